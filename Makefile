@@ -79,7 +79,7 @@ site: $(VENV)/installed-dev ## build the documentation into site/; links are str
 wheel: $(VENV)/installed-dev ## build the wheel, check it, and train ten steps with it in bare environments
 	$(BIN)/python .ci/wheel.py
 
-check: lint types layers test docs site wheel ## everything that .ci/run runs
+check: lint types layers test site wheel ## everything that .ci/run runs
 
 wheels: $(VENV)/installed ## wheels/: what an offline machine with its own PyTorch needs beside it
 	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts

@@ -16,7 +16,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more threads star
 
 import pytest
 import torch
+from hypothesis import settings
 
+settings.register_profile("octavo", deadline=None)  # on a busy machine an example takes as long as it takes
+settings.load_profile("octavo")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which reads it then
 
@@ -79,8 +82,9 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
     return run
 
 
-SLOW_FIRST = ("train/test_parallel", "train/test_combined", "train/test_pipelined", "train", "distributed")
-SLOW_FIRST += ("kernels/triton", "nn", "bench", "conversion", "cli", "memory", "guard")
+SLOW_FIRST = ("test_docs_in_order", "train/test_parallel", "train/test_combined", "train/test_pipelined", "train")
+SLOW_FIRST += ("distributed", "monitor/dashboard/test_browser", "kernels/triton", "nn", "test_docs", "bench")
+SLOW_FIRST += ("conversion", "cli", "memory", "guard", "kernels", "evaluation", "sensitivity", "pilot", "optim")
 """Paths with the longest tests. They start first, so that all processes finish at about the same time."""
 
 

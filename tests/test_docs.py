@@ -21,8 +21,6 @@ PAGES = [*TOP, *sorted(ROOT.glob("docs/**/*.md"))]
 SECTIONS = {section.name for section in dataclasses.fields(RunConfig)}
 FIGURE = re.compile(r"\d[\d.,]*\s?(?:%|ms\b|dB\b|GiB\b|TFLOP|tokens/s|times as fast|x faster)")
 
-pytestmark = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
 
 def blocks(page: Path, language: str) -> Iterator[str]:
     """Yield the code blocks of a page, without those under a `<!-- not run: why -->`."""
@@ -33,12 +31,21 @@ def blocks(page: Path, language: str) -> Iterator[str]:
             yield fence[3]
 
 
+def every_block(language: str) -> Iterator[tuple[Path, str]]:
+    """Yield the code blocks of all pages."""
+    for page in PAGES:
+        yield from ((page, code) for code in blocks(page, language))
+
+
 def prose(page: Path) -> str:
     """Return a page without its code and without its generated tables."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"^<!-- table: .*?^<!-- end -->$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(blocks(page, "python"))], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "docs"}
@@ -46,8 +53,8 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         exec(compile(code, str(page), "exec"), namespace)
 
 
-def test_files_are_accepted(page: Path) -> None:
-    for code in blocks(page, "toml"):
+def test_files_are_accepted() -> None:
+    for page, code in every_block("toml"):
         settings = tomllib.loads(code)
         if SECTIONS & set(settings):
             assemble(load_preset("tiny", cuda=False), (str(page), settings))  # a page may show a part of a file
@@ -55,28 +62,29 @@ def test_files_are_accepted(page: Path) -> None:
             recipes.load(settings, str(page))
 
 
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", prose(page))
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+def test_links_lead_somewhere() -> None:
+    targets = [(page, t) for page in PAGES for t in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", prose(page))]
+    assert len(targets) > 100
+    assert [(page.name, target) for page, target in targets if not (page.parent / target).exists()] == []
 
 
-def test_make_targets_exist(page: Path) -> None:
+def test_make_targets_exist() -> None:
     known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for code in blocks(page, "bash") for name in re.findall(r"\bmake ([a-z]+)", code)}
-    assert named <= known
+    named = {name for _, code in every_block("bash") for name in re.findall(r"\bmake ([a-z]+)", code)}
+    assert named and named <= known
 
 
-def test_commands_are_accepted(page: Path) -> None:
-    lines = [line for code in blocks(page, "bash") for line in code.splitlines() if line.startswith("octavo ")]
-    for line in lines:
+def test_commands_are_accepted() -> None:
+    lines = {line for _, code in every_block("bash") for line in code.splitlines() if line.startswith("octavo ")}
+    assert len(lines) > 100
+    for line in sorted(lines):
         command, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
         name = line.split()[1]
         where = "octavo_bench." if name == "bench" else "octavo.cli."
-        assert f"{command.__module__}.".startswith(where)
-        assert name in ("bench", command.__name__.removesuffix("_"))
+        assert f"{command.__module__}.".startswith(where), line
+        assert name in ("bench", command.__name__.removesuffix("_")), line
 
 
-def test_no_figure_is_typed(page: Path) -> None:
-    if page.parent.name == "log":
-        return  # a notebook: what was expected is nowhere measured
-    assert FIGURE.findall(prose(page)) == []
+def test_no_figure_is_typed() -> None:
+    pages = [page for page in PAGES if page.parent.name != "log"]  # a notebook: what was expected is nowhere measured
+    assert [(page.name, figure) for page in pages for figure in FIGURE.findall(prose(page))] == []

@@ -33,19 +33,20 @@ BLOCK = re.compile(
 
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "sequence": 32, "steps": 8, "checkpoint_every": 4, "batch": 2}
+SMALL |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
 def small(text: str) -> str:
-    """Return a file of settings for a run of a few steps."""
+    """Return a file of settings for a run of a few steps, a Hugging Face config of a small model."""
     for key, value in SMALL.items():
-        text = re.sub(rf"^{key} = \d+", f"{key} = {value}", text, flags=re.MULTILINE)
+        text = re.sub(rf'^({key} = |  "{key}": )\d+', rf"\g<1>{value}", text, flags=re.MULTILINE)
     return text
 
 
 def shortened(command: str) -> str:
     """Return the same command for a run of a few steps of the preset `tiny`."""
     for pattern, by in (
-        (r"--preset (demo|parity-\S+)(?!.*--memory)", "--preset tiny"),
+        (r"--preset (demo|parity-\S+)", "--preset tiny"),
         (r"--steps [1-9]\d*", "--steps 8"),
         (r"--checkpoint-every \d+", "--checkpoint-every 4"),
         (r"--(\S*tokens) \d+", r"--\1 512"),
@@ -58,6 +59,10 @@ def shortened(command: str) -> str:
         command += " --tokens 512"
     if re.match(r"octavo train mine\.toml(?!.*--dry-run)", command):
         command += " --eval-tokens 512"
+    if re.match(r"octavo train --preset tiny(?!.*--steps)", command):
+        command += " --steps 8 --eval-tokens 512"
+    if re.match(r"octavo pilot(?!.*--steps)", command):
+        command += " --steps 3"
     if command == "make demo":
         return "octavo train --preset tiny --steps 4 --out runs/demo --overwrite"
     return command

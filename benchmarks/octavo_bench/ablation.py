@@ -1,7 +1,7 @@
 """FP8-LM's ablation of optimizer precision (arXiv 2310.18313, table 6), in small: which storage holds and which fails.
 
 A network of bytes is trained from the same weights on the same batches with one choice of storage after another. It is
-small and made mostly of an embedding, whose rows see a gradient only now and then: harsher on a second moment than a
+small and made mostly of an embedding, whose rows see a gradient only occasionally: harsher on a second moment than a
 large model is, so that what fails at scale fails here within minutes on a CPU.
 """
 

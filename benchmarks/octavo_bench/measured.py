@@ -11,6 +11,7 @@ from statistics import fmean
 from octavo.conversion import make_plan
 from octavo.errors import ConfigError
 from octavo.memory import KINDS
+from octavo.monitor.gap import wander
 from octavo.train.evaluate import student
 from octavo_bench import results
 from octavo_bench.evidence import over_seeds
@@ -28,6 +29,7 @@ DEMO = (
     ("FP8 loss", "{heldout_loss_fp8:.4f}"),
     ("BF16 loss", "{heldout_loss_bf16:.4f}"),
     ("gap", "{gap_percent:+z.2f} %"),
+    ("wander", "± {wander:.2f} %"),
     ("byte entropy", "{unigram_entropy:.4f}"),
     ("time", "{minutes}"),
 )
@@ -40,13 +42,16 @@ def demo(directory: Path) -> str:
 
 
 def demo_of(*found: Result) -> str:
-    """Return the runs of results, with the time that each took."""
-    rows = [row for result in found for row in result.rows]
-    minutes = [
-        {"minutes": "{:.0f} min {:02.0f} s".format(*divmod(row["seconds"], 60))} if "seconds" in row else {}
-        for row in rows
-    ]
-    return figures(DEMO, [row | more for row, more in zip(rows, minutes, strict=True)], 8)
+    """Return the runs of results, with the time that each took and how far its gap wandered."""
+    rows = []
+    for row in (row for result in found for row in result.rows):
+        more: Row = {}
+        if "seconds" in row:
+            more["minutes"] = "{:.0f} min {:02.0f} s".format(*divmod(row["seconds"], 60))
+        if "history" in row:
+            more["wander"] = wander([line["gap_percent"] for line in row["history"] if "gap_percent" in line])
+        rows.append(row | more)
+    return figures(DEMO, rows, 9)
 
 
 def faults(result: Result) -> str:

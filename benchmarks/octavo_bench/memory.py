@@ -50,6 +50,7 @@ _LEAN = octavo.Policy(min_gain=0.0, weights="fp8", activation_inputs="fp8", norm
 CASES = {
     "bf16, fp32 adam": Case(),
     "folded, fp8 states": Case(recipe="folded", policy=octavo.Policy(min_gain=0.0), states="fp8"),
+    "folded_fast, fp8-lm states": Case(recipe="folded_fast", policy=octavo.Policy(min_gain=0.0), states="fp8-lm"),
     "folded, fp8 weights and activations, fp8-min states, released gradients": Case(
         recipe="folded", policy=_LEAN, states="fp8-min", release=True
     ),

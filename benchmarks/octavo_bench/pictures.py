@@ -11,7 +11,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from octavo_bench.results import Row
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "src" / "octavo" / "monitor" / "dashboard" / "static"
+VERDICT = (STATIC.parent / "verdict.py", STATIC.parents[1] / "gap.py")
 THEMES = {
     theme: dict(zip(("text", "quiet", "line", "fp8", "bf16", "peer"), tones.split(), strict=True))
     for theme, tones in {
@@ -196,6 +197,9 @@ _LANES = {"fp8": "Octavo, FP8", "bf16": "BF16, same batches"}
 
 # --- the demo in a terminal ------------------------------------------------------------------------------------------
 
+WIDTH = 118
+"""Columns of the terminal; what goes beyond them is cut."""
+
 
 def terminal_data(directory: Path) -> dict[str, Any]:
     """Return the demo's newest run and what it prints."""
@@ -216,9 +220,10 @@ def printed(row: Row) -> Console:
     from octavo.train.console import ConsoleReporter
     from octavo.train.events import Finished, Logged, Preparing, Started
 
-    console = Console(record=True, width=118, file=io.StringIO(), highlight=False, color_system="truecolor")
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False, color_system="truecolor")
     console.print("$ make demo", markup=False)
     reporter, config = ConsoleReporter(console), config_reader.read(RunConfig, row["config"], "demo")
+    config = replace(config, run=replace(config.run, out=Path("runs/demo")))  # where `make demo` writes
     lanes = ("fp8", "bf16")
     reporter.report(Preparing(config=config))
     facts = {"device": row["device"], "parameters": row["parameters"], "corpus": row["corpus"]}
@@ -234,7 +239,7 @@ def printed(row: Row) -> Console:
 
 
 def _plan_of(row: Row, config: RunConfig) -> Plan:
-    """Return the plan of the FP8 model: on a GPU, if the run needed its memory."""
+    """Return the plan of the FP8 model, for the GPU of the run where it had one."""
     import torch
 
     from octavo.conversion import make_plan
@@ -242,7 +247,9 @@ def _plan_of(row: Row, config: RunConfig) -> Plan:
 
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
-    return make_plan(model, row["recipe"], device="cpu" if row["peak_gib"] is None else None)
+    return make_plan(
+        model, row["recipe"], device="cpu" if row["peak_gib"] is None else row["device"].split()[-1].lower()
+    )
 
 
 # --- the dashboard ---------------------------------------------------------------------------------------------------
@@ -338,7 +345,7 @@ HERE = Path(__file__)
 PICTURES = {
     "hero": Picture(data=hero_data, sources=[HERE], draw=draw_hero),
     "terminal": Picture(data=terminal_data, sources=[], draw=draw_terminal),
-    "dashboard": Picture(data=dashboard_data, sources=[*STATIC.glob("*.*")], draw=draw_dashboard),
+    "dashboard": Picture(data=dashboard_data, sources=[*STATIC.glob("*.*"), *VERDICT], draw=draw_dashboard),
 }
 
 

@@ -1,4 +1,4 @@
-"""Portability: whether the weights of a run mean the same on other hardware, or have grown used to one accumulator.
+"""Portability: whether the weights of a run mean the same on other hardware, or have adapted to one accumulator.
 
 The loss on held-out text of one set of weights, computed in four ways: as it was trained, with slow accumulation, from
 the same codes with exact sums, and in BF16. Nothing else differs, so that a gap between them is due to rounding in
@@ -81,7 +81,7 @@ def alarm(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -> st
     return (
         f"the weights are not portable: {worst['computation']}, the held-out loss is {worst['heldout_loss']:.4f}, "
         f"{worst['difference']:+z.4f} against {rows[0]['heldout_loss']:.4f} as trained. More than {tolerance:g} says "
-        "that they have grown used to how their sums are rounded. Train on with slow accumulation or in BF16 before "
+        "that they have adapted to how their sums are rounded. Train on with slow accumulation or in BF16 before "
         "you serve them elsewhere."
     )
 

@@ -93,7 +93,7 @@ def _speed(measured: Measured) -> str:
         return ""
     fast = step.peer(FAST)
     said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16"
-    said += f", {fast['ratio_to_bf16']:.2f} by `folded_fast`**" if fast else "**"
+    said += f", {fast['ratio_to_bf16']:.2f} with `folded_fast`**" if fast else "**"
     peers = {"torchao": step.peer(TORCHAO), "Transformer Engine": step.engine}
     beside = " and ".join(f"{name}'s {row['ratio_to_bf16']:.2f}" for name, row in peers.items() if row)
     said += f", beside {beside}" if beside else ""

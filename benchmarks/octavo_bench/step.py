@@ -273,9 +273,9 @@ def command(
     Parameters
     ----------
     workload
-        llama-8b-stack (8 layers, 16,384 tokens), llama-70b-stack and 175b-stack (2 layers), llama-1b-stack, llama-1b
-        (with head, loss and optimizer), resnet50 (256 images, channels last), tiny, tiny-model or tiny-resnet; may be
-        given again.
+        llama-8b-stack (8 layers, 16,384 tokens), llama-70b-stack and 175b-stack (2 layers), llama-1b-stack, 175b and
+        llama-1b (with head, loss and optimizer), resnet50 (256 images, channels last), tiny, tiny-model or tiny-resnet;
+        may be given again.
     only
         Implementations to run beside BF16; all by default.
     device

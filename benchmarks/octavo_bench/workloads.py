@@ -104,11 +104,13 @@ class Workload:
 
 
 _LLAMA_1B = Workload(name="llama-1b-stack", dim=2048, ffn=8192, heads=32, kv_heads=8, layers=16, batch=4, sequence=4096)
+_175B = Workload(name="175b-stack", dim=12288, ffn=32768, heads=96, kv_heads=96, layers=2, batch=8, sequence=2048)
 _TINY = Workload(name="tiny", dim=128, ffn=256, heads=4, kv_heads=2, layers=2, batch=2, sequence=64)
 _ALL = (
     Workload(name="llama-8b-stack", dim=4096, ffn=14336, heads=32, kv_heads=8, layers=8, batch=2, sequence=8192),
     Workload(name="llama-70b-stack", dim=8192, ffn=28672, heads=64, kv_heads=8, layers=2, batch=2, sequence=8192),
-    Workload(name="175b-stack", dim=12288, ffn=32768, heads=96, kv_heads=96, layers=2, batch=8, sequence=2048),
+    _175B,
+    replace(_175B, name="175b", vocab=51200),
     _LLAMA_1B,
     replace(_LLAMA_1B, name="llama-1b", vocab=128256),
     _TINY,
@@ -116,7 +118,8 @@ _ALL = (
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
 """By name: blocks of Llama-3-8B and of Llama-3-70B; of GPT-175B's width and parameters, as FP8-LM has it (arXiv
-2310.18313, table 3); Llama-3.2-1B's blocks, and that model as a whole; two for tests."""
+2310.18313, table 3), alone and with embedding and head; Llama-3.2-1B's blocks, and that model as a whole; two for
+tests."""
 
 
 class Stack(nn.Module):

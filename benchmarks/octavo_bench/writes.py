@@ -412,7 +412,8 @@ EAGER_WAYS: dict[str, Way] = {
 """To a graph a weight is an input like any other: that compiled code reads it is shown by the others."""
 
 
-def _fp8_weights() -> nn.Module:
+def fp8_net() -> nn.Module:
+    """Return a converted model with FP8 weights, fresh."""
     torch.manual_seed(7)
     model = Net()
     octavo.convert(model, "folded", policy=Policy(min_gain=0.0, min_features=16, weights="fp8"))
@@ -454,11 +455,14 @@ def _fp8_way(name: str, model: Any) -> None:
 ALL_FP8_WAYS = (*FP8_WAYS, "Octavo's AdamW", "load_state_dict")
 
 
-def fault_of(way: str, recipe: str, *, compiled: bool = False) -> str:
+def fault_of(way: str, recipe: str) -> str:
     """Return how a step after a write differs from that of a fresh model of the same values; empty if it does not."""
-    torch._dynamo.reset()
     model = net(recipe)
-    call = torch.compile(model, backend="aot_eager") if compiled else model
+    return fault_in(way, recipe, model, model)
+
+
+def fault_in(way: str, recipe: str, model: nn.Module, call: Callable[[Tensor], Tensor]) -> str:
+    """As `fault_of`, of a model that is there: `call` computes with it, compiled for example."""
     before, changed = results(model, call)[0], False
     for _ in (WAYS | EAGER_WAYS)[way](model):
         found = results(model, call)
@@ -471,11 +475,14 @@ def fault_of(way: str, recipe: str, *, compiled: bool = False) -> str:
     return "" if changed else "nothing was written"
 
 
-def fault_of_fp8(way: str, *, compiled: bool = False) -> str:
+def fault_of_fp8(way: str) -> str:
     """As `fault_of`, of a model of FP8 weights."""
-    torch._dynamo.reset()
-    model = _fp8_weights()
-    call = torch.compile(model, backend="aot_eager") if compiled else model
+    model = fp8_net()
+    return fault_in_fp8(way, model, model)
+
+
+def fault_in_fp8(way: str, model: nn.Module, call: Callable[[Tensor], Tensor]) -> str:
+    """As `fault_in`, of a model of FP8 weights."""
     before = results(model, call)[0]
     _fp8_way(way, model)
     found, fresh = results(model, call), copy.deepcopy(model)

@@ -83,3 +83,8 @@ def test_all_that_commands_print_goes_this_way() -> None:
     ]
     names = {node.func.id for node in calls if isinstance(node.func, ast.Name)}
     assert "say" in names and not names & {"print", "Console"}
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 layers"), (1, "1 layer"), (1200, "1,200 layers")])
+def test_a_count_and_its_noun(number: int, text: str) -> None:
+    assert terminal.quantity(number, "layer") == text

@@ -9,8 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -194,22 +194,26 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["recipes", "foldd"])
 
 
-def test_interrupting_says_how_to_continue(tiny: list[str], tmp_path: Path) -> None:
-    arguments = [*COMMAND, *tiny, "--steps", "100000", "--checkpoint-every", "5"]
-    # A shell that starts the tests in the background has SIGINT ignored, and a child would inherit that.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(arguments, **pipes, preexec_fn=heed) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "checkpoint" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"octavo train {tmp_path / 'run'} --resume" in said
-    assert "Traceback" not in said
-    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+def test_interrupting_says_how_to_continue(octavo: Octavo, tiny: list[str], tmp_path: Path) -> None:
+    checkpoints, ended = tmp_path / "run" / "checkpoints", threading.Event()
+
+    def interrupt() -> None:
+        while not list(checkpoints.glob("step-*")):
+            if ended.wait(0.01):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=interrupt)
+    presser.start()
+    try:
+        done = octavo(*tiny, "--steps", "100000", "--checkpoint-every", "5")
+    finally:
+        ended.set()
+        presser.join()
+    assert done.returncode == 130
+    assert f"octavo train {tmp_path / 'run'} --resume" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(checkpoints.glob(".*"))
 
 
 def test_plan_shows_every_linear_layer(octavo: Octavo) -> None:

@@ -148,6 +148,16 @@ def test_of_torchtitan(recipe):
     compare(model, converted, lambda m: m["experts"](routed()[0], num_tokens_per_expert=counts), 22)
 
 
+def test_a_gain_is_predicted_where_it_is_known_how_many_experts_a_token_has():
+    shape = {"architecture": "moe", "vocab": 32, "layers": 1, "heads": 2, "sequence": 8, "experts": 4}
+    for dim, gains in ((64, 0), (512, 1)):
+        model = build(ModelConfig(**shape, dim=dim, ffn=dim, experts_per_token=2), 0)
+        rows = [row for row in octavo.plan(model, tokens=2**15, device="h200").layers if row.is_experts]
+        assert [row.active for row in rows] == [0.5, 0.5]
+        assert len({row.gain for row in rows} - {None}) == gains
+    assert not any(row.gain for row in octavo.plan(nn.ModuleDict({"experts": Titan()}), device="h200").layers)
+
+
 def test_what_stays_in_bf16_says_why():
     model = nn.ModuleDict({"a": Other(), "b": Titan(dim=40), "c": Titan(), "d": Titan(dim=16), "e": Titan()})
     plan = octavo.plan(model, policy=octavo.Policy(keep=["c"]), device="h200")

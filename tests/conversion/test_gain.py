@@ -2,6 +2,9 @@
 
 import functools
 import itertools
+import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +105,22 @@ def test_fast_accumulation_speeds_up_the_products_that_have_it() -> None:
     slow, fast = (gain.predicted_ms(load(name), 4096, 4096, 16384, rates=H200) for name in ("folded", "folded_fast"))
     product = 2 * 4096 * 4096 * 16384 / (H200.row * 1e9)
     assert slow - fast == pytest.approx(2 * product * (1 - 1 / H200.fast))  # fprop and dgrad
+
+
+def test_the_gain_of_experts_is_near_that_measured():
+    results = Path(__file__).parents[2] / "benchmarks/results/latest/moe.json"
+    found = {}
+    for row in json.loads(results.read_text())["rows"]:
+        dim, hidden, experts, top, tokens = map(int, re.findall(r"\d+", row["workload"]))
+        recipe = row["implementation"].removeprefix("octavo ")
+        if recipe in ("folded", "folded_fast"):
+            shapes = (2 * hidden, dim), (dim, hidden)
+            predicted = gain.predicted_gain_of_experts(load(recipe), *shapes, experts, tokens * top, rates=H200)
+            found[recipe, tokens] = predicted / row["ratio_to_bf16"]
+    assert len(found) == 3 and all(0.95 < ratio < 1.05 for ratio in found.values()), found
+
+
+def test_few_rows_do_not_pay_for_quantising_all_experts():
+    shapes = (1536, 2048), (2048, 768)
+    gains = [gain.predicted_gain_of_experts(load("folded"), *shapes, 128, 2**n, rates=H200) for n in range(10, 20)]
+    assert gains == sorted(gains) and gains[0] < 1 < gains[-1] < 1.5

@@ -19,6 +19,9 @@ WHITE = {
     "@": lambda a, b: a @ b.mT,
     "Tensor.matmul": lambda a, b: a.matmul(b[0].t()),
     "mm": lambda a, b: torch.mm(a[0], b[0].t()),
+    "mv": lambda a, b: torch.mv(b[0], a[0, 0]),
+    "matmul, matrix and vector": lambda a, b: b[0] @ a[0, 0],
+    "matmul, vector and matrix": lambda a, b: a[0, 0] @ b[0].t(),
     "bmm": lambda a, b: torch.bmm(a, b.mT),
     "addmm": lambda a, b: torch.addmm(b.sum((0, 2)), a[0], b[0].t(), beta=3, alpha=2),
     "addmm without input": lambda a, b: torch.addmm(
@@ -152,6 +155,8 @@ def test_what_cannot_be_fp8_runs_as_it_is_and_says_why(why):
     [
         lambda a, b: a[0] @ b[0],
         lambda a, b: torch.mm(a, b),
+        lambda a, b: torch.mv(a, b[0, 0]),
+        lambda a, b: a[0, 0] @ b[0],
         lambda a, b: torch.bmm(a, b.mT[:2]),
         lambda a, b: F.linear(a),
         lambda a, b: F.linear(a, None),
@@ -196,13 +201,14 @@ def test_each_product_quantises_the_weight_of_now():
         for _ in range(2):
             F.linear(x, weight)
             x @ weight.t()
+            weight.mv(x[0])
             torch.einsum("mk,nk->mn", x, weight)
-        assert ledger.weights == 6
+        assert ledger.weights == 8
         activation = weight.detach() * 1
         before = F.linear(x, activation), x @ activation.t()
         activation.data.neg_()  # moves no version counter
         after = F.linear(x, activation), x @ activation.t()
-    assert ledger.weights == 6  # an activation is none
+    assert ledger.weights == 8  # an activation is none
     assert all(torch.equal(y, -z) for y, z in zip(after, before, strict=True))
 
 

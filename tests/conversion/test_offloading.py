@@ -222,7 +222,7 @@ def test_names_stay_and_it_comes_off():
     assert done.blocks == ["layers.0", "layers.1", "layers.2"] and type(model.layers[3]) is before
     assert isinstance(model.layers[0], OffloadedBlock) and list(model.state_dict()) == names
     results(model)
-    assert "3 blocks offload saved tensors" in str(done)
+    assert "3 blocks: saved tensors" in str(done)
     assert type(copy.deepcopy(model).layers[0]) is before
     assert type(pickle.loads(pickle.dumps(model)).layers[0]) is before
     with pytest.raises(ConfigError, match="already"):

@@ -171,7 +171,7 @@ def test_names_stay_and_it_comes_off():
     model = model_of("folded")
     names, before = list(model.state_dict()), type(model.layers[0])
     done = octavo.recompute(model, "nothing")
-    assert done.blocks == ["layers.0", "layers.1"] and "2 blocks save nothing but their inputs" in str(done)
+    assert done.blocks == ["layers.0", "layers.1"] and "2 blocks: nothing but their inputs saved" in str(done)
     assert isinstance(model.layers[0], before) and isinstance(model.layers[0], RecomputedBlock)
     assert list(model.state_dict()) == names
     with pytest.raises(ConfigError, match="already"):

@@ -48,7 +48,7 @@ def test_a_parameter_is_named(attempt: Try, name: str) -> None:
         trial.model.get_parameter(name).view(-1)[3] = torch.nan
     result = run_check(nonfinite, trial)
     assert result.finding.verdict == "failure", result.finding
-    assert result.finding.seen == f"{name} contains 1 non-finite values"
+    assert result.finding.seen == f"{name} contains 1 non-finite value"
     assert result.remedy == NONFINITE_REMEDIES["weight"]
 
 

@@ -44,7 +44,7 @@ def test_a_run_without_fault(tmp_path: Path) -> None:
     found = {check.name: run_check(check, run) for check in (checks.state, checks.loss, checks.tensors, checks.events)}
     assert {name: str(result.finding.verdict) for name, result in found.items()} == dict.fromkeys(found, "ok")
     assert found["run"].finding.seen == "finished, 60 steps"
-    assert found["tensors"].finding.seen == f"{len(ROLES)} tensors within their limits"
+    assert found["tensors"].finding.seen == f"{len(ROLES)} tensors within limits"
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_a_fault_is_found_by_one_check(
     [
         ({"overflows_fp8": lambda step: step // 4}, "", "loss scale (15 of 60 steps overflowed)"),
         ({"gradient_norm_fp8": lambda step: 300.0 if step == 30 else 1.0}, "", "clip (the gradient norm reached 300"),
-        ({}, "optimizer: the loss rose", "optimizer (1 events blame it)"),
+        ({}, "optimizer: the loss rose", "optimizer (blamed by 1 event)"),
         ({"gap_percent": lambda step: 9.0}, "", "recipe (9.0 % above the BF16 baseline)"),
-        ({}, "data: a batch of zeros", "data (1 events blame a batch)"),
+        ({}, "data: a batch of zeros", "data (a batch is blamed by 1 event)"),
     ],
 )
 def test_advice_is_in_the_order_of_the_evidence(tmp_path: Path, scalars: Any, event: str, first: str) -> None:

@@ -77,7 +77,7 @@ def test_layers_that_are_switched_off_are_a_failure(attempt: Try) -> None:
     with octavo.disabled(trial.model):
         result = run_check(fallback, trial)
     assert result.finding.verdict == "failure", result.finding
-    assert result.finding.seen == "3 layers are converted, but no GEMM ran in FP8"
+    assert result.finding.seen == "3 layers converted, but no GEMM ran in FP8"
     assert "outside octavo.disabled" in result.remedy
 
 
@@ -104,7 +104,7 @@ def row(layer: str, gain: float, pads: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rows", "verdict", "seen"),
     [
-        ([row("a", 1.4), row("b", 1.2)], "ok", "2 layers gain, least b: predicted 1.20"),
+        ([row("a", 1.4), row("b", 1.2)], "ok", "predicted gain of 2 layers: least 1.20, b"),
         ([row("a", 1.4), row("b", 0.7), row("c", 0.9)], "warning", "2 of 3 layers lose, most b: predicted gain 0.70"),
         ([row("a", 1.4), row("b", 1.2, pads=16)], "warning", "1 of 2 layers are padded"),
     ],

@@ -34,14 +34,14 @@ def test_a_token_is_named(model: nn.Module) -> None:
     found = locate_nonfinite(model, lambda: run(model, x))
     assert found is not None
     assert (found.layer, found.role, found.place, found.elements) == ("0", "input", (1, 5), 1)
-    assert str(found) == "0 input, sequence 1, token 5 (1 elements)"
+    assert str(found) == "0 input, sequence 1, token 5 (1 element)"
 
 
 def test_a_weight_is_named(model: nn.Module) -> None:
     model[2].weight.data[7, 2] = torch.nan
     found = locate_nonfinite(model, lambda: run(model, torch.randn(2, 16, 32)))
     assert found is not None
-    assert str(found) == "2 weight, row 7 (1 elements)"
+    assert str(found) == "2 weight, row 7 (1 element)"
 
 
 def test_a_gradient_is_named(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def losses(loop: Loop, steps: int = STEPS, strike: Any = None) -> list[float]:
     return [found[step] for step in range(1, steps + 1)]
 
 
+@cache
+def undisturbed(recipe: str = "folded") -> tuple[float, ...]:
+    """Return the losses of a loop that nothing happens to."""
+    return tuple(losses(make_loop(recipe)[0]))
+
+
 def poisoned(change: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches, that of step `AT` changed."""
     for number, batch in enumerate(batches(), 1):
@@ -62,13 +69,12 @@ def test_without_a_fault_guardrails_change_nothing() -> None:
 
 @pytest.mark.parametrize("recipe", ["folded", "delayed"])
 def test_a_weight_row_that_is_struck_once_is_as_if_it_had_not_been(recipe: str) -> None:
-    undisturbed = losses(make_loop(recipe)[0])
     loop, events = make_loop(recipe)
 
     def strike(loop: Loop) -> None:
         loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
 
-    assert losses(loop, strike=strike) == undisturbed
+    assert losses(loop, strike=strike) == [*undisturbed(recipe)]
     event = of_cause(events, "transient")
     assert (event.step, event.layer, event.role) == (AT, "first", "weight")
     assert "elements of row 3:" in event.text
@@ -102,7 +108,7 @@ def test_a_batch_of_nonsense_is_passed_over() -> None:
     loop, events = make_loop(data=poisoned(lambda x, y: (x, 40 * torch.randn(TOKENS, WIDTH))))
     after = losses(loop)[-1]
     assert of_cause(events, "data").action == "batch passed over"
-    assert after == pytest.approx(losses(make_loop()[0])[-1], rel=0.05)
+    assert after == pytest.approx(undisturbed()[-1], rel=0.05)
 
 
 def test_an_infinity_in_a_batch_is_located() -> None:
@@ -122,7 +128,7 @@ def test_a_learning_rate_that_jumps_is_blamed_and_held() -> None:
     loop, events = make_loop()
     bump = torch.optim.lr_scheduler.LambdaLR(loop.update.optimizer, lambda made: 300.0 if AT <= made < AT + 4 else 1.0)
     loop.update = replace(loop.update, scheduler=bump)
-    assert losses(loop)[-1] == pytest.approx(losses(make_loop()[0])[-1], rel=0.05)
+    assert losses(loop)[-1] == pytest.approx(undisturbed()[-1], rel=0.05)
     event = of_cause([event for event in events if event.rule != "learning rate"], "optimizer")
     assert "300 times its limit now" in event.text
     assert loop.guard.lr(1.0) == pytest.approx(3e-3)
@@ -206,7 +212,7 @@ def test_the_shadow_says_how_far_fp8_is() -> None:
     losses(loop)
     gaps = [event.value for event in events if event.rule == "shadow"]
     assert len(gaps) == 3 and all(gap is not None and abs(gap) < 1 for gap in gaps)
-    assert losses(make_loop()[0]) == losses(make_loop(shadow_every=10)[0])
+    assert [*undisturbed()] == losses(make_loop(shadow_every=10)[0])
 
 
 def test_trying_a_batch_leaves_no_trace() -> None:
@@ -261,7 +267,7 @@ def test_a_nan_that_nothing_removes_ends_the_run_and_is_named() -> None:
 
 def test_batches_that_end_are_an_error() -> None:
     loop, _ = make_loop(data=itertools.islice(batches(), 5))
-    with pytest.raises(ConfigError, match="there are 5 batches, and step 6"):
+    with pytest.raises(ConfigError, match="the batches end after 5, and step 6"):
         losses(loop)
 
 
@@ -341,9 +347,9 @@ def test_batches_passed_over_stay_so_after_a_rollback() -> None:
 
 
 def test_solved_incidents_do_not_count_toward_giving_up() -> None:
-    bad = set(range(AT, AT + 60, 6))
+    bad = set(range(AT, AT + 30, 6))
     loop, events = make_loop(data=nonsense(bad), rollbacks=3)
-    losses(loop, 90)
+    losses(loop, 60)
     assert sum(event.action == "batch passed over" for event in events) == len(bad)
     assert not any(event.action == "the new level is adopted" for event in events)
 
@@ -395,7 +401,7 @@ def test_a_nan_in_all_snapshots_is_never_saved_and_ends_the_run() -> None:
 def test_a_level_shift_is_noted_a_few_times() -> None:
     harder = ((x, y + 3 * torch.randn(TOKENS, WIDTH)) if n >= AT else (x, y) for n, (x, y) in enumerate(batches(), 1))
     loop, events = make_loop(data=harder, mode="watch")
-    losses(loop, 300)
+    losses(loop, 150)
     assert 1 <= len(events) <= 12
     assert all(event.step < AT + 60 for event in events)
 
@@ -431,7 +437,6 @@ def test_gradients_that_are_wrong_for_good_are_not_blamed_on_data() -> None:
 
 
 def test_a_nan_in_one_gradient_stays_there_and_is_named() -> None:
-    undisturbed = losses(make_loop()[0])
     loop, events = make_loop()
 
     def strike(loop: Loop) -> None:
@@ -441,7 +446,7 @@ def test_a_nan_in_one_gradient_stays_there_and_is_named() -> None:
 
         handle = loop.model.second.weight.register_hook(once)  # type: ignore[union-attr,operator]
 
-    assert losses(loop, strike=strike) == undisturbed
+    assert losses(loop, strike=strike) == [*undisturbed()]
     event = of_cause(events, "transient")
     assert (event.rule, event.layer) == ("nonfinite", "second")
 
@@ -461,13 +466,12 @@ def test_a_layer_whose_codes_saturate_is_blamed_for_its_shift() -> None:
 
 
 def test_moments_that_are_lost_are_repaired() -> None:
-    undisturbed = losses(make_loop()[0])
     loop, events = make_loop()
 
     def strike(loop: Loop) -> None:
         loop.update.optimizer.state[loop.model.second.weight]["exp_avg_sq"].zero_()  # type: ignore[union-attr,index]
 
-    assert losses(loop, strike=strike) == undisturbed
+    assert losses(loop, strike=strike) == [*undisturbed()]
     assert of_cause(events, "transient").layer == "second"
 
 
@@ -539,6 +543,28 @@ def test_a_batch_that_fp8_harms_alone_is_noise(harmed: set[int]) -> None:
     losses(loop)
     noted = [event.step for event in events if event.rule == "shadow" and event.level != "info"]
     assert noted == ([20, 30] if len(harmed) > LASTING else [])
+
+
+def test_the_last_batch_alone_decides_nothing() -> None:
+    loop, events = make_loop(mode="watch", shadow_every=10, data=itertools.islice(batches(), 21))
+    loop.probe = lambda *, fp8, backward: Probe(1.0 + fp8 * len(loop._peek(loop.position)), 0.0)  # type: ignore[method-assign]
+    losses(loop, 21)
+    first, last = (event for event in events if event.rule == "shadow")
+    assert (first.step, first.level, last.step, last.level) == (10, "warning", 20, "info")
+    assert "no batch follows" in last.text and "no batch follows" not in first.text
+
+
+def test_only_the_end_of_the_batches_ends_the_probes_of_following_ones() -> None:
+    loop, _ = make_loop(data=itertools.islice(batches(), 5))
+    losses(loop, 2)
+    assert len(loop.probe_following(LASTING, fp8=True)) == 2
+
+    def wrong(*_: Any, **__: Any) -> Probe:
+        raise ConfigError("a shape that no layer takes")
+
+    loop._compute = wrong  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="a shape that no layer takes"):
+        loop.probe_following(LASTING, fp8=True)
 
 
 def test_a_second_loop_needs_the_first_closed() -> None:

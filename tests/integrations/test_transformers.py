@@ -47,6 +47,20 @@ def test_one_line_more_trains_in_fp8_with_the_loss_of_bf16_and_says_what_ran(lla
     assert all(entry["fp8_fallbacks"] == 0 for entry in logged)
 
 
+@pytest.mark.parametrize(("count", "graphs"), [(None, 1), (True, 2)])
+def test_a_compiled_trainer_compiles_a_second_graph_only_where_its_steps_are_counted(
+    count, graphs, llama, sequences, tmp_path
+):
+    torch._dynamo.reset()
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "logging_steps": 2}
+    run = trainer(llama(), sequences, tmp_path, 4, OctavoCallback(count=count), **compiled)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    run.train()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == graphs
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    assert all(entry["fp8_layers"] == FP8_LAYERS and ("fp8_gemms" in entry) == (graphs == 2) for entry in logged)
+
+
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(llama, sequences, tmp_path):
     whole = trainer(llama(), sequences, tmp_path / "whole", 8, OctavoCallback())
     whole.train()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot
+from octavo.kernels.reference import gradient as gradients
 from octavo.kernels.reference import optimizer as reference
 from octavo.kernels.reference.storage import to_groups
 from octavo.kernels.storage import GRADIENT_CODES, Storage
 from octavo.optim.states import TIERS, state_tensors
 
 FP8 = torch.float8_e4m3fn
-EVEN, RAGGED = ((20, 256), (3, 128)), ((7, 100), (3, 303), (1, 5))
+EVEN, RAGGED = ((8, 256), (3, 128)), ((7, 100), (3, 303), (1, 5))
 KINDS = {
     "fp32": ("fp32", torch.float32),
     "fp32, bf16 weight": ("fp32", torch.bfloat16),
@@ -87,7 +88,7 @@ def with_gradient(slot: Slot, layout: Layout) -> Slot:
 def stored(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a random gradient."""
     codes, scale = empty(layout.gradient, layout.gradient_scaling, shape)
-    reference.store_gradient(wide(shape), codes, scale, layout.gradient_scaling)
+    gradients.store_gradient(wide(shape), codes, scale, layout.gradient_scaling)
     return codes, scale
 
 

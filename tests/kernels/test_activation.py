@@ -78,6 +78,7 @@ def check(got, expected, target):
     torch.testing.assert_close(got.scale, oracle.scale, rtol=rtol, atol=0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -86,6 +87,7 @@ def test_codes_of_h(target, kind, gated):
     check(activation(kind, gate, up, target), exact(kind, dh, gate, up)[0], target)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,6 +104,7 @@ def test_codes_of_the_gradients(target, kind, gated, folded):
     check(got.hidden, h.t(), target)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -116,6 +119,7 @@ def test_plain_gradients(dtype, kind, gated):
     assert (d_up is None) == (not gated)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,6 +133,7 @@ def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated):
     assert torch.equal(got.scale, forward.t().scale) and got.granularity == forward.t().granularity
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -143,6 +148,7 @@ def test_codes_of_gate_and_up_beside_those_of_h(target, dtype, gated):
     assert kept[0].scale.shape == (70, 2)  # 130 columns: the second tile has two
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", TARGETS, ids=str)

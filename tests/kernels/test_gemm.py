@@ -204,6 +204,7 @@ def test_exact_is_float64_rounded_once(m, n, k, left, right, oracle):
     assert bool(((y - exact).abs() <= UNIT * exact.abs() + k * 2.0**-52 * magnitude).all())
 
 
+@pytest.mark.covering(2)
 @every_size
 @pytest.mark.parametrize(("left", "right"), HOPPERS_PAIRS, ids=lambda v: "-".join(v))
 @pytest.mark.parametrize("name", ["hopper-slow", "hopper-fast"])

@@ -15,6 +15,7 @@ def uint8(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("scaling", ["power_of_two", "float32", "engine"])

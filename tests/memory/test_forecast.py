@@ -31,7 +31,6 @@ ROWS = {(r["workload"], r["implementation"]): r for r in json.loads(STEP.read_te
 @pytest.mark.parametrize(
     ("workload", "implementation"),
     [
-        ("llama-8b-stack", "bf16"),
         ("llama-8b-stack", "octavo tensorwise"),  # `folded` was measured while it kept codes of weights for backward
         ("llama-1b", "bf16"),
     ],

@@ -24,10 +24,8 @@ def test_what_is_too_much_is_dropped_and_counted_and_nobody_waits() -> None:
     background.submit(gate.wait)
     while background._queue.qsize():  # until the thread waits at the gate
         time.sleep(0.001)
-    start = time.perf_counter()
     taken = [background.submit(lambda i=i: done.append(i)) for i in range(10)]
-    assert background.submit(lambda: done.append("kept"), may_drop=False)
-    assert time.perf_counter() - start < 0.2
+    assert background.submit(lambda: done.append("kept"), may_drop=False)  # who waited would wait forever
     gate.set()
     background.close()
     assert taken == [True] * 4 + [False] * 6 and background.dropped == 6

@@ -43,18 +43,16 @@ def test_a_slow_disk_holds_nobody_up_and_the_loss_is_said(tmp_path: Path, monkey
 
     monkeypatch.setattr(RunWriter, "write_step", slow)
     recorder = Recorder(tmp_path)
-    start = time.perf_counter()
     with pytest.warns(UserWarning, match="the disk is too slow"):
         for step in range(1, recorders.CAPACITY + 101):
-            recorder.step(step, {"loss": 1.0})
-    assert time.perf_counter() - start < 1
+            recorder.step(step, {"loss": 1.0})  # who waited would wait forever
     lost = recorder.dropped
     gate.set()
     recorder.close()
     run = RunReader(tmp_path)
     assert 98 <= lost <= 101 and len(run.scalar("loss")) == recorders.CAPACITY + 100 - lost
     (event,) = run.events(rule="store")
-    assert event.value == lost and event.level == "warning" and f"{lost} steps were not written" in event.text
+    assert event.value == lost and event.level == "warning" and "lost, not written: the disk was too slow" in event.text
 
 
 def test_a_store_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,10 +120,8 @@ def test_one_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
     gate = threading.Event()
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: gate.wait() and Run([])))
     tracker = TrackerThread("wandb", "name", {}, on_failure=lambda text: None)
-    start = time.perf_counter()
     for step in range(1000):
-        tracker.log(step, {"loss": 1.0})
-    assert time.perf_counter() - start < 0.5
+        tracker.log(step, {"loss": 1.0})  # who waited would wait forever
     assert tracker.dropped >= 1000 - 65
     gate.set()
     tracker.close("finished")

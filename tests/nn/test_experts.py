@@ -12,7 +12,8 @@ from octavo.errors import ConfigError
 from octavo.kernels import record
 from octavo.kernels.experts import route
 from octavo.kernels.gemm import KERNELS, choose
-from octavo.nn.experts import ExpertRoles, Options, adopt, experts, release
+from octavo.nn import GroupedLinear, reuse_weight_codes
+from octavo.nn.experts import ExpertRoles, Options, adopt, experts
 from octavo.nn.functional import Quantizer
 from octavo.nn.mlp import mlp
 from octavo.nn.telemetry import Telemetry
@@ -167,7 +168,7 @@ def test_high_precision_and_back():
     assert list(module.state_dict()) == names and [name for name, _ in module.named_parameters()] == names
     loaded = torch.load(_saved(copy.deepcopy(module)), weights_only=False)
     assert torch.equal(loaded(*given), module(*given))
-    release(module)
+    module.release()
     assert type(module) is Plain and not list(module.children())
 
 
@@ -222,3 +223,42 @@ def _saved(module):
 def _hidden(module, x, e):
     gate, up = (x @ module.up[e].T).chunk(2, dim=-1)
     return (F.silu(gate) * up).detach()
+
+
+class _Both(nn.Module):
+    """Adopted experts and a grouped linear layer."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts, self.grouped = fp8(recipe=recipe), GroupedLinear(1, D, D, recipe=recipe)
+
+    def forward(self, x, ids, weights):
+        return self.grouped(self.experts(x, ids, weights), torch.tensor([len(x)], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])  # fused, and product by product
+def test_reused_codes_give_the_same_results_and_are_made_once(recipe, mode):
+    torch._dynamo.reset()
+    model = _Both(recipe)
+    call = model if mode == "eager" else torch.compile(model, backend="aot_eager")
+
+    def results():
+        model.zero_grad()
+        x, ids, weights = routed(40)
+        y = call(x, ids, weights)
+        y.square().sum().backward()
+        return y, x.grad, weights.grad, *(p.grad for p in model.parameters())
+
+    expected = results()
+    products = *model.experts.products, model.grouped
+    with record() as ledger, reuse_weight_codes(model):
+        made = ledger.weights
+        assert made == 3 and all(layer.weight_codes is not None for layer in products)
+        assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
+        assert ledger.weights == made, "no weight is quantised for fprop again"
+        assert copy.deepcopy(model).grouped.weight_codes is None
+    assert all(layer.weight_codes is None for layer in products)
+    model.grouped.weight.data.mul_(1.5)
+    assert not torch.equal(results()[0], expected[0])

@@ -364,7 +364,12 @@ def test_nothing_is_kept_for_a_gemm_that_will_not_run(name):
 # --- compiled, and on a GPU -----------------------------------------------------------------------------------------
 
 
-@every_recipe
+COMPILED = (*PRESETS, "folded, wgrad bf16", "folded, one scale a gradient", "rowwise, fprop bf16", "1x32")
+COMPILED += ("only dgrad folded", "only wgrad folded")
+"""Every way through forward and backward; formats and scalings are constants of the graph."""
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in COMPILED], ids=COMPILED)
 def test_compiled_is_bit_for_bit_eager(recipe):
     x, w, dy = normal(24, 16, 40)
     eager = run(x, w, dy, recipe)

@@ -69,7 +69,7 @@ def test_an_mlp(recipe):
     assert not codes_of_tokens(kept)
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise", "block"])
 def test_compiled_as_in_eager(recipe):
     torch._dynamo.reset()  # recipes count as recompilations of one function
     x, weights = leaf(40, 136), [leaf(64, 136)]

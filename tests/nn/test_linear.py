@@ -288,9 +288,9 @@ def test_checkpointed_stochastic_rounding_draws_the_same_bits_again():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("autocast", [False, True])
-@every_preset
+@pytest.mark.parametrize(
+    ("recipe", "autocast"), [("folded", True), ("delayed", False), ("just_in_time", True), ("bf16", True)]
+)
 def test_compiled_is_bit_for_bit_eager(recipe, autocast):
     layer = Linear(40, 24, recipe=recipe)
     outcomes = []

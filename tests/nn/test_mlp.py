@@ -111,6 +111,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 # --- what it computes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @every_recipe
 @every_kind
 @gated_or_not
@@ -119,6 +120,7 @@ def test_it_is_bit_for_bit_the_layers_it_is_made_of(kind, gated, inner, outer):
     assert same(data.results(fused(kind, inner, outer)), data.results(unfused(kind, inner, outer)))
 
 
+@pytest.mark.covering(2)
 @every_preset
 @every_kind
 @gated_or_not
@@ -144,6 +146,7 @@ def test_float64_that_quantises_as_the_recipe_says(recipe, kind, gated, oracle):
     torch.testing.assert_close(got_bias, dy.sum(0))
 
 
+@pytest.mark.covering(2)
 @every_preset
 @every_kind
 @gated_or_not
@@ -447,9 +450,7 @@ def test_checkpointed(recipe, reentrant):
     assert same(data.results(run), again)
 
 
-@pytest.mark.covering(1)
-@every_preset
-@gated_or_not
+@pytest.mark.parametrize(("recipe", "gated"), [("folded", True), ("rowwise", False), ("block", False)])
 def test_compiled_is_bit_for_bit_eager(recipe, gated):
     data = Data(gated)
     run = fused("gelu_tanh", load(recipe), load(recipe))

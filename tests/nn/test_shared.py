@@ -341,10 +341,13 @@ def test_checkpointed(recipe, reentrant):
     assert equal(gradients(model, x), again)
 
 
-@pytest.mark.covering(1)
-@every_recipe
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "autocast"),
+    [("folded", True), ("delayed", False), ("block", False), ("rowwise_bf16_wgrad", True)],
+    ids=["folds", "stored scales", "tiles across layers", "a GEMM in BF16"],
+)
 def test_compiled_is_bit_for_bit_eager(recipe, autocast):
+    """The stack of weights; that `linears` compiles by every recipe is shown in test_functional.py."""
     model, x = shared(recipe), torch.randn(16, 136)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

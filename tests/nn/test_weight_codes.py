@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -30,8 +31,11 @@ from octavo_bench.writes import (
     ALL_FP8_WAYS,
     EAGER_WAYS,
     WAYS,
+    fault_in,
+    fault_in_fp8,
     fault_of,
     fault_of_fp8,
+    fp8_net,
     net,
     results,
 )
@@ -170,19 +174,32 @@ def test_compiled_code_makes_the_same_codes():
 # --- every way to write a weight ------------------------------------------------------------------------------------
 
 
-IN_EAGER_MODE = [(False, recipe, way) for recipe, way in itertools.product(("folded", "rowwise"), WAYS | EAGER_WAYS)]
-"""dgrad of the one reads the codes that forward has made, that of the other quantises the weight itself."""
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+@pytest.mark.parametrize("way", WAYS | EAGER_WAYS)
+def test_a_write_to_a_weight_is_seen_by_the_next_forward(recipe, way):
+    """dgrad of the one recipe reads the codes that forward has made, that of the other quantises the weight itself."""
+    assert fault_of(way, recipe) == ""
 
 
-@pytest.mark.parametrize(("compiled", "recipe", "way"), [*IN_EAGER_MODE, *((True, "folded", way) for way in WAYS)])
-def test_a_write_to_a_weight_is_seen_by_the_next_forward(compiled, recipe, way):
-    assert fault_of(way, recipe, compiled=compiled) == ""
-
-
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("way", ALL_FP8_WAYS)
-def test_a_write_to_an_fp8_weight_is_seen_by_the_next_forward(way, compiled):
-    assert fault_of_fp8(way, compiled=compiled) == ""
+def test_a_write_to_an_fp8_weight_is_seen_by_the_next_forward(way):
+    assert fault_of_fp8(way) == ""
+
+
+@pytest.mark.parametrize(
+    ("made", "ways", "fault"),
+    [(partial(net, "folded"), WAYS, partial(fault_in, recipe="folded")), (fp8_net, ALL_FP8_WAYS, fault_in_fp8)],
+    ids=["codes of weights", "FP8 weights"],
+)
+def test_one_compiled_model_sees_every_write(made, ways, fault):
+    """By graphs that were compiled before a write, or are compiled again because of it."""
+    torch._dynamo.reset()
+    model = made()
+    call = torch.compile(model, backend="aot_eager")
+    for seed, way in enumerate(ways):
+        torch.manual_seed(seed)  # `net` sets it: the next way would write what is there
+        assert fault(way, model=model, call=call) == "", way
+    torch._dynamo.reset()
 
 
 def test_a_write_that_nobody_sees_is_noticed(monkeypatch):
@@ -334,12 +351,14 @@ def test_a_checkpoint_computes_with_the_weights_of_its_own_forward():
 # --- codes made once ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise", "block"])
-def test_reused_codes_give_the_same_results_and_are_made_once(recipe, mode):
+EAGER_AND_COMPILED = [*itertools.product(("folded", "rowwise", "tensorwise", "block"), [False]), ("folded", True)]
+
+
+@pytest.mark.parametrize(("recipe", "compiled"), EAGER_AND_COMPILED)
+def test_reused_codes_give_the_same_results_and_are_made_once(recipe, compiled):
     torch._dynamo.reset()
     model = net(recipe)
-    call = model if mode == "eager" else torch.compile(model, backend="aot_eager")
+    call = torch.compile(model, backend="aot_eager") if compiled else model
     expected = results(model, call)
     with kernels.record() as ledger, reuse_weight_codes(model):
         assert ledger.weights == 3

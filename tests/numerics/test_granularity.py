@@ -112,6 +112,7 @@ def test_expand_gives_each_element_the_scale_of_its_tile(granularity, shape):
     assert torch.equal(granularity.expand(scale, *shape), expected)
 
 
+@pytest.mark.covering(2)
 @every_shape
 @every_granularity
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+import octavo
 from octavo.pilot.judging import advise
 from octavo.pilot.measuring import allocations
 from octavo.pilot.report import phase_rows
@@ -28,7 +32,7 @@ def test_fp8_is_adopted_from_5_percent_on(make_pilot, step_ms, decision):
 def test_the_fastest_recipe_whose_loss_follows_is_taken(make_pilot):
     found = {"bf16": lane(), "folded": lane(80), "block": lane(90), "tensorwise": lane(70, 1.02)}
     pilot = make_pilot(found)
-    assert pilot.best == "folded" and "tensorwise its loss is 2.00 % above BF16's" in said(pilot, "recipe").reason
+    assert pilot.best == "folded" and "tensorwise: its loss is 2.00 % above BF16's" in said(pilot, "recipe").reason
 
 
 def test_of_equally_fast_recipes_the_one_with_the_closer_loss(make_pilot):
@@ -127,3 +131,12 @@ def test_what_a_step_asks_of_the_allocator():
     }  # fmt: skip
     found = allocations(before, after, 10)
     assert found == {"allocations": 20.0, "device_mallocs": 0.1, "fragmentation_gib": 1.0}
+
+
+def test_reasons_are_sentences_also_with_one_layer_and_nothing_converted(make_pilot):
+    pilot = make_pilot({"bf16": lane(), "folded": lane(80), "block": lane(90)})
+    (kept,) = octavo.plan(torch.nn.Sequential(torch.nn.Linear(8, 8))).layers
+    pilot.plans["block"] = replace(pilot.plans["block"], layers=(kept,))
+    why = "fewer than 32 features"
+    assert f"block: nothing converts: {why} (1 of 1 layer)" in said(pilot, "recipe").reason
+    assert f"1 layer in BF16: {why}" in said(pilot, "routing").reason

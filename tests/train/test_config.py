@@ -167,6 +167,17 @@ def test_a_level_sets_what_no_other_layer_does(
     assert assemble(("again", config_reader.to_dict(config))) == config
 
 
+def test_defaults_of_guides_are_set_where_no_other_layer_sets_them() -> None:
+    config = with_settings(run={"defaults": "guides"}, optimizer={"weight_decay": 0.02})
+    found = config.run.recipe, config.optimizer.loss_scale, config.optimizer.weight_decay, config.optimizer.min_lr
+    assert found == ("delayed", "dynamic", 0.02, 0.01)
+    assert with_settings(run={"defaults": "guides", "recipe": "hybrid", "level": 2}, optimizer={"gradients": "wide"})
+    assert with_settings().run.recipe == "folded" and with_settings().optimizer.loss_scale == "none"
+    assert assemble(("again", config_reader.to_dict(config))) == config
+    with pytest.raises(ConfigError, match=r"run: defaults.*'guide'"):
+        with_settings(run={"defaults": "guide"})
+
+
 def test_a_level_that_is_none_is_refused() -> None:
     for wrong in (4, "three"):
         with pytest.raises(ConfigError, match="run: level"):

@@ -60,7 +60,7 @@ def measured(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in timed} for line in read_metrics(out / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("recipe", ["folded", "block", "delayed", "bf16"])
+@pytest.mark.parametrize("recipe", ["folded", "delayed", "bf16"])
 def test_resuming_continues_bit_for_bit(configure: Configure, tmp_path: Path, recipe: str) -> None:
     straight = configure(run={**EVERY_STEP, "recipe": recipe, "out": str(tmp_path / "straight")})
     broken = configure(run={**EVERY_STEP, "recipe": recipe, "out": str(tmp_path / "broken")})
@@ -116,7 +116,7 @@ def test_stochastic_rounding_follows_the_seed_of_the_run(configure: Configure) -
 
 
 def test_fp8_states_learn_as_fp32_ones_do(configure: Configure, tmp_path: Path) -> None:
-    run = {"steps": 60, "batch": 8, "twin": False}
+    run = {"steps": 30, "batch": 8, "twin": False, "telemetry_every": 0}
     summaries = {
         states: train(
             configure(
@@ -130,7 +130,7 @@ def test_fp8_states_learn_as_fp32_ones_do(configure: Configure, tmp_path: Path) 
     loss = {states: summary["heldout_loss_fp8"] for states, summary in summaries.items()}
     taken = {states: summary["optimizer_bytes_per_parameter"] for states, summary in summaries.items()}
     assert loss["fp32"] < 3.0
-    # 0.2 % and 0.05 % here; a second moment that is stuck, or a scale a factor of two off, gives several.
+    # 0.06 % and 0.02 % here; a second moment that is stuck, or a scale a factor of two off, gives several.
     assert loss["exact"] == pytest.approx(loss["fp32"], rel=1e-2)
     assert loss["fp8"] == pytest.approx(loss["fp32"], rel=1e-2)
     assert 8.0 == taken["fp32"] > taken["exact"] > taken["fp8"] > 2.0
@@ -162,7 +162,7 @@ def test_both_lanes_start_from_the_same_bits_and_see_the_same_batches(configure:
 
 
 def test_fp8_learns_as_bf16_does(configure: Configure) -> None:
-    summary = train(configure(run={"steps": 40, "batch": 8}, optimizer={"lr": 3e-3}))
+    summary = train(configure(run={"steps": 30, "batch": 8}, optimizer={"lr": 5e-3}))
     losses = [
         line["loss_fp8"] for line in read_metrics(Path(configure().run.out) / "metrics.jsonl") if "loss_fp8" in line
     ]
@@ -174,7 +174,7 @@ def test_fp8_learns_as_bf16_does(configure: Configure) -> None:
 
 def test_the_summary_and_the_files_of_a_run(configure: Configure) -> None:
     listener = Listener()
-    config = configure(run={"steps": 4, "eval_every": 2, "accumulate": 2})
+    config = configure(run={"steps": 4, "eval_every": 2, "accumulate": 2, "eval_tokens": 2048})
     summary = train(config, reporters=[listener])
     out = config.run.out
     assert {p.name for p in out.iterdir()} == {
@@ -398,15 +398,15 @@ def test_the_first_steps_and_the_last_share_in_bf16(configure: Configure) -> Non
     assert same[:2] == [True, True] and not any(same[2:])  # until FP8 begins, the two are one model
 
 
-@pytest.mark.parametrize("stop", [1, 2, 4, 6, 7])
-def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, tmp_path: Path, stop: int) -> None:
+def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, tmp_path: Path) -> None:
     run = {**EVERY_STEP, "steps": 7, "bf16_first_steps": 2, "bf16_last_share": 0.28, "twin": False}
     straight = configure(run={**run, "out": str(tmp_path / "straight")})
-    broken = configure(run={**run, "out": str(tmp_path / "broken")})
     train(straight)
-    stopped_after(stop, broken)
-    train(broken, resume=True)
-    assert measured(broken.run.out) == measured(straight.run.out)
+    for stop in (1, 2, 5, 7):  # within BF16, where FP8 begins, where it ends, at the end
+        broken = configure(run={**run, "out": str(tmp_path / f"broken {stop}")})
+        stopped_after(stop, broken)
+        train(broken, resume=True)
+        assert measured(broken.run.out) == measured(straight.run.out), stop
 
 
 def test_on_a_plateau_the_rate_falls_and_a_resumed_run_knows_it(configure: Configure, tmp_path: Path) -> None:

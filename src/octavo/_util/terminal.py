@@ -68,6 +68,11 @@ def console(*, stderr: bool = False) -> Console:
     return Printable(stderr=stderr, highlight=False)
 
 
+def quantity(number: float, noun: str) -> str:
+    """Return a number with its noun: `1 layer`, `1,200 layers`."""
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+
+
 def clock(seconds: float) -> str:
     """Format a duration as 0:07, 12:34 or 1:02:03."""
     whole = round(seconds)

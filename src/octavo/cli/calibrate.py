@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
-from octavo._util.terminal import progress, say
+from octavo._util.terminal import progress, quantity, say
 from octavo.cli.flags import COMMON, JsonOutput, Output, Switch, configure, with_flags_of
 from octavo.train.config import RunConfig
 
@@ -122,5 +122,5 @@ def _undo(path: Path, only: Sequence[str], json_output: bool) -> int:
     for name, (before, after) in undone.items():
         now = "removed: no previous scale" if after is None else f"{after.scale:.4g}"
         say(f"{name:<{width}}  {before.scale:.4g} -> {now}")
-    say(f"\n{len(undone)} scales of {path} restored to their values before the last change")
+    say(f"\n{quantity(len(undone), 'scale')} of {path} restored to the values before the last change")
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts.types import PositiveInt
 
-from octavo._util.terminal import console, progress, say
+from octavo._util.terminal import console, progress, quantity, say
 from octavo.cli.flags import COMMON, JsonOutput, Switch, configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
@@ -140,8 +140,8 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
     if json_output:
         say(json.dumps({"model": asdict(model), **forecast.to_dict()}, indent=1))
     else:
-        shape = f"{model.layers} layers of {model.dim}, {forecast.parameters / 1e6:,.1f} M parameters in memory"
-        say(f"{shape}\n\n{forecast}")
+        layers = quantity(model.layers, "layer")
+        say(f"{layers} of {model.dim}, {forecast.parameters / 1e6:,.1f} M parameters in memory\n\n{forecast}")
     return 0
 
 

@@ -24,7 +24,6 @@ from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
 from octavo.nn.experts import FIRST, SECOND, Experts
 from octavo.nn.experts import adopt as adopt_experts
-from octavo.nn.experts import release as release_experts
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse
@@ -155,11 +154,9 @@ def _release(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, and leave what its weight is stored in."""
     count = 0
     for module in list(model.modules()):
-        if isinstance(module, FusedMLP | Norm):
+        if isinstance(module, FusedMLP | Norm | Experts):
+            count += 2 * isinstance(module, Experts)
             module.release()
-        elif isinstance(module, Experts):
-            release_experts(module)
-            count += 2
         elif isinstance(module, ScaledDotProduct):
             module.keep_values()
         elif isinstance(module, nn.Linear | AnyConvolution) or is_transposed(module):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from octavo.kernels.activation import KINDS
 from octavo.kernels.dispatch import architecture, on_gpu
 from octavo.kernels.reference.activation import value
-from octavo.nn.experts import ExpertRoles, Experts, release
+from octavo.nn.experts import ExpertRoles, Experts
 from octavo.nn.probe import computes, shallow_copy
 
 _WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 6, 2
@@ -164,7 +164,7 @@ def _tiny_copy(module: nn.Module, roles: ExpertRoles, training: bool) -> nn.Modu
     """Return a copy of a module whose weights are small and random."""
     probe = shallow_copy(module, training)
     if isinstance(module, Experts):
-        release(cast(Experts, probe))
+        cast(Experts, probe).release()
     hidden = 2 * _HIDDEN if roles.is_gated and len(roles.inner) == 1 else _HIDDEN
     shapes = dict.fromkeys(roles.inner, (hidden, _WIDTH)) | {roles.down: (_WIDTH, _HIDDEN)}
     count, tensors = module.get_parameter(roles.down).shape[0], {}

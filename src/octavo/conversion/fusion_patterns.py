@@ -109,7 +109,7 @@ def find_structures(
             continue
         own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
         roles = mlps.get(name)
-        if roles is not None and _can_fuse(roles, own):
+        if roles is not None and why_unfused(roles, own) is None:
             layers, saved = (*roles.inner, roles.down), policy.activation_inputs
             yield FusionPattern(name=name, kind="mlp", layers=layers, activation=roles.kind, saved=saved)
             continue
@@ -162,11 +162,14 @@ def _width(norm: nn.Module) -> int:
     return int(cast(Any, shape)[0])
 
 
-def _can_fuse(roles: MLPRoles, recipes: dict[str, Recipe | None]) -> bool:
-    inner, outer = recipes[roles.inner[0]], recipes[roles.down]
-    if inner is None or outer is None or any(recipes[name] != inner for name in roles.inner):
-        return False
-    return unsupported_reason(inner, outer) is None
+def why_unfused(roles: MLPRoles, recipes: Mapping[str, Recipe | None]) -> str | None:
+    """Return why an MLP is not computed as one by the recipes of its children, or None."""
+    inner, down = recipes[roles.inner[0]], recipes[roles.down]
+    if inner is None or down is None or any(recipes[name] is None for name in roles.inner):
+        return "one of its layers stays in BF16"
+    if any(recipes[name] != inner for name in roles.inner):
+        return "its layers differ in their recipes"
+    return unsupported_reason(inner, down)
 
 
 def find_mlp(module: nn.Module) -> MLPRoles | None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from octavo.conversion.experts import FoundExperts, no_grouped_kernel
 from octavo.conversion.fusion_patterns import find_gates, full_name, reader_of
-from octavo.conversion.gain import predicted_gain
+from octavo.conversion.gain import EXPERTS_FROM, predicted_gain, predicted_gain_of_experts
 from octavo.conversion.heads import find_heads
 from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy
 from octavo.conversion.unconverted import active_share
@@ -162,6 +162,7 @@ class Planner:
         how = _how(found.roles, *given) if reasons == [None, None] else ""
         kernel = "grouped_gemm" if on_gpu(self.device) else "reference"
         active = active_share(module, found.count)
+        gain = self._gain_of_experts(found, given[0], active) if how.startswith("fused") else None
         for i, shape in enumerate((found.first, found.second)):
             recipe = given[i] if reasons[i] is None else load("bf16")
             yield LayerPlan(
@@ -173,9 +174,17 @@ class Planner:
                 recipe=recipe.name,
                 precision=_precision(recipe),
                 kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
-                gain=None,
+                gain=gain,
                 reason=reasons[i] or how,
             )
+
+    def _gain_of_experts(self, found: FoundExperts, recipe: Recipe, active: float) -> float | None:
+        """Return the predicted gain of fused experts; None without rates, if narrow, or of an unknown share."""
+        known = rates(self.device)
+        if known is None or active == 1.0 or min(found.second) < EXPERTS_FROM:
+            return None
+        rows = self.tokens * active * found.count
+        return predicted_gain_of_experts(recipe, found.first, found.second, found.count, rows, rates=known)
 
     def _without_second_copies(self, rows: list[LayerPlan]) -> list[LayerPlan]:
         """Let layers that read attention's output quantise it again in backward: attention keeps that tensor anyway."""

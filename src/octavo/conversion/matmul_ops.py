@@ -59,9 +59,17 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> MatmulC
 
 def matmul(input: Tensor, other: Tensor, **options: Any) -> MatmulCall | str:
     """Read `torch.matmul` and `@`."""
-    if input.dim() < 2 or other.dim() < 2:
+    if input.dim() == 2 and other.dim() == 1:
+        return mv(input, other, **options)
+    if other.dim() < 2 or (input.dim() < 2 and other.dim() > 2):
         return "a vector is no matrix"
     return _called_with(options) or _product(input, other)
+
+
+def mv(input: Tensor, vec: Tensor, **options: Any) -> MatmulCall | str:
+    """Read `torch.mv`: the product of a matrix (N, K) and a vector (K,) is a linear layer of one token."""
+    fits = input.dim() == 2 and vec.dim() == 1
+    return (_called_with(options) or linear(vec, input)) if fits else _SHAPES
 
 
 def mm(input: Tensor, mat2: Tensor, **options: Any) -> MatmulCall | str:
@@ -147,6 +155,7 @@ PARSERS: dict[str, Callable[..., MatmulCall | str]] = {
     "linear": linear,
     "matmul": matmul,
     "mm": mm,
+    "mv": mv,
     "bmm": bmm,
     "addmm": addmm,
     "baddbmm": baddbmm,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo._util.terminal import quantity
 from octavo.conversion.blocks import Wrapped, choose, storages, unwrap, wrap
 from octavo.errors import ConfigError, UnsupportedError
 
@@ -115,8 +116,8 @@ class Offload:
 
     def __str__(self) -> str:
         return (
-            f"{len(self.blocks)} blocks offload saved tensors of {self.min_bytes:,} bytes and more to the host; "
-            f"{self.moved / 2**30:.2f} GiB copied so far"
+            f"{quantity(len(self.blocks), 'block')}: saved tensors of {self.min_bytes:,} bytes and more go to the host;"
+            f" {self.moved / 2**30:.2f} GiB copied so far"
         )
 
     def __deepcopy__(self, memo: Any) -> Offload:

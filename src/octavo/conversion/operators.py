@@ -30,6 +30,7 @@ def _white() -> dict[str, str]:
     return {
         "linear": "a layer's product: projections of attention, MLPs",
         **dict.fromkeys(("matmul", "mm", "addmm"), products),
+        "mv": "a layer's product for one token; on a GPU `min_gain` leaves most as they are",
         **dict.fromkeys(("bmm", "baddbmm"), "products of two activations, as attention's"),
         "einsum": "of two operands: one of the products above",
         **dict.fromkeys(("conv1d", "conv2d"), "a product of the matrix of patches and the weight"),
@@ -52,7 +53,7 @@ def _black() -> dict[str, str]:
         **dict.fromkeys(losses, _LOSS),
         **dict.fromkeys(("topk", "gumbel_softmax"), "router: a small error sends a token to another expert"),
         **dict.fromkeys(inside, _INSIDE),
-        **dict.fromkeys((*convolutions, "addbmm", "mv"), _NO_KERNEL),
+        **dict.fromkeys((*convolutions, "addbmm"), _NO_KERNEL),
     }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo._util.terminal import columns
+from octavo._util.terminal import columns, quantity
 from octavo.conversion.choices import advice
 from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.conversion.layer_plan import LayerPlan
@@ -41,10 +41,10 @@ def footer(plan: Plan) -> list[str]:
     """Return the lines below a plan's table: counts, weights in FP8, fusions, options without effect, advice."""
     weights = sum(layer.weights for layer in plan.layers)
     layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
-    share = f"{plan.fp8_weights / max(weights, 1):.0%} of their weights"
+    share = f"{_percent(plan.fp8_weights / max(weights, 1))} of their weights"
     if plan.unconverted:
-        share += f", {plan.share:.0%} of the FLOPs of products with weights"
-    share += f", {plan.fp8_weights / max(plan.parameters, 1):.0%} of all parameters"
+        share += f", {_percent(plan.share)} of the FLOPs of products with weights"
+    share += f", {_percent(plan.fp8_weights / max(plan.parameters, 1))} of all parameters"
     return [
         f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share}) on {plan.device}",
         *_stored(plan),
@@ -55,11 +55,16 @@ def footer(plan: Plan) -> list[str]:
     ]
 
 
+def _percent(share: float) -> str:
+    """Format a share; 100% only if it is everything."""
+    return f"{share if share >= 1 else min(share, 0.99):.0%}"
+
+
 def _stored(plan: Plan) -> list[str]:
     """Return a line on the weights that are stored in FP8, if there are any."""
     count = sum(layer.weight == "fp8" for layer in plan.layers)
     saves = f"{plan.saved_bytes / 2**20:,.1f} MiB less than now" if plan.saved_bytes else "as they are now"
-    return [f"weights of {count} layers stored in FP8, {saves}"] if count else []
+    return [f"weights of {quantity(count, 'layer')} stored in FP8, {saves}"] if count else []
 
 
 def _together(structures: tuple[FusionPattern, ...]) -> list[str]:
@@ -93,6 +98,13 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
     return [(_counted(key[0], names), *key[1:]) for key, names in groups.items()]
 
 
+def commonest_reason(layers: tuple[LayerPlan, ...]) -> str:
+    """Return why most layers that stay in BF16 do, with their number."""
+    reasons = Counter(layer.reason for layer in layers if not layer.is_fp8).most_common(1)
+    alike = [f"{reason} ({count} of {quantity(len(layers), 'layer')})" for reason, count in reasons]
+    return "".join(alike) or "the model has no linear layer and no convolution"
+
+
 def notes_on(plan: Plan, dtypes: set[torch.dtype]) -> Iterator[str]:
     """Yield what a user may not expect. dtypes: of the weights in FP8 layers."""
     rows, recipe, device = plan.layers, plan.recipe, torch.device(plan.device)
@@ -111,9 +123,7 @@ def notes_on(plan: Plan, dtypes: set[torch.dtype]) -> Iterator[str]:
         elif known.derived:
             yield f"Gains are predicted from {known.derived}"
     if not dtypes and (recipe.is_fp8 or recipe.modules):
-        reasons = Counter(row.reason for row in rows).most_common(1)
-        alike = [f"{reason} ({count} of {len(rows)} layers)" for reason, count in reasons]
-        yield f"Nothing will run in FP8: {''.join(alike) or 'the model has no linear layer and no convolution'}"
+        yield f"Nothing will run in FP8: {commonest_reason(rows)}"
     if torch.is_autocast_enabled(device.type):
         return
     for dtype in (torch.float16, torch.float32):

@@ -11,6 +11,7 @@ from typing import Literal, cast, get_args
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from octavo._util.terminal import quantity
 from octavo.conversion.experts import FoundExperts
 from octavo.conversion.weights import Weights
 from octavo.errors import ConfigError, did_you_mean
@@ -145,8 +146,8 @@ class Policy:
         blocks = blocks_of(model)
         if len(blocks) < first + last:
             raise ConfigError(
-                f"bf16_blocks = {self.bf16_blocks}: the model has {len(blocks)} blocks in an nn.ModuleList. Keep "
-                "layers by their names instead: Policy(keep={'encoder.0.*': 'the first block'})."
+                f"bf16_blocks = {self.bf16_blocks}: the model has {quantity(len(blocks), 'block')} in an nn.ModuleList."
+                " Keep layers by their names instead: Policy(keep={'encoder.0.*': 'the first block'})."
             )
         kept = dict.fromkeys(blocks[:first], _among("first", first))
         return kept | dict.fromkeys(blocks[len(blocks) - last :], _among("last", last))

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from octavo._util.terminal import quantity
 from octavo.conversion.blocks import Wrapped, choose, storages, unwrap, wrap
 from octavo.errors import ConfigError
 
@@ -95,7 +96,7 @@ class Recompute:
         return [_everything(block, arguments, own), *(_cost(block, arguments, own, keep) for keep in choices)]
 
     def __str__(self) -> str:
-        return f"{len(self.blocks)} blocks save {_described(self.keep)}, and recompute the rest in backward"
+        return f"{quantity(len(self.blocks), 'block')}: {_described(self.keep)} saved, the rest recomputed in backward"
 
 
 class RecomputedBlock(Wrapped):
@@ -111,7 +112,7 @@ class RecomputedBlock(Wrapped):
         """Return the block's result."""
         if not (torch.is_grad_enabled() and self.recompute_keeps):  # read here, so that Dynamo guards on it
             return super().forward(*args, **kwargs)
-        # With "nothing", too: without contexts, PyTorch 2.11 compiles a checkpoint that saves all autograd.Functions do.
+        # With "nothing" too: without contexts, PyTorch 2.11 compiles a checkpoint that saves all autograd.Functions do.
         return checkpoint(self._on_views, args, kwargs, use_reentrant=False, context_fn=self.checkpoint_contexts)
 
     def _on_views(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

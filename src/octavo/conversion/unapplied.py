@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, full_name, reader_of
+from octavo.conversion.fusion_patterns import FusionPattern, full_name, reader_of, why_unfused
 from octavo.conversion.policy import Policy
 from octavo.nn.attention import ScaledDotProduct, unsupported_reason
 from octavo.nn.fused import MLPRoles
-from octavo.nn.mlp import unsupported_reason as mlp_unsupported_reason
 from octavo.recipes import Recipe
 
 
@@ -54,12 +53,6 @@ def find_unapplied(
 
 def _mlps(recipes: dict[str, Recipe], left: dict[str, MLPRoles]) -> Iterator[str]:
     for name, roles in left.items():
-        own = [recipes.get(full_name(name, child)) for child in (*roles.inner, roles.down)]
-        if any(recipe is None for recipe in own):
-            why: str | None = "one of its layers stays in BF16"
-        elif any(recipe != own[0] for recipe in own[:-1]):
-            why = "its layers differ in their recipes"
-        else:
-            assert own[0] is not None and own[-1] is not None
-            why = mlp_unsupported_reason(own[0], own[-1])
+        own = {child: recipes.get(full_name(name, child)) for child in (*roles.inner, roles.down)}
+        why = why_unfused(roles, own)
         yield f"activation_inputs = 'fp8' does nothing in {name or 'the model itself'}, an MLP: {why}"

@@ -11,7 +11,7 @@ from octavo.distributed.sharding.gathering import GatherPlan, ShardPlan
 from octavo.distributed.sharding.shard import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
 from octavo.distributed.tensor_parallel.layers import ColumnParallel, Parallel, Replicated, RowParallel, tensor_parallel
 from octavo.distributed.tensor_parallel.plan import LayerPlan, TensorParallelPlan
-from octavo.distributed.zero.greedy import Assignment, contiguous_assignment, greedy_assignment
+from octavo.distributed.zero.greedy import Assignment, greedy_assignment
 from octavo.distributed.zero.optimizer import GreedyZeRO, merge_state_dicts
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "Scheme",
     "ShardPlan",
     "TensorParallelPlan",
-    "contiguous_assignment",
     "expert_parallel",
     "given_loss",
     "greedy_assignment",

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from octavo import kernels, observed
 from octavo._util.rng import untouched_generators
+from octavo._util.terminal import quantity
 from octavo.conversion import disabled
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, fp8_layers
 from octavo.kernels import QuantSpec
-from octavo.monitor.dashboard.verdict import GAP_LIMIT
+from octavo.monitor.gap import GAP_LIMIT
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.functional import spec_of
@@ -45,7 +46,7 @@ def nonfinite(trial: Trial) -> Finding:
     """Check every parameter, every GEMM operand of one forward and backward, the loss and the gradients."""
     if bad := _in_parameters(trial.model):
         rows = [{"parameter": name, "values": count} for name, count in bad]
-        seen = f"{bad[0][0]} contains {bad[0][1]} non-finite values{_more(bad)}"
+        seen = f"{bad[0][0]} contains {quantity(bad[0][1], 'non-finite value')}{_more(bad)}"
         return failure(seen, remedy=NONFINITE_REMEDIES["weight"], rows=rows)
     trial.model.zero_grad(set_to_none=True)
     with observed(trial.model) if trial.layers else nullcontext() as report:
@@ -56,7 +57,7 @@ def nonfinite(trial: Trial) -> Finding:
     faults = report.faults() if report is not None else []
     if faults:
         layer, role, count = faults[0]
-        seen = f"{role} of {layer} was the first non-finite tensor: {count} values{_more(faults)}"
+        seen = f"{role} of {layer} was the first non-finite tensor: {quantity(count, 'value')}{_more(faults)}"
         return failure(seen, remedy=NONFINITE_REMEDIES[role], rows=[fault._asdict() for fault in faults])
     value = float(loss.detach())
     if not math.isfinite(value):
@@ -133,7 +134,7 @@ def fast_sums(trial: Trial) -> Finding:
     if not fast:
         return skipped("all recipes in use accumulate slow")
     if trial.device.type != "cuda":
-        return skipped(f"{len(fast)} layers accumulate fast, on GPUs only")
+        return skipped(f"fast accumulation in {quantity(len(fast), 'layer')}, on GPUs only")
     as_is, _ = trial.losses()
     with kernels.gemm_by("slow"):
         slow, _ = trial.losses()
@@ -144,7 +145,7 @@ def judge_sums(fast: float, slow: float, layers: int) -> Finding:
     """Return the finding for the losses with fast and slow accumulation."""
     gap = 100 * (fast - slow) / abs(slow) if slow else 0.0
     found = ok if abs(gap) <= GAP_LIMIT else warning if abs(gap) <= 5 * GAP_LIMIT else failure
-    seen = f"loss {fast:.4f}, {slow:.4f} with slow sums ({gap:+z.2f} %); {layers} layers sum fast"
+    seen = f"loss {fast:.4f}, {slow:.4f} with slow sums ({gap:+z.2f} %); fast sums in {quantity(layers, 'layer')}"
     return found(seen, loss=fast, loss_slow=slow, gap_percent=gap, layers=layers)
 
 
@@ -176,8 +177,9 @@ def serving(rows: list[dict[str, Any]]) -> Finding:
     codes = sum(row["codes"] for row in rows)
     if wrong:
         differ, first = sum(row["differ"] for row in wrong), wrong[0]
-        seen = f"{differ:,} codes and {sum(r['scales_differ'] for r in wrong):,} scales do not match the weights, "
-        return failure(f"{seen}first in {first['weights']}", rows=rows, codes=codes, differ=differ)
+        scales = quantity(sum(row["scales_differ"] for row in wrong), "scale")
+        seen = f"{quantity(differ, 'code')} and {scales} do not match the weights, first in {first['weights']}"
+        return failure(seen, rows=rows, codes=codes, differ=differ)
     share = sum(row["differ_from_bf16"] for row in rows) / codes
     seen = f"{codes:,} codes match the weights; {100 * share:.2g} % would not if made from BF16 copies"
     return ok(seen, rows=rows, codes=codes, differ=0, share_from_bf16=share)

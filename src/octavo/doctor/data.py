@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo._util.terminal import quantity
 from octavo.data.quality import judge
 from octavo.doctor.check import Finding, check, ok, warning
 from octavo.doctor.subjects import Trial
@@ -22,5 +23,6 @@ def data(trial: Trial) -> Finding:
     """Check for duplicates, leaks into held-out text, empty, foreign and overlong documents."""
     found = [{"finding": text, "share": share, "limit": limit} for text, share, limit in judge(trial.corpus)]
     scripts = ", ".join(f"{100 * share:.0f} % {name}" for name, share in [*trial.corpus["scripts"].items()][:3])
-    about = f"{trial.corpus['documents']:,} documents, {trial.corpus['tokens']:,} tokens, {scripts or 'no letters'}"
+    documents = quantity(trial.corpus["documents"], "document")
+    about = f"{documents}, {trial.corpus['tokens']:,} tokens, {scripts or 'no letters'}"
     return warning(str(found[0]["finding"]), rows=found) if found else ok(about)

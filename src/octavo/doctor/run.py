@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from octavo._util.terminal import quantity
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.monitor.dashboard import verdict
 from octavo.monitor.store import RunReader
@@ -21,7 +22,7 @@ from octavo.monitor.store import RunReader
 )
 def state(run: RunReader) -> Finding:
     """Check for failed, killed, interrupted or silent runs."""
-    return judge_findings(verdict.of_state(run), f"{run.state()}, {run.last_step:,} steps")
+    return judge_findings(verdict.of_state(run), f"{run.state()}, {quantity(run.last_step, 'step')}")
 
 
 @check(
@@ -61,7 +62,7 @@ def advice(run: RunReader) -> list[Advice]:
     norms = next((series[key].high for key in series if key.startswith("gradient_norm")), np.zeros(0))
     norms = norms[np.isfinite(norms)]
     spike = float(norms.max() / np.median(norms)) if len(norms) and np.median(norms) > 0 else 0.0
-    gap = verdict.gap_of(run, series) or 0.0
+    gap, limit = verdict.gap_of(run, series) or 0.0, verdict.gap_limit(run)
     tensors = [finding.text for finding in verdict.of_tensors(run)]
     causes = Counter(event.text.partition(":")[0] for event in events if event.level != "info")
     rises = [finding.text for finding in verdict.of_loss(run) if "minimum" in finding.text]
@@ -70,13 +71,13 @@ def advice(run: RunReader) -> list[Advice]:
                "start lower (--loss-scale-start), or use none: BF16 has the range of FP32"),
         Advice(spike / SPIKE, "clip", f"the gradient norm reached {spike:.0f} times its median",
                "clip at 1.0 (--clip), a single layer lower (clip_per_group)"),
-        Advice(causes["optimizer"] + len(rises) * (gap <= verdict.GAP_LIMIT), "optimizer",
-               rises[0] if rises else f"{causes['optimizer']} events blame it",
+        Advice(causes["optimizer"] + len(rises) * (gap <= limit), "optimizer",
+               rises[0] if rises else f"blamed by {quantity(causes['optimizer'], 'event')}",
                "lower --lr, lengthen --warmup, lower the second beta"),
-        Advice(max(gap / verdict.GAP_LIMIT, len(tensors) + causes["precision"]), "recipe",
+        Advice(max(gap / limit, len(tensors) + causes["precision"]), "recipe",
                tensors[0] if tensors else f"{gap:.1f} % above the BF16 baseline",
                "a finer recipe, or layers in BF16: the check 'drift' and octavo localize find which"),
-        Advice(causes["data"], "data", f"{causes['data']} events blame a batch",
+        Advice(causes["data"], "data", f"a batch is blamed by {quantity(causes['data'], 'event')}",
                "look at its text; octavo train --guard.mode act skips such batches"),
     ]  # fmt: skip
     return sorted(found, key=lambda each: -each.evidence)
@@ -103,7 +104,7 @@ def tensors(run: RunReader) -> Finding:
     if not run.tensors:
         return skipped("the run has no telemetry")
     broken = "Find its origin (octavo.observed), and resume from a checkpoint before it."
-    return judge_findings(verdict.of_tensors(run), f"{len(run.tensors)} tensors within their limits", broken)
+    return judge_findings(verdict.of_tensors(run), f"{quantity(len(run.tensors), 'tensor')} within limits", broken)
 
 
 @check(

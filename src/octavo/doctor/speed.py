@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
+from octavo._util.terminal import quantity
 from octavo.conversion.gain import predicted_gain
 from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
@@ -64,7 +65,7 @@ def fallback(trial: Trial) -> Finding:
         return failure(f"{ledger.fallbacks[0]}{more}", rows=rows, fallbacks=list(ledger.fallbacks), products=ran)
     if not ran:
         remedy = "Call octavo.convert, outside octavo.disabled. Layers whose class was changed since are not FP8."
-        return failure(f"{len(trial.layers)} layers are converted, but no GEMM ran in FP8", remedy=remedy)
+        return failure(f"{quantity(len(trial.layers), 'layer')} converted, but no GEMM ran in FP8", remedy=remedy)
     return ok(
         f"GEMMs per step: {', '.join(f'{count} {kernel}' for kernel, count in ran.items())}", rows=rows, products=ran
     )
@@ -99,7 +100,8 @@ def judge_shapes(rows: list[dict[str, Any]], *, on_gpu: bool) -> Finding:
     if padded:
         remedy = f"Make features and tokens multiples of {padded[0]['pads']}."
         return warning(f"{len(padded)} of {len(rows)} layers are padded in every GEMM", remedy=remedy, rows=rows)
-    return ok(f"{len(rows)} layers gain, least {least['layer']}: predicted {least['gain']:.2f}", gain=least["gain"])
+    seen = f"predicted gain of {quantity(len(rows), 'layer')}: least {least['gain']:.2f}, {least['layer']}"
+    return ok(seen, gain=least["gain"])
 
 
 def _shape_rows(trial: Trial) -> list[dict[str, Any]]:

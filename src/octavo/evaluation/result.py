@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo import kernels
-from octavo._util.terminal import Report, reported
+from octavo._util.terminal import Report, quantity, reported
 from octavo.data.loader import Batch
 from octavo.evaluation.text import EvalText
 from octavo.monitor.system import versions
@@ -162,7 +162,7 @@ def _about(found: Evaluation) -> Iterator[str]:
     yield f"            {', '.join(facts)}"
     text = found.text
     yield f"text        {'held-out text of ' if text['heldout'] else ''}{text['source']}"
-    layout = f"{text['sequences']:,} sequences of {text['sequence']:,}"
+    layout = f"{quantity(text['sequences'], 'sequence')} of {text['sequence']:,}"
     yield f"            {text['tokens']:,} tokens in {layout}, {text['bytes']:,} bytes"
     yield f"device      {found.device}"
     for gemms in (score.fp8_gemms for score in found.scores if score.fp8_gemms):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from octavo._util.terminal import quantity
 from octavo.errors import RunError
 from octavo.guard import alarms, diagnosis
 from octavo.guard.alarms import Alarm, AlarmRules, GuardEvent, Observation
@@ -234,7 +235,7 @@ class Guard:
             return self._comes_back(incident, alarm, step)
         self._unsolved.append(alarm.step)
         if len(self._unsolved) > self.config.rollbacks:
-            self._give_up(alarm, f"rolled back {self.config.rollbacks} times without success (guard.rollbacks)")
+            self._give_up(alarm, f"{quantity(self.config.rollbacks, 'rollback')} without success (guard.rollbacks)")
             return False
         target = self._newest_before(alarm)
         self._emit(alarm, str(alarm), action=f"back to step {target.step}", back_to=target.step)
@@ -486,7 +487,7 @@ class Guard:
         if self.acts and self._incident is None and self._refine(alarm.layer, alarm):
             return
         if self._rules.is_news(alarm):
-            self._emit(alarm, f"{alarm}, for {self.config.patience} steps")
+            self._emit(alarm, f"{alarm}, for {quantity(self.config.patience, 'step')}")
 
     def _refine(self, layer: str, alarm: Alarm) -> bool:
         """Move a layer one rung up the ladder; return False if that is impossible."""
@@ -527,11 +528,16 @@ class Guard:
         return reason
 
     def _compare_with_shadow(self) -> None:
-        """Compare the next batch in FP8 and BF16, and those after it if it is harmed; in mode `act`, refine layers."""
+        """Compare the next batch in FP8 and BF16, and those after it if it is harmed; in mode `act`, refine layers.
+
+        The last batch alone decides nothing.
+        """
         fp8, bf16 = (self._run.probe(fp8=is_fp8, backward=False) for is_fp8 in (True, False))
         gap, limit = diagnosis.loss_gap(fp8, bf16), self.config.shadow_gap
-        is_harm = gap > limit and self._gap_of_following() > limit
+        following = self._gap_of_following() if gap > limit else None
+        is_harm = following is not None and following > limit
         text = f"the loss of a batch in FP8 is {abs(gap):.3f} % {'above' if gap >= 0 else 'below'} that in BF16"
+        text += "; no batch follows that could confirm it" if gap > limit and following is None else ""
         text += "; guardrails that only watch leave it so" if is_harm and not self.acts else ""
         level = "warning" if is_harm else "info"
         self._run.emit(GuardEvent(self._run.done, level, "shadow", text, value=gap, limit=limit))
@@ -539,11 +545,11 @@ class Guard:
             alarm = Alarm(self._run.done, "shadow", "", "", gap, limit)
             self._refine_until_well(alarm, [], lambda probe: diagnosis.loss_gap(probe, bf16) <= limit)
 
-    def _gap_of_following(self) -> float:
-        """Return the mean gap of the batches after the next one: a small batch alone may have any."""
+    def _gap_of_following(self) -> float | None:
+        """Return the mean gap of the batches after the next one: a small batch alone may have any. None without one."""
         both = (self._run.probe_following(alarms.LASTING, fp8=is_fp8, backward=False) for is_fp8 in (True, False))
         gaps = [diagnosis.loss_gap(fp8, bf16) for fp8, bf16 in zip(*both, strict=True)]
-        return fmean(gaps) if gaps else 0.0
+        return fmean(gaps) if gaps else None
 
     def _emit(self, alarm: Alarm, text: str, **details: Any) -> None:
         self._run.emit(alarm.event(text, **details))

@@ -51,6 +51,10 @@ class Snapshot:
     """History of the rules (`AlarmRules.state_dict`), set by `Guard`."""
 
 
+class BatchesEnd(ConfigError):
+    """There is no next batch."""
+
+
 class _Pending(NamedTuple):
     """A step that was made and not checked yet."""
 
@@ -252,7 +256,7 @@ class Guarded(ABC):
             for _ in range(count):
                 self._next_batch()
                 found.append(self.probe(fp8=fp8, backward=backward))
-        except ConfigError:  # no more batches
+        except BatchesEnd:
             pass
         finally:
             self._seek(now)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo._util.terminal import quantity
 from octavo.nn.conv import AnyConvolution
 from octavo.nn.hooks import hooked
 
@@ -30,7 +31,7 @@ class NonFinite(NamedTuple):
     def __str__(self) -> str:
         names = ("sequence", "token") if self.role != "weight" and len(self.place) == 2 else ("row",) * len(self.place)
         where = ", ".join(f"{name} {i}" for name, i in zip(names, self.place, strict=True))
-        return f"{self.layer} {self.role}{f', {where}' if where else ''} ({self.elements} elements)"
+        return f"{self.layer} {self.role}{f', {where}' if where else ''} ({quantity(self.elements, 'element')})"
 
 
 def weight_diff(before: Tensor, now: Tensor, reach: float) -> str:
@@ -48,8 +49,8 @@ def weight_diff(before: Tensor, now: Tensor, reach: float) -> str:
     if len(places) == 1:
         return f"one element, row {rows[0]}, column {int(places[0, 1])}, as a flipped bit leaves it"
     if len(rows) <= 1:
-        return f"{len(places)} elements of row {rows[0]}" if rows else ""
-    return f"{len(places)} elements of {len(rows)} rows, the first in row {rows[0]}"
+        return f"{quantity(len(places), 'element')} of row {rows[0]}" if rows else ""
+    return f"{quantity(len(places), 'element')} of {len(rows)} rows, the first in row {rows[0]}"
 
 
 def locate_nonfinite(model: nn.Module, run: Callable[[], Any]) -> NonFinite | None:

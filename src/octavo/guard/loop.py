@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion import Plan, convert
-from octavo.errors import ConfigError
 from octavo.guard.alarms import GuardEvent
 from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import Probe
 from octavo.guard.guard import Guard
-from octavo.guard.guarded import Guarded
+from octavo.guard.guarded import BatchesEnd, Guarded
 from octavo.guard.locate import clip
 from octavo.guard.parameters import ParameterCheck
 from octavo.nn.telemetry import Telemetry
@@ -183,8 +182,8 @@ class Loop(Guarded):
             try:
                 self._buffer.append(next(self._batches))
             except StopIteration:
-                text = f"there are {self.position} batches, and step {self.done + 1} needs one more"
-                raise ConfigError(
+                text = f"the batches end after {self.position}, and step {self.done + 1} needs one more"
+                raise BatchesEnd(
                     f"octavo.guard.Loop: {text}. Give an endless iterator, such as itertools.cycle(batches)."
                 ) from None
         self.position += 1

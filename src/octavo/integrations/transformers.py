@@ -22,15 +22,23 @@ class OctavoCallback(TrainerCallback):
 
     Each log of the loss has three more values: `fp8_layers`; `fp8_gemms`, the FP8 GEMMs of the first step since the
     last log on this rank; and `fp8_fallbacks`, the number of reasons why any of these ran on a slow kernel, which the
-    log of `octavo` names.
+    log of `octavo` names. With `torch_compile` the last two are left out, unless `count=True`: steps that are counted
+    are a second graph to compile.
     """
 
     plan: Plan | None = None
     """What was converted."""
 
-    def __init__(self, recipe: RecipeLike = "folded", policy: Policy | None = None, *, strict: bool = False) -> None:
-        """Take what `octavo.convert` takes."""
-        self.recipe, self.policy, self.strict = recipe, policy, strict
+    def __init__(
+        self,
+        recipe: RecipeLike = "folded",
+        policy: Policy | None = None,
+        *,
+        strict: bool = False,
+        count: bool | None = None,
+    ) -> None:
+        """Take what `octavo.convert` takes, and whether GEMMs are counted: by default without `torch_compile`."""
+        self.recipe, self.policy, self.strict, self.count = recipe, policy, strict, count
         self._ledger: Ledger | None = None
         self._recording = ExitStack()
         self._converted: nn.Module | None = None
@@ -49,7 +57,7 @@ class OctavoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Count the GEMMs of this step, if it is the first since the last log."""
-        if self._ledger is None:
+        if self._ledger is None and (not args.torch_compile if self.count is None else self.count):
             self._ledger = self._recording.enter_context(record())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -62,13 +70,11 @@ class OctavoCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Add what ran in FP8 to a log of the loss."""
-        if self.plan is None or self._ledger is None or "loss" not in given.get("logs", {}):
+        if self.plan is None or "loss" not in given.get("logs", {}):
             return
-        counts = {
-            "fp8_layers": self.plan.fp8_layers,
-            "fp8_gemms": sum(self._ledger.gemms.values()),
-            "fp8_fallbacks": len(self._ledger.fallbacks),
-        }
+        counts = {"fp8_layers": self.plan.fp8_layers}
+        if (seen := self._ledger) is not None:
+            counts |= {"fp8_gemms": sum(seen.gemms.values()), "fp8_fallbacks": len(seen.fallbacks)}
         given["logs"].update(counts)
         if state.log_history:
             state.log_history[-1].update(counts)

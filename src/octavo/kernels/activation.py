@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.dispatch import run_twin, triton_unsupported_reason
+from octavo.kernels.dispatch import run_twin, runs_triton, twin_file
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.numerics import Quantized
@@ -187,11 +187,16 @@ def _check_factors(name: str, factors: Tensor | None, shape: tuple[int, int]) ->
 
 
 def _refused(gate: Tensor, up: object, **targets: QuantSpec | None) -> str | None:
-    if not gate.is_cuda or triton_unsupported_reason(gate.device) is not None:
+    if not runs_triton(gate):
         return None
-    from octavo.kernels.triton import activation as fused
+    reason: str | None = twin_file("triton", "activation").unsupported_reason(gate.shape[1], up is not None, **targets)
+    return reason
 
-    return fused.unsupported_reason(gate.shape[1], up is not None, **targets)
+
+def _is_in_graph(gate: Tensor, up: object, **targets: QuantSpec | None) -> bool:
+    if not runs_triton(gate) or _refused(gate, up, **targets):
+        return False
+    return not twin_file("triton", "activation").limits_registers(*targets.values())
 
 
 def _activation(gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec) -> list[Quantized]:
@@ -201,15 +206,6 @@ def _activation(gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec) -
 
 def _in_graph(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec) -> bool:
     return _is_in_graph(gate, up, hidden=target)
-
-
-def _is_in_graph(gate: Tensor, up: object, **targets: QuantSpec | None) -> bool:
-    if not gate.is_cuda or triton_unsupported_reason(gate.device) is not None:
-        return False
-    from octavo.kernels.triton import activation as fused
-
-    refused = fused.unsupported_reason(gate.shape[1], up is not None, **targets)
-    return refused is None and not fused.limits_registers(*targets.values())
 
 
 def _activation_shape(gate: Tensor, _up: Tensor | None, _kind: str, target: QuantSpec) -> list[Quantized]:

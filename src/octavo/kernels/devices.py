@@ -97,13 +97,15 @@ class Rates(NamedTuple):
     small_batched: float
     """Of a batch of products with few rows, columns or terms."""
     copy: float
+    grouped: float
+    """Of the products of experts, with row scales and some thousand rows each."""
     fast: float = 1.0
     """Speed of products with tensor or row scales in fast accumulation, over that in slow, in whole steps."""
     derived: str = ""
     """Where they are from, unless measured on this GPU."""
 
 
-H200 = Rates(670.0, 1190.0, 1160.0, 880.0, 760.0, 4200.0, fast=1.1)
+H200 = Rates(670.0, 1190.0, 1160.0, 880.0, 760.0, 4200.0, 920.0, fast=1.1)
 H100 = H200._replace(
     copy=H200.copy * 3.35 / 4.8,
     derived="those of an H200, as its data sheet has the same TFLOP/s; copies at 3.35 of 4.8 TB/s",

@@ -71,11 +71,12 @@ def run_twin(twin: str, x: Tensor, arguments: Sequence[Any], operation: str, ref
     folder = "triton" if x.numel() and uses_triton(x, operation, refused) else "reference"
     file, _, function = twin.partition(".")
     with launches_on(x.device):
-        return getattr(_twin_file(folder, file), function)(*arguments)
+        return getattr(twin_file(folder, file), function)(*arguments)
 
 
 @cache
-def _twin_file(folder: str, name: str) -> ModuleType:
+def twin_file(folder: str, name: str) -> ModuleType:
+    """Return a file of `kernels/triton/` or `kernels/reference/`."""
     return importlib.import_module(f"octavo.kernels.{folder}.{name}")  # on first use: Triton may be missing
 
 
@@ -90,6 +91,11 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
         return "triton is not installed"
     found = architecture(device)
     return found.refused or found.no_triton or None
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Return whether x is on a GPU that runs Triton kernels."""
+    return x.is_cuda and triton_unsupported_reason(x.device) is None
 
 
 _planned: str | None = None

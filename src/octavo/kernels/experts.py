@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.activation import Factors, Targets
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import run_twin
 from octavo.kernels.grouped import Padded
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.padding import padded_length
 from octavo.kernels.quant_spec import QuantSpec, empty
-from octavo.kernels.reference import experts as reference
 from octavo.numerics import PER_ROW, Quantized
 
 LONGEST_ROW = 16384
@@ -124,19 +123,15 @@ def activation_backward(
     return Gradients(row, None if column is None else Padded(*column[:2]), *rest)
 
 
-def _runs_triton(x: Tensor, operation: str) -> bool:
+def _refused(x: Tensor) -> str | None:
     width = x.shape[-1]
-    refused = None if width <= LONGEST_ROW else f"rows of {width} elements are longer than {LONGEST_ROW}"
-    return x.numel() > 0 and uses_triton(x, operation, refused)
+    return None if width <= LONGEST_ROW else f"rows of {width} elements are longer than {LONGEST_ROW}"
 
 
 def _quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
-    if _runs_triton(x, "quantize_tokens") and place.numel():
-        from octavo.kernels.triton import experts as fast
-
-        with launches_on(x.device):
-            return fast.quantize_tokens(x, place, target)
-    return reference.quantize_tokens(x, place, target)
+    like, arguments = x if place.numel() else place, (x, place, target)
+    made: list[Quantized] = run_twin("experts.quantize_tokens", like, arguments, "quantize_tokens", _refused(x))
+    return made
 
 
 def _quantize_tokens_shape(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
@@ -144,12 +139,7 @@ def _quantize_tokens_shape(x: Tensor, place: Tensor, target: QuantSpec) -> list[
 
 
 def _combine(y: Tensor, place: Tensor) -> list[Tensor]:
-    if _runs_triton(y, "combine_rows"):
-        from octavo.kernels.triton import experts as fast
-
-        with launches_on(y.device):
-            return [fast.combine(y, place)]
-    return [reference.combine(y, place)]
+    return [run_twin("experts.combine", y, (y, place), "combine_rows", _refused(y))]
 
 
 def _combine_shape(y: Tensor, place: Tensor) -> list[Tensor]:
@@ -160,11 +150,8 @@ def _activation_backward(
     dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, kind: str, *others: Any
 ) -> list[Tensor | Quantized | None]:
     """`others`: weights, ends, targets, factors."""
-    twin: Any = reference
-    if _runs_triton(dh, f"expert_activation_backward {kind}"):
-        from octavo.kernels.triton import experts as twin
-    with launches_on(dh.device):
-        row, column, hidden, weights = twin.activation_backward(kind, dh, gate, up, *others)
+    arguments, operation = (kind, dh, gate, up, *others), f"expert_activation_backward {kind}"
+    row, column, hidden, weights = run_twin("experts.activation_backward", dh, arguments, operation, _refused(dh))
     pairs = [None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in (row, column)]
     return [*pairs, hidden, weights]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import launches_on, uses_triton
-from octavo.kernels.reference import optimizer as reference
+from octavo.kernels.dispatch import run_twin
+from octavo.kernels.reference import gradient as reference
 from octavo.kernels.storage import BF16, E4M3, GRADIENT_CODES, Float, Scaling, Storage
 from octavo.kernels.transfers import PinnedStaging
 
@@ -127,18 +127,8 @@ def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: Pin
     Random bits are words of Philox: of the value with index i among its tensor's groups, word i % 4 of the counter
     (i / 4, number, step); its low half rounds m, its high half v, and that of its product with 0x9E3779B9 the weight.
     """
-    if not slots:
-        return
-    if uses_triton(slots[0].weight, "optimizer"):
-        from octavo.kernels.triton import optimizer as fast
-
-        with launches_on(slots[0].weight.device):
-            fast.update(slots, layout, control, uploads)
-        return
-    if bool(control.skip):
-        return
-    for slot in slots:
-        reference.update(slot, layout, control)
+    if slots:
+        run_twin("optimizer.update", control.skip, (slots, layout, control, uploads), "optimizer")
 
 
 def momentum(
@@ -163,18 +153,9 @@ def momentum(
 
     Source: Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon).
     """
-    if not slots:
-        return
-    if uses_triton(slots[0].weight, "momentum"):
-        from octavo.kernels.triton import optimizer as fast
-
-        with launches_on(slots[0].weight.device):
-            fast.momentum(slots, layout, control, updates, uploads, nesterov)
-        return
-    if bool(control.skip):
-        return
-    for slot, update in zip(slots, updates, strict=True):
-        reference.momentum(slot, layout, control, update, nesterov)
+    if slots:
+        arguments = slots, layout, control, updates, uploads, nesterov
+        run_twin("optimizer.momentum", control.skip, arguments, "momentum")
 
 
 def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
@@ -193,15 +174,8 @@ def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scal
         ConfigError: a scaling or a dtype that is none of these, codes or scales of another shape, or not contiguous.
     """
     _check_stored(gradient, codes, scale, scaling)
-    if not gradient.numel():
-        return
-    if uses_triton(gradient, "gradient storage"):
-        from octavo.kernels.triton import gradient as fast
-
-        with launches_on(gradient.device):
-            fast.store(gradient, codes, scale, scaling)
-        return
-    reference.store_gradient(gradient, codes, scale, scaling)
+    if gradient.numel():
+        run_twin("gradient.store_gradient", gradient, (gradient, codes, scale, scaling), "gradient storage")
 
 
 def load_gradient(codes: Tensor, scale: Tensor) -> Tensor:
@@ -222,13 +196,9 @@ def squares(tensors: Sequence[Tensor], uploads: PinnedStaging, scales: Sequence[
     if not tensors:
         raise ConfigError("there are no tensors whose squares could be summed.")
     scales = [None] * len(tensors) if scales is None else scales
-    if uses_triton(tensors[0], "gradient norm"):
-        from octavo.kernels.triton import gradient as fast
-
-        with launches_on(tensors[0].device):
-            return fast.squares(tensors, scales, uploads)
-    values = (t if s is None else load_gradient(t, s) for t, s in zip(tensors, scales, strict=True))
-    return torch.stack([value.double().square().sum() for value in values])
+    like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
+    sums: Tensor = run_twin("gradient.squares", like, (tensors, scales, uploads), "gradient norm")
+    return sums
 
 
 def _check_stored(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:

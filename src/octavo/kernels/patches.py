@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import launches_on, uses_triton
+from octavo.kernels.dispatch import launches_on, run_twin, uses_triton
 from octavo.kernels.operator import call, define, define_packed, is_direct
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.quantize import quantize_pair
@@ -66,7 +66,7 @@ def window_of(numbers: list[int]) -> Window:
 
 def unfold(x: Tensor, window: Window) -> Tensor:
     """Return the patches (M, kh kw C) of x (B, H, W, C); a view of x where every pixel is a patch."""
-    return x.reshape(-1, x.shape[-1]) if window.is_pixel else reference.unfold(x, *window)
+    return x.reshape(-1, x.shape[-1]) if window.is_pixel else reference.unfold(x, window)
 
 
 def unfold_rows(x: Tensor, window: Window, rows: Tensor) -> Tensor:
@@ -147,12 +147,8 @@ def _window(pairs: Sequence[Sequence[int]]) -> Window:
 
 def _fold(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
     window, shape = window_of(numbers), (size[0], size[1], size[2], size[3])
-    if patches.numel() and uses_triton(patches, "fold"):
-        from octavo.kernels.triton import patches as fast
-
-        with launches_on(patches.device):
-            return fast.fold(patches, window, shape)
-    return reference.fold(patches, shape, *window)
+    result: Tensor = run_twin("patches.fold", patches, (patches, window, shape), "fold")
+    return result
 
 
 def _fold_shape(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:

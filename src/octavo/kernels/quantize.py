@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.dispatch import launches_on, on_gpu, triton_unsupported_reason, uses_triton
+from octavo.kernels.dispatch import launches_on, on_gpu, runs_triton, uses_triton
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.kernels.reference import quantize as reference
@@ -195,7 +195,7 @@ def _requantize_transposed_shape(
 
 
 def _requantize_in_graph(weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor) -> bool:
-    return weights[0].is_cuda and triton_unsupported_reason(weights[0].device) is None
+    return runs_triton(weights[0])
 
 
 def _quantize_pair(
@@ -217,7 +217,7 @@ def _quantize_pair(
 
 
 def _pair_in_graph(sources: list[Tensor], rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None) -> bool:
-    if not sources[0].is_cuda or triton_unsupported_reason(sources[0].device) is not None:
+    if not runs_triton(sources[0]):
         return False
     from octavo.kernels.triton import quantize as fast
 
@@ -248,7 +248,7 @@ def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
 def _stack_in_graph(weights: list[Tensor], target: QuantSpec) -> bool:
     if len(weights) == 1:
         return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, None)
-    return _stacks_rows(weights, target) and triton_unsupported_reason(weights[0].device) is None
+    return _stacks_rows(weights, target) and runs_triton(weights[0])
 
 
 def _quantize_stack_shape(weights: list[Tensor], target: QuantSpec) -> list[Quantized]:

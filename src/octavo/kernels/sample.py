@@ -4,7 +4,7 @@
                                               with a row of (WIDTH + BINS,), a histogram of exponents too
 
 A tensor that has just been quantised lies in the cache. `count(R)` of its R rows are read again, spread evenly, from a
-place that `row[PHASE]` names: the caller changes it with every step, so that each row is looked at now and then and a
+place that `row[PHASE]` names: the caller changes it with every step, so that all rows are sampled alike and a
 share is an unbiased estimate. Beside them all scales are read, one tile in full, that with the largest scale, and the
 first and last column of a product with the tensor, where a NaN or an infinity in any of its elements must show.
 

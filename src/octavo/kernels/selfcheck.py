@@ -17,18 +17,10 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedError
 from octavo.kernels.activation import INPUTS
-from octavo.kernels.dispatch import architecture, launches_on, triton_unsupported_reason
+from octavo.kernels.dispatch import architecture, launches_on, triton_unsupported_reason, twin_file
 from octavo.kernels.quant_spec import QuantSpec, empty
-from octavo.kernels.reference import activation as reference_activation
-from octavo.kernels.reference import cross_entropy as reference_cross_entropy
-from octavo.kernels.reference import grouped as reference_grouped
-from octavo.kernels.reference import grouped_gemm as reference_grouped_gemm
-from octavo.kernels.reference import norm as reference_norm
-from octavo.kernels.reference import quantize as reference_quantize
-from octavo.kernels.reference import rotary as reference_rotary
-from octavo.kernels.reference import wire as reference_wire
-from octavo.numerics import Quantized
-from octavo.numerics import quantize as specified
+from octavo.kernels.reference import activation, norm, wire
+from octavo.numerics import Quantized, quantize
 
 SHAPES = ((130, 300), (256, 1024))
 """One that no tile divides, and one that is compiled as those of real models are: every tile divides it."""
@@ -55,8 +47,8 @@ class Case(NamedTuple):
     name: str
     operands: tuple[Any, ...]
     """On the CPU."""
-    run: Callable[..., Any]
-    reference: Callable[..., Any]
+    twins: str | tuple[Callable[..., Any], Callable[..., Any]]
+    """File and function, as for `run_twin`; or the kernel and what it is compared with."""
     exact: bool = False
     """Whether the two must be equal to the bit."""
 
@@ -91,11 +83,18 @@ def _check(cases: Callable[[], Iterator[Case]], device: torch.device) -> Iterato
 
 
 def _outcome(case: Case, device: torch.device) -> tuple[bool, str]:
+    """Compare what both return, and what they have made of their operands."""
     try:
-        want = case.reference(*_copied(case.operands, torch.device("cpu")))
-        return compare(case.run(*_copied(case.operands, device)), want, case.exact)
+        kernel, reference = case.twins if isinstance(case.twins, tuple) else _twins(case.twins)
+        operands, wanted = _copied(case.operands, device), _copied(case.operands, torch.device("cpu"))
+        return compare((kernel(*operands), operands), (reference(*wanted), wanted), case.exact)
     except Exception as error:  # of Triton's compiler, or of the driver: a finding like any other
         return False, _said(error)
+
+
+def _twins(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    file, _, function = name.partition(".")
+    return getattr(twin_file("triton", file), function), getattr(twin_file("reference", file), function)
 
 
 def _said(error: Exception) -> str:
@@ -165,7 +164,7 @@ def _compare_numbers(got: Tensor, want: Tensor, exact: bool) -> tuple[bool, str]
     if exact:
         return bool(equal.all()), _places(~equal, "values differ")
     size = other.abs().where(other.isfinite(), 0.0)
-    allowed = STEP[want.dtype] * size + OF_LARGEST * size.max()
+    allowed = STEP.get(want.dtype, 0.0) * size + OF_LARGEST * size.max()
     far = ~equal & ~((one - other).abs() <= allowed)
     if far.any():
         return False, _places(far, "values are too far off")
@@ -206,44 +205,38 @@ def _folds(rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize() -> Iterator[Case]:
-    from octavo.kernels.triton import quantize as fused
-
-    twins = fused.quantize_pair, reference_quantize.quantize_pair
+    twins = "quantize.quantize_pair"
     for shape in SHAPES:
         size, x, folds = f"{shape[0]}x{shape[1]}", _hard(*shape), _folds(*shape)
         for target in _TARGETS:
-            yield Case(f"{target}, both ways, {size}", ([x], target, target, *folds), *twins, exact=True)
-        yield Case(f"{_ROW}, as it lies, {size}", ([x], _ROW, None, folds[0]), *twins, exact=True)
-        yield Case(f"{_ROW}, transposed, {size}", ([x], None, _ROW, None, folds[1]), *twins, exact=True)
+            yield Case(f"{target}, both ways, {size}", ([x], target, target, *folds), twins, exact=True)
+        yield Case(f"{_ROW}, as it lies, {size}", ([x], _ROW, None, folds[0]), twins, exact=True)
+        yield Case(f"{_ROW}, transposed, {size}", ([x], None, _ROW, None, folds[1]), twins, exact=True)
     parts = list(_hard(130, 300).split((128, 128, 44), dim=1))
     for target in (_ROW, _TILE):
-        yield Case(f"{target}, three matrices", (parts, target, target, *_folds(130, 300)), *twins, exact=True)
+        yield Case(f"{target}, three matrices", (parts, target, target, *_folds(130, 300)), twins, exact=True)
 
 
 def _transpose() -> Iterator[Case]:
-    from octavo.kernels.triton import transpose as fused
-
     for rows, cols in (*SHAPES, (257, 16)):
         codes = (torch.arange(rows * cols) * 7919 >> 3).to(torch.uint8).reshape(rows, cols).view(torch.float8_e4m3fn)
-        yield Case(f"{rows}x{cols}", (codes,), fused.transpose, lambda codes: codes.t().contiguous(), exact=True)
+        yield Case(f"{rows}x{cols}", (codes, None), "transpose.transpose", exact=True)
 
 
 def _weights() -> Iterator[Case]:
-    from octavo.kernels.triton import weights as fused
-
     def run(weights: list[Tensor], target: QuantSpec) -> Quantized:
-        rows, cols = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        out = empty(target, rows, cols, weights[0].device)
+        fused, rows = twin_file("triton", "weights"), sum(weight.shape[0] for weight in weights)
+        out = empty(target, rows, weights[0].shape[1], weights[0].device)
         fused.quantize_rows(fused.find_rows(weights), weights[0].dtype, out, target.rule)
         return out
 
     def reference(weights: list[Tensor], target: QuantSpec) -> Quantized:
-        return specified(torch.cat(weights), target.fmt, target.tile, target.scaling)
+        return quantize(torch.cat(weights), target.fmt, target.tile, target.scaling)
 
     for dtype, cols in itertools.product((torch.bfloat16, torch.float32), (300, 384)):
         weights = [_normal(rows, cols, dtype=dtype) for rows in (24, 7, 40)]
         for target in (_ROW, _ROW._replace(scaling="float32"), _ROW._replace(scaling="engine")):
-            yield Case(f"{target} of {str(dtype)[6:]}, 71x{cols}", (weights, target), run, reference, exact=True)
+            yield Case(f"{target} of {str(dtype)[6:]}, 71x{cols}", (weights, target), (run, reference), exact=True)
 
 
 def _hidden(rows: int, cols: int, gated: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -255,51 +248,42 @@ def _hidden(rows: int, cols: int, gated: bool) -> tuple[Tensor, Tensor, Tensor |
 
 
 def _activation() -> Iterator[Case]:
-    from octavo.kernels.triton import activation as fused
-
-    forward = fused.activation, reference_activation.activation
-    backward = fused.activation_backward, reference_activation.activation_backward
-    plain = fused.activation_backward_plain, reference_activation.activation_backward_plain
+    forward, backward = "activation.activation", "activation.activation_backward"
     kinds = (("silu", True), ("gelu_tanh", True), ("gelu", False), ("relu2", False))
     for (kind, gated), shape in itertools.product(kinds, SHAPES):
         dh, gate, up = _hidden(*shape, gated)
-        scale = reference_activation.activation(kind, gate, up, _ROW).scale
+        scale = activation.activation(kind, gate, up, _ROW).scale
         folds = _folds(shape[0], shape[1] * (1 + gated))
         name = f"{kind}{', gated' if gated else ''}, {shape[0]}x{shape[1]}"
-        yield Case(f"folded {name}", (kind, gate, up, _ROW), *forward)
-        yield Case(f"folded {name}, backward", (kind, dh, gate, up, (_ROW, _ROW, _COLUMN), (*folds, scale)), *backward)
+        yield Case(f"folded {name}", (kind, gate, up, _ROW), forward)
+        yield Case(f"folded {name}, backward", (kind, dh, gate, up, (_ROW, _ROW, _COLUMN), (*folds, scale)), backward)
     recipes = (("block", _TILE, _TILE), ("tensorwise", _FORWARD, _GRADIENT))
     for (rows, cols), (recipe, ahead, gradient) in itertools.product(SHAPES, recipes):
         cols = -(-cols // 128) * 128  # a tile may not straddle [d gate | d up]
         dh, gate, up = _hidden(rows, cols, True)
         targets = (gradient, gradient, ahead), (None, None, None)
-        yield Case(f"{recipe} silu, gated, {rows}x{cols}", ("silu", gate, up, ahead), *forward)
-        yield Case(f"{recipe} silu, gated, {rows}x{cols}, backward", ("silu", dh, gate, up, *targets), *backward)
-    yield Case("silu, gated, 130x300, plain backward", ("silu", *_hidden(130, 300, True)), *plain)
+        yield Case(f"{recipe} silu, gated, {rows}x{cols}", ("silu", gate, up, ahead), forward)
+        yield Case(f"{recipe} silu, gated, {rows}x{cols}, backward", ("silu", dh, gate, up, *targets), backward)
+    plain = "silu", *_hidden(130, 300, True)
+    yield Case("silu, gated, 130x300, plain backward", plain, "activation.activation_backward_plain")
     yield from _inputs_of_activations()
 
 
 def _inputs_of_activations() -> Iterator[Case]:
     """Gate and up kept as codes: made in the forward, read in the backward."""
-    from octavo.kernels.triton import activation as fused
-
-    forward = fused.activation_and_inputs, reference_activation.activation_and_inputs
-    backward = fused.activation_backward, reference_activation.activation_backward
     recipes = (("folded", _ROW, _ROW, _COLUMN), ("block", _TILE, _TILE, _TILE))
     for (rows, cols), gated, (recipe, ahead, gradient, hidden) in itertools.product(SHAPES, (True, False), recipes):
         cols = cols if recipe == "folded" else -(-cols // 128) * 128
         dh, gate, up = _hidden(rows, cols, gated)
-        h, *codes = reference_activation.activation_and_inputs("silu", gate, up, ahead, INPUTS)
+        h, *codes = activation.activation_and_inputs("silu", gate, up, ahead, INPUTS)
         factors = (*_folds(rows, cols * (1 + gated)), h.scale) if recipe == "folded" else (None, None, None)
         operands = "silu", dh, codes[0], codes[1] if gated else None, (gradient, gradient, hidden), factors
         name = f"{recipe} silu{', gated' if gated else ''}, {rows}x{cols}"
-        yield Case(f"{name}, and its inputs", ("silu", gate, up, ahead, INPUTS), *forward)
-        yield Case(f"{name}, backward from codes", operands, *backward)
+        yield Case(f"{name}, and its inputs", ("silu", gate, up, ahead, INPUTS), "activation.activation_and_inputs")
+        yield Case(f"{name}, backward from codes", operands, "activation.activation_backward")
 
 
 def _norm() -> Iterator[Case]:
-    from octavo.kernels.triton import norm as fused
-
     for (name, centred), shape in itertools.product((("rms", False), ("layer", True)), SHAPES):
         x, dy = (_normal(shape[0] + i, shape[1])[: shape[0]] for i in range(2))
         weight, bias = _normal(1, shape[1])[0], _normal(2, shape[1])[0] if centred else None
@@ -307,88 +291,59 @@ def _norm() -> Iterator[Case]:
         for target in (_ROW, _TILE):
             broken = x.clone()
             broken[2, 7], broken[4, 9], broken[6] = torch.nan, torch.inf, 0
-            forward = broken, weight, bias, 1e-5, target, centred
-            yield Case(f"{size}, {target}", forward, fused.forward, reference_norm.forward)
-        rstd, mean = reference_norm.forward(x, None, None, 1e-5, None, centred)[2:]
-        backward = dy, x, weight, bias, mean, rstd
-        yield Case(f"{size}, backward", backward, fused.backward, reference_norm.backward)
+            yield Case(f"{size}, {target}", (broken, weight, bias, 1e-5, target, centred), "norm.forward")
+        rstd, mean = norm.forward(x, None, None, 1e-5, None, centred)[2:]
+        yield Case(f"{size}, backward", (dy, x, weight, bias, mean, rstd), "norm.backward")
 
 
 def _rotary() -> Iterator[Case]:
-    from octavo.kernels.triton import rotary as fused
-
     for length, width in ((33, 12), (32, 128)):
         x, angles = _normal(2, length, 3, width), _normal(1, length, width // 2, dtype=torch.float32)
         for conjugate in (False, True):
             name = f"2x{length}x3x{width}{', back' if conjugate else ''}"
-            operands = x, angles.cos(), angles.sin(), conjugate
-            yield Case(name, operands, fused.rotate, reference_rotary.rotate, exact=True)
+            yield Case(name, (x, angles.cos(), angles.sin(), conjugate), "rotary.rotate", exact=True)
 
 
 def _cross_entropy() -> Iterator[Case]:
-    from octavo.kernels.triton import cross_entropy as fused
-
-    def both(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-        return lambda logits, *rest: (kernel(logits, *rest), logits)  # the gradient lies where the logits were
-
-    twins = both(fused.cross_entropy_), both(reference_cross_entropy.cross_entropy_)
     for (rows, vocab), dtype, (softcap, z_loss) in itertools.product(
         ((40, 300), (3, 20_000)), (torch.float32, torch.bfloat16), ((0.0, 0.0), (5.0, 0.01))
     ):
         logits, targets = _normal(rows, vocab, dtype=dtype).clamp(-20, 20), torch.arange(rows) * 7 % vocab
         targets[1] = -100
         name = f"{rows}x{vocab} of {str(dtype)[6:]}{', soft cap and z-loss' if softcap else ''}"
-        yield Case(name, (logits, targets, -100, True, softcap, z_loss), *twins)
+        yield Case(name, (logits, targets, -100, True, softcap, z_loss), "cross_entropy.cross_entropy_")
 
 
 def _wire() -> Iterator[Case]:
     """Gradients packed into messages, and messages of three ranks added up."""
-    from octavo.kernels.triton import wire as fused
-
-    def into(add: Callable[..., None]) -> Callable[..., Tensor]:
-        def run(messages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-            out = torch.empty(messages.shape[0] * length - 1, dtype=dtype, device=messages.device)
-            add(messages, length, out, 1 / 3)
-            return out
-
-        return run
-
     for length, dtype in itertools.product((300, 8192), (torch.float32, torch.bfloat16)):
         ranks = [_hard(40, 1024).flatten()[i : i + 2 * length].to(dtype) for i in range(3)]
         name = f"2x{length} of {str(dtype)[6:]}"
-        yield Case(f"pack {name}", (ranks[0], 2, length), fused.pack, reference_wire.pack, exact=True)
-        messages = torch.stack([reference_wire.pack(x, 2, length) for x in ranks], dim=1)
-        twins = into(fused.add), into(reference_wire.add)
-        yield Case(f"add {name}", (messages, length, dtype), *twins, exact=True)
+        yield Case(f"pack {name}", (ranks[0], 2, length), "wire.pack", exact=True)
+        messages = torch.stack([wire.pack(x, 2, length) for x in ranks], dim=1)
         values = torch.stack([x.view(2, length) for x in ranks], dim=1)
-        yield Case(f"add plain {name}", (values, length, dtype), *twins, exact=True)
+        out = torch.zeros(2 * length - 1, dtype=dtype)
+        yield Case(f"add {name}", (messages, length, out, 1 / 3), "wire.add", exact=True)
+        yield Case(f"add plain {name}", (values, length, out, 1 / 3), "wire.add", exact=True)
 
 
 def _grouped() -> Iterator[Case]:
-    from octavo.kernels.triton import grouped as fused
-    from octavo.kernels.triton import grouped_gemm as products
-
     ends, (row_fold, column_fold) = torch.tensor([30, 30, 47], dtype=torch.int32), _folds(47, 48)
     operands = _hard(47, 48), ends, _ROW, _ROW, row_fold.repeat(3, 1), column_fold
-    yield Case("3 groups, both ways", operands, fused.quantize_groups, reference_grouped.quantize_groups, exact=True)
+    yield Case("3 groups, both ways", operands, "grouped.quantize_groups", exact=True)
     whole = (torch.arange(3 * 48 * 128) * 7 % 9 - 4).float().to(torch.float8_e4m3fn)  # their sums are exact anywhere
     rows, stack = whole[: 47 * 48].view(47, 48), whole.view(3, 128, 48)
-    yield Case(
-        "bytes of 3 groups", (rows, ends), fused.transpose_groups, reference_grouped.transpose_groups, exact=True
-    )
+    yield Case("bytes of 3 groups", (rows, ends), "grouped.transpose_groups", exact=True)
     if torch.cuda.is_available() and not architecture(torch.device("cuda")).grouped:
         return
-    scales = (
-        torch.exp2((torch.arange(47) % 5 - 2).float())[:, None],
-        torch.exp2((torch.arange(3 * 128) % 5 - 2).float()),
-    )
+    scale, scales = (torch.exp2((torch.arange(count) % 5 - 2).float()) for count in (47, 3 * 128))
     for fast in (False, True):
-        product = rows, scales[0], stack, scales[1].view(3, 128), ends, torch.float32, fast
-        twins = products.grouped_gemm, reference_grouped_gemm.grouped_gemm
-        yield Case(f"product of 3 groups, {'fast' if fast else 'slow'}", product, *twins, exact=True)
-    padded = whole[: 32 * 512].view(32, 512)
-    sums = padded, scales[1][:96].view(3, 32), padded[:16], None, ends, torch.bfloat16
-    yield Case("sums over 3 groups", sums, products.grouped_wgrad, reference_grouped_gemm.grouped_wgrad, exact=True)
+        product = rows, scale[:, None], stack, scales.view(3, 128), ends, torch.float32, fast
+        yield Case(
+            f"product of 3 groups, {'fast' if fast else 'slow'}", product, "grouped_gemm.grouped_gemm", exact=True
+        )
+    sums = whole[: 32 * 512].view(32, 512), scales[:96].view(3, 32), whole[: 16 * 512].view(16, 512), None, ends
+    yield Case("sums over 3 groups", (*sums, torch.bfloat16), "grouped_gemm.grouped_wgrad", exact=True)
 
 
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {

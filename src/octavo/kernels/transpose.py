@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import run_twin, triton_unsupported_reason
+from octavo.kernels.dispatch import run_twin, runs_triton
 from octavo.kernels.operator import call, define_packed
 from octavo.numerics import PER_ROW, Quantized
 
@@ -43,7 +43,7 @@ def _transpose_folded(codes: Tensor, after: Tensor) -> Sequence[Tensor]:
 
 
 def _in_graph(codes: Tensor, after: Tensor | None) -> bool:
-    return codes.is_cuda and triton_unsupported_reason(codes.device) is None
+    return runs_triton(codes)
 
 
 def _transpose_shape(codes: Tensor, after: Tensor | None) -> list[Tensor]:

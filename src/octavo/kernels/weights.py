@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.kernels.dispatch import launches_on, triton_unsupported_reason
+from octavo.kernels.dispatch import launches_on, runs_triton
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.numerics import Quantized
 
@@ -23,11 +23,11 @@ class Stack(NamedTuple):
 
 def has_one_launch(weights: Sequence[Tensor], target: QuantSpec) -> bool:
     """Return whether one launch quantises these matrices (N_i, K)."""
-    if not weights[0].is_cuda or (target.granularity, target.rounding) != ("row", "nearest"):
+    if not runs_triton(weights[0]) or (target.granularity, target.rounding) != ("row", "nearest"):
         return False
     from octavo.kernels.triton.weights import unsupported_reason
 
-    return unsupported_reason(weights) is None and triton_unsupported_reason(weights[0].device) is None
+    return unsupported_reason(weights) is None
 
 
 def quantize_stack(

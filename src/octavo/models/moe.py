@@ -89,6 +89,7 @@ class Mixture(nn.Module):
         self.each = config.experts_per_token
         self.router = nn.Linear(config.dim, config.experts, bias=False)
         self.experts = Experts(config.experts, config.dim, config.ffn_dim)
+        self.experts.top_k = self.each
         shared = config.shared_experts * config.ffn_dim
         self.shared = FeedForward(config, shared) if shared else None
         self.register_buffer("bias", torch.zeros(config.experts))
@@ -112,6 +113,9 @@ class Mixture(nn.Module):
 
 class Experts(nn.Module):
     """SwiGLU experts: `down[e](silu(gate[e](x)) * up[e](x))`."""
+
+    top_k: int
+    """How many of them a token is sent to."""
 
     def __init__(self, experts: int, dim: int, ffn: int) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo._util.terminal import quantity
 from octavo.guard import GuardEvent
 from octavo.kernels.sample import LOWEST
 from octavo.monitor.background import Background
@@ -139,7 +140,7 @@ class Recorder:
         for tracker in self._trackers:
             tracker.close(outcome)
         if self.dropped:
-            lost = f"{self.dropped} steps were not written: the disk was too slow"
+            lost = f"{quantity(self.dropped, 'step')} lost, not written: the disk was too slow"
             self.event(self._step, "store", lost, level="warning", value=self.dropped)
         self.sample()
         self._store.close(lambda: self._writer.close(outcome, text))

@@ -185,7 +185,7 @@ class Convolution(nn.Module):
 
     def release(self) -> None:
         """Turn this layer back into its PyTorch parent in place."""
-        for name in ("recipe", "enabled", "watch"):
+        for name in Convolution.__annotations__:
             self.__dict__.pop(name, None)
         self.__class__ = type(self).__bases__[1]
 

@@ -17,26 +17,23 @@ products are computed by `GroupedLinear`, and the rest by PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.activation import INPUTS, KINDS, Factors, Targets, activation, activation_and_inputs
-from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route, weighted
-from octavo.kernels.grouped import Padded, grouped_gemm, grouped_wgrad, quantize_groups, transpose_groups
-from octavo.nn import telemetry_experts
-from octavo.nn.adopted import Adopted, adopted_class
+from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
+from octavo.kernels.grouped import grouped_wgrad, quantize_groups, transpose_groups
+from octavo.nn.adopted import Adopted
 from octavo.nn.functional import compute_dtype, spec_of
-from octavo.nn.grouped import GroupedLinear, grouped_linear
+from octavo.nn.grouped import GroupedLinear, dgrad_folded, fprop, grouped_linear, quantize_experts
 from octavo.nn.operands import check_dtypes
-from octavo.nn.telemetry_ops import Source, stats_buffer_of
-from octavo.nn.weight_codes import quantize_weights
+from octavo.nn.telemetry_ops import ROWS, Source, stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import Precision, Recipe, load, reused_from
 from octavo.tensor import is_distributed, local
@@ -122,7 +119,7 @@ class Product(GroupedLinear):
         """Return `forward` of sorted rows, with the gradient of the weights multiplied by a factor."""
         recipe = self.recipe if self.enabled else load("bf16")
         weight = scaled_gradient(self.weight, factor)
-        return grouped_linear(rows, weight, ends, recipe, stats_buffer_of([self]))
+        return grouped_linear(rows, weight, ends, recipe, stats_buffer_of([self]), self.weight_codes)
 
     def _stacked(self, parts: list[Tensor]) -> Tensor:
         stack = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2 if self.roles.is_transposed else 1)
@@ -160,6 +157,7 @@ class Experts(Adopted):
     """Experts that compute in FP8. Conversion gives this class to a module, beside the module's own."""
 
     prefix = "FP8"
+    fields = ("expert_roles", "expert_inputs", "exchange")
     expert_roles: ExpertRoles
     expert_inputs: Precision
     """What the inputs of the activation are kept in for backward."""
@@ -184,6 +182,12 @@ class Experts(Adopted):
             return self.exchange(self, flat, ids, weights).to(x.dtype).view(x.shape)
         routing = route(ids, self.products[0].parts[0].shape[0])
         return self.compute(flat, routing, weights).to(x.dtype).view(x.shape)
+
+    def release(self) -> None:
+        """Turn this module back into its own class in place, without its products."""
+        for name in (FIRST, SECOND):
+            self._modules.pop(name, None)
+        super().release()
 
     @property
     def products(self) -> tuple[Product, Product]:
@@ -265,19 +269,9 @@ def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe,
         second: of down.
         inputs: what the inputs of the activation are kept in for backward.
     """
-    module.__class__ = adopted_class(Experts, type(module))
-    vars(module).update(expert_roles=roles, expert_inputs=inputs)
+    Experts.take(module, expert_roles=roles, expert_inputs=inputs)
     module.add_module(FIRST, Product(module, roles.inner, roles, recipe))
     module.add_module(SECOND, Product(module, (roles.down,), roles, second))
-
-
-def release(module: Experts) -> None:
-    """Undo `adopt`, in place."""
-    for name in (FIRST, SECOND):
-        module._modules.pop(name, None)
-    for name in ("expert_roles", "expert_inputs", "exchange"):
-        module.__dict__.pop(name, None)
-    module.__class__ = type(module).parent  # type: ignore[assignment]
 
 
 def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -344,7 +338,7 @@ def experts(
         stacks: gate and up (E, 2 F, D), or up alone (E, F, D); down (E, D, F).
         routing: of the T tokens.
         options: a recipe with folded row scales, and what is kept.
-        layers: where telemetry goes.
+        layers: where telemetry goes, and whose codes are reused.
 
     Raises:
         ConfigError: shapes that do not fit.
@@ -359,7 +353,8 @@ def experts(
     if weights is None:
         weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
     stats = [None if layers is None else stats_buffer_of([layer]) for layer in layers or (None, None)]  # type: ignore[list-item]
-    result: Tensor = _Experts.apply(x, weights, first, second, *routing, options, *stats)  # type: ignore[no-untyped-call]
+    codes = [each for layer in layers or () for each in layer.weight_codes or (None, None)] or [None] * 4
+    result: Tensor = _Experts.apply(x, weights, first, second, *routing, options, *stats, *codes)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -375,11 +370,12 @@ class Rows(NamedTuple):
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weights, first, second, source, place, ends, options, *stats = inputs
+        x, weights, first, second, source, place, ends, options, *stats = inputs[:10]
+        known = [each if each[0] is not None else None for each in (inputs[10:12], inputs[12:])]
         tokens, rows = quantize_tokens(x, place, spec_of(options.recipe.fprop.input))
         sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
         sorted_[place.flatten()] = weights.flatten().float()
-        y, kept = forward_rows(rows, sorted_, (first, second), ends, options, (x, source), stats)
+        y, kept = forward_rows(rows, sorted_, (first, second), ends, options, (x, source), stats, known)
         ctx.save_for_backward(*tokens[:2], source, sorted_, place, ends, *kept)
         ctx.options, ctx.stats = options, stats
         ctx.set_materialize_grads(False)
@@ -397,12 +393,12 @@ class _Experts(torch.autograd.Function):
         dy = dy.to(ctx.options.dtype).contiguous()
         dx, d_weights, *dws = backward_rows(dy, rows, ends, kept, ctx.options, needs, ctx.stats)
         found = None if dx is None else combine(dx, place), d_weights[place], *dws
-        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 6
+        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 10
 
 
 def forward_rows(
     rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: Options,
-    origin: tuple[Tensor, Tensor], stats: list[Tensor | None],
+    origin: tuple[Tensor, Tensor], stats: list[Tensor | None], known: Sequence[Any] = (None, None),
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Return the weighted results (R, D) of sorted rows (R, D), and what backward reads of them.
 
@@ -410,15 +406,15 @@ def forward_rows(
         weights: FP32 (R,).
         origin: the tokens that rows were made of and which each is, for telemetry.
         stats: buffers of telemetry of either product.
+        known: codes and scales of either stack, where they are reused.
     """
-    kind, recipe, _, keeps_codes = options
-    (w1, s1), (w2, s2) = (_codes(stack, recipe) for stack in stacks)
-    tokens = Source.of(origin, recipe.fprop.input, telemetry_experts.ROWS)
-    before = _fprop(rows, (w1, s1), ends, options, (tokens, stacks[0]), stats[0])
+    kind, recipe, dtype, keeps_codes = options
+    (w1, s1), (w2, s2) = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
+    before = fprop(rows, (w1, s1), ends, recipe, dtype, (origin, stacks[0], ROWS), stats[0])
     gate, up = _halves(before, w2.shape[2])
     hidden, inputs = _activated(kind, gate, up, spec_of(recipe.fprop.input), keeps_codes)
-    middle = Source.of([gate] if up is None else [gate, up], recipe.fprop.input, kind)
-    y = _fprop(hidden, (w2, s2), ends, options, (middle, stacks[1]), stats[1], weights)
+    middle = [gate] if up is None else [gate, up]
+    y = fprop(hidden, (w2, s2), ends, recipe, dtype, (middle, stacks[1], kind), stats[1], weights)
     return y, (w1, s1, w2, s2, hidden.scale, *(inputs if keeps_codes else (before,)))
 
 
@@ -440,56 +436,21 @@ def backward_rows(
     fold = hidden_scale * rows.weights[:, None]
     g, h = quantize_groups(dy, ends, g_spec, h_spec if needs[2] else None, s2, fold, rows.source)
     assert g is not None
-    source = Source.of((dy, rows.source), recipe.dgrad.grad_output, telemetry_experts.ROWS, s2)
-    dh = _dgrad(g, w2, ends, product, source, stats[1])
+    source = Source.of((dy, rows.source), recipe.dgrad.grad_output, ROWS, s2)
+    dh = dgrad_folded(g, w2, ends, product, source, stats[1])
     gate, up = _kept_halves(inputs, w2.shape[2], keeps_codes)
     targets = [spec if needed else None for spec, needed in zip((g_spec, h_spec, h_spec), needs, strict=True)]
     factors = Factors(s1, rows.tokens.scale[rows.source], hidden_scale)
     found = activation_backward(kind, dh, gate, up, rows.weights, ends, Targets(*targets), factors)
-    dw2 = None if h is None or found.hidden is None else _wgrad(h, found.hidden, ends, dtype)
+    dw2 = None if h is None or found.hidden is None else grouped_wgrad(h, found.hidden, None, ends, dtype)
     inputs = [each for x in (gate, up) if x is not None for each in ([x] if isinstance(x, Tensor) else x[:2])]
     source = Source.of([dh, rows.weights, *inputs], recipe.dgrad.grad_output, kind, s1)
-    dx = None if found.rows is None else _dgrad(found.rows, w1, ends, product, source, stats[0])
+    dx = None if found.rows is None else dgrad_folded(found.rows, w1, ends, product, source, stats[0])
     dw1 = None
     if found.columns is not None:
         tokens = transpose_groups(rows.tokens.codes, ends, rows.source)
-        dw1 = _wgrad(found.columns, tokens, ends, dtype)
+        dw1 = grouped_wgrad(found.columns, tokens, None, ends, dtype)
     return dx, found.weights, dw1, dw2
-
-
-def _codes(stack: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return codes (E, N, K) and scales (E, N) of weights, as fprop reads them."""
-    made = quantize_weights([stack.flatten(0, 1)], spec_of(recipe.fprop.weight)).stack
-    return made.codes.view(stack.shape), made.scale.view(stack.shape[:2])
-
-
-def _fprop(
-    x: Quantized, w: tuple[Tensor, Tensor], ends: Tensor, options: Options,
-    origins: tuple[Source, Tensor], stats: Tensor | None, weights: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return y (R, N), its rows multiplied by weights where there are any."""
-    recipe, product = options.recipe, (options.dtype, options.recipe.fprop.accumulate)
-    if stats is not None:
-        tokens, stack = origins
-        sources = tokens, Source.of([stack], recipe.fprop.weight)
-        return telemetry_experts.fprop(x, w, ends, product, *sources, stats, weights)
-    return grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product)
-
-
-def _dgrad(
-    g: Quantized, w: Tensor, ends: Tensor, product: tuple[torch.dtype, str], source: Source, stats: Tensor | None
-) -> Tensor:
-    """Return g W (R, K). w: codes (E, N, K), whose scales are in g."""
-    experts, rows, cols = w.shape
-    codes = kernels.transpose(w.flatten(0, 1), g.codes).view(cols, experts, rows).transpose(0, 1)
-    if stats is None:
-        return grouped_gemm(g, codes, None, ends, *product)
-    return telemetry_experts.dgrad(g, (codes, None), ends, product, source, stats)
-
-
-def _wgrad(h: Padded, codes: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradients (E, N, K). codes: (K, P), whose scales are in h."""
-    return grouped_wgrad(h, codes, None, ends, dtype)
 
 
 def _halves(before: Tensor, width: int) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,7 @@ from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
+from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.nn import telemetry_experts
 from octavo.nn.functional import compute_dtype, spec_of
@@ -42,6 +43,8 @@ class GroupedLinear(nn.Module):
     recipe: Recipe
     enabled: bool
     """False: compute in high precision, for an evaluation."""
+    weight_codes: tuple[Tensor, Tensor] | None = None
+    """Codes (E, N, K) and scales (E, N) to use in place of quantising (`octavo.nn.reuse_weight_codes`)."""
     watch: StatsSlot | None = None
     """Where telemetry of the experts goes, while there is any (`octavo.nn.telemetry`)."""
 
@@ -91,7 +94,15 @@ class GroupedLinear(nn.Module):
             )
         check_dtypes(x, self.weight)
         recipe = self.recipe if self.enabled else _BF16
-        return grouped_linear(x, self.weight, ends, recipe, stats_buffer_of([self]))
+        return grouped_linear(x, self.weight, ends, recipe, stats_buffer_of([self]), self.weight_codes)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The parameters that the weight consists of."""
+        return [self.weight]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # a copy is written
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
@@ -101,7 +112,12 @@ class GroupedLinear(nn.Module):
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, ends: Tensor, recipe: RecipeLike = _BF16, stats: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    recipe: RecipeLike = _BF16,
+    stats: Tensor | None = None,
+    codes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return y (T, N) for sorted rows x (T, K) and weights (E, N, K): see `GroupedLinear`.
 
@@ -109,10 +125,17 @@ def grouped_linear(
         ends: int32 (E,), where the rows of each expert end.
         recipe: how.
         stats: buffer of telemetry.
+        codes: those of the weights with their scales, where they are known.
     """
-    arguments = x, weight, ends, load(recipe), compute_dtype(x), stats
+    arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *(codes or (None, None))
     result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
+
+
+def quantize_experts(stack: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Return codes (E, N, K) and scales (E, N) of weights, as fprop reads them."""
+    made = quantize_weights([stack.flatten(0, 1)], spec_of(recipe.fprop.weight)).stack
+    return made.codes.view(stack.shape), made.scale.view(stack.shape[:2])
 
 
 def unsupported_reason(recipe: Recipe) -> str | None:
@@ -132,7 +155,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weight, ends, recipe, dtype, stats = inputs
+        x, weight, ends, recipe, dtype, stats, *codes = inputs
         x8, kept = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.stats = recipe, dtype, x.dtype, stats
         ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
@@ -141,16 +164,10 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.saves_codes = False
             ctx.save_for_backward(ends, *kept, weight)
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
-        target, accumulate = spec_of(recipe.fprop.weight), recipe.fprop.accumulate
-        stack = quantize_weights([weight.flatten(0, 1)], target).stack
+        w: tuple[Tensor, Tensor] = quantize_experts(weight, recipe) if codes[0] is None else (codes[0], codes[1])
         ctx.saves_codes = recipe.reuses("dgrad.weight")
-        ctx.save_for_backward(ends, *kept, *(stack[:2] if ctx.saves_codes else (weight,)))
-        experts, rows, cols = weight.shape
-        w = stack.codes.view(experts, rows, cols), stack.scale.view(experts, rows)
-        if stats is not None:
-            tokens, stacked = Source.of([x], recipe.fprop.input), Source.of([weight], recipe.fprop.weight)
-            return telemetry_experts.fprop(x8, w, ends, (dtype, accumulate), tokens, stacked, stats)
-        return grouped_gemm(x8, *w, ends, dtype, accumulate)
+        ctx.save_for_backward(ends, *kept, *(w if ctx.saves_codes else (weight,)))
+        return fprop(x8, w, ends, recipe, dtype, ([x], weight, ""), stats)
 
     @staticmethod
     @first_order
@@ -162,11 +179,11 @@ class _GroupedLinear(torch.autograd.Function):
         kept, saved = rest[:-size], rest[-size:]
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dy = dy.to(dtype).contiguous()
-        fold = saved[1].view(ctx.shape[:2]) if recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded else None
+        fold = saved[1] if recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded else None
         g, h = _read_gradient(dy, kept, fold, ends, recipe, needs_x, needs_weight)
         dx = _dgrad(dy, g, saved, fold, ends, ctx).to(ctx.x_dtype) if needs_x else None
         dw = _wgrad(dy, h, kept, ends, recipe, dtype).to(ctx.weight_dtype) if needs_weight else None
-        return dx, dw, None, None, None, None
+        return dx, dw, *(None,) * 6
 
 
 def _read_input(
@@ -217,16 +234,12 @@ def _dgrad(
     recipe, dtype, (experts, rows, cols) = ctx.recipe, ctx.dtype, ctx.shape
     if g is None:
         return grouped_mm(dy, saved[0].to(dtype), ends)
-    scale: Tensor | None = None
-    if ctx.saves_codes:  # folded: the codes of fprop side by side in (K, E N), their scales in g
-        codes = kernels.transpose(saved[0], g.codes).view(cols, experts, rows).transpose(0, 1)
-    else:
-        stack = quantize_matrix(saved[0].detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
-        codes, scale = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
-    if ctx.stats is None:
-        return grouped_gemm(g, codes, scale, ends, dtype, recipe.dgrad.accumulate)
     source = Source.of([dy], recipe.dgrad.grad_output, fold=fold)
-    return telemetry_experts.dgrad(g, (codes, scale), ends, (dtype, recipe.dgrad.accumulate), source, ctx.stats)
+    if ctx.saves_codes:
+        return dgrad_folded(g, saved[0], ends, (dtype, recipe.dgrad.accumulate), source, ctx.stats)
+    stack = quantize_matrix(saved[0].detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
+    w = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
+    return _dgrad_of(g, w, ends, (dtype, recipe.dgrad.accumulate), source, ctx.stats)
 
 
 def _wgrad(
@@ -238,3 +251,41 @@ def _wgrad(
     if recipe.wgrad.input.is_folded:
         return grouped_wgrad(h, transpose_groups(codes, ends), None, ends, dtype)
     return grouped_wgrad(h, codes, scale, ends, dtype)
+
+
+# ---------------------------------------------------------------- products of stacks, also those of `octavo.nn.experts`
+
+
+def fprop(
+    x: Quantized, w: tuple[Tensor, Tensor], ends: Tensor, recipe: Recipe, dtype: torch.dtype,
+    origin: tuple[Sequence[Tensor], Tensor, str], stats: Tensor | None, weights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return y (R, N), its rows multiplied by weights (R,) where there are any.
+
+    Args:
+        origin: what x was made of, the weights (E, N, K), and how x was made (`octavo.nn.telemetry_ops.Source`).
+    """
+    product = dtype, recipe.fprop.accumulate
+    if stats is None:
+        return grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product)
+    tensors, weight, kind = origin
+    sources = Source.of(tensors, recipe.fprop.input, kind), Source.of([weight], recipe.fprop.weight)
+    return telemetry_experts.fprop(x, w, ends, product, *sources, stats, weights)
+
+
+def dgrad_folded(
+    g: Quantized, codes: Tensor, ends: Tensor, product: telemetry_experts.Product, source: Source, stats: Tensor | None
+) -> Tensor:
+    """Return g W (R, K). codes: (E, N, K), those of fprop, whose scales are in g."""
+    experts, rows, cols = codes.shape
+    turned = kernels.transpose(codes.flatten(0, 1), g.codes).view(cols, experts, rows).transpose(0, 1)
+    return _dgrad_of(g, (turned, None), ends, product, source, stats)
+
+
+def _dgrad_of(
+    g: Quantized, w: telemetry_experts.Weights, ends: Tensor, product: telemetry_experts.Product, source: Source,
+    stats: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if stats is None:
+        return grouped_gemm(g, *w, ends, *product)
+    return telemetry_experts.dgrad(g, w, ends, product, source, stats)

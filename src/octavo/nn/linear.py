@@ -83,7 +83,7 @@ class Linear(nn.Linear):
 
     def release(self) -> None:
         """Turn this layer back into an `nn.Linear`, or its own class, in place."""
-        for name in _FIELDS:
+        for name in Linear.__annotations__:
             self.__dict__.pop(name, None)
         self.__class__ = self.parent  # type: ignore[assignment]
 
@@ -165,17 +165,3 @@ def _reduce(self: Linear) -> tuple[Any, ...]:
 def _rebuild(parent: type[nn.Linear]) -> Linear:
     cls = _class_for(parent)
     return cls.__new__(cls)
-
-
-_FIELDS = (
-    "recipe",
-    "enabled",
-    "shared",
-    "keeps_input",
-    "scaling_state",
-    "scaling_slot",
-    "reads_codes",
-    "weight_codes",
-    "watch",
-)
-"""Attributes that `release` takes away."""

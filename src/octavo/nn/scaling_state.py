@@ -201,7 +201,7 @@ class ScalingState:
         for name, saved in state.items():
             if saved.shape != (length,):
                 raise CheckpointError(
-                    f"scales of another recipe: '{name}' has {saved.numel() - 2} steps of history there and "
+                    f"scales of another recipe: '{name}' has a history of {saved.numel() - 2} there and "
                     f"{length - 2} here."
                 )
         for row, entry in self._entries.items():

@@ -14,17 +14,13 @@ from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import grouped_gemm
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
-from octavo.nn.telemetry_ops import Source, ends_of, gradients, hidden, sampled
+from octavo.nn.telemetry_ops import ROWS, Source, ends_of, gradients, sample_input, sampled, sampled_values
 from octavo.numerics import Quantized
 
 Weights = tuple[Tensor, Tensor | None]
 """Codes (E, R, C) and scales (E, R), None for 1, of the weights as a grouped GEMM reads them."""
 Product = tuple[torch.dtype, str]
 """Dtype of the result and `accumulate`."""
-
-
-ROWS = "rows"
-"""The kind of a source whose second tensor, int32 (T,), says which row of the first is each row of the operand."""
 
 
 def fprop(
@@ -67,12 +63,8 @@ def _fprop(
 ) -> list[Tensor]:  # fmt: skip
     y, rows = grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
-        tokens, stack, total = Source(*tokens), Source(*stack), len(x.codes)
-        if tokens.kind:
-            values = _sampled_values(tokens, total, rows[0])
-            sample(SampleInput(values, x.scale, tokens.target, None, ends_of(y), True, total), rows[0])
-        else:
-            sample(SampleInput(tokens.tensors[0], x.scale, tokens.target, None, ends_of(y), tied=True), rows[0])
+        stack = Source(*stack)
+        sample_input(x, Source(*tokens), y, rows[0])
         matrix, scale = stack.tensors[0].detach().flatten(0, 1), w[1].reshape(-1, 1)
         sample(SampleInput(matrix, scale, stack.target, None, _ends_of_experts(y, ends), tied=True), rows[1])
     return [y]
@@ -98,18 +90,9 @@ def _sampled_gradients(source: Source, total: int, row: Tensor) -> Tensor:
     if not source.kind:
         return source.tensors[0][sampled_rows(total, row)]
     if source.kind == ROWS:
-        return _sampled_values(source, total, row)
+        return sampled_values(source, total, row)
     dh, weights, *inputs = sampled(source.tensors, total, row)
     return torch.cat(gradients([dh * weights[:, None].to(dh.dtype), *inputs], source.kind), dim=1)
-
-
-def _sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
-    """Return the sampled rows of an operand of `total` rows: of `ROWS`, or of an activation."""
-    rows = sampled_rows(total, row)
-    if source.kind == ROWS:
-        x, places = source.tensors
-        return x[places[rows]]
-    return hidden([tensor[rows] for tensor in source.tensors], source.kind)
 
 
 def _ends_of_experts(y: Tensor, ends: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ from octavo.recipes import Operand
 
 PATCHES = "patches"
 """What the kind of a convolution's input begins with; the numbers of its window follow."""
+ROWS = "rows"
+"""The kind of a source whose second tensor, int32 (T,), says which row of the first is each row of the operand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,19 +133,27 @@ def _fprop_shape(
 
 def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
     """Sample what fprop has read as x, and of which y came."""
-    tensor, edges, total, kind = source.tensors[0], ends_of(y), len(x.codes), source.kind
-    if kind.startswith(PATCHES):
-        window = window_of([int(number) for number in kind.split()[1:]])
-        patches = unfold_rows(tensor, window, sampled_rows(total, row))
-        sample(SampleInput(patches, x.scale, source.target, None, edges, source.tied, total), row)
-    elif kind:
-        values = hidden(sampled(source.tensors, total, row), kind)
+    tensor, edges, total = source.tensors[0], ends_of(y), len(x.codes)
+    if source.kind:
+        values = sampled_values(source, total, row)
         sample(SampleInput(values, x.scale, source.target, None, edges, source.tied, total), row)
     elif is_placeholder(tensor):
         sample(SampleInput(x.codes, x.scale, source.target, None, edges, is_coded=True), row)
     else:
         tensor = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
         sample(SampleInput(tensor, x.scale, source.target, None, edges, source.tied), row)
+
+
+def sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
+    """Return the sampled rows, of `total`, of an operand that no tensor holds."""
+    rows = sampled_rows(total, row)
+    if source.kind.startswith(PATCHES):
+        window = window_of([int(number) for number in source.kind.split()[1:]])
+        return unfold_rows(source.tensors[0], window, rows)
+    if source.kind == ROWS:
+        x, places = source.tensors
+        return x[places[rows]]
+    return hidden([_rows_of(tensor, rows) for tensor in source.tensors], source.kind)
 
 
 def sample_weights(

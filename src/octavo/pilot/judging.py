@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from octavo._util.terminal import quantity
 from octavo.conversion import Plan
+from octavo.conversion.plan_text import commonest_reason
 from octavo.doctor.accuracy import COSINE
 from octavo.kernels.devices import Rates
-from octavo.monitor.dashboard.verdict import GAP_LIMIT
+from octavo.monitor.gap import GAP_LIMIT
 from octavo.pilot.measuring import Measurement, losses_apart
 from octavo.pilot.predicting import products_ms
 
@@ -116,7 +118,7 @@ def _adopt(pilot: Pilot) -> Advice:
         faults = (f"{name}: {fault}" for name in pilot.plans if (fault := _fault(pilot, name)))
         changes = "more tokens per forward, larger layers, or a recipe that this GPU has kernels for: octavo plan"
         return Advice("adopt", "no", "; ".join(faults), changes)
-    how = f"predicted for an {pilot.predicted_for.upper()}" if pilot.predicted_for else "measured"
+    how = f"predicted for {pilot.predicted_for.upper()}" if pilot.predicted_for else "measured"
     layers = pilot.plans[pilot.best].layers
     reason = f"{pilot.speedup(pilot.best):.2f} times BF16's speed ({how}) with {pilot.best}, "
     reason += f"{sum(layer.is_fp8 for layer in layers)} of {len(layers)} layers in FP8{_said_gap(pilot, pilot.best)}"
@@ -130,7 +132,7 @@ def _fault(pilot: Pilot, name: str) -> str:
     if found.failed or found.fallbacks:
         return found.failed or found.fallbacks[0]
     if not pilot.plans[name].fp8_layers:
-        return (pilot.plans[name].notes or ("nothing converts",))[0]
+        return f"nothing converts: {commonest_reason(pilot.plans[name].layers)}"
     return f"its loss is {gap[0]:.2f} % above BF16's" if gap and not pilot.trains(name) else ""
 
 
@@ -141,15 +143,15 @@ def _said_gap(pilot: Pilot, name: str) -> str:
 
 def _recipe(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
     names = sorted(pilot.plans, key=lambda name: name != pilot.best)
-    said = [f"{name} {_fault(pilot, name) or f'{pilot.speedup(name):.2f}'}" for name in names]
+    said = [f"{name}: {_fault(pilot, name) or f'{pilot.speedup(name):.2f}'}" for name in names]
     changes = "trained weights: octavo localize maps layers and GEMMs; an engine that serves in FP8: recipe served"
-    return Advice("recipe", found.precision, f"speed against BF16: {', '.join(said)}", changes)
+    return Advice("recipe", found.precision, f"speed against BF16. {'; '.join(said)}", changes)
 
 
 def _routing(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
     kept = Counter(layer.reason for layer in plan.layers if not layer.is_fp8)
     turned = sorted(name for name, cosine in found.gradient_cosines.items() if cosine < COSINE)
-    said = [f"{count} layers in BF16: {reason}" for reason, count in kept.items()]
+    said = [f"{quantity(count, 'layer')} in BF16: {reason}" for reason, count in kept.items()]
     said += [f"{len(turned)} with a gradient cosine below {COSINE}, as {turned[0]}"] if turned else []
     if found.layer_errors:
         worst = max(found.layer_errors, key=lambda name: found.layer_errors[name])
@@ -224,7 +226,7 @@ def _host(pilot: Pilot) -> Advice | None:
     found = pilot.measured[pilot.best or "bf16"]
     if pilot.predicted_for:
         reason = "a prediction has no host: launches, waiting and data loading are not in it"
-        return Advice("host", "not known here", reason, f"octavo pilot on the {pilot.predicted_for.upper()}")
+        return Advice("host", "not known here", reason, "octavo pilot on that GPU")
     if not found.step_ms or "idle" not in found.phases:
         return None
     idle, data = found.phases["idle"] / found.step_ms, found.phases["data"] / found.step_ms

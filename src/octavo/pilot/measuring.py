@@ -97,7 +97,7 @@ def measure(
 ) -> tuple[Measurement, Plan | None]:
     """Train a copy of a model in one precision and return what was measured, and the plan of a recipe.
 
-    A precision that fails, for want of memory for example, says so in `failed`.
+    A precision that fails, for example for lack of memory, says so in `failed`.
 
     Args:
         precision: a key of `PRECISIONS`, or a recipe.

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octavo._util.terminal import columns
+from octavo._util.terminal import columns, quantity
 from octavo.monitor.dashboard import page
 from octavo.pilot.judging import Pilot, advise
 
@@ -89,7 +89,7 @@ def _header(pilot: Pilot) -> list[str]:
     size = (
         f"{pilot.parameters / 1e6:,.1f} M parameters, {pilot.samples} x {pilot.tokens // pilot.samples} {pilot.unit}s"
     )
-    where = f"losses on {pilot.device}, times and memory predicted for an {pilot.predicted_for.upper()}"
+    where = f"losses on {pilot.device}, times and memory predicted for {pilot.predicted_for.upper()}"
     return [f"{pilot.workload}: {size} per step, {pilot.data}", where if pilot.predicted_for else f"on {pilot.device}"]
 
 
@@ -105,7 +105,7 @@ def _notes(pilot: Pilot) -> Iterator[str]:
         if found.failed:
             yield f"{name} failed: {found.failed}"
         if found.fallbacks:
-            yield f"{name}: {len(found.fallbacks)} GEMMs fell back, first {found.fallbacks[0]}"
+            yield f"{name}: {quantity(len(found.fallbacks), 'GEMM')} fell back, first {found.fallbacks[0]}"
 
 
 def speed_rows(pilot: Pilot) -> Rows:

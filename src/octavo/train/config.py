@@ -128,6 +128,9 @@ class LoopConfig:
     """Number of parts that a batch is split into to save memory; their gradients are averaged."""
     recipe: str = "folded"
     """FP8 recipe: a name listed by `octavo recipes`, or the path of a recipe file."""
+    defaults: Literal["octavo", "guides"] = "octavo"
+    """`guides` starts a run as guides on FP8 do: `delayed`, a dynamic loss scale, `optimizer.weight_decay` 0.01 and
+    `optimizer.min_lr` 0.01 as defaults of those keys. What a file or a flag sets itself stays."""
     level: Literal[0, 1, 2, 3] = 0
     """FP8-LM's levels as defaults of other keys, each with those before it. 1: gradients and their reduction; 2: the
     optimizer's states; 3: weights, and what ranks send. What a file or a flag sets itself stays."""
@@ -434,11 +437,20 @@ LEVELS: dict[int, dict[str, dict[str, Any]]] = {
 """What each level of FP8-LM (arXiv 2310.18313, section 2) adds to the one before: sections, keys, values."""
 
 
+GUIDES: dict[str, dict[str, Any]] = {
+    "run": {"recipe": "delayed"},
+    "optimizer": {"loss_scale": "dynamic", "weight_decay": 0.01, "min_lr": 0.01},
+}
+"""What guides on FP8 training start with, where Octavo's defaults differ: sections, keys, values."""
+
+
 def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fill in the keys of `run.level`, the model's vocabulary and length from the data, its shape from `start_from`."""
-    level = settings.get("run", {}).get("level", 0) if isinstance(settings.get("run", {}), Mapping) else 0
+    """Fill in the keys of `run.level` and `run.defaults`, and those of the model that data or `start_from` decide."""
+    run = settings.get("run", {})
+    level, defaults = (run.get("level", 0), run.get("defaults")) if isinstance(run, Mapping) else (0, None)
     for each in sorted((each for each in LEVELS if each <= level), reverse=True) if isinstance(level, int) else ():
         settings = _merge(LEVELS[each], settings)
+    settings = _merge(GUIDES, settings) if defaults == "guides" else settings
     settings = _started(settings, where)
     data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
     documents = "separate" if data.format == "chat" else "joined"

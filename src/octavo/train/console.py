@@ -18,6 +18,7 @@ from rich.table import Table
 
 from octavo import __version__
 from octavo._util import terminal
+from octavo._util.terminal import quantity
 from octavo.guard.alarms import GuardEvent
 from octavo.train import events
 from octavo.train.final_report import final_report
@@ -79,7 +80,7 @@ class ConsoleReporter:
             f" {run.recipe}{baseline}, on {event.device}"
         )
         self._say(
-            f"{run.steps} steps of {run.batch} x {data.sequence} tokens from '{data.source}'"
+            f"{quantity(run.steps, 'step')} of {run.batch} x {data.sequence} tokens from '{data.source}'"
             f" ({event.config.tokens:,} in all), run in {run.out}"
         )
         self._tokens = event.config.tokens

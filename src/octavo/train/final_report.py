@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from octavo.monitor.gap import wander
 from octavo.train.events import Finished
 from octavo.train.plot import plot
 
@@ -32,20 +33,24 @@ def final_report(console: Console, event: Finished) -> None:
     console.print("\nNext", markup=False)
     for purpose, command in _next(event):
         console.print(f"  {purpose:<20}{command}", markup=False, soft_wrap=True)
-    if said := verdict(event.summary):
+    if said := verdict(event.summary, event.history):
         console.print(f"\n{said}", style="bold", markup=False, soft_wrap=True)
 
 
-def verdict(summary: Mapping[str, Any]) -> str:
-    """Return one line on the held-out gap and its uncertainty; empty without a BF16 baseline."""
+def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return one line on the held-out gap and its noise; empty without a BF16 baseline. `history` has the gaps."""
     gap, half_width = summary["gap_percent"], summary.get("gap_95_percent")
     if gap is None:
         return ""
     if half_width is None:
         return f"Held-out loss {gap:+z.2f} % beside BF16."
-    found = "lower than" if gap < -half_width else "higher than" if gap > half_width else "no different from"
-    interval = f"{gap:+z.2f} % ± {half_width:.2f} %"
-    return f"Held-out loss: FP8 is {found} BF16, {interval} (95 % over sequences; seeds vary by more)."
+    strays = wander([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
+    noise = max(half_width, strays)
+    found = "lower than" if gap < -noise else "higher than" if gap > noise else "indistinguishable from"
+    places = 2 if half_width >= 0.01 else 4
+    other = f"the gap wanders by ± {strays:.2f} %" if strays else "seeds vary by more"
+    interval = f"{gap:+z.{places}f} ± {half_width:.{places}f} %"
+    return f"Held-out loss: FP8 is {found} BF16, {interval} (95 %, sequences); {other}."
 
 
 def _facts(event: Finished) -> Iterator[tuple[str, str]]:

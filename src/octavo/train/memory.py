@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from octavo import memory, recipes
-from octavo._util.terminal import Report, silent
+from octavo._util.terminal import Report, quantity, silent
 from octavo.memory.forecast import largest
 from octavo.models.config import ModelConfig
 from octavo.train.config import RunConfig
@@ -42,7 +42,7 @@ def largest_model(
 
     def forecast(model: ModelConfig) -> memory.Forecast:
         def told(doing: str, done: float) -> None:
-            report(f"{model.layers} layers of {model.dim}, {doing}", done)
+            report(f"{quantity(model.layers, 'layer')} of {model.dim}, {doing}", done)
 
         return forecast_run(replace(config, model=model), gpus=gpus, report=told)
 

@@ -21,6 +21,7 @@ from octavo._util import config_reader
 from octavo._util.config_reader import blaming
 from octavo._util.files import os_errors
 from octavo._util.rng import generator_states, restore_generators
+from octavo._util.terminal import quantity
 from octavo.conversion import enable
 from octavo.data import TokenFiles
 from octavo.data.chat import TASKS
@@ -287,7 +288,8 @@ class Trainer:
             self._recalibration.rows = self.telemetry.rows
         if made := self._recalibration.step(self._measured):
             origin = next(iter(made.values())).origin
-            text = f"static scales of {len(made)} tensors were recalibrated{f': {origin.how}' if origin else ''}"
+            how = f": {origin.how}" if origin else ""
+            text = f"static scales of {quantity(len(made), 'tensor')} were recalibrated{how}"
             self.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
             for name, new in made.items():
                 old, (layer, _, role) = new.previous[0].scale if new.previous else None, name.rpartition(".")
@@ -411,7 +413,7 @@ class Trainer:
         self.emit(event)
         for name, overflows in event.overflows.items():
             if overflows > self._overflows.get(name, 0):
-                text = f"{name.upper()} gradients overflowed, {overflows} steps skipped so far"
+                text = f"{name.upper()} gradients overflowed, {quantity(overflows, 'step')} skipped so far"
                 action = f"loss scale {event.loss_scale[name]:g}"
                 self.emit(GuardEvent(self.done, "warning", "overflow", text, action, value=overflows))
         self._overflows = event.overflows

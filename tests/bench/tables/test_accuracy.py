@@ -70,5 +70,7 @@ def test_demo_shows_both_losses_and_the_gap(result: MakeResult) -> None:
         "gap_percent": 0.625,
     }
     line = "| cpu | folded | 300 | 614,400 | 1.6100 | 1.6000 | +0.62 % |"
-    assert f"{line}  |" in demo_of(result("demo", row))
-    assert f"{line} 3.2000 |" in demo_of(result("demo", {**row, "unigram_entropy": 3.2}))
+    assert f"{line}  |  |" in demo_of(result("demo", row))
+    history = [{"step": step, "gap_percent": (-1) ** step / 2} for step in range(20)]
+    more = {"unigram_entropy": 3.2, "history": [*history, {"step": 20}]}
+    assert f"{line} ± 1.58 % | 3.2000 |" in demo_of(result("demo", row | more))

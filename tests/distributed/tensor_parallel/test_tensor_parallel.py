@@ -3,6 +3,7 @@
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from sharded import FP32, SHAPE, batch, full_state, loss_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,6 +27,7 @@ from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import dequantize, sqnr_db
 from octavo.recipes import load
 from octavo.tensor import FP8Tensor
+from octavo_bench.ranks import join_alone
 from octavo_bench.traffic import Traffic
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
@@ -383,6 +385,18 @@ def test_compiled_blocks_compute_the_same_and_are_compiled_once(on_two):
         found = result["compiled"]
         assert found["blocks"] == 1
         assert found["apart"] < 5e-3 and found["error"] < 0.05
+
+
+def test_a_gather_of_codes_can_be_lowered():
+    """Not only traced, as above: PyTorch 2.11 refused it, as strides of scales that the compiler makes are its own."""
+    join_alone(2)
+    try:
+        x = torch.randn(1, 8, 32).bfloat16()
+        gather = lambda x: tokens_of._all_gather_rounded(2 * x, dist.group.WORLD)  # noqa: E731
+        assert torch.equal(torch.compile(gather, fullgraph=True)(x), gather(x))
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
 
 
 def test_what_cannot_be_cut_is_refused(on_two):

@@ -56,16 +56,16 @@ def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter keep what it makes anew all the time: that would be most of the time of these tests.
 
     At every call of a function `triton.language` as it is inside of a kernel; at every operation the type of its
-    result, and a table of NumPy's types.
+    result with its shape as constants, and a table of NumPy's types.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return  # the compiler stays as it is
-    from triton.language.core import block_type
+    from triton.language.core import block_type, tensor
     from triton.runtime import interpreter
 
-    patched, dtypes, blocks = set(), {}, {}
+    patched, dtypes, blocks, shapes = set(), {}, {}, {}
     launch, patch, numpy_type = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
-    fill = block_type.__init__
+    fill, make = block_type.__init__, tensor.__init__
 
     def launch_anew(self, *args, **kwargs):
         patched.clear()
@@ -90,7 +90,16 @@ def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
             blocks[sizes] = vars(self).copy()
         vars(self).update(blocks[sizes])
 
+    def make_once(self, handle, type):
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in shapes:
+            make(self, handle, type)
+            shapes[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[sizes]
+
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type_once)
     monkeypatch.setattr(block_type, "__init__", fill_once)
+    monkeypatch.setattr(tensor, "__init__", make_once)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.kernels.reference import optimizer as reference
+from octavo.kernels.reference import gradient as reference
 from octavo.kernels.transfers import PinnedStaging
 
 fast = pytest.importorskip("octavo.kernels.triton.gradient")
@@ -35,7 +35,7 @@ def test_store(dtype, scaling, shape, device):
     theirs = [tensor.clone().to(device) for tensor in ours]
     half = gradient.bfloat16()
     reference.store_gradient(half, *ours, scaling)
-    fast.store(half.to(device), *theirs, scaling)
+    fast.store_gradient(half.to(device), *theirs, scaling)
     assert torch.equal(ours[1], theirs[1].cpu())
     assert torch.equal(ours[0].view(torch.uint8), theirs[0].cpu().view(torch.uint8))
     assert not ours[0].float().view(-1)[:3].isfinite().any()
@@ -47,7 +47,7 @@ def test_store_of_other_dtypes(source, device):
     ours = cases.empty(torch.float8_e5m2, "group", (3, 128))
     theirs = [tensor.clone().to(device) for tensor in ours]
     reference.store_gradient(gradient, *ours, "group")
-    fast.store(gradient.to(device), *theirs, "group")
+    fast.store_gradient(gradient.to(device), *theirs, "group")
     assert torch.equal(ours[0].view(torch.uint8), theirs[0].cpu().view(torch.uint8))
 
 
@@ -56,7 +56,7 @@ def test_the_scale_of_the_largest_value_that_fits_and_of_the_next(dtype, device)
     largest = torch.tensor(torch.finfo(dtype).max)
     for value, expected in ((largest, 127), (largest.nextafter(torch.tensor(torch.inf)), 128)):
         codes, scale = (tensor.to(device) for tensor in cases.empty(dtype, "group", (1, 128)))
-        fast.store(value.to(device).expand(1, 128).contiguous(), codes, scale, "group")
+        fast.store_gradient(value.to(device).expand(1, 128).contiguous(), codes, scale, "group")
         assert scale.item() == expected
 
 

@@ -37,7 +37,7 @@ def both(layout, shapes, device, steps=2, **changed):
         ours = cases.control(step, len(shapes), **changed)
         theirs = cases.control(step, len(shapes), device, **changed)
         for slot in here:
-            reference.update(slot, layout, ours)
+            reference.update([slot], layout, ours)
         fast.update(there, layout, theirs, uploads)
         counted.append((int(ours.clamped), int(theirs.clamped)))
     return here, there, counted
@@ -118,7 +118,7 @@ def test_momentum(kind, nesterov, shapes, device):
         here = [cases.with_gradient(slot, layout) for slot in here]
         there = [slot._replace(gradient=own.gradient.to(device)) for slot, own in zip(there, here, strict=True)]
         for slot, update in zip(here, ours, strict=True):
-            reference.momentum(slot, layout, cases.control(step, len(shapes)), update, nesterov)
+            reference.momentum([slot], layout, cases.control(step, len(shapes)), [update], None, nesterov)
         fast.momentum(there, layout, cases.control(step, len(shapes), device), theirs, uploads, nesterov)
     assert [cases.different(a, b) for a, b in zip(here, there, strict=True)] == [[]] * len(shapes)
     assert all(torch.equal(a, b.cpu()) and a.any() for a, b in zip(ours, theirs, strict=True))
@@ -133,7 +133,7 @@ def test_a_gradient_that_is_not_finite_makes_a_weight_that_is_none(kind, value, 
     here = cases.with_gradient(cases.slot(layout, (2, 256), 0), layout)
     here.gradient[0, 3] = value
     there = cases.copy(here, device)
-    reference.update(here, layout, cases.control(1, 1))
+    reference.update([here], layout, cases.control(1, 1))
     fast.update([there], layout, cases.control(1, 1, device), PinnedStaging())
     assert {"weight", "weight_scale", "master"}.isdisjoint(cases.different(here, there))
     lost = there.weight.float().isnan()
@@ -147,7 +147,7 @@ def test_a_moment_that_is_no_number_stays_none(kind, device):
     here = cases.with_gradient(cases.slot(layout, (2, 256), 0), layout)
     here.first.view(torch.uint8)[0, 3] = 0x7F
     there = cases.copy(here, device)
-    reference.update(here, layout, cases.control(1, 1))
+    reference.update([here], layout, cases.control(1, 1))
     fast.update([there], layout, cases.control(1, 1, device), PinnedStaging())
     assert cases.different(here, there) == []
     lost = there.weight.float().isnan()
@@ -163,7 +163,7 @@ def test_one_scale_a_tensor_with_every_choice(kind, shape, device):
     made = made._replace(first_scale=torch.ones(1, 1, dtype=torch.uint8))
     here = cases.with_gradient(made, layout)
     there = cases.copy(here, device)
-    reference.update(here, layout, cases.control(1, 1, weight_decay=30.0))
+    reference.update([here], layout, cases.control(1, 1, weight_decay=30.0))
     fast.update([there], layout, cases.control(1, 1, device, weight_decay=30.0), PinnedStaging())
     assert cases.different(here, there) == []
 
@@ -177,7 +177,7 @@ def test_a_weight_that_was_set_to_zero_is_zero(kind, device):
     slot.weight.zero_()
     slot = slot._replace(gradient=torch.zeros(2, 256, device=device))
     here = cases.copy(slot)
-    reference.update(here, layout, cases.control(1, 1))
+    reference.update([here], layout, cases.control(1, 1))
     fast.update([slot], layout, cases.control(1, 1, device), PinnedStaging())
     assert cases.different(here, slot) == [] and slot.weight.float().isfinite().all()
 

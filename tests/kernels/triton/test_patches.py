@@ -33,7 +33,7 @@ def test_codes_bit_for_bit(shape, window, granularity, scaling, format, device):
     x = x.bfloat16()
     row = QuantSpec(format, granularity, scaling)
     column = QuantSpec(format, "column" if granularity == "row" else "tensor", scaling)
-    want = quantize_pair([reference.unfold(x, *window)], row, column)
+    want = quantize_pair([reference.unfold(x, window)], row, column)
     for rows, columns in ((row, column), (row, None), (None, column)):
         made = fast.quantize_patches(x, window, rows, columns)
         for ours, theirs, asked in zip(made, want, (rows, columns), strict=True):
@@ -47,7 +47,7 @@ def test_codes_bit_for_bit(shape, window, granularity, scaling, format, device):
 def test_known_scales_spare_the_search(shape, window, device, monkeypatch):
     x = torch.randn(shape, device=device) * torch.logspace(-3, 3, shape[1], device=device)[:, None, None]
     row, column = (QuantSpec("e4m3", granularity, "power_of_two") for granularity in ("row", "column"))
-    want = quantize_pair([reference.unfold(x, *window)], row, column)
+    want = quantize_pair([reference.unfold(x, window)], row, column)
     monkeypatch.setattr(fast, "_patch_maxima", None)
     for ours, theirs in zip(fast.quantize_patches(x, window, row, column, want[0].scale), want, strict=True):
         assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
@@ -60,4 +60,4 @@ def test_known_scales_spare_the_search(shape, window, device, monkeypatch):
 def test_fold_bit_for_bit(shape, window, dtype, device):
     high, wide = window.output(*shape[1:3])
     patches = torch.randn(shape[0] * high * wide, window.taps * shape[3], device=device).to(dtype)
-    assert torch.equal(fast.fold(patches, window, shape), reference.fold(patches, shape, *window))
+    assert torch.equal(fast.fold(patches, window, shape), reference.fold(patches, window, shape))

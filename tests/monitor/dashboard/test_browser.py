@@ -111,10 +111,10 @@ def marks(page: Any) -> int:
     return int(page.locator(".plot .scatterlayer .trace, .plot .barlayer .trace, .plot .heatmaplayer image").count())
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_view(address: str, visit: Open, theme: str) -> None:
+@pytest.mark.parametrize(("theme", "links"), [("light", list(VIEWS)), ("dark", list(VIEWS)[:2])])
+def test_every_view(address: str, visit: Open, theme: str, links: list[str]) -> None:
     page = visit(f"{address}/#/overview?run=first", color_scheme=theme)
-    for link, told in VIEWS.items():
+    for link, told in ((link, VIEWS[link]) for link in links):
         follow(page, f"{address}/#/{link}")
         assert told in text(page)
         is_charted = link.split("?")[0] in ("overview", "layers", "layer", "performance", "compare")
@@ -311,9 +311,8 @@ def test_the_learning_rate_is_drawn_as_it_was(address: str, folder: Path, visit:
     assert line["x"] == [int(step) for step in steps] and line["y"] == pytest.approx([float(v) for v in values])
 
 
-@pytest.mark.parametrize("weight", ["0.3", "0.9", "0.99"])
-def test_smoothing_keeps_both_ends_and_the_range(address: str, visit: Open, weight: str) -> None:
-    page = visit(f"{address}/#/overview?run=first&smooth={weight}&clip=0")
+def test_smoothing_keeps_both_ends_and_the_range(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/overview?run=first&smooth=0.99&clip=0")  # the widest window: it cuts most off the ends
     lines = [line for line in chart(page.evaluate(CURVES), "Loss") if line["name"] == "FP8"]
     raw, smooth = (next(line["y"] for line in lines if line["faint"] is faint) for faint in (True, False))
     assert (smooth[0], smooth[-1]) == (pytest.approx(raw[0]), pytest.approx(raw[-1]))

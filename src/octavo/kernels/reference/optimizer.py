@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.reference import storage as codec
-from octavo.kernels.storage import E4M3, FLOATS, GRADIENT_CODES, Scaling, Storage, groups_of
+from octavo.kernels.reference.gradient import load_gradient
+from octavo.kernels.storage import E4M3, Storage, groups_of
 from octavo.numerics import random_words
 
 if TYPE_CHECKING:
@@ -20,10 +21,23 @@ _LARGEST = torch.finfo(torch.float32).max
 _SIGN = -(2**31)
 
 
-def update(slot: Slot, layout: Layout, control: Control) -> None:
-    """Make one step of one slot. See `octavo.kernels.optimizer.update`."""
-    if slot.weight.numel() == 0:
-        return
+def update(slots: Sequence[Slot], layout: Layout, control: Control, *_unused: object) -> None:
+    """See `octavo.kernels.optimizer.update`."""
+    for slot in [] if bool(control.skip) else slots:
+        if slot.weight.numel():
+            _update(slot, layout, control)
+
+
+def momentum(
+    slots: Sequence[Slot], layout: Layout, control: Control, updates: Sequence[Tensor], _unused: object, nesterov: bool
+) -> None:
+    """See `octavo.kernels.optimizer.momentum`."""
+    for slot, update in [] if bool(control.skip) else zip(slots, updates, strict=True):
+        if slot.gradient.numel():
+            _momentum(slot, layout, control, update, nesterov)
+
+
+def _update(slot: Slot, layout: Layout, control: Control) -> None:
     c = control.coefficients[slot.row].unbind()
     random = _random(slot, control) if layout.stochastic else (None, None, None)
     weight = read_weight(slot, layout)
@@ -38,10 +52,7 @@ def update(slot: Slot, layout: Layout, control: Control) -> None:
     write_weight(weight, slot, layout, random[2])
 
 
-def momentum(slot: Slot, layout: Layout, control: Control, update: Tensor, nesterov: bool) -> None:
-    """Add a gradient to a first moment. See `octavo.kernels.optimizer.momentum`."""
-    if slot.gradient.numel() == 0:
-        return
+def _momentum(slot: Slot, layout: Layout, control: Control, update: Tensor, nesterov: bool) -> None:
     c = control.coefficients[slot.row].unbind()
     gradient = _gradient(slot) * c[0]
     before = _moment(slot.first, slot.first_scale, layout.first)
@@ -51,25 +62,6 @@ def momentum(slot: Slot, layout: Layout, control: Control, update: Tensor, neste
     random = _random(slot, control)[0] if layout.stochastic else None
     _write_moment(first, slot.first, slot.first_scale, layout.first, random)
     update.copy_(codec.from_groups(result, *update.shape))
-
-
-def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
-    """Quantise a gradient. See `octavo.kernels.optimizer.store_gradient`."""
-    fmt = FLOATS[GRADIENT_CODES[codes.dtype]]
-    groups = codec.to_groups(gradient.float())
-    amax = torch.where(groups.isfinite(), groups, 0.0).abs().amax(dim=1, keepdim=True)
-    exponent = codec.scale_code(amax if scaling == "group" else amax.amax().reshape(1, 1), fmt)
-    scale.copy_(exponent.reshape(scale.shape))
-    code = codec.encode(groups * codec.inverse_of(exponent), fmt)
-    sign, largest = code & 0x80, {"e4m3": (0x7F, 0x7F), "e5m2": (0x7C, 0x7E)}[fmt.name]
-    code = torch.where(groups.isinf(), sign | largest[0], code)
-    _store(torch.where(groups.isnan(), largest[1], code), codes)
-
-
-def load_gradient(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the values of a stored gradient. See `octavo.kernels.optimizer.load_gradient`."""
-    groups = codec.to_groups(codes.float()) * codec.scale_of(scale.int()).reshape(-1, 1)
-    return codec.from_groups(groups, *codes.shape)
 
 
 def _gradient(slot: Slot) -> Tensor:
@@ -133,7 +125,7 @@ def read(codes: Tensor, scale: Tensor | None, storage: Storage) -> Tensor:
     if storage.format == "fp32":
         values = codec.to_groups(codes)
     else:
-        values = codec.decode(codec.to_groups(_bits(codes)), storage.float)
+        values = codec.decode(codec.to_groups(codec.bits_in(codes)), storage.float)
     if scale is not None:
         values = values * codec.scale_of(scale.int()).reshape(-1, 1)
     return values * values if storage.root else values
@@ -154,7 +146,7 @@ def write(values: Tensor, codes: Tensor, scale: Tensor | None, storage: Storage,
     if storage.format == "fp32":
         codes.copy_(codec.from_groups(values, *codes.shape))
     else:
-        _store(codec.encode(values, storage.float, random, never_zero, storage.root), codes)
+        codec.store(codec.encode(values, storage.float, random, never_zero, storage.root), codes)
 
 
 def read_weight(slot: Slot, layout: Layout) -> Tensor:
@@ -166,7 +158,7 @@ def read_weight(slot: Slot, layout: Layout) -> Tensor:
         return codec.to_groups(slot.weight.float())
     fmt, dropped = layout.split
     assert slot.master is not None
-    code, low = codec.to_groups(_bits(slot.weight)), codec.to_groups(slot.master.int())
+    code, low = codec.to_groups(codec.bits_in(slot.weight)), codec.to_groups(slot.master.int())
     sign = 1 << (fmt.bits - 1)
     magnitude = codec.join(code & (sign - 1), low, layout.remainder_bits, dropped)
     value = (magnitude | ((code & sign) != 0).int() * _SIGN).view(torch.float32) * (1 / fmt.shift)
@@ -200,25 +192,9 @@ def _write_split(weight: Tensor, slot: Slot, layout: Layout, random: Tensor | No
     fmt, dropped = layout.split
     bits = codec.bits_of(weight, fmt)
     high, low = codec.split(bits & 0x7FFFFFFF, layout.remainder_bits, dropped, random)
-    _store(high | ((bits >> 31 & 1) << (fmt.bits - 1)), slot.weight)
+    codec.store(high | ((bits >> 31 & 1) << (fmt.bits - 1)), slot.weight)
     slot.master.copy_(codec.from_groups(low, *slot.master.shape))
 
 
 def _across(slot: Slot) -> int:
     return groups_of(slot.weight.shape[1])
-
-
-def _bits(codes: Tensor) -> Tensor:
-    """Return codes of one or two bytes as non-negative int32."""
-    if codes.element_size() == 1:
-        return codes.view(torch.uint8).int()
-    return codes.view(torch.int16).int() & 0xFFFF
-
-
-def _store(bits: Tensor, codes: Tensor) -> None:
-    """Write int32 codes, in groups, into memory of one or two bytes each."""
-    flat = codec.from_groups(bits, *codes.shape)
-    if codes.element_size() == 1:
-        codes.view(torch.uint8).copy_(flat)
-    else:
-        codes.view(torch.int16).copy_(flat)  # the same bits: copy_ keeps the low ones

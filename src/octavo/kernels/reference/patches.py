@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Pair = tuple[int, int]
+if TYPE_CHECKING:
+    from octavo.kernels.patches import Window
 
 
-def unfold(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+def unfold(x: Tensor, window: Window) -> Tensor:
     """Return the patches (M, kh kw C) of x (B, H, W, C)."""
+    padding = window.padding
     padded = F.pad(x, (0, 0, padding[1], padding[1], padding[0], padding[0]))
-    patches = torch.stack([padded[where] for where in _taps(padded.shape, kernel, stride, dilation)], dim=3)
+    patches = torch.stack([padded[where] for where in _taps(padded.shape, window)], dim=3)
     return patches.flatten(3).flatten(0, 2)
 
 
-def fold(
-    patches: Tensor, size: tuple[int, int, int, int], kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> Tensor:
+def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Tensor:
     """Return the images (B, H, W, C) to whose pixels patches (M, kh kw C) are added, tap after tap."""
-    batch, height, width, channels = size
+    (batch, height, width, channels), padding = size, window.padding
     shape = (batch, height + 2 * padding[0], width + 2 * padding[1], channels)
     padded = patches.new_zeros(shape, dtype=torch.float32)
-    for tap, where in enumerate(_taps(padded.shape, kernel, stride, dilation)):
+    for tap, where in enumerate(_taps(padded.shape, window)):
         view = padded[where]
         view += patches[:, tap * channels : (tap + 1) * channels].reshape(view.shape)
     inner = padded[:, padding[0] : padding[0] + height, padding[1] : padding[1] + width]
     return inner.to(patches.dtype).contiguous()
 
 
-def _taps(shape: torch.Size, kernel: Pair, stride: Pair, dilation: Pair) -> Iterator[tuple[slice, slice, slice]]:
+def _taps(shape: torch.Size, window: Window) -> Iterator[tuple[slice, slice, slice]]:
     """Yield for each tap of the kernel where in padded images (B, H, W, C) its pixels are."""
+    kernel, stride, _, dilation = window
     for i in range(kernel[0]):
         for j in range(kernel[1]):
             down = _tap(i, shape[1], kernel[0], stride[0], dilation[0])

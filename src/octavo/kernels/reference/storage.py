@@ -20,6 +20,22 @@ def from_groups(groups: Tensor, rows: int, cols: int) -> Tensor:
     return groups.reshape(rows, groups_of(cols) * GROUP)[:, :cols]
 
 
+def bits_in(codes: Tensor) -> Tensor:
+    """Return codes of one or two bytes as non-negative int32."""
+    if codes.element_size() == 1:
+        return codes.view(torch.uint8).int()
+    return codes.view(torch.int16).int() & 0xFFFF
+
+
+def store(bits: Tensor, codes: Tensor) -> None:
+    """Write int32 codes, in groups, into memory of one or two bytes each."""
+    flat = from_groups(bits, *codes.shape)
+    if codes.element_size() == 1:
+        codes.view(torch.uint8).copy_(flat)
+    else:
+        codes.view(torch.int16).copy_(flat)  # the same bits: copy_ keeps the low ones
+
+
 def encode(x: Tensor, fmt: Float, random: Tensor | None = None, never_zero: bool = False, root: bool = False) -> Tensor:
     """Return the codes of FP32 values within the format's range, int32 holding its bits.
 

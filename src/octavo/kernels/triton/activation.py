@@ -6,6 +6,9 @@ are contracted into one rounding: so the maxima are those of what is written, an
 the bit.
 """
 
+# mypy: disable-error-code="assignment,var-annotated"
+# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,6 +30,7 @@ from octavo.kernels.triton.codes import (
     SIDE,
     amax,
     emit,
+    emit_both,
     end_search,
     factors,
     finite_magnitude,
@@ -135,7 +139,7 @@ def activation_backward(
     if any(output.searches for output in outputs):
         begin_searches(*outputs)
         shape = BACKWARD_SEARCH
-        modes = [output.mode if output.searches else NONE.value for output in outputs]
+        modes = [output.searched for output in outputs]
         _backward_search_kernel[shape.grid(m, f)](
             *sources, *row.arguments[2:], *column.arguments[2:], *h_t.arguments[2:],
             KIND=kind, ROW_MODE=modes[0], COLUMN_MODE=modes[1], HIDDEN_MODE=modes[2], **shape.strip(m, f),
@@ -260,11 +264,12 @@ def _load_values(x_ptr, scale_ptr, stride, total_r, rows, cols, in_rows, in_cols
 
 
 @triton.jit
-def gradients(
-    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
-    rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr,
-):  # fmt: skip
-    """Tiles of d gate, d up and h. Where there is no up, d up is d gate again."""
+def gradients(sources, rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr):
+    """Tiles of d gate, d up and h. Where there is no up, d up is d gate again.
+
+    sources: what `sources_of` gave; the number of rows; and what each row's gradients are multiplied by, or None.
+    """
+    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr = sources
     dh = load_tile(dh_ptr, dh_stride, rows, cols, in_rows, in_cols)
     gate = _load_values(gate_ptr, gate_scale, gate_stride, total_r, rows, cols, in_rows, in_cols, tiles)
     h, slope = value_and_slope(gate, KIND)
@@ -276,6 +281,21 @@ def gradients(
     else:
         d_gate = dh * slope
         d_up = d_gate
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + rows, mask=in_rows, other=0.0)[:, None]
+        d_gate, d_up = d_gate * weight, d_up * weight
+    return d_gate, d_up, h
+
+
+@triton.jit
+def gradients_of_quads(sources, rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr):
+    """Four quarters of `gradients`: of d gate, of d up, and of h."""
+    d_gate, d_up, h = (), (), ()
+    for i in tl.static_range(4):
+        gate_i, up_i, h_i = gradients(sources, rows[i], cols, in_rows[i], in_cols, tiles, KIND)
+        d_gate += (gate_i,)
+        d_up += (up_i,)
+        h += (h_i,)
     return d_gate, d_up, h
 
 
@@ -357,24 +377,19 @@ def _forward_write_kernel(
     """The codes of one tile of h, and of gate and up where they are wanted: then WIDTH is 128."""
     tile_r, tile_c, cols, in_cols = _last_first(total_c, WIDTH, False)
     rows, in_rows = quads(tile_r, total_r, HEIGHT, False)
-    h0, gate0, up0 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[0], cols, in_rows[0], in_cols, KIND)
-    h1, gate1, up1 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[1], cols, in_rows[1], in_cols, KIND)
-    h2, gate2, up2 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[2], cols, in_rows[2], in_cols, KIND)
-    h3, gate3, up3 = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[3], cols, in_rows[3], in_cols, KIND)
+    h, gate, up = (), (), ()
+    for i in tl.static_range(4):
+        h_i, gate_i, up_i = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows[i], cols, in_rows[i], in_cols, KIND)
+        h += (h_i,)
+        gate += (gate_i,)
+        up += (up_i,)
+    size, at = (total_r, total_c), (rows, cols, in_rows, in_cols, tile_r, tile_c)
     if gate_codes is not None:
-        emit(
-            (gate0, gate1, gate2, gate3), gate_codes, total_r, total_c, gate_scale, 1, total_r, None,
-            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_TILE, SCALING=POWER_OF_TWO, TRANSPOSED=False,
-        )  # fmt: skip
+        emit(gate, (gate_codes, gate_scale, 1, total_r, None), size, at, ROW_TILE, POWER_OF_TWO, TRANSPOSED=False)
     if up_codes is not None:
-        emit(
-            (up0, up1, up2, up3), up_codes, total_r, total_c, up_scale, 1, total_r, None,
-            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_TILE, SCALING=POWER_OF_TWO, TRANSPOSED=False,
-        )  # fmt: skip
-    emit(
-        (h0, h1, h2, h3), codes, total_r, total_c, scale, stride_r, stride_c, inverse, rows, cols, in_rows, in_cols,
-        tile_r, tile_c, MODE=MODE, SCALING=SCALING, TRANSPOSED=False, FROM_AMAX=True,
-    )  # fmt: skip
+        emit(up, (up_codes, up_scale, 1, total_r, None), size, at, ROW_TILE, POWER_OF_TWO, TRANSPOSED=False)
+    out = codes, scale, stride_r, stride_c, inverse
+    emit(h, out, size, at, MODE, SCALING, TRANSPOSED=False, FROM_AMAX=True)
 
 
 @triton.jit
@@ -414,6 +429,7 @@ def _backward_search_kernel(
 ):  # fmt: skip
     """The maxima of D and h in a region of STEPS tiles, one under the other. half: the columns of d gate."""
     GATED: tl.constexpr = up_ptr is not None
+    sources = dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, None
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = inside(cols, half, EVEN)
     tiles = tiles_of(tl.program_id(0), half, WIDTH, EVEN)
@@ -427,10 +443,7 @@ def _backward_search_kernel(
     for step in tl.range(STEPS, num_stages=STAGES):
         rows = first + step * HEIGHT + tl.arange(0, HEIGHT)
         in_rows = inside(rows, total_r, EVEN)
-        d_gate, d_up, h = gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
-            rows, cols, in_rows, in_cols, tiles, KIND,
-        )  # fmt: skip
+        d_gate, d_up, h = gradients(sources, rows, cols, in_rows, in_cols, tiles, KIND)
         if ROW_MODE != NONE:
             row_gate, row_up = _search_halves(
                 d_gate * gate_factors, d_up * up_factors, row_gate, row_up, row_amax, rows, in_rows, ROW_MODE, GATED
@@ -453,34 +466,6 @@ def _backward_search_kernel(
         end_search(running, hidden_amax, hidden_stride_r, hidden_stride_c, tl.program_id(1), cols, in_cols, HIDDEN_MODE)
 
 
-@triton.jit
-def _emit_half(
-    d, total_r, total_c, row_fold, column_fold,
-    row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
-    column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
-    rows, cols, in_rows, in_cols, tile_r, tile_c,
-    ROW_MODE: tl.constexpr, ROW_SCALING: tl.constexpr,
-    COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr,
-):  # fmt: skip
-    """A tile of D, in quarters: its codes as it lies, and transposed."""
-    if ROW_MODE != NONE:
-        f = factors(row_fold, cols, in_cols)[None, :]
-        emit(
-            (d[0] * f, d[1] * f, d[2] * f, d[3] * f), row_codes, total_r, total_c,
-            row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols, in_rows, in_cols, tile_r, tile_c,
-            MODE=ROW_MODE, SCALING=ROW_SCALING, TRANSPOSED=False,
-        )  # fmt: skip
-    if COLUMN_MODE != NONE:
-        f0, f1 = factors(column_fold, rows[0], in_rows[0])[:, None], factors(column_fold, rows[1], in_rows[1])[:, None]
-        f2, f3 = factors(column_fold, rows[2], in_rows[2])[:, None], factors(column_fold, rows[3], in_rows[3])[:, None]
-        emit(
-            (d[0] * f0, d[1] * f1, d[2] * f2, d[3] * f3), column_codes, total_r, total_c,
-            column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols, in_rows, in_cols,
-            tile_r, tile_c,
-            MODE=COLUMN_MODE, SCALING=COLUMN_SCALING, TRANSPOSED=True,
-        )  # fmt: skip
-
-
 @Kernel
 @triton.jit
 def _backward_write_kernel(
@@ -500,48 +485,26 @@ def _backward_write_kernel(
     """
     strip, tile_c, cols, in_cols = _last_first(half, WIDTH, EVEN)
     tiles = tiles_of(tile_c, half, WIDTH, EVEN)
+    sources = dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, None
+    row_out = row_codes, row_scale, row_stride_r, row_stride_c, row_inverse
+    column_out = column_codes, column_scale, column_stride_r, column_stride_c, column_inverse
+    hidden_out = hidden_codes, hidden_scale, hidden_stride_r, hidden_stride_c, hidden_inverse
+    PARTS: tl.constexpr = 1 if up_ptr is None else 2
     for step in tl.range(STEPS, num_stages=STAGES):
         tile_r = strip * STEPS + step
         rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
-        g0, u0, h0 = gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
-            rows[0], cols, in_rows[0], in_cols, tiles, KIND,
-        )  # fmt: skip
-        g1, u1, h1 = gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
-            rows[1], cols, in_rows[1], in_cols, tiles, KIND,
-        )  # fmt: skip
-        g2, u2, h2 = gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
-            rows[2], cols, in_rows[2], in_cols, tiles, KIND,
-        )  # fmt: skip
-        g3, u3, h3 = gradients(
-            dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
-            rows[3], cols, in_rows[3], in_cols, tiles, KIND,
-        )  # fmt: skip
-        total_c = half if up_ptr is None else 2 * half
-        _emit_half(
-            (g0, g1, g2, g3), total_r, total_c, row_fold, column_fold,
-            row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
-            column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
-            rows, cols, in_rows, in_cols, tile_r, tile_c,
-            ROW_MODE, ROW_SCALING, COLUMN_MODE, COLUMN_SCALING,
-        )  # fmt: skip
-        if up_ptr is not None:
-            _emit_half(
-                (u0, u1, u2, u3), total_r, total_c, row_fold, column_fold,
-                row_codes, row_scale, row_stride_r, row_stride_c, row_inverse,
-                column_codes, column_scale, column_stride_r, column_stride_c, column_inverse,
-                rows, cols + half, in_rows, in_cols, tile_r, tile_c + half // WIDTH,
-                ROW_MODE, ROW_SCALING, COLUMN_MODE, COLUMN_SCALING,
+        d_gate, d_up, h = gradients_of_quads(sources, rows, cols, in_rows, in_cols, tiles, KIND)
+        parts = d_gate, d_up
+        for part in tl.static_range(PARTS):
+            place = cols + part * half
+            at = rows, place, in_rows, in_cols, tile_r, tile_c + part * (half // WIDTH)
+            emit_both(
+                parts[part], factors(row_fold, place, in_cols)[None, :], column_fold, row_out, column_out,
+                (total_r, PARTS * half), at, ROW_MODE, ROW_SCALING, COLUMN_MODE, COLUMN_SCALING,
             )  # fmt: skip
         if HIDDEN_MODE != NONE:
-            emit(
-                (h0, h1, h2, h3), hidden_codes, total_r, half,
-                hidden_scale, hidden_stride_r, hidden_stride_c, hidden_inverse,
-                rows, cols, in_rows, in_cols, tile_r, tile_c,
-                MODE=HIDDEN_MODE, SCALING=HIDDEN_SCALING, TRANSPOSED=True,
-            )  # fmt: skip
+            at = rows, cols, in_rows, in_cols, tile_r, tile_c
+            emit(h, hidden_out, (total_r, half), at, HIDDEN_MODE, HIDDEN_SCALING, TRANSPOSED=True)
 
 
 @Kernel
@@ -556,10 +519,8 @@ def _backward_plain_kernel(
     tiles = tiles_of(tile_c, half, WIDTH, False)
     rows = tile_r * HEIGHT + tl.arange(0, HEIGHT)
     in_rows = rows < total_r
-    d_gate, d_up, _ = gradients(
-        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
-        rows, cols, in_rows, in_cols, tiles, KIND,
-    )  # fmt: skip
+    sources = dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, None
+    d_gate, d_up, _ = gradients(sources, rows, cols, in_rows, in_cols, tiles, KIND)
     where = rows[:, None].to(tl.int64) * half + cols[None, :]
     there = in_rows[:, None] & in_cols[None, :]
     tl.store(d_gate_ptr + where, d_gate.to(d_gate_ptr.dtype.element_ty), mask=there)

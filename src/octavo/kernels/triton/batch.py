@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -13,10 +11,8 @@ from octavo.kernels.batch import Batch
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.triton import quantize as single
 from octavo.kernels.triton import transpose as single_transpose
-from octavo.kernels.triton.codes import NONE, scales_kernel
 from octavo.kernels.triton.launch import Kernel
-from octavo.kernels.triton.output import Output
-from octavo.kernels.triton.shape import cdiv
+from octavo.kernels.triton.output import Output, begin_searches, end_searches
 
 MOST = 65535
 """Matrices that a grid has room for in its third dimension."""
@@ -46,25 +42,26 @@ def quantize_batch(
         assert made is not None
         return Batch(made.codes.view(x.shape), made.scale.view(batch, height, 1), rows.tile), None
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
-    row, column = _Side.of(rows, x), _Side.of(columns, x, transposed=True)
+    row = Output(rows, height, width, x.device, in_sight=True, batch=batch)
+    column = Output(columns, height, width, x.device, transposed=True, in_sight=True, batch=batch)
     of_x = x, x.stride(0), x.stride(1)
-    if row.amax is not None or column.amax is not None:
-        shape = single.SEARCH_NARROW if width <= single.NARROW else single.SEARCH
+    if row.searches or column.searches:
+        begin_searches(row, column)
+        shape = single.search_shape(width)
         _search_kernel[(*shape.grid(height, width), batch)](
-            *of_x, height, width, row_fold, column_fold, *row.search_arguments, *column.search_arguments,
-            **shape.strip(height, width),
+            *of_x, height, width, row_fold, column_fold, *row.arguments[2:], row.scales, *column.arguments[2:],
+            column.scales, ROW_MODE=row.searched, COLUMN_MODE=column.searched, **shape.strip(height, width),
         )  # fmt: skip
-        row.end_search()
-        column.end_search()
-    shape = single.TILED if row.is_tiled or column.is_tiled else single.WRITE
-    if row.is_high or column.is_high:
-        shape = single.HIGH
+        end_searches(row, column)
+    shape = single.write_shape(row, column)
     across, down = shape.grid(height, width)
     _write_kernel[(across * down, 1, batch)](
-        *of_x, height, width, row_fold, column_fold, *row.write_arguments, *column.write_arguments,
+        *of_x, height, width, row_fold, column_fold, *row.arguments, row.scales, *column.arguments, column.scales,
+        ROW_MODE=row.mode, ROW_SCALING=row.scaling, COLUMN_MODE=column.mode, COLUMN_SCALING=column.scaling,
         **shape.strip(height, width),
     )  # fmt: skip
-    return row.batch, column.batch
+    as_it_lies, transposed = (None if made is None else Batch(*made) for made in (row.quantized, column.quantized))
+    return as_it_lies, transposed
 
 
 def transpose_batch(codes: Tensor) -> Tensor:
@@ -89,68 +86,12 @@ def _turned(fold: Tensor | None) -> Tensor | None:
     return None if fold is None else fold.mT
 
 
-class _Side(NamedTuple):
-    """The memory of one target for all matrices, and how it lies for one of them."""
-
-    output: Output
-    """Of one matrix, without memory."""
-    batch: Batch | None
-    amax: Tensor | None
-    """FP32: maxima, then what values are multiplied by; None where programs that write see tiles of scales whole."""
-
-    @classmethod
-    def of(cls, target: QuantSpec | None, x: Tensor, *, transposed: bool = False) -> _Side:
-        output = Output(target, x.shape[1], x.shape[2], torch.device("meta"), transposed=transposed, in_sight=True)
-        if target is None or output.quantized is None:
-            return cls(output, None, None)
-        codes, scale, _ = output.quantized
-        size, device = x.shape[0], x.device
-        lies = (scale.numel(), *scale.stride())
-        memory = torch.empty_strided((size, *scale.shape), lies, dtype=torch.float32, device=device)
-        amax = torch.zeros(size * scale.numel(), dtype=torch.float32, device=device) if output.searches else None
-        batch = Batch(torch.empty((size, *codes.shape), dtype=codes.dtype, device=device), memory, target.tile)
-        return cls(output, batch, amax)
-
-    @property
-    def is_tiled(self) -> bool:
-        return self.output.is_tiled
-
-    @property
-    def is_high(self) -> bool:
-        return self.output.is_high
-
-    @property
-    def _scales(self) -> int:
-        """Scales of one matrix."""
-        return 0 if self.batch is None else self.batch.scale[0].numel()
-
-    @property
-    def search_arguments(self) -> tuple[Any, ...]:
-        mode = NONE.value if self.amax is None else self.output.mode
-        return *self.output._strides, self._scales, self.amax, mode
-
-    @property
-    def write_arguments(self) -> tuple[Any, ...]:
-        codes, scale = (None, None) if self.batch is None else self.batch[:2]
-        output = self.output
-        return codes, scale, *output._strides, self._scales, self.amax, output.mode, output.scaling
-
-    def end_search(self) -> None:
-        if self.batch is None or self.amax is None:
-            return
-        is_e4m3 = self.batch.codes.dtype == torch.float8_e4m3fn
-        scales_kernel[(cdiv(self.amax.numel(), 1024), 1)](
-            self.amax, self.batch.scale, self.amax.numel(), is_e4m3, self.output.scaling,
-            None, None, 0, False, False, SIZE=1024, num_warps=4,
-        )  # fmt: skip
-
-
 @Kernel
 @triton.jit
 def _search_kernel(
     x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
-    row_stride_r, row_stride_c, row_scales, row_amax, ROW_MODE: tl.constexpr,
-    column_stride_r, column_stride_c, column_scales, column_amax, COLUMN_MODE: tl.constexpr,
+    row_stride_r, row_stride_c, row_amax, row_scales, column_stride_r, column_stride_c, column_amax, column_scales,
+    ROW_MODE: tl.constexpr, COLUMN_MODE: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(2).to(tl.int64)
@@ -174,10 +115,9 @@ def _search_kernel(
 @triton.jit
 def _write_kernel(
     x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
-    row_codes, row_scale, row_stride_r, row_stride_c, row_scales, row_inverse,
-    ROW_MODE: tl.constexpr, ROW_SCALING: tl.constexpr,
-    column_codes, column_scale, column_stride_r, column_stride_c, column_scales, column_inverse,
-    COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr,
+    row_codes, row_scale, row_stride_r, row_stride_c, row_inverse, row_scales,
+    column_codes, column_scale, column_stride_r, column_stride_c, column_inverse, column_scales,
+    ROW_MODE: tl.constexpr, ROW_SCALING: tl.constexpr, COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(2).to(tl.int64)

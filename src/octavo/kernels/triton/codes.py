@@ -8,6 +8,9 @@ Under a power cap kernels like these are bound by instructions as much as by mem
 tiles come out even, and scales that are computed once and not in every program.
 """
 
+# mypy: disable-error-code="assignment,var-annotated"
+# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+
 from __future__ import annotations
 
 import triton
@@ -205,6 +208,34 @@ def load_tile(x_ptr, stride, rows, cols, in_rows, in_cols):
 
 
 @triton.jit
+def source_rows(source_ptr, rows, there):
+    """Which rows of a matrix some rows are: themselves where nothing says otherwise."""
+    if source_ptr is not None:
+        rows = tl.load(source_ptr + rows, mask=there, other=0)
+    return rows
+
+
+@triton.jit
+def load_quads(x_ptr, stride, source_ptr, rows, cols, in_rows, in_cols):
+    """The four quarters of a tile in FP32, 0 outside the matrix. rows, in_rows: of `quads`."""
+    x = ()
+    for i in tl.static_range(4):
+        x += (load_tile(x_ptr, stride, source_rows(source_ptr, rows[i], in_rows[i]), cols, in_rows[i], in_cols),)
+    return x
+
+
+@triton.jit
+def load_words(x_ptr, stride, source_ptr, rows, cols, in_rows, in_cols):
+    """A tile of bytes as words, byte j of each from quarter j."""
+    words = 0
+    for i in tl.static_range(4):
+        where = x_ptr + source_rows(source_ptr, rows[i], in_rows[i])[:, None].to(tl.int64) * stride + cols[None, :]
+        word = tl.load(where, mask=in_rows[i][:, None] & in_cols[None, :], other=0).to(tl.uint32)
+        words = word if i == 0 else words | word << (8 * i)
+    return words
+
+
+@triton.jit
 def factors(fold_ptr, where, inside):
     """The factors of a fold, FP32, 1 where there is none."""
     if fold_ptr is not None:
@@ -212,6 +243,27 @@ def factors(fold_ptr, where, inside):
     else:
         factor = tl.full(where.shape, 1.0, tl.float32)
     return factor
+
+
+@triton.jit
+def factors_of_quads(fold_ptr, rows, in_rows):
+    """The factors of the rows of four quarters, (R, 1) each."""
+    found = ()
+    for i in tl.static_range(4):
+        found += (factors(fold_ptr, rows[i], in_rows[i])[:, None],)
+    return found
+
+
+@triton.jit
+def times(x, factor):
+    """Four quarters of a tile times one factor."""
+    return x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor
+
+
+@triton.jit
+def times_each(x, f):
+    """Four quarters of a tile, each times its own factor."""
+    return x[0] * f[0], x[1] * f[1], x[2] * f[2], x[3] * f[3]
 
 
 @triton.jit
@@ -281,10 +333,11 @@ def end_search(running, amax_ptr, stride_r, stride_c, strip, cols, in_cols, MODE
 
 @triton.jit
 def _row_inverse(
-    x, scale_ptr, stride_r, stride_c, inverse_ptr, rows, in_rows, tile_c,
-    MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, FROM_AMAX: tl.constexpr,
+    x, out, rows, in_rows, tile_c, MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr,
+    FROM_AMAX: tl.constexpr,
 ):  # fmt: skip
     """Inverse scales of the rows of one quarter, (R, 1). Writes the scales that it makes."""
+    _, scale_ptr, stride_r, stride_c, inverse_ptr = out
     if MODE == ROW:
         inverse = tl.load(inverse_ptr + rows[:, None], mask=in_rows[:, None], other=0.0)
         if FROM_AMAX:
@@ -298,10 +351,11 @@ def _row_inverse(
 
 @triton.jit
 def _common_inverse(
-    scale_ptr, inverse_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_of_scales,
-    MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, FROM_AMAX: tl.constexpr,
-):  # fmt: skip
+    out, at, tile_of_scales, MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, FROM_AMAX: tl.constexpr
+):
     """Inverse scales of all four quarters, (1, C) or (1, 1). Writes the scales that it makes."""
+    _, scale_ptr, stride_r, stride_c, inverse_ptr = out
+    _, cols, _, in_cols, tile_r, _ = at
     if MODE == TENSOR:
         offset = tl.zeros((1, 1), tl.int32)
         there = offset == 0
@@ -321,11 +375,10 @@ def _common_inverse(
 
 
 @triton.jit
-def _own_inverse(
-    x, total_r, scale_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_c,
-    MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr,
-):  # fmt: skip
+def _own_inverse(x, out, at, total_r, MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr):
     """What to multiply all four quarters of a tile of 128 rows by, (1, C) or (1, 1); its scales are written."""
+    _, scale_ptr, stride_r, stride_c, _ = out
+    _, cols, _, in_cols, tile_r, tile_c = at
     tl.static_assert(4 * x[0].shape[0] == SIDE)
     upper = tl.maximum(finite_magnitude(x[0]), finite_magnitude(x[1]))
     lower = tl.maximum(finite_magnitude(x[2]), finite_magnitude(x[3]))
@@ -369,55 +422,50 @@ def store_quarter(y, codes_ptr, total_c, rows, cols, in_rows, in_cols, FORMAT: t
 
 @triton.jit
 def emit(
-    x, codes_ptr, total_r, total_c, scale_ptr, stride_r, stride_c, inverse_ptr, rows, cols, in_rows, in_cols,
-    tile_r, tile_c, MODE: tl.constexpr, SCALING: tl.constexpr, TRANSPOSED: tl.constexpr,
+    x, out, size, at, MODE: tl.constexpr, SCALING: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr = False, FROM_AMAX: tl.constexpr = False,
 ):  # fmt: skip
-    """Quantise a tile of a (total_r, total_c) matrix and write its codes, transposed or not, and scales of its own.
+    """Quantise a tile of a matrix and write its codes, transposed or not, and scales of its own.
 
     x: four FP32 quarters of the tile, whose rows are `quads`; 0 outside the matrix.
-    inverse_ptr: of an earlier pass, where MODE needs it; None where the tile's own maxima are to be taken.
-    stride_r, stride_c: of the scales, as the untransposed matrix has them.
-    tile_r, tile_c: which tile this is.
-    TRANSPOSED: codes_ptr has memory for total_r rounded up to a multiple of 4 (see `store_words`).
+    out: codes; scales and their strides, as the untransposed matrix has them; and of an earlier pass, where MODE needs
+        it, what values are multiplied by: None where the tile's own maxima are to be taken.
+    size: rows and columns of the matrix.
+    at: the tile's rows and columns, whether they are in the matrix, and which tile this is, down and across.
+    TRANSPOSED: there is memory for as many rows, rounded up to a multiple of 4 (see `store_words`).
     EVEN: the matrix is so many such tiles high.
-    FROM_AMAX: inverse_ptr has the maxima, and scales are made of them here.
+    FROM_AMAX: what an earlier pass has left are maxima, and scales are made of them here.
     """
+    codes_ptr, inverse_ptr = out[0], out[4]
+    rows, cols, in_rows, in_cols, tile_r, tile_c = at
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
     if MODE == ROW or MODE == ROW_TILE:
-        i0 = _row_inverse(
-            x[0], scale_ptr, stride_r, stride_c, inverse_ptr, rows[0], in_rows[0], tile_c, MODE, FORMAT,
-            SCALING, FROM_AMAX,
-        )  # fmt: skip
-        i1 = _row_inverse(
-            x[1], scale_ptr, stride_r, stride_c, inverse_ptr, rows[1], in_rows[1], tile_c, MODE, FORMAT,
-            SCALING, FROM_AMAX,
-        )  # fmt: skip
-        i2 = _row_inverse(
-            x[2], scale_ptr, stride_r, stride_c, inverse_ptr, rows[2], in_rows[2], tile_c, MODE, FORMAT,
-            SCALING, FROM_AMAX,
-        )  # fmt: skip
-        i3 = _row_inverse(
-            x[3], scale_ptr, stride_r, stride_c, inverse_ptr, rows[3], in_rows[3], tile_c, MODE, FORMAT,
-            SCALING, FROM_AMAX,
-        )  # fmt: skip
+        inverses = ()
+        for i in tl.static_range(4):
+            inverses += (_row_inverse(x[i], out, rows[i], in_rows[i], tile_c, MODE, FORMAT, SCALING, FROM_AMAX),)
+        y = times_each(x, inverses)
     elif inverse_ptr is None:
-        i0 = _own_inverse(
-            x, total_r, scale_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_c, MODE, FORMAT, SCALING
-        )
-        i1, i2, i3 = i0, i0, i0
+        y = times(x, _own_inverse(x, out, at, size[0], MODE, FORMAT, SCALING))
     else:
         tile_of_scales = tile_r * (4 * x[0].shape[0]) // SIDE
-        i0 = _common_inverse(
-            scale_ptr, inverse_ptr, stride_r, stride_c, cols, in_cols, tile_r, tile_of_scales,
-            MODE, FORMAT, SCALING, FROM_AMAX,
-        )  # fmt: skip
-        i1, i2, i3 = i0, i0, i0
-    y = (x[0] * i0, x[1] * i1, x[2] * i2, x[3] * i3)
+        y = times(x, _common_inverse(out, at, tile_of_scales, MODE, FORMAT, SCALING, FROM_AMAX))
     if TRANSPOSED:
-        store_words(pack(y, FORMAT), codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r, EVEN)
+        store_words(pack(y, FORMAT), codes_ptr, size[0], cols, in_cols, in_rows[0], tile_r, EVEN)
     else:
-        store_quarter(y[0], codes_ptr, total_c, rows[0], cols, in_rows[0], in_cols, FORMAT)
-        store_quarter(y[1], codes_ptr, total_c, rows[1], cols, in_rows[1], in_cols, FORMAT)
-        store_quarter(y[2], codes_ptr, total_c, rows[2], cols, in_rows[2], in_cols, FORMAT)
-        store_quarter(y[3], codes_ptr, total_c, rows[3], cols, in_rows[3], in_cols, FORMAT)
+        for i in tl.static_range(4):
+            where = codes_ptr + rows[i][:, None].to(tl.int64) * size[1] + cols[None, :]
+            tl.store(where, to_codes(y[i], FORMAT), mask=in_rows[i][:, None] & in_cols[None, :])
+
+
+@triton.jit
+def emit_both(
+    x, row_factors, column_fold, row_out, column_out, size, at,
+    ROW_MODE: tl.constexpr, ROW_SCALING: tl.constexpr, COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr,
+    EVEN: tl.constexpr = False, FROM_AMAX: tl.constexpr = False,
+):  # fmt: skip
+    """`emit` a tile as it lies, its columns multiplied by `row_factors`, and transposed, its rows by `column_fold`."""
+    if ROW_MODE != NONE:
+        emit(times(x, row_factors), row_out, size, at, ROW_MODE, ROW_SCALING, False, EVEN, FROM_AMAX)
+    if COLUMN_MODE != NONE:
+        y = times_each(x, factors_of_quads(column_fold, at[0], at[2]))
+        emit(y, column_out, size, at, COLUMN_MODE, COLUMN_SCALING, True, EVEN, FROM_AMAX)

@@ -11,18 +11,21 @@ from torch import Tensor
 
 from octavo.kernels.padding import ALIGNMENT, padded_length
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
-from octavo.kernels.triton.activation import gradients, sources_of, tiles_of
+from octavo.kernels.triton.activation import gradients, gradients_of_quads, sources_of, tiles_of
 from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import (
     SIDE,
     amax,
     factors,
+    factors_of_quads,
     finite_magnitude,
     inside,
     load_tile,
     pack,
     scale_of,
     store_words,
+    times,
+    times_each,
     to_codes,
 )
 from octavo.kernels.triton.grouped import (
@@ -30,7 +33,6 @@ from octavo.kernels.triton.grouped import (
     ColumnOutput,
     blocks_of,
     enter_maxima,
-    factors_of,
     load_block,
     strips,
     tile_of_block,
@@ -141,20 +143,6 @@ def _combine_kernel(y_ptr, out_ptr, place_ptr, total_c, COPIES: tl.constexpr, SI
     tl.store(out_ptr + token * total_c + cols, to_dtype(total, out_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit
-def _weighted_gradients(
-    dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
-    rows, cols, there, in_cols, tiles, KIND: tl.constexpr,
-):  # fmt: skip
-    """Tiles of d gate and d up of weighted rows, and of h."""
-    d_gate, d_up, h = gradients(
-        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
-        rows, cols, there, in_cols, tiles, KIND,
-    )  # fmt: skip
-    weight = tl.load(weight_ptr + rows, mask=there, other=0.0)[:, None]
-    return d_gate * weight, d_up * weight, h
-
-
 @Kernel
 @triton.jit
 def _backward_rows_kernel(
@@ -165,6 +153,7 @@ def _backward_rows_kernel(
 ):  # fmt: skip
     """The codes of D and the gradients of weights of a part of a block, and the maxima of its columns."""
     GATED: tl.constexpr = up_ptr is not None
+    sources = dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr
     expert, first, count = load_block(blocks_ptr, blocks, tl.program_id(0) // PARTS)
     part = tl.program_id(0) % PARTS * (ROWS * STEPS)
     if part < count:
@@ -182,10 +171,7 @@ def _backward_rows_kernel(
         for step in tl.range(0, tl.minimum(tl.cdiv(count - part, ROWS), STEPS)):
             inner = part + step * ROWS + tl.arange(0, ROWS)
             there, rows = inner < count, first + inner
-            d_gate, d_up, h = _weighted_gradients(
-                dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r,
-                weight_ptr, rows, cols, there, in_cols, tiles, KIND,
-            )  # fmt: skip
+            d_gate, d_up, h = gradients(sources, rows, cols, there, in_cols, tiles, KIND)
             dh = load_tile(dh_ptr, dh_stride, rows, cols, there, in_cols)
             tl.store(d_weight_ptr + rows, tl.sum(dh * h, axis=1), mask=there)
             if row_codes is not None:
@@ -194,7 +180,7 @@ def _backward_rows_kernel(
                     SCALING, GATED,
                 )  # fmt: skip
             if column_amax is not None:
-                factor = factors_of(column_fold, rows, there)
+                factor = factors(column_fold, rows, there)[:, None]
                 running = tl.maximum(running, finite_magnitude(d_gate * factor))
                 if GATED:
                     up_running = tl.maximum(up_running, finite_magnitude(d_up * factor))
@@ -237,39 +223,19 @@ def _backward_columns_kernel(
     in_cols = cols < half
     tiles = tiles_of(tile_c, half, WIDTH, False)
     expert, rows, there = tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT, ALIGNMENT)
-    g0, u0, h0 = _weighted_gradients(
-        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
-        rows[0], cols, there[0], in_cols, tiles, KIND,
-    )  # fmt: skip
-    g1, u1, h1 = _weighted_gradients(
-        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
-        rows[1], cols, there[1], in_cols, tiles, KIND,
-    )  # fmt: skip
-    g2, u2, h2 = _weighted_gradients(
-        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
-        rows[2], cols, there[2], in_cols, tiles, KIND,
-    )  # fmt: skip
-    g3, u3, h3 = _weighted_gradients(
-        dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr,
-        rows[3], cols, there[3], in_cols, tiles, KIND,
-    )  # fmt: skip
+    sources = dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr
+    d_gate, d_up, h = gradients_of_quads(sources, rows, cols, there, in_cols, tiles, KIND)
     total, everywhere = blocks * ALIGNMENT, there[0] | True
     if column_codes is not None:
-        FORMAT: tl.constexpr = column_codes.dtype.element_ty
-        f0, f1 = factors_of(column_fold, rows[0], there[0]), factors_of(column_fold, rows[1], there[1])
-        f2, f3 = factors_of(column_fold, rows[2], there[2]), factors_of(column_fold, rows[3], there[3])
+        fold, parts = factors_of_quads(column_fold, rows, there), (d_gate, d_up)
         table = column_inverse + expert.to(tl.int64) * (2 * half if GATED else half)
-        inverse = tl.load(table + cols, mask=in_cols, other=0.0)[None, :]
-        words = pack((g0 * f0 * inverse, g1 * f1 * inverse, g2 * f2 * inverse, g3 * f3 * inverse), FORMAT)
-        store_words(words, column_codes, total, cols, in_cols, everywhere, tile_r)
-        if GATED:
-            inverse = tl.load(table + half + cols, mask=in_cols, other=0.0)[None, :]
-            words = pack((u0 * f0 * inverse, u1 * f1 * inverse, u2 * f2 * inverse, u3 * f3 * inverse), FORMAT)
-            store_words(words, column_codes, total, cols + half, in_cols, everywhere, tile_r)
+        for part in tl.static_range(2 if GATED else 1):
+            place = cols + part * half
+            inverse = tl.load(table + part * half + cols, mask=in_cols, other=0.0)[None, :]
+            words = pack(times(times_each(parts[part], fold), inverse), column_codes.dtype.element_ty)
+            store_words(words, column_codes, total, place, in_cols, everywhere, tile_r)
     if hidden_codes is not None:
-        s0, s1 = factors_of(hidden_scale, rows[0], there[0]), factors_of(hidden_scale, rows[1], there[1])
-        s2, s3 = factors_of(hidden_scale, rows[2], there[2]), factors_of(hidden_scale, rows[3], there[3])
-        words = pack(
-            (h0 * (1.0 / s0), h1 * (1.0 / s1), h2 * (1.0 / s2), h3 * (1.0 / s3)), hidden_codes.dtype.element_ty
-        )
+        s = factors_of_quads(hidden_scale, rows, there)
+        inverses = 1.0 / s[0], 1.0 / s[1], 1.0 / s[2], 1.0 / s[3]
+        words = pack(times_each(h, inverses), hidden_codes.dtype.element_ty)
         store_words(words, hidden_codes, total, cols, in_cols, everywhere, tile_r)

@@ -74,7 +74,7 @@ def kind_of(dtype: torch.dtype, scaling: Scaling) -> tuple[int, int, int]:
     return _KINDS[dtype].value, dtype.itemsize, {"none": NONE, "tensor": TENSOR, "group": GROUP}[scaling].value
 
 
-def store(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
+def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
     """See `octavo.kernels.optimizer.store_gradient`."""
     rows, cols = gradient.shape
     whole = cols % SIZE == 0 and all(t.data_ptr() % 16 == 0 for t in (gradient, codes))

@@ -18,16 +18,24 @@ from octavo.kernels.padding import ALIGNMENT, padded_length
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
 from octavo.kernels.triton.codes import (
     amax,
+    factors,
+    factors_of_quads,
     finite_magnitude,
     inside,
+    load_quads,
+    load_tile,
+    load_words,
     pack,
     quads,
     scale_of,
-    scales_kernel,
+    source_rows,
     store_words,
+    times,
+    times_each,
     to_codes,
 )
 from octavo.kernels.triton.launch import Kernel
+from octavo.kernels.triton.output import end_search
 from octavo.kernels.triton.shape import Rows, Shape, cdiv, next_power_of_2
 
 STRIP = 64
@@ -56,10 +64,7 @@ class ColumnOutput(NamedTuple):
 
     def end_search(self, target: QuantSpec) -> None:
         """Turn the maxima into scales, and into what values are multiplied by."""
-        scales_kernel[(cdiv(self.scale.numel(), 1024), 1)](
-            self.amax, self.scale, self.scale.numel(), target.format == "e4m3", target.rule,
-            None, None, 0, False, False, SIZE=1024, num_warps=4,
-        )  # fmt: skip
+        end_search((self.amax, self.scale, target.format == "e4m3", target.rule))
 
 
 def quantize_groups(
@@ -182,31 +187,6 @@ def load_block(blocks_ptr, total, block):
 
 
 @triton.jit
-def source_rows(source_ptr, rows, there):
-    """Which rows of x some tokens are."""
-    if source_ptr is not None:
-        rows = tl.load(source_ptr + rows, mask=there, other=0)
-    return rows
-
-
-@triton.jit
-def _load(x_ptr, stride, rows, cols, there, in_cols):
-    """Rows of x in FP32, zero where there is no token."""
-    where = x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
-    return tl.load(where, mask=there[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def factors_of(fold_ptr, rows, there):
-    """The factors (R, 1) of some tokens, 1 where there are none."""
-    if fold_ptr is None:
-        factor = tl.full((rows.shape[0], 1), 1.0, tl.float32)
-    else:
-        factor = tl.load(fold_ptr + rows, mask=there, other=1.0)[:, None]
-    return factor
-
-
-@triton.jit
 def store_rows(x, codes_ptr, scale_ptr, total_c, rows, cols, there, in_cols, SCALING: tl.constexpr):
     """Write whole rows, FP32, in codes with a scale each."""
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
@@ -244,11 +224,11 @@ def _rows_kernel(
         for step in tl.range(0, tl.minimum(tl.cdiv(count - part, ROWS), STEPS)):
             inner = part + step * ROWS + tl.arange(0, ROWS)
             there, rows = inner < count, first + inner
-            x = _load(x_ptr, stride, source_rows(source_ptr, rows, there), cols, there, in_cols)
+            x = load_tile(x_ptr, stride, source_rows(source_ptr, rows, there), cols, there, in_cols)
             if row_codes is not None:
                 store_rows(x * fold[None, :], row_codes, row_scale, total_c, rows, cols, there, in_cols, SCALING)
             if column_amax is not None:
-                magnitude = finite_magnitude(x * factors_of(column_fold, rows, there))
+                magnitude = finite_magnitude(x * factors(column_fold, rows, there)[:, None])
                 running = tl.maximum(running, magnitude)
         if column_amax is not None:
             enter_maxima(running, column_amax + expert.to(tl.int64) * total_c, cols, in_cols)
@@ -276,22 +256,10 @@ def _columns_kernel(
     in_cols = cols < total_c
     expert, rows, there = tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT, ALIGNMENT)
     inverse = tl.load(column_inverse + expert.to(tl.int64) * total_c + cols, mask=in_cols, other=0.0)[None, :]
-    x0 = _load(x_ptr, stride, source_rows(source_ptr, rows[0], there[0]), cols, there[0], in_cols)
-    x1 = _load(x_ptr, stride, source_rows(source_ptr, rows[1], there[1]), cols, there[1], in_cols)
-    x2 = _load(x_ptr, stride, source_rows(source_ptr, rows[2], there[2]), cols, there[2], in_cols)
-    x3 = _load(x_ptr, stride, source_rows(source_ptr, rows[3], there[3]), cols, there[3], in_cols)
-    y0 = x0 * factors_of(column_fold, rows[0], there[0]) * inverse
-    y1 = x1 * factors_of(column_fold, rows[1], there[1]) * inverse
-    y2 = x2 * factors_of(column_fold, rows[2], there[2]) * inverse
-    y3 = x3 * factors_of(column_fold, rows[3], there[3]) * inverse
-    words = pack((y0, y1, y2, y3), column_codes.dtype.element_ty)
+    x = load_quads(x_ptr, stride, source_ptr, rows, cols, there, in_cols)
+    y = times(times_each(x, factors_of_quads(column_fold, rows, there)), inverse)
+    words = pack(y, column_codes.dtype.element_ty)
     store_words(words, column_codes, total_r, cols, in_cols, there[0] | True, tile_r)
-
-
-@triton.jit
-def _load_bytes(x_ptr, total_c, source_ptr, rows, there, cols, in_cols):
-    where = x_ptr + source_rows(source_ptr, rows, there)[:, None].to(tl.int64) * total_c + cols[None, :]
-    return tl.load(where, mask=there[:, None] & in_cols[None, :], other=0).to(tl.uint32)
 
 
 @Kernel
@@ -302,8 +270,5 @@ def _transpose_kernel(
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = cols < total_c
     _, rows, there = tile_of_block(blocks_ptr, blocks, tl.program_id(1), HEIGHT, HEIGHT)
-    words = _load_bytes(x_ptr, total_c, source_ptr, rows[0], there[0], cols, in_cols)
-    words |= _load_bytes(x_ptr, total_c, source_ptr, rows[1], there[1], cols, in_cols) << 8
-    words |= _load_bytes(x_ptr, total_c, source_ptr, rows[2], there[2], cols, in_cols) << 16
-    words |= _load_bytes(x_ptr, total_c, source_ptr, rows[3], there[3], cols, in_cols) << 24
+    words = load_words(x_ptr, total_c, source_ptr, rows, cols, there, in_cols)
     store_words(words, out_ptr, total_r, cols, in_cols, there[0] | True, tl.program_id(1))

@@ -27,6 +27,8 @@ class Output:
     """Whether its scales belong to tiles of 128 columns of the matrix, which must not straddle two sources."""
     is_high: bool
     """Whether its scales belong to tiles of 128 rows of the matrix."""
+    scales: int
+    """How many a matrix has."""
 
     def __init__(
         self,
@@ -38,10 +40,12 @@ class Output:
         transposed: bool = False,
         scale: Tensor | None = None,
         in_sight: bool = False,
+        batch: int | None = None,
     ) -> None:
         """Allocate the memory.
 
         Args:
+            batch: number of such matrices, one after another; None for a matrix of two dimensions.
             scale: scales, one per row of the matrix, where they are known already: nothing is searched.
             in_sight: the programs that write see tiles of 128 rows whole: their maxima are not searched either.
         """
@@ -52,21 +56,31 @@ class Output:
         self._codes: Tensor | None = None
         self._written: Quantized | None = None
         self._strides: tuple[int, ...] = 0, 0
+        self.scales = 0
         self._surplus = -rows % 4 if transposed else 0
         if target is None:
             return
         self.mode, tile, dtype = _facts(target, transposed)
         self.is_tiled, self.is_high = self.mode in _TILED, self.mode in _HIGH
         shape = (cols, rows) if transposed else (rows, cols)
-        self._codes = torch.empty(shape[0], shape[1] + self._surplus, dtype=dtype, device=device)
-        written = empty_scale(target, *shape, device)
+        many = () if batch is None else (batch,)
+        self._codes = torch.empty(*many, shape[0], shape[1] + self._surplus, dtype=dtype, device=device)
+        written = one = empty_scale(target, *shape, device if batch is None else torch.device("meta"))
+        self.scales, self._strides = one.numel(), (one.t() if transposed else one).stride()
+        if batch is not None:
+            lies = (self.scales, *one.stride())
+            written = torch.empty_strided((batch, *one.shape), lies, dtype=one.dtype, device=device)
         self._written = Quantized(self._codes, written, tile)
-        self._strides = (written.t() if transposed else written).stride()
         if scale is not None:
             self.inverse = scale.reshape(-1).reciprocal()
             written.copy_(scale.reshape(written.shape))
         else:
             self.searches = self.mode != ROW_TILE.value and not (in_sight and self.is_high)
+
+    @property
+    def searched(self) -> int:
+        """The mode of the search for its maxima; `NONE` where there is none."""
+        return self.mode if self.searches else NONE.value
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -113,14 +127,18 @@ def end_searches(*outputs: Output) -> None:
     """Turn the maxima of a search into scales, and into what values are multiplied by: one launch for two outputs."""
     searching = [output for output in outputs if output.searches]
     for first in range(0, len(searching), 2):
-        arguments = [_found(output) for output in searching[first : first + 2]]
-        counts = [found[2] for found in arguments]
-        scales_kernel[(cdiv(max(counts), 1024), len(counts))](
-            *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, False, False)),
-            SIZE=1024, num_warps=4,
-        )  # fmt: skip
+        end_search(*(_found(output) for output in searching[first : first + 2]))
 
 
-def _found(output: Output) -> tuple[Any, ...]:
+def end_search(*searches: tuple[Tensor, Tensor, bool, int]) -> None:
+    """Do that for one or two: maxima, memory of the scales, whether codes are E4M3, and `QuantSpec.rule`."""
+    counts = [search[0].numel() for search in searches]
+    arguments = [(amax, scale, count, *how) for (amax, scale, *how), count in zip(searches, counts, strict=True)]
+    scales_kernel[(cdiv(max(counts), 1024), len(counts))](
+        *arguments[0], *(arguments[1] if len(counts) == 2 else (None, None, 0, False, False)), SIZE=1024, num_warps=4,
+    )  # fmt: skip
+
+
+def _found(output: Output) -> tuple[Tensor, Tensor, bool, int]:
     codes, scale, _, _, amax = output.arguments
-    return amax, scale, amax.numel(), codes.dtype == torch.float8_e4m3fn, output.scaling
+    return amax, scale, codes.dtype == torch.float8_e4m3fn, output.scaling

@@ -3,6 +3,9 @@
 A pixel is read once for each patch that it is in, from the cache. The unfolded matrix exists in one byte only.
 """
 
+# mypy: disable-error-code="assignment,var-annotated"
+# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.codes import NONE, POWER_OF_TWO, amax, emit, quads
+from octavo.kernels.triton.codes import POWER_OF_TWO, amax, emit_both, quads
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output, end_searches
 from octavo.kernels.triton.shape import Shape, cdiv
@@ -98,11 +101,13 @@ def _pixel_kernel(x_ptr, amax_ptr, pixels, channels, HEIGHT: tl.constexpr, WIDTH
 
 
 @triton.jit
-def _load_patches(
-    x_ptr, rows, in_rows, taps_h, taps_w, channel, in_cols,
-    height, width, channels, out_h, out_w, stride_h, stride_w, pad_h, pad_w,
-):  # fmt: skip
-    """Elements of rows of the unfolded matrix in FP32. taps_h, taps_w: how far below and right of a patch's corner."""
+def _load_patches(x_ptr, rows, in_rows, taps_h, taps_w, channel, in_cols, sizes, steps):
+    """Elements of rows of the unfolded matrix in FP32. taps_h, taps_w: how far below and right of a patch's corner.
+
+    sizes: height, width and channels of an image, height and width of the result. steps: strides and padding.
+    """
+    height, width, channels, out_h, out_w = sizes
+    stride_h, stride_w, pad_h, pad_w = steps
     image, pixel = rows // (out_h * out_w), rows % (out_h * out_w)
     h = (pixel // out_w * stride_h - pad_h)[:, None] + taps_h[None, :]
     w = (pixel % out_w * stride_w - pad_w)[:, None] + taps_w[None, :]
@@ -135,33 +140,15 @@ def _patches_kernel(
         channel = cols % channels
     taps_h, taps_w = taps // kernel_w * dilation_h, taps % kernel_w * dilation_w
     rows, in_rows = quads(tile_r, total_r, HEIGHT, False)
-    x0 = _load_patches(
-        x_ptr, rows[0], in_rows[0], taps_h, taps_w, channel, in_cols,
-        height, width, channels, out_h, out_w, stride_h, stride_w, pad_h, pad_w,
+    x, sizes, steps = (), (height, width, channels, out_h, out_w), (stride_h, stride_w, pad_h, pad_w)
+    for i in tl.static_range(4):
+        x += (_load_patches(x_ptr, rows[i], in_rows[i], taps_h, taps_w, channel, in_cols, sizes, steps),)
+    row_out = row_codes, row_scale, row_stride_r, row_stride_c, row_inverse
+    column_out = column_codes, column_scale, column_stride_r, column_stride_c, column_inverse
+    emit_both(
+        x, 1.0, None, row_out, column_out, (total_r, total_c), (rows, cols, in_rows, in_cols, tile_r, tile_c),
+        ROW_MODE, POWER_OF_TWO, COLUMN_MODE, POWER_OF_TWO,
     )  # fmt: skip
-    x1 = _load_patches(
-        x_ptr, rows[1], in_rows[1], taps_h, taps_w, channel, in_cols,
-        height, width, channels, out_h, out_w, stride_h, stride_w, pad_h, pad_w,
-    )  # fmt: skip
-    x2 = _load_patches(
-        x_ptr, rows[2], in_rows[2], taps_h, taps_w, channel, in_cols,
-        height, width, channels, out_h, out_w, stride_h, stride_w, pad_h, pad_w,
-    )  # fmt: skip
-    x3 = _load_patches(
-        x_ptr, rows[3], in_rows[3], taps_h, taps_w, channel, in_cols,
-        height, width, channels, out_h, out_w, stride_h, stride_w, pad_h, pad_w,
-    )  # fmt: skip
-    if ROW_MODE != NONE:
-        emit(
-            (x0, x1, x2, x3), row_codes, total_r, total_c, row_scale, row_stride_r, row_stride_c, row_inverse,
-            rows, cols, in_rows, in_cols, tile_r, tile_c, MODE=ROW_MODE, SCALING=POWER_OF_TWO, TRANSPOSED=False,
-        )  # fmt: skip
-    if COLUMN_MODE != NONE:
-        emit(
-            (x0, x1, x2, x3), column_codes, total_r, total_c, column_scale, column_stride_r, column_stride_c,
-            column_inverse, rows, cols, in_rows, in_cols, tile_r, tile_c,
-            MODE=COLUMN_MODE, SCALING=POWER_OF_TWO, TRANSPOSED=True,
-        )  # fmt: skip
 
 
 @Kernel

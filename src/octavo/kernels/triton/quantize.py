@@ -21,11 +21,12 @@ from octavo.kernels.triton.codes import (
     NONE,
     SIDE,
     amax,
-    emit,
+    emit_both,
     end_search,
     factors,
     finite_magnitude,
     inside,
+    load_quads,
     load_tile,
     mode_of,
     quads,
@@ -112,15 +113,26 @@ def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None) -> Quantiz
     return out
 
 
+def write_shape(row: Output, column: Output) -> Shape:
+    """Return what a program that writes these works on."""
+    if row.is_high or column.is_high:
+        return HIGH
+    return TILED if row.is_tiled or column.is_tiled else WRITE
+
+
+def search_shape(cols: int) -> Shape:
+    """Return what a program that searches a matrix of so many columns works on."""
+    return SEARCH_NARROW if cols <= NARROW else SEARCH
+
+
 def _search(
     x: Tensor, offset: int, row: Output, column: Output, row_fold: Tensor | None, column_fold: Tensor | None
 ) -> None:
     rows, cols = x.shape
-    shape = SEARCH_NARROW if cols <= NARROW else SEARCH
+    shape = search_shape(cols)
     SEARCH_STRIP[shape.grid(rows, cols)](
         x, x.stride(0), rows, cols, offset, row_fold, column_fold, *row.arguments[2:], *column.arguments[2:],
-        ROW_MODE=row.mode if row.searches else NONE.value, COLUMN_MODE=column.mode if column.searches else NONE.value,
-        **shape.strip(rows, cols),
+        ROW_MODE=row.searched, COLUMN_MODE=column.searched, **shape.strip(rows, cols),
     )  # fmt: skip
 
 
@@ -129,9 +141,7 @@ def _write(
     row_fold: Tensor | None, column_fold: Tensor | None,
 ) -> None:  # fmt: skip
     rows, cols = x.shape
-    shape = TILED if row.is_tiled or column.is_tiled else WRITE
-    if row.is_high or column.is_high:
-        shape = HIGH
+    shape = write_shape(row, column)
     across, down = shape.grid(rows, cols)
     WRITE_STRIP[(across * down,)](
         x, x.stride(0), rows, cols, offset, *total, row_fold, column_fold, *row.arguments, *column.arguments,
@@ -206,31 +216,17 @@ def write_strip(
     in_cols = inside(source, source_c, EVEN)
     cols, tile_c = source + offset, tile_c + offset // WIDTH
     row_factors = factors(row_fold, cols, in_cols)[None, :]
+    row_out = row_codes, row_scale, row_stride_r, row_stride_c, row_inverse
+    column_out = column_codes, column_scale, column_stride_r, column_stride_c, column_inverse
     for step in tl.range(STEPS, num_stages=STAGES):
         tile_r = strip * STEPS + step
         rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
-        x0 = load_tile(x_ptr, stride, rows[0], source, in_rows[0], in_cols)
-        x1 = load_tile(x_ptr, stride, rows[1], source, in_rows[1], in_cols)
-        x2 = load_tile(x_ptr, stride, rows[2], source, in_rows[2], in_cols)
-        x3 = load_tile(x_ptr, stride, rows[3], source, in_rows[3], in_cols)
-        if ROW_MODE != NONE:
-            emit(
-                (x0 * row_factors, x1 * row_factors, x2 * row_factors, x3 * row_factors), row_codes, rows_out, cols_out,
-                row_scale, row_stride_r, row_stride_c, row_inverse, rows, cols,
-                in_rows, in_cols, tile_r, tile_c, MODE=ROW_MODE, SCALING=ROW_SCALING,
-                TRANSPOSED=False, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
-            )  # fmt: skip
-        if COLUMN_MODE != NONE:
-            f0 = factors(column_fold, rows[0], in_rows[0])[:, None]
-            f1 = factors(column_fold, rows[1], in_rows[1])[:, None]
-            f2 = factors(column_fold, rows[2], in_rows[2])[:, None]
-            f3 = factors(column_fold, rows[3], in_rows[3])[:, None]
-            emit(
-                (x0 * f0, x1 * f1, x2 * f2, x3 * f3), column_codes, rows_out, cols_out,
-                column_scale, column_stride_r, column_stride_c, column_inverse, rows, cols,
-                in_rows, in_cols, tile_r, tile_c, MODE=COLUMN_MODE, SCALING=COLUMN_SCALING,
-                TRANSPOSED=True, EVEN=EVEN, FROM_AMAX=FROM_AMAX,
-            )  # fmt: skip
+        x = load_quads(x_ptr, stride, None, rows, source, in_rows, in_cols)
+        at = rows, cols, in_rows, in_cols, tile_r, tile_c
+        emit_both(
+            x, row_factors, column_fold, row_out, column_out, (rows_out, cols_out), at,
+            ROW_MODE, ROW_SCALING, COLUMN_MODE, COLUMN_SCALING, EVEN, FROM_AMAX,
+        )  # fmt: skip
 
 
 ROWS, SEARCH_STRIP, WRITE_STRIP = Kernel(_rows_kernel), Kernel(search_strip), Kernel(write_strip)

@@ -24,7 +24,7 @@ from octavo.kernels.triton.codes import (
     finite_magnitude,
     format_max,
     inside,
-    load_tile,
+    load_quads,
     quads,
     scale_of,
 )
@@ -145,27 +145,19 @@ def _write_kernel(
         for step in tl.range(STEPS, num_stages=STAGES):
             tile_r = strip * STEPS + step
             rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
-            x0 = load_tile(x_ptr, stride, rows[0], source, in_rows[0], in_cols)
-            x1 = load_tile(x_ptr, stride, rows[1], source, in_rows[1], in_cols)
-            x2 = load_tile(x_ptr, stride, rows[2], source, in_rows[2], in_cols)
-            x3 = load_tile(x_ptr, stride, rows[3], source, in_rows[3], in_cols)
+            x = load_quads(x_ptr, stride, None, rows, source, in_rows, in_cols)
             if not AGAIN:
-                upper = tl.maximum(finite_magnitude(x0), finite_magnitude(x1))
-                lower = tl.maximum(finite_magnitude(x2), finite_magnitude(x3))
+                upper = tl.maximum(finite_magnitude(x[0]), finite_magnitude(x[1]))
+                lower = tl.maximum(finite_magnitude(x[2]), finite_magnitude(x[3]))
                 running = tl.maximum(running, tl.maximum(upper, lower))
             if writes:
+                at, inverse = (rows, cols, in_rows, in_cols, tile_r, tile_c), work_ptr + _INVERSE
                 if codes_ptr is not None:
-                    emit(
-                        (x0, x1, x2, x3), codes_ptr, rows_out, cols_out, None, 0, 0, work_ptr + _INVERSE,
-                        rows, cols, in_rows, in_cols, tile_r, tile_c,
-                        MODE=TENSOR, SCALING=FLOAT32, TRANSPOSED=False, EVEN=EVEN,
-                    )  # fmt: skip
+                    out = codes_ptr, None, 0, 0, inverse
+                    emit(x, out, (rows_out, cols_out), at, TENSOR, FLOAT32, TRANSPOSED=False, EVEN=EVEN)
                 if codes_t_ptr is not None:
-                    emit(
-                        (x0, x1, x2, x3), codes_t_ptr, rows_out, cols_out, None, 0, 0, work_ptr + _INVERSE,
-                        rows, cols, in_rows, in_cols, tile_r, tile_c,
-                        MODE=TENSOR, SCALING=FLOAT32, TRANSPOSED=True, EVEN=EVEN,
-                    )  # fmt: skip
+                    out = codes_t_ptr, None, 0, 0, inverse
+                    emit(x, out, (rows_out, cols_out), at, TENSOR, FLOAT32, TRANSPOSED=True, EVEN=EVEN)
         if not AGAIN:
             # Nothing is written where nothing changes: thousands of programs share this value.
             largest = tl.max(running).to(tl.int32, bitcast=True)

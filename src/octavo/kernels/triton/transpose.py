@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.codes import inside, quads, store_words
+from octavo.kernels.triton.codes import inside, load_words, quads, store_words
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape
 
@@ -41,12 +41,6 @@ def _launch(codes: Tensor, after: Tensor | None, scale: Tensor | None) -> Tensor
 
 
 @triton.jit
-def _load_bytes(x_ptr, total_c, rows, cols, in_rows, in_cols):
-    where = x_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
-    return tl.load(where, mask=in_rows[:, None] & in_cols[None, :], other=0).to(tl.uint32)
-
-
-@triton.jit
 def transpose_tile(
     x_ptr, out_ptr, scale_ptr, after, total_r, total_c, EVEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -56,10 +50,7 @@ def transpose_tile(
     in_cols = inside(cols, total_c, EVEN)
     if scale_ptr is not None:
         tl.store(scale_ptr + cols, tl.full((WIDTH,), 1.0, tl.float32), mask=in_cols & (tl.program_id(1) == 0))
-    words = _load_bytes(x_ptr, total_c, rows[0], cols, in_rows[0], in_cols)
-    words |= _load_bytes(x_ptr, total_c, rows[1], cols, in_rows[1], in_cols) << 8
-    words |= _load_bytes(x_ptr, total_c, rows[2], cols, in_rows[2], in_cols) << 16
-    words |= _load_bytes(x_ptr, total_c, rows[3], cols, in_rows[3], in_cols) << 24
+    words = load_words(x_ptr, total_c, None, rows, cols, in_rows, in_cols)
     store_words(words, out_ptr, total_r, cols, in_cols, in_rows[0], tl.program_id(1))
 
 

@@ -1,5 +1,8 @@
 """Quantise many weights in one launch: a program a row, wherever in memory that row is."""
 
+# mypy: disable-error-code="assignment,var-annotated"
+# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+
 from __future__ import annotations
 
 import itertools
@@ -141,7 +144,7 @@ def _stack_kernel(
 
 
 @triton.jit
-def _load_quads(x_ptr, stride, scale_ptr, start, rows, cols, in_rows, in_cols):
+def _load_scaled(x_ptr, stride, scale_ptr, start, rows, cols, in_rows, in_cols):
     """A quarter of a tile of a weight whose first row is row `start` of the stack, divided by its rows' scales."""
     x = load_tile(x_ptr, stride, rows - start, cols, in_rows, in_cols)
     bits = tl.load(scale_ptr + rows, mask=in_rows, other=1.0).to(tl.int32, bitcast=True)
@@ -174,11 +177,10 @@ def _requantize_kernel(
             x_ptr = third
             stride = tl.full((), third_stride, tl.int64)
             start = tl.full((), second_end, tl.int32)
-    y0 = _load_quads(x_ptr, stride, scale_ptr, start, rows[0], cols, in_rows[0], in_cols)
-    y1 = _load_quads(x_ptr, stride, scale_ptr, start, rows[1], cols, in_rows[1], in_cols)
-    y2 = _load_quads(x_ptr, stride, scale_ptr, start, rows[2], cols, in_rows[2], in_cols)
-    y3 = _load_quads(x_ptr, stride, scale_ptr, start, rows[3], cols, in_rows[3], in_cols)
-    words = pack((y0, y1, y2, y3), codes_ptr.dtype.element_ty)
+    y = ()
+    for i in tl.static_range(4):
+        y += (_load_scaled(x_ptr, stride, scale_ptr, start, rows[i], cols, in_rows[i], in_cols),)
+    words = pack(y, codes_ptr.dtype.element_ty)
     store_words(words, codes_ptr, total_r, cols, in_cols, in_rows[0], tile_r)
 
 

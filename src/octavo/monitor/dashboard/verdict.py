@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo._util.terminal import quantity
 from octavo.data.quality import judge
 from octavo.errors import StoreError
 from octavo.guard import GuardConfig
+from octavo.monitor.gap import GAP_LIMIT, wander
 from octavo.monitor.store import RunReader, Series
 
 LEVELS = ("healthy", "watch", "unhealthy", "unknown")
@@ -24,8 +26,6 @@ LIMITS = {
 }
 """Limits of the shares of a tensor's elements, mean over the newest snapshots: those of guardrails. By statistic, or by
 statistic and role."""
-GAP_LIMIT = 1.0
-"""Limit of the loss above the BF16 baseline's, in percent."""
 GAP_STEPS = 50
 """Number of newest recorded steps whose mean gap is judged."""
 RISE_LIMIT = 5.0
@@ -118,7 +118,9 @@ def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
     gap = gap_of(run, losses)
     if gap is not None:
         where = " on held-out text" if "gap_percent" in run.summary else ""
-        parts.append(f"{abs(gap):.2f} % {'above' if gap >= 0 else 'below'} the BF16 baseline{where}")
+        within = gap > GAP_LIMIT and gap <= (limit := gap_limit(run))
+        noise = f" (within the run's noise of ± {limit:.2f} %)" if within else ""
+        parts.append(f"{abs(gap):.2f} % {'above' if gap >= 0 else 'below'} the BF16 baseline{where}{noise}")
     layers = run.plan.get("layers", [])
     if layers:
         parts.append(f"{sum('fp8' in layer['precision'] for layer in layers)} of {len(layers)} layers in FP8")
@@ -143,6 +145,15 @@ def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
     return float(values[-GAP_STEPS:].mean()) if len(values) else None
 
 
+def gap_limit(run: RunReader) -> float:
+    """Return the limit of the gap in percent: `GAP_LIMIT`, or its noise where that is larger.
+
+    The noise is how far the gap wanders over the run, or the interval of the final one over held-out sequences.
+    """
+    series = run.scalar("gap_percent", points=200)
+    return max(GAP_LIMIT, wander((series.low + series.high) / 2), run.summary.get("gap_95_percent") or 0.0)
+
+
 def of_state(run: RunReader) -> Iterator[RunFinding]:
     """Yield a finding if the run failed, was interrupted, or is silent."""
     state = run.state()
@@ -165,8 +176,8 @@ def of_loss(run: RunReader) -> Iterator[RunFinding]:
     if not math.isfinite(newest(losses[key])):
         yield RunFinding("unhealthy", "the loss is not a number", view="overview")
     gap = gap_of(run, losses)
-    if gap is not None and gap > GAP_LIMIT:
-        text = f"the loss is {gap:.1f} % above the BF16 baseline's (limit {GAP_LIMIT:g} %)"
+    if gap is not None and gap > GAP_LIMIT and gap > (limit := gap_limit(run)):
+        text = f"the loss is {gap:.1f} % above the BF16 baseline's (limit {limit:.2g} %)"
         yield RunFinding("unhealthy" if gap > 5 * GAP_LIMIT else "watch", text, view="overview")
     rise, noise = _rise(run, key, losses[key], last)
     if rise > RISE_LIMIT + noise and key == "loss_fp8" and "loss_bf16" in losses:
@@ -218,7 +229,7 @@ def of_tensors(run: RunReader) -> Iterator[RunFinding]:
             continue
         number = int(over[np.argmax(shares[over] / np.maximum(limits[over], 1e-12))])
         worst, limit = tensors[number], limits[number]
-        others = f", and {len(over) - 1} more tensors" if len(over) > 1 else ""
+        others = f", and {quantity(len(over) - 1, 'more tensor')}" if len(over) > 1 else ""
         bound = f" (limit {percent(limit)})" if limit else ""
         text = f"{percent(float(shares[number]))} of {worst.layer} {worst.role} {_PREDICATES[stat]}{bound}{others}"
         yield RunFinding("unhealthy" if stat == "nonfinite" else "watch", text, worst.layer, "layers")
@@ -231,10 +242,9 @@ def of_precision(run: RunReader) -> Iterator[RunFinding]:
     before = [layer["name"] for layer in began if "fp8" in layer["precision"]]
     left = [name for name in before if name not in in_fp8]
     if left:
-        which = f"all {len(before)} FP8 layers have" if len(left) == len(before) else f"{', '.join(left[:3])}"
-        more = f" and {len(left) - 3} more layers" if 3 < len(left) < len(before) else ""
-        have = "" if len(left) == len(before) else " has" if len(left) == 1 else " have"
-        yield RunFinding("watch", f"{which}{more}{have} left FP8 for BF16", left[0], "plan")
+        more = f" and {quantity(len(left) - 3, 'more layer')}" if len(left) > 3 else ""
+        which = "the whole model" if len(left) == len(before) else f"{', '.join(left[:3])}{more}"
+        yield RunFinding("watch", f"moved from FP8 to BF16: {which}", left[0], "plan")
 
 
 def of_data(run: RunReader) -> Iterator[RunFinding]:

@@ -8,8 +8,8 @@ export const isNumber = (value) => typeof value === "number" && Number.isFinite(
 export function number(value, digits = 4) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(digits - 2).replace("e+", "e");
-  if (Number.isInteger(value)) return value.toLocaleString("en-GB");
+  if (Number.isInteger(value) && size < 1e15) return value.toLocaleString("en-GB");
+  if (size < 1e-3 || size >= 1e7) return value.toExponential(digits - 2).replace("e+", "e");
   return String(Number(value.toPrecision(digits)));
 }
 

@@ -131,8 +131,9 @@ async function one(target, { role, names, rows, first, last }, stat, scale, coun
   const height = Math.min(Math.max(names.length * 14 + 70, 170), count > 1 ? 420 : 720);
   const largest = rows.map((row) => row.reduce((most, value) => (value > most ? value : most), -Infinity));
   const top = largest.indexOf(largest.reduce((a, b) => Math.max(a, b), -Infinity));
+  const counted = names.length === 1 ? "1 layer" : `${names.length} layers`;
   const saying = `highest ${valueOf(stat, largest[top])} in ${names[top] ?? "none"}`;
-  target.say(`${names.length} layers, ${saying}`);
+  target.say(`${counted}, ${saying}`);
   await target.draw([{
     type: "heatmap", name: role, x: Array.from(last), y: names, z, customdata: rows, zmin: scale.from, zmax: scale.to, colorscale: scale.colours, zsmooth: false,
     hovertemplate: `%{y}<br>step %{x}<br>${words(stat)} <b>%{customdata:${isShare ? ".3~%" : ".4~g"}}</b><extra></extra>`, hoverongaps: false,
@@ -141,7 +142,7 @@ async function one(target, { role, names, rows, first, last }, stat, scale, coun
     hovermode: "closest", showlegend: false,
     xaxis: { title: { text: "step", font: { size: 12 }, standoff: 6 }, showgrid: false, zeroline: false },
     yaxis: { autorange: "reversed", type: "category", showgrid: false, showticklabels: !isNarrow(), tickfont: { size: 10, color: colour("text-quiet") }, nticks: Math.floor(height / 16) },
-  }, `${names.length} layers from step ${first[0]} to ${last[last.length - 1]}, ${plain(saying)}`, height);
+  }, `${counted} from step ${first[0]} to ${last[last.length - 1]}, ${plain(saying)}`, height);
 }
 
 function newestOf(found, isGoodHigh) {

@@ -12,6 +12,11 @@ const KEYS = ["loss_fp8", "loss_bf16", "loss", "heldout_loss_fp8", "heldout_loss
   "gradient_norm_bf16", "gradient_norm", "lr", "time", "tokens", "tokens_per_second"];
 const ELSEWHERE = /^(milliseconds|overflows|heldout_gap)/; // shown elsewhere
 
+const NOTES = {
+  batch_divergence: "tokens of a batch from those of the text", batch_document_tokens: "mean length of a batch's documents",
+  fp8_flops: "share of the products' FLOPs in FP8",
+};
+
 const SOLID = { line: { width: 2.6 } };
 
 const asked = (run, keys) => [["run", run], ...keys.map((key) => ["key", key])];
@@ -127,7 +132,7 @@ export function overviewView() {
   // Further scalars recorded by a custom training loop.
   function chartOf(key) {
     if (!extra.has(key)) {
-      extra.set(key, chart(words(key)));
+      extra.set(key, chart(words(key), { note: NOTES[key] }));
       below.append(extra.get(key).element);
     }
     return extra.get(key);

@@ -59,7 +59,7 @@ export function planView() {
         saved > 0 && ` Weights in FP8 save ${gib(saved)}.`),
       lines.length > 0 && h("ul", {}, lines),
       (plan.unapplied ?? []).length > 0 && h("div", {}, h("p", {}, "Requested, but not applied:"), h("ul", {}, plan.unapplied.map((line) => h("li", {}, line)))),
-      together.length > 0 && h("details", {}, h("summary", {}, `${together.length} computed together`), h("ul", {}, together)));
+      together.length > 0 && h("details", {}, h("summary", {}, `${together.length} fused groups`), h("ul", {}, together)));
   }
 
   function rows() {

@@ -27,7 +27,7 @@ export function settingsView() {
       const rest = pairs.filter(([key]) => !isChanged(name, key)).map(rowOf(name));
       const columns = [["key", "key"], ["value", ""]];
       if (!changed.length) return h("section", {}, h("h2", {}, title), table(title, columns, rest, { empty: "Nothing recorded." }));
-      return h("section", {}, h("h2", {}, title, h("small", { class: "quiet" }, " what differs from its default")), table(title, columns, changed.map(rowOf(name))),
+      return h("section", {}, h("h2", {}, title, h("small", { class: "quiet" }, " values that differ from the defaults")), table(title, columns, changed.map(rowOf(name))),
         h("details", { open: Boolean(get("filter")) || get("all") === "1", ontoggle: (event) => set({ all: event.target.open ? "1" : null }) },
           h("summary", {}, `settings at their defaults: ${rest.length}`), table(`${title}, defaults`, columns, rest)));
     };

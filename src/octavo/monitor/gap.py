@@ -1,0 +1,40 @@
+"""The gap, by how many percent the FP8 loss exceeds the BF16 baseline's, judged beside its own noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+GAP_LIMIT = 1.0
+"""Limit of the gap in percent where its noise is smaller."""
+PARTS = 64
+"""Largest number of equal parts of a run, each with its mean gap: the noise of single batches averages out."""
+FEWEST = 16
+"""Smallest number of gaps that tell how far they wander."""
+DEVIATIONS = 3.0
+"""Wander in standard deviations."""
+
+
+def wander(gaps: Sequence[float] | NDArray[np.floating]) -> float:
+    """Return how far the gap wanders over a run: `DEVIATIONS` standard deviations about its linear trend, in percent.
+
+    Two runs that differ only by rounding drift apart and together again, by percents early in training, so that a final
+    gap below the wander can be chance. Harm is not mistaken for it: the deviation is a seminorm, every gap that rises
+    from 0 to h without falling is a mean of steps of height h, and no step of h has a wander of h or more.
+
+    Args:
+        gaps: on batches, in the order of steps, in percent. Values that are not finite are left out.
+
+    Returns: 0 with fewer than `FEWEST` values.
+    """
+    values = np.asarray(gaps, dtype=np.float64)
+    values = values[np.isfinite(values)]
+    if len(values) < FEWEST:
+        return 0.0
+    size = -(-len(values) // PARTS)
+    means = values[len(values) % size :].reshape(-1, size).mean(axis=1)
+    at = np.arange(len(means))
+    rest = means - np.polyval(np.polyfit(at, means, 1), at)
+    return float(DEVIATIONS * np.sqrt(rest @ rest / (len(means) - 2)))
