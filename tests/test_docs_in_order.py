@@ -21,7 +21,7 @@ DEVELOPERS = ("pytest", "hypothesis", "ruff", "mypy", "playwright", "ml_dtypes",
 """Packages of the extra `dev` alone: a user does not have them."""
 LEFT_OUT = re.compile(
     r"octavo (bench (?!portability)|dashboard|pilot config.json --batch|train .*--tracker|doctor .*--trace"
-    r"|.*(--shard|--loss-scale|--fits))"
+    r"|dump .*tensorboard|.*(--shard|--loss-scale|--fits))"
 )
 PAGES = [
     DOCS / name

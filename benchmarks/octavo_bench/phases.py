@@ -14,7 +14,7 @@ from octavo.errors import RunError
 from octavo.pilot import Settings, load_workload, run_pilot
 from octavo.pilot.judging import Pilot
 from octavo.pilot.report import to_text
-from octavo.pilot.workload import Shape
+from octavo.train.workload import Shape
 from octavo_bench.cli import TO_STDOUT, Output, command_line, numbers
 from octavo_bench.results import Row
 

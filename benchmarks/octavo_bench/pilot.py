@@ -19,7 +19,7 @@ from octavo.monitor.dashboard import page
 from octavo.pilot import Settings, load_workload, run_pilot
 from octavo.pilot.judging import ALIKE, Pilot
 from octavo.pilot.report import to_dict, to_html
-from octavo.pilot.workload import Shape
+from octavo.train.workload import Shape
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
 from octavo_bench.results import Row, attempt
 

@@ -14,7 +14,7 @@ from octavo.models import build
 from octavo.models.config import ModelConfig
 from octavo.pilot.judging import Pilot
 from octavo.pilot.measuring import Measurement
-from octavo.pilot.workload import Shape
+from octavo.train.workload import Shape
 from octavo_bench import results
 from octavo_bench.phases import command, rows_of
 

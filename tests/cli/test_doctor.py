@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.doctor import OutputFlags, SubjectFlags, doctor
+from octavo.cli.doctor import OutputFlags, doctor
 from octavo.doctor.check import Check, failure, ok, skipped, warning
 from octavo.doctor.examination import CHECKS
 from octavo.errors import ConfigError
@@ -37,7 +37,7 @@ def test_a_line_a_check_then_what_to_do(checked: list[Check[object]], capsys: py
         of("triton kernels", failure("7 bytes differ", remedy=f"Install {LONG}.", rows=rows)),
         of("collectives", skipped("one GPU")),
     ]
-    assert doctor(subject=SubjectFlags(device="cpu")) == 1
+    assert doctor(device="cpu") == 1
     shown = capsys.readouterr().out
     lines = [line.rstrip() for line in shown.splitlines()]
     assert max(map(len, lines)) <= 80
@@ -55,7 +55,7 @@ def test_a_line_a_check_then_what_to_do(checked: list[Check[object]], capsys: py
 def test_details_on_demand(checked: list[Check[object]], capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"kernel": "norm", "available": True, "sqnr_db": 28.512345}]
     checked += [of("kernels", ok("fine", rows=rows)), of("disk", ok("12 GiB", free_gib=12.0))]
-    assert doctor(subject=SubjectFlags(device="cpu"), output=OutputFlags(verbose=True)) == 0
+    assert doctor(device="cpu", output=OutputFlags(verbose=True)) == 0
     shown = capsys.readouterr().out
     assert "sqnr db" in shown and "28.51" in shown and "yes" in shown and "free_gib" in shown
     assert shown.rstrip().endswith("No check failed. (2 ok)")
@@ -65,18 +65,18 @@ def test_json_and_report_are_all_that_is_printed(
     checked: list[Check[object]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     checked += [of("disk", warning("5 GiB free", free_gib=5.0))]
-    assert doctor(subject=SubjectFlags(device="cpu"), output=OutputFlags(json=True)) == 0
+    assert doctor(device="cpu", output=OutputFlags(json=True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] and found["checks"][0]["numbers"] == {"free_gib": 5.0}
     assert found["checks"][0]["remedy"] == "Do this." and found["checks"][0]["of"] == "machine"
-    assert doctor(subject=SubjectFlags(device="cpu"), output=OutputFlags(report=True)) == 0
+    assert doctor(device="cpu", output=OutputFlags(report=True)) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("### octavo doctor") and "| machine: disk | WARNING | 5 GiB free |" in printed
 
 
 def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("kernels", "arithmetic", "triton kernels", "driver")  # versions are whatever is installed
-    assert doctor(subject=SubjectFlags(device="cpu"), only=names, output=OutputFlags(json=True)) == 0
+    assert doctor(device="cpu", only=names, output=OutputFlags(json=True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert {check["check"]: check["verdict"] for check in found["checks"]} == {
         "driver": "skipped",
@@ -90,9 +90,8 @@ def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     "given",
     [
         {"output": OutputFlags(report=True, json=True)},
-        {"subject": SubjectFlags(preset="tiny", model="mine:build")},
-        {"target": Path("x.toml"), "subject": SubjectFlags(preset="tiny")},
-        {"subject": SubjectFlags(device="tpu")},
+        {"target": Path("x.toml"), "preset": "tiny"},
+        {"device": "tpu"},
     ],
 )
 def test_a_wrong_question(given: dict[str, object]) -> None:

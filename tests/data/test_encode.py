@@ -30,7 +30,7 @@ def encoded(tmp_path: Path, texts: list[str], fraction: float = 0.25) -> tuple[S
     folder.mkdir()
     for i, text in enumerate(texts):
         (source / f"{i:03}.txt").write_bytes(text.encode())
-    written = encode_split(open_corpus(source), ByteTokenizer(), folder, fraction, None)
+    written = encode_split(open_corpus(source), ByteTokenizer(), folder, fraction)
     return written, documents_of(folder / "train.bin"), documents_of(folder / "heldout.bin")
 
 

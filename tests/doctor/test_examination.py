@@ -110,37 +110,39 @@ MINE = """
 import torch
 
 def build():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
-    x = torch.randn(32, 64)
-    return model, lambda: model(x).square().mean()
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
 
-def broken():
-    model, loss = build()
-    with torch.no_grad():
-        model[2].weight[3, 5] = torch.nan
-    return model, loss
+def batches():
+    yield (torch.randn(32, 64),)
 
-def nothing():
-    return 3
+def loss(model, batch):
+    return model(*batch).square().mean()
+"""
+BROKEN = """
+fine = build
+
+def build():
+    model = fine()
+    model[2].weight.data[3, 5] = torch.nan
+    return model
 """
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of a module of the user's, in the directory that is the current one."""
-    (tmp_path / "my_model.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    return "my_model"
+def mine(tmp_path: Path) -> Path:
+    """Return a file of the user's."""
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path / "mine.py"
 
 
-def test_a_model_of_the_users_own(mine: str) -> None:
-    told = verdicts(examination(model=f"{mine}:build", device="cpu"))
+def test_a_model_of_the_users_own(mine: Path) -> None:
+    told = verdicts(examination(mine, device="cpu"))
     assert (told["nan"], told["fallback"], told["serving"]) == ("ok",) * 3 and "set up" not in told
 
 
-def test_a_nan_that_cannot_be_converted_is_named(mine: str) -> None:
-    found = examination(model=f"{mine}:broken", device="cpu")
+def test_a_nan_that_cannot_be_converted_is_named(mine: Path) -> None:
+    mine.write_text(MINE + BROKEN)
+    found = examination(mine, device="cpu")
     assert verdicts(found) == {"set up": "failure"}
     assert "2.weight holds 1 value(s)" in found.results[0][1].finding.seen
 
@@ -148,10 +150,7 @@ def test_a_nan_that_cannot_be_converted_is_named(mine: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model": "my_model:nothing"}, "returns int, not a pair"),
-        ({"model": "my_model:gone"}, "MODULE:FUNCTION"),
-        ({"model": "my_model"}, "MODULE:FUNCTION"),
-        ({"model": "no_such_module:build"}, "No module named"),
+        ({"target": Path("gone.py")}, "no such file"),
         ({"only": ["triton"]}, "Did you mean 'triton kernels'"),
         ({"only": ["drift"]}, "name a run file"),
         ({"recipe": "block"}, "need a model"),
@@ -161,15 +160,15 @@ def test_a_nan_that_cannot_be_converted_is_named(mine: str) -> None:
         ({"target": Path()}, "contains no run"),
     ],
 )
-def test_a_wrong_question_is_a_usage_error(mine: str, given: dict[str, object], message: str) -> None:
+def test_a_wrong_question_is_a_usage_error(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         examination(**{"device": "cpu", **given}).run()  # type: ignore[arg-type]
 
 
-def test_a_failure_is_no_pass_and_the_rest_is_still_made(monkeypatch: pytest.MonkeyPatch, mine: str) -> None:
+def test_a_failure_is_no_pass_and_the_rest_is_still_made(monkeypatch: pytest.MonkeyPatch, mine: Path) -> None:
     broken = dataclasses.replace(nonfinite, look=lambda trial: failure("it is NaN"))
     monkeypatch.setitem(CHECKS, "model", (broken, *CHECKS["model"][1:]))
-    found = examination(model=f"{mine}:build", device="cpu").run()
+    found = examination(mine, device="cpu").run()
     assert not found.passed and len(found.results) == len(CHECKS["model"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +85,6 @@ def test_a_folder_that_is_not_there_yet_lies_on_a_disk(tmp_path: Path) -> None:
 
 
 def test_the_remedy_of_a_small_shared_memory_is_a_flag_of_docker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_size", lambda place: 0.0625)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(total=hardware.GIB / 16))
     result = run_check(hardware.shared_memory, Machine(torch.device("cpu")))
     assert result.finding.seen == "/dev/shm has 0.06 GiB" and "--shm-size" in result.remedy

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.evaluation.result import SequenceScores, evaluation, mean_and_error, measure, no_progress
+from octavo._util.terminal import silent
+from octavo.evaluation.result import Score, evaluation, mean_and_error, measure
 from octavo.evaluation.text import EvalText, SequenceLayout
 
 TEXT = EvalText(
@@ -20,15 +21,13 @@ TEXT = EvalText(
 )
 
 
-def measured(computed: str, *losses: float) -> SequenceScores:
+def measured(computed: str, *losses: float) -> Score:
     losses_S = torch.tensor(losses, dtype=torch.float64)
     gemms = {"scaled_mm.row": 7} if computed == "FP8" else {}
-    return SequenceScores(
-        computed=computed, losses_S=losses_S, hits_S=losses_S.nan_to_num() / 10, fp8_gemms=gemms, fallbacks=()
-    )
+    return Score.of(computed, TEXT, losses_S, losses_S.nan_to_num() / 10, gemms)
 
 
-def of(*found: SequenceScores, notes=()):
+def of(*found: Score, notes=()):
     return evaluation({"directory": "runs/a", "step": 3}, TEXT, "a CPU", found, notes)
 
 
@@ -87,5 +86,5 @@ def test_kernels_that_ran_are_counted():
             fall_back("a reason")
         return torch.zeros(4, 2)
 
-    found = measure("FP8", score, TEXT, no_progress)
+    found = measure("FP8", score, TEXT, silent)
     assert (found.fp8_gemms, found.fallbacks) == ({"a kernel": 2}, ("a reason",))

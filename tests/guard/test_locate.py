@@ -64,23 +64,20 @@ def test_its_hooks_are_gone_after_an_error(model: nn.Module) -> None:
 
 def test_a_change_within_reach_is_none() -> None:
     before = torch.randn(8, 8)
-    assert weight_diff(before, before + 0.09, 0.1) is None
+    assert weight_diff(before, before + 0.09, 0.1) == ""
 
 
 def test_elements_of_a_vector_are_rows() -> None:
     found = weight_diff(torch.ones(8), torch.ones(8) + torch.eye(8)[2], 0.1)
-    assert found is not None and (found.elements, found.row) == (1, 2)
+    assert found.startswith("one element, row 2, column 0")
 
 
 def test_a_flipped_bit_a_row_and_more() -> None:
     before = torch.randn(8, 8)
     now = before + 0.01
     now[3, 5] = 1e30
-    assert str(weight_diff(before, now, 0.1)) == "one element, row 3, column 5, as a flipped bit leaves it"
+    assert weight_diff(before, now, 0.1) == "one element, row 3, column 5, as a flipped bit leaves it"
     now[3] = before[3] + 5
-    assert str(weight_diff(before, now, 0.1)) == "8 elements of row 3"
+    assert weight_diff(before, now, 0.1) == "8 elements of row 3"
     now[6, 1] = torch.nan
-    found = weight_diff(before, now, 0.1)
-    assert found is not None
-    assert (found.elements, found.rows, found.row, found.column) == (9, 2, 3, 0)
-    assert str(found) == "9 elements of 2 rows, the first in row 3"
+    assert weight_diff(before, now, 0.1) == "9 elements of 2 rows, the first in row 3"

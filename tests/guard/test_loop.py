@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,6 +21,7 @@ from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
 from octavo.guard.alarms import LASTING
 from octavo.guard.diagnosis import Probe
+from octavo.guard.guard import Incident
 from octavo.guard.guarded import stored_scales
 from octavo.monitor.monitor import Monitor
 from octavo.monitor.store import RunReader
@@ -137,7 +139,7 @@ def test_snapshots_of_steps_that_were_undone_are_forgotten() -> None:
     bump = torch.optim.lr_scheduler.LambdaLR(loop.update.optimizer, lambda made: 300.0 if 19 <= made < 23 else 1.0)
     loop.update = replace(loop.update, scheduler=bump)
     for step, _ in loop.steps(STEPS):
-        assert all(saved.snapshot.step < step for saved in loop.guard._saved)
+        assert all(saved.step < step for saved in loop.guard._saved)
     assert any(event.cause == "optimizer" for event in events)
 
 
@@ -393,7 +395,7 @@ def test_a_nan_in_all_snapshots_is_never_saved_and_ends_the_run() -> None:
     with pytest.raises(RunError, match=r"first\.weight is not finite"):
         for _ in loop.steps(80):
             for saved in loop.guard._saved:
-                assert all(torch.isfinite(tensor).all() for tensor in saved.snapshot.state.model.values())
+                assert all(torch.isfinite(tensor).all() for tensor in saved.state.model.values())
 
 
 def test_a_level_shift_is_noted_a_few_times() -> None:
@@ -573,6 +575,15 @@ def test_a_second_loop_needs_the_first_closed() -> None:
     with Loop(loop.model, loop.update, loss_of, batches(), on_event=lambda _: None) as again:
         assert again.step() is not None
     assert again.telemetry is None
+
+
+def test_blame_of_the_model_says_where_the_run_went_back_to() -> None:
+    loop, events = make_loop()
+    losses(loop)
+    loop.guard._saved.append(replace(loop.snapshot(), rules=loop.guard._saved[-1].rules))
+    alarm = Alarm(loop.done, "nonfinite", "first", "weight", math.nan, math.inf)
+    loop.guard._blame_model(Incident(alarm, loop.done, "", [], {}), "first.weight is not finite", "first")
+    assert events[-1].cause == "model" and events[-1].back_to == loop.done < STEPS
 
 
 def test_a_monitor_follows_a_loop_that_rolls_back(tmp_path: Path) -> None:

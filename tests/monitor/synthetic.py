@@ -60,8 +60,8 @@ def synthetic_run(
                 run.write_step(step, _scalars(step, steps, spike, twin, random, now), snapshot, t=now)
                 _happenings(run, step, spike, rows[hot], now)
     with run.batch():
-        for row in rows[: len(schema.ROLES) * min(len(names), 50)]:
-            run.write_histogram(steps, row.layer, row.role, -20, _bell(row.role))
+        bells = [_bell(row.role) for row in rows[: len(schema.ROLES) * min(len(names), 50)]]
+        run.write_histograms(steps, -20, bells + [[0] * len(bells[0])] * (len(rows) - len(bells)))
         if finished:
             run.write_document("summary", {"steps": steps, "heldout_loss_fp8": 2.02, "heldout_loss_bf16": 2.0,
                                            "gap_percent": 1.0, "tokens_per_second": 50_000.0}, step=steps)  # fmt: skip

@@ -76,8 +76,7 @@ def test_a_scalar_that_is_not_there_at_a_step_is_an_empty_cell(tmp_path: Path) -
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_an_empty_run_is_exported(tmp_path: Path, to: str) -> None:
-    if to == "parquet":
-        pytest.importorskip("pyarrow")
+    pytest.importorskip({"parquet": "pyarrow", "tensorboard": "tensorboard"}.get(to, "csv"))
     synthetic_run(tmp_path / "run", layers=1, steps=0)
     assert all(path.is_file() for path in export(tmp_path / "run", to, tmp_path / "out"))
 

@@ -28,6 +28,8 @@ class FakeTelemetry:
         self.delay = 2
         self.detached = False
 
+    histograms = None
+
     def snapshot(self) -> tuple[int, np.ndarray] | None:
         if self.taken >= self.made - self.delay:
             return None

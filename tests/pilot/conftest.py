@@ -11,7 +11,7 @@ from octavo.conversion import make_plan
 from octavo.kernels.devices import H200
 from octavo.pilot.judging import Pilot
 from octavo.pilot.measuring import Measurement
-from octavo.pilot.workload import load_workload
+from octavo.train.workload import load_workload
 
 MODULE = """
 import torch

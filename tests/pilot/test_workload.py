@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, DataError
-from octavo.pilot.workload import Shape, call_model, load_workload, one_of
+from octavo.train.workload import Shape, call_model, load_workload, one_of
 
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64,

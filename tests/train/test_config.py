@@ -16,10 +16,10 @@ from octavo.errors import ConfigError
 from octavo.models import Llama, count_parameters
 from octavo.optim import TIERS
 from octavo.train.config import (
+    LoopConfig,
     OptimizerConfig,
     RunConfig,
     assemble,
-    is_bf16,
     learning_rate,
     load_file,
     load_preset,
@@ -263,5 +263,5 @@ def test_all_warm_up() -> None:
     [(0, 0.0, []), (3, 0.0, [0, 1, 2]), (0, 0.2, [8, 9]), (1, 0.04, [0]), (1, 0.06, [0, 9]), (99, 0.0, range(10))],
 )
 def test_the_precision_of_each_step(first: int, last_share: float, bf16: Sequence[int]) -> None:
-    steps = [step for step in range(10) if is_bf16(step, steps=10, first=first, last_share=last_share)]
-    assert steps == list(bf16)
+    run = LoopConfig(steps=10, bf16_first_steps=first, bf16_last_share=last_share)
+    assert [step for step in range(10) if run.is_bf16(step)] == list(bf16)

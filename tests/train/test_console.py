@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
+from octavo.guard import GuardEvent
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.console import ConsoleReporter
 from octavo.train.events import Evaluated, Event, Finished, Logged, Saved, Started, Switched
@@ -201,14 +202,13 @@ def test_a_change_of_precision_and_skipped_steps_are_told() -> None:
         "tokens": 1,
         "tokens_per_second": 1.0,
     }
-    for step, overflows in ((5, 0), (6, 2), (7, 2)):
-        event = Logged(
-            step=step, loss={"fp8": math.inf}, loss_scale={"fp8": 64.0}, overflows={"fp8": overflows}, **line
-        )
-        reporter.report(event)
+    event = Logged(step=6, loss={"fp8": math.inf}, loss_scale={"fp8": 64.0}, overflows={"fp8": 2}, **line)
+    reporter.report(event)
+    text = "FP8 gradients overflowed, 2 steps skipped so far"
+    reporter.report(GuardEvent(6, "warning", "overflow", text, "loss scale 64", value=2))
     told = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
     assert told == [
         "step 4: the FP8 model computes in BF16 from here on",
-        "step 6: FP8 gradients overflowed, 2 steps skipped so far, loss scale now 64",
+        "step 6: FP8 gradients overflowed, 2 steps skipped so far -> loss scale 64",
     ]
     assert event.record()["loss_fp8"] is None and event.record()["overflows_fp8"] == 2

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.train.device import WARM_UP_STEPS, DeviceTimer, describe, gc_frozen, resolve, versions
+from octavo.train.device import WARM_UP_STEPS, describe, gc_frozen, resolve, versions
 
 
 def test_names() -> None:
@@ -22,14 +21,6 @@ def test_names() -> None:
 def test_unknown_devices(name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.device"):
         resolve(name)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_timer_measures_the_time_inside(device: str) -> None:
-    timer = DeviceTimer(torch.device(device))
-    with timer:
-        time.sleep(0.02)
-    assert 15 < timer.milliseconds() < 2000
 
 
 @pytest.fixture

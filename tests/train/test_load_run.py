@@ -14,7 +14,7 @@ from octavo import recipes
 from octavo.errors import CheckpointError
 from octavo.nn import Linear
 from octavo.train import RunConfig, train
-from octavo.train.load_run import find, model_of, restore, settings_of, states_of
+from octavo.train.load_run import find, restore, settings_of, states_of
 from octavo.train.setup import make_states
 
 Configure = Callable[..., RunConfig]
@@ -31,7 +31,7 @@ def trained(configure: Configure, out: Path, **sections: dict[str, Any]) -> RunC
 def test_weights_are_those_of_the_newest_checkpoint(configure: Configure, tmp_path: Path, weights: str) -> None:
     trained(configure, tmp_path / "run", run={"weights": weights})
     found = find(tmp_path / "run")
-    model = model_of(found, settings_of(found, "test", {"device": "cpu"}))
+    model = states_of(found, settings_of(found, "test", {"device": "cpu"}))[0].model
     layer = model.get_submodule("layers.0.attention.wo")
     assert isinstance(layer, Linear) and found.step == 2
     saved = found.tensors["fp8"]
@@ -59,7 +59,7 @@ def test_the_text_may_be_gone(configure: Configure, tmp_path: Path, monkeypatch:
     trained(configure, tmp_path / "run")
     found = find(tmp_path / "run")
     monkeypatch.setattr("octavo.train.setup.prepare", lambda *_: pytest.fail("the text was read"))
-    model_of(found, settings_of(found, "test", {"device": "cpu"}))
+    states_of(found, settings_of(found, "test", {"device": "cpu"}))
 
 
 def test_a_checkpoint_by_its_step(configure: Configure, tmp_path: Path) -> None:

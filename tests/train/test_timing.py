@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from octavo.train.timing import milliseconds, warm_up
+from octavo.train.timing import Stopwatch, milliseconds, warm_up
 
 
 def test_every_call_is_timed_on_its_own() -> None:
@@ -38,3 +38,13 @@ def test_a_launch_slower_than_its_kernel_does_not_count() -> None:
         x.add_(1)
 
     assert sorted(milliseconds(slow_launch, "cuda", 9, queued=True, cold=True))[4] < 0.1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_stopwatch_sums_the_parts_of_one_name(device: str) -> None:
+    watch = Stopwatch(torch.device(device))
+    for name, seconds in (("a", 0.02), ("b", 0.0), ("a", 0.02)):
+        time.sleep(seconds)
+        watch.mark(name)
+    found = watch.milliseconds()
+    assert found.keys() == {"a", "b"} and 35 < found["a"] < 2000

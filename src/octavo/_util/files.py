@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 from octavo.errors import OctavoError
+
+
+@contextmanager
+def os_errors(path: object, kind: type[OctavoError], what: str = "cannot be written") -> Iterator[None]:
+    """Raise an error of the system in this block as one of a kind, with the path and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: {what} ({error.strerror}).") from error
 
 
 def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = False) -> None:
@@ -17,12 +27,11 @@ def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = 
     """
     unfinished = path.with_name(f".writing-{path.name}-{uuid4().hex[:8]}")
     try:
-        if mkdir:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        raise kind(f"{path}: cannot be written ({error.strerror}).") from error
+        with os_errors(path, kind):
+            if mkdir:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path)
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)

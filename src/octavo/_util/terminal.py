@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +18,16 @@ Report = Callable[[str, float], None]
 
 def silent(doing: str, done: float) -> None:
     """Report nothing."""
+
+
+Item = TypeVar("Item")
+
+
+def reported(items: Iterable[Item], total: int, doing: str, report: Report) -> Iterator[Item]:
+    """Yield items, and report before each how many of all are done."""
+    for number, item in enumerate(items):
+        report(f"{doing} {number + 1} of {total}", number / total)
+        yield item
 
 
 # C0 and C1 controls but tab and newline, marks that reorder text, line separators, and halves of characters.

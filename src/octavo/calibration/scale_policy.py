@@ -69,15 +69,11 @@ class ScalePolicy:
         amax, fmt = self.amax(together or seen), format_named(operand.format)
         if amax <= 0 or not seen.batches:
             return None
-        lowest = _scale(amax, fmt, operand)
+        lowest = float(scale_from_amax(torch.tensor(amax, dtype=torch.float32), fmt, operand.scaling)[0])
         scale = lowest * 2.0**self.margin
         return Calibrated(
             operand.stored_format, operand.scaling, scale, seen.amax, _statistics(seen, amax, fmt, scale, lowest)
         )
-
-
-def _scale(amax: float, fmt: Format, operand: Operand) -> float:
-    return float(scale_from_amax(torch.tensor(amax, dtype=torch.float32), fmt, operand.scaling)[0])
 
 
 def _statistics(seen: MagnitudeHistogram, amax: float, fmt: Format, scale: float, lowest: float) -> Statistics:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,16 +87,17 @@ def calibrate(
     from octavo.calibration import ScalePolicy
     from octavo.train.calibrate import calibrate_run
 
-    found = calibrate_run(
-        config,
-        directory,
-        recipe=recipe,
-        batches=how.batches,
-        layers=how.only,
-        backward=how.backward,
-        scale_policy=ScalePolicy(by=how.choose, percentile=how.percentile, margin=how.margin),
-        watch=partial(_with_progress, total=how.batches),
-    )
+    with progress() as report:
+        found = calibrate_run(
+            config,
+            directory,
+            recipe=recipe,
+            batches=how.batches,
+            layers=how.only,
+            backward=how.backward,
+            scale_policy=ScalePolicy(by=how.choose, percentile=how.percentile, margin=how.margin),
+            report=report,
+        )
     path = output or (directory or Path()) / FILE
     found.save(path)
     if json_output:
@@ -105,14 +105,6 @@ def calibrate(
     else:
         say(f"{found}\n\nwritten to {path}, for the recipe '{found.origin.recipe}' ({found.origin.how})")
     return 1 if how.check and not found.fits else 0
-
-
-def _with_progress(batches: Iterable[Any], total: int) -> Iterator[Any]:
-    """Yield the batches and show on a terminal how many are done."""
-    with progress() as report:
-        for number, batch in enumerate(batches):
-            report(f"batch {number + 1} of {total}", number / total)
-            yield batch
 
 
 def _undo(path: Path, only: Sequence[str], json_output: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,29 +36,16 @@ class OutputFlags:
     """Print the findings as JSON."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class SubjectFlags:
-    """What is checked beside the machine, and where."""
-
-    preset: str | None = None
-    """Preset of `octavo train`, in place of a run file."""
-    model: str | None = None
-    """Your MODULE:FUNCTION that returns (model, loss function of one batch)."""
-    recipe: str | None = None
-    """Recipe, in place of the run's; with --model, by default folded."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:INDEX."""
-
-
-OUTPUT, SUBJECT = OutputFlags(), SubjectFlags()
+OUTPUT = OutputFlags()
 
 
 def doctor(
     target: Path | None = None,
     /,
     *,
-    subject: SubjectFlags = SUBJECT,
+    preset: str | None = None,
+    recipe: str | None = None,
+    device: str = "auto",
     only: Annotated[list[str] | None, Parameter(negative=())] = None,
     trace: Path | None = None,
     output: OutputFlags = OUTPUT,
@@ -67,7 +54,8 @@ def doctor(
 
     Without TARGET, checks the machine. On a GPU, the first time compiles every kernel, which can take minutes.
 
-    With a run file, a preset or --model, runs a few steps of the model, which leave its weights unchanged.
+    With a run file, a preset, a Python file or a Hugging Face config, runs a few steps of the model, which leave its
+    weights unchanged.
 
     With the directory of a run, uses the weights of its newest checkpoint, and checks its record as well.
 
@@ -78,13 +66,19 @@ def doctor(
         octavo doctor
         octavo doctor my.toml --trace traces
         octavo doctor runs/demo
-        octavo doctor --model mine:build --recipe block
+        octavo doctor mine.py --recipe block
         octavo doctor --report > report.md
 
     Parameters
     ----------
     target
-        Run file, .toml or .json, or directory of a run.
+        Run file, directory of a run, Python file with build() and batches(), or Hugging Face config.json.
+    preset
+        Preset of `octavo train`, in place of a run file.
+    recipe
+        Recipe, in place of the run's; of a Python file or a Hugging Face config by default folded.
+    device
+        auto, cpu, cuda or cuda:INDEX.
     only
         Name of a check to run, such as 'triton kernels'; repeatable.
     trace
@@ -92,11 +86,11 @@ def doctor(
     """
     if output.report and output.json:
         raise ConfigError("--report and --json exclude each other.")
-    if sum(given is not None for given in (target, subject.preset, subject.model)) > 1:
-        raise ConfigError("give only one of a run file or run, --preset and --model.")
+    if target is not None and preset is not None:
+        raise ConfigError("give only one of TARGET and --preset.")
     from octavo.doctor.examination import examination
 
-    found = examination(target, **asdict(subject), only=only or (), trace=trace)
+    found = examination(target, preset=preset, recipe=recipe, device=device, only=only or (), trace=trace)
     _run(found, quiet=output.report or output.json, verbose=output.verbose)
     if output.json:
         say(json.dumps(found.to_dict(), indent=2))
@@ -119,16 +113,12 @@ def _run(examination: Examination, *, quiet: bool, verbose: bool) -> None:
         if kind != shown:
             console.print(f"\n{kind}", style="bold")
             shown = kind
-        _line(console, result)
+        mark, style = MARKS[result.finding.verdict]
+        _row(console, (mark, style), result.check.name, result.finding.seen, dim=style == "dim")
         if verbose:
             _details(console, result)
     if not quiet:
         _summarise(console, examination)
-
-
-def _line(console: Any, result: Result) -> None:
-    mark, style = MARKS[result.finding.verdict]
-    _row(console, (mark, style), result.check.name, result.finding.seen, dim=style == "dim")
 
 
 def _row(console: Any, mark: tuple[str, str], name: str, text: str, *, dim: bool = False) -> None:

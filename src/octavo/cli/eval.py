@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,10 +14,8 @@ from octavo.cli.flags import JsonOutput
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.data.loader import Batch
-    from octavo.evaluation.result import Evaluation, Progress
+    from octavo.evaluation.result import Evaluation
     from octavo.evaluation.run import EvalSettings
-    from octavo.evaluation.text import EvalText
 
 
 @Parameter(name="*")
@@ -114,26 +110,8 @@ def _evaluate(model: Path, run: Path | None, settings: EvalSettings) -> Evaluati
     served = is_served(model)
     if run is not None and not served:
         raise ConfigError(f"--run: needs an exported model, which {model} is not (no config.json with .safetensors).")
-    with _progress() as progress:
-        if served:
-            return evaluate_served(model, settings, run=run, progress=progress)
-        return evaluate_run(model, settings, progress)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Show progress on a terminal."""
-    from rich.progress import Progress
-
-    console = terminal.console(stderr=True)
-    if not console.is_terminal:
-        yield lambda computed, text: text
-        return
-    with Progress(console=console, transient=True) as bars:
-        reading = bars.add_task("reading model and text", total=None)
-
-        def progress(computed: str, text: EvalText) -> Iterable[Batch]:
-            bars.update(reading, visible=False)
-            return bars.track(text, description=computed)
-
-        yield progress
+    with terminal.progress() as report:
+        report("reading model and text", 0.0)
+        if not served:
+            return evaluate_run(model, settings, report)
+        return evaluate_served(model, settings, run=run, report=report)

@@ -13,9 +13,9 @@ import textwrap
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter
 
@@ -40,105 +40,75 @@ ALIASES = {"run.start_from": ("from",)}
 """Further names of flags."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Flag:
-    """One field of one section."""
-
-    section: str
-    name: str
-    type: Any
-    help: str
-    is_unique: bool
-    """True if no other section has a field of this name."""
-    default: Any = None
-    """The field's default, for the help; None if it has none that can be shown."""
-
-    @property
-    def keyword(self) -> str:
-        """Python name of the parameter."""
-        return f"{self.section}__{self.name}"
-
-    def parameter(self, group: Group, show: bool = True) -> inspect.Parameter:
-        """Return the parameter of a command; None if the flag is not given. `show`: the help lists it."""
-        dashed = self.name.replace("_", "-")
-        stems = [f"{self.section}.{dashed}", *([dashed] if self.is_unique else [])]
-        stems += ALIASES.get(f"{self.section}.{self.name}", ())
-        negative = f"--no-{stems[-1]}" if self.type is bool else ()
-        described = Parameter(
-            name=[f"--{stem}" for stem in stems],
-            negative=negative,
-            help=self.help + ("" if self.default in (None, "") else f" [default: {_said(self.default)}]"),
-            group=group,
-            show=show,
-            show_default=False,
-        )
-        parameter = inspect.Parameter(self.keyword, inspect.Parameter.KEYWORD_ONLY, default=None)
-        optional: Any = self.type | None
-        return parameter.replace(annotation=Annotated[optional, described])
-
-
-def _said(default: Any) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-
-
 def with_flags_of(
     cls: type, common: Collection[str] = (), without: Collection[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a flag for every field of the nested dataclass `cls` to a command.
+    """Make the argument `settings` of a command flags, one for every field of the nested dataclass `cls`.
 
-    The command receives the given ones as a nested mapping, its argument `settings`.
+    The command receives the given ones as a nested mapping.
 
     Args:
         common: the fields, as `section.name`, that `--help` lists; all after `show_all` of the command.
         without: fields that the command does not take.
     """
-    flags = [flag for flag in _flags(cls) if f"{flag.section}.{flag.name}" not in without]
-    titles = field_docs(cls).items()
-    groups = {name: Group(f"{name}: {title}", sort_key=i) for i, (name, title) in enumerate(titles, 1)}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*arguments: Any, **keywords: Any) -> Any:
-            settings: dict[str, dict[str, Any]] = {}
-            for flag in flags:
-                value = keywords.pop(flag.keyword, None)
-                if value is not None:
-                    settings.setdefault(flag.section, {})[flag.name] = value
-            return command(*arguments, settings=settings, **keywords)
-
-        own = inspect.signature(command, eval_str=True)
-        taken = own.parameters.keys()
-        flags[:] = [dataclasses.replace(flag, is_unique=flag.is_unique and flag.name not in taken) for flag in flags]
-        kept = [p for p in own.parameters.values() if p.name != "settings"]
+        taken = {*inspect.signature(command).parameters, *without}
 
         def show_all(all_of_them: bool = True) -> None:
-            shown = [all_of_them or not common or f"{flag.section}.{flag.name}" in common for flag in flags]
-            added = [f.parameter(groups[f.section], show) for f, show in zip(flags, shown, strict=True)]
-            signature = own.replace(parameters=[*kept, *added])
-            vars(wrapper).update(
-                __signature__=signature, __annotations__={p.name: p.annotation for p in signature.parameters.values()}
-            )
+            shown = () if all_of_them else common
+            command.__annotations__["settings"] = _flags(cls, taken, shown)
 
-        for attribute in ("__name__", "__doc__", "__module__"):
-            setattr(wrapper, attribute, getattr(command, attribute))
         show_all(False)
-        wrapper.show_all = show_all  # type: ignore[attr-defined]
-        return wrapper
+        vars(command)["show_all"] = show_all
+        command.__kwdefaults__ = {**(command.__kwdefaults__ or {}), "settings": {}}
+        return command
 
     return decorate
 
 
-def _flags(cls: type) -> Iterator[Flag]:
-    sections = typing.get_type_hints(cls)
+def _flags(cls: type, taken: Collection[str], shown: Collection[str]) -> Any:
+    """Return the type of the settings: a mapping of mappings, with a flag for each value.
+
+    Args:
+        taken: names of other flags, and of fields that have none.
+        shown: fields that the help lists; empty for all.
+    """
+    sections, titles = typing.get_type_hints(cls), field_docs(cls)
     seen = Counter(f.name for section in sections.values() for f in dataclasses.fields(section))
-    for section_name, section in sections.items():
-        hints, helps = typing.get_type_hints(section), field_docs(section)
+    kinds: dict[str, Any] = {}
+    for number, (name, section) in enumerate(sections.items(), 1):
+        group, hints, helps = Group(f"{name}: {titles[name]}", sort_key=number), _hints(section), field_docs(section)
+        flags: dict[str, Any] = {}
         for f in dataclasses.fields(section):
-            if typing.get_origin(hints[f.name]) is dict:  # tables are for run files
+            full = f"{name}.{f.name}"
+            if full in taken or typing.get_origin(hints[f.name]) is dict:  # tables are for run files
                 continue
-            default = None if f.default is dataclasses.MISSING else f.default
-            yield Flag(section_name, f.name, _bare(hints[f.name]), helps.get(f.name, ""), seen[f.name] == 1, default)
+            stems = [full, *([f.name] if seen[f.name] == 1 and f.name not in taken else []), *ALIASES.get(full, ())]
+            names = [f"--{stem.replace('_', '-')}" for stem in stems]
+            described = Parameter(
+                name=names,
+                negative=f"--no-{names[-1][2:]}" if hints[f.name] is bool else (),
+                help=helps.get(f.name, "") + _default(f),
+                group=group,
+                show=not shown or full in shown,
+            )
+            flags[f.name] = Annotated[hints[f.name], described]
+        kinds[name] = Annotated[_typed_dict(name, flags), Parameter(name="*")]
+    return Annotated[_typed_dict(cls.__name__, kinds), Parameter(name="*")]
+
+
+def _typed_dict(name: str, fields: Mapping[str, Any]) -> Any:
+    return TypedDict(name, fields, total=False)  # type: ignore[operator]
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    """Return the default of a field for the help; empty if it has none that can be shown."""
+    if f.default in (dataclasses.MISSING, None, ""):
+        return ""
+    if isinstance(f.default, bool):
+        return f" [default: {'on' if f.default else 'off'}]"
+    return f" [default: {' '.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default}]"
 
 
 def field_docs(cls: type) -> Mapping[str, str]:
@@ -158,11 +128,14 @@ def _field_docs(cls: type) -> Mapping[str, str]:
     return docs
 
 
-def _bare(hint: Any) -> Any:
-    """Return `int` for `int | None`: None is expressed by omitting the flag."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next(a for a in typing.get_args(hint) if a is not type(None))
-    return hint
+@functools.cache
+def _hints(section: type) -> dict[str, Any]:
+    """Return the types of the fields, `int` for `int | None`: None is expressed by omitting the flag."""
+    hints = typing.get_type_hints(section)
+    for name, hint in hints.items():
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            hints[name] = next(a for a in typing.get_args(hint) if a is not type(None))
+    return hints
 
 
 def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]) -> RunConfig:

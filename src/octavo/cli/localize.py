@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
 from octavo._util.terminal import progress, say
 from octavo.cli.flags import JsonOutput, Output
 from octavo.errors import ConfigError
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class MeasurementFlags:
-    """What is measured, and on how many tokens."""
-
-    tokens: PositiveInt | None = None
-    """Number of held-out tokens; by default 131072."""
-    times: Literal["auto", "measured", "predicted"] = "auto"
-    """measured or predicted; auto measures on a GPU, and otherwise predicts for an H200."""
 
 
 def localize(
@@ -32,7 +19,8 @@ def localize(
     recipe: str = "",
     budget: str = "0.1%",
     output: Output = None,
-    measurement: MeasurementFlags | None = None,
+    tokens: PositiveInt | None = None,
+    times: Literal["auto", "measured", "predicted"] = "auto",
     device: str = "auto",
     json_output: JsonOutput = False,
 ) -> int:
@@ -56,16 +44,19 @@ def localize(
         Loss increase allowed for the map: a share, such as 0.1%, or nats per token, such as 0.002.
     output
         File to write the map to, .toml.
+    tokens
+        Number of held-out tokens; by default 131072.
+    times
+        measured or predicted; auto measures on a GPU, and otherwise predicts for an H200.
     device
         cuda or cpu; auto uses the GPU if there is one.
     """
     from octavo.sensitivity.run import Settings, localize_run
 
-    how = measurement or MeasurementFlags()
     if output is not None and output.suffix != ".toml":
         raise ConfigError(f"--output: {output}: a precision map must be a .toml file.")
-    given = {} if how.tokens is None else {"tokens": how.tokens}
-    measure = {"auto": None, "measured": True, "predicted": False}[how.times]
+    given = {} if tokens is None else {"tokens": tokens}
+    measure = {"auto": None, "measured": True, "predicted": False}[times]
     settings = Settings(recipe=recipe, budget=budget, device=device, measure=measure, **given)
     with progress() as report:
         found = localize_run(run, settings, report)

@@ -70,7 +70,7 @@ def pilot(
     from octavo.pilot import Settings, load_workload, run_pilot
     from octavo.pilot.report import to_dict, to_html, to_text
     from octavo.pilot.run import RECIPES
-    from octavo.pilot.workload import Shape
+    from octavo.train.workload import Shape
 
     if html is not None:
         page.plotly()  # a package that is missing is named before minutes of measuring, not after

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
 from octavo._util.terminal import console, progress, quantity, say
@@ -22,22 +21,6 @@ if TYPE_CHECKING:
     from octavo.recipes import Recipe
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryFlags:
-    """Flags of the forecast of memory."""
-
-    memory: Switch = False
-    """Predict the peak GPU memory instead, by kind."""
-    gpus: PositiveInt = 1
-    """With --memory: number of GPUs for FSDP2; the batch is per GPU."""
-    fits: float | None = None
-    """With --memory: GiB of a GPU; find the largest model of these proportions that fits."""
-
-
-NO_MEMORY = MemoryFlags()
-
-
 @with_flags_of(RunConfig, COMMON)
 def plan(
     file: Path | None = None,
@@ -45,7 +28,9 @@ def plan(
     *,
     preset: str | None = None,
     gpu: Literal["a100", "l40s", "h100", "h200", "b200", "rtx5090", "mi300x", "mi355x", "max1550"] | None = None,
-    memory: MemoryFlags = NO_MEMORY,
+    memory: Switch = False,
+    gpus: PositiveInt = 1,
+    fits: float | None = None,
     json_output: JsonOutput = False,
     settings: Mapping[str, Any],
 ) -> int:
@@ -70,11 +55,17 @@ def plan(
         demo (demo-cuda or demo-cpu, depending on the device), tiny, or parity-cuda. FILE overrides it.
     gpu
         Plan for this GPU, which need not be here, with the predicted gain of each layer where its rates are known.
+    memory
+        Predict the peak GPU memory instead, by kind.
+    gpus
+        With --memory: number of GPUs for FSDP2; the batch is per GPU.
+    fits
+        With --memory: GiB of a GPU; find the largest model of these proportions that fits.
     """
     config = configure(file, preset, settings)
-    if memory.memory:
-        return _memory(config, memory.gpus, memory.fits, json_output)
-    if memory != NO_MEMORY:
+    if memory:
+        return _memory(config, gpus, fits, json_output)
+    if gpus > 1 or fits is not None:
         raise ConfigError("--gpus and --fits need --memory.")
     from octavo import recipes
 

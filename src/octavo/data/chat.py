@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from octavo._util.config_reader import parse, read_file, read_text
 from octavo.data.corpus import Corpus
-from octavo.data.encode import Progress, SplitTotals, digest, threshold, unigram_entropy
+from octavo.data.encode import SplitTotals, digest, threshold, unigram_entropy
 from octavo.data.loader import FIRST, IDS, NO_TARGET
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import DataError
@@ -139,9 +139,7 @@ class ChatFormat:
         return found[: self.sequence]
 
 
-def encode_chat(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, chat: ChatFormat, progress: Progress | None
-) -> SplitTotals:
+def encode_chat(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, chat: ChatFormat) -> SplitTotals:
     """Write `train.u32`, `heldout.u32` and `TASKS` of the conversations of a corpus into `folder`.
 
     Raises:
@@ -158,8 +156,6 @@ def encode_chat(
         if not np.all(ids & NO_TARGET):
             text = json.dumps(line["messages"], sort_keys=True)
             lines.append((digest(text.encode()), ids, str(line.get("task", "")), size))
-        if progress:
-            progress(0, corpus.size)
     limit = threshold([key for key, *_ in lines], fraction) if lines else None
     if limit is None:
         raise DataError(f"{corpus.source}: two different conversations with answers are needed, to hold one out.")

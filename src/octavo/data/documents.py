@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo._util.config_reader import parse, read_text
+from octavo._util.files import os_errors
 from octavo.errors import DataError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -50,13 +51,10 @@ def read_documents(file: TextFile) -> Iterator[Document]:
 
 
 def _jsonl(file: TextFile) -> Iterator[Document]:
-    try:
-        with file.path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield Document(f"{file.name}:{number}", _line_text(line, f"{file.path}:{number}"))
-    except OSError as error:
-        raise DataError(f"{file.path}: cannot be read ({error.strerror}).") from error
+    with os_errors(file.path, DataError, "cannot be read"), file.path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield Document(f"{file.name}:{number}", _line_text(line, f"{file.path}:{number}"))
 
 
 def _line_text(line: bytes, where: str) -> str:

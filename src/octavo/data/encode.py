@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -47,9 +47,6 @@ def tail(length: int, fraction: float) -> int:
     """Return the start of the held-out tail of a single document of `length` tokens; neither part is empty."""
     return min(max(round(length * (1 - fraction)), 1), length - 1)
 
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes of text done, bytes in total)."""
 
 BATCH_CHARACTERS = 4_000_000
 """Characters tokenized per batch: enough for a parallel tokenizer, small enough for memory."""
@@ -118,19 +115,17 @@ class Side:
             self._stream.write(ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
-def encode_split(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, progress: Progress | None
-) -> SplitTotals:
+def encode_split(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float) -> SplitTotals:
     """Write `train.bin` and `heldout.bin` of `corpus` into `folder`.
 
     One pass is enough if the hash leaves documents on both sides. With few documents the limit may have to move,
     takes a second pass; reading such corpora twice avoids keeping every corpus in memory.
     """
     limit = int(fraction * SPACE)
-    digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, limit, progress)
+    digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, limit)
     moved = threshold(digests, fraction)
     if moved != limit:
-        digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, moved, progress)
+        digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, moved)
     return SplitTotals(
         documents=train.documents,
         heldout_documents=heldout.documents,
@@ -185,15 +180,9 @@ def unigram_entropy(train: NDArray[np.int64], heldout: NDArray[np.int64]) -> flo
 
 
 def _pass(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    folder: Path,
-    fraction: float,
-    limit: int | None,
-    progress: Progress | None,
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, limit: int | None
 ) -> tuple[array[int], Side, Side]:
     digests = array("Q")
-    done, size = 0, corpus.size
     with (
         (folder / f"train{suffix_of(tokenizer.vocab)}").open("wb") as train_stream,
         (folder / f"heldout{suffix_of(tokenizer.vocab)}").open("wb") as heldout_stream,
@@ -206,13 +195,8 @@ def _pass(
                 digests.append(digest(content))
                 key = None if limit is None else digests[-1] < limit
                 _place(_closed(ids, tokenizer), len(content), name, fraction, key, train, heldout)
-                done += len(content)
             train.flush()
             heldout.flush()
-            if progress:
-                progress(min(done, size), size)
-    if progress:
-        progress(size, size)
     return digests, train, heldout
 
 

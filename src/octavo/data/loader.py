@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo._util.files import os_errors
 from octavo.data.tokenizer import Tokens
 from octavo.errors import CheckpointError, ConfigError, DataError
 
@@ -73,26 +74,6 @@ class Loader:
         windows = np.array([self._window(first + i) for i in range(self._batch)])
         self._samples += self._batch * self._world
         return gather(self._tokens, windows, self._sequence)
-
-    @property
-    def windows(self) -> int:
-        """Number of windows per pass."""
-        return self._windows
-
-    @property
-    def tokens_seen(self) -> int:
-        """Number of targets returned so far, over all ranks."""
-        return self._samples * self._sequence
-
-    @property
-    def epoch(self) -> int:
-        """Number of completed passes."""
-        return self._samples // self._windows
-
-    @property
-    def repeats(self) -> float:
-        """Mean number of times that the text was seen; above 1 it is repeated."""
-        return self._samples / self._windows
 
     def state_dict(self) -> dict[str, int]:
         """Return the position and the settings that it depends on."""
@@ -164,13 +145,11 @@ def open_tokens(path: Path) -> Tokens:
         DataError: the file is missing, empty, or not made of 16-bit ids (32-bit ids if it ends in `.u32`).
     """
     width = 4 if path.suffix == ".u32" else 2
-    try:
+    with os_errors(path, DataError, "cannot be read"):
         size = path.stat().st_size
         if size == 0 or size % width:
             raise DataError(f"{path}: {size} bytes are not a file of {8 * width}-bit token ids.")
         return np.memmap(path, dtype=f"<u{width}", mode="r")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
 def permutation(seed: int, epoch: int, windows: int) -> NDArray[np.int64]:

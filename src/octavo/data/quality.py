@@ -84,13 +84,9 @@ def _shingles(values: NDArray[np.uint64], width: int) -> NDArray[np.uint64]:
     left = _shingles(values, width - half)
     right = left if 2 * half == width else _shingles(values, half)
     count = len(values) - width + 1
-    made: NDArray[np.uint64] = left[:count] * _power(half)
+    made: NDArray[np.uint64] = left[:count] * np.uint64(pow(0x9E3779B97F4A7C15, half, 2**64))
     made += right[width - half : width - half + count]
     return made
-
-
-def _power(exponent: int) -> np.uint64:
-    return np.uint64(pow(0x9E3779B97F4A7C15, exponent, 2**64))
 
 
 def near_duplicates(signed: NDArray[np.uint64]) -> NDArray[np.bool_]:

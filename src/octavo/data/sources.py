@@ -107,12 +107,8 @@ def looks_like_code(text: str) -> bool:
     """Return False for an empty text, a very long line or few letters, as in generated tables."""
     if not text.strip() or max(map(len, text.splitlines())) > LONGEST_LINE:
         return False
-    letters = sum(map(str.isalpha, text)) if not text.isascii() else _ascii_letters(text)
+    letters = len(text) - len(text.translate(_DROP_LETTERS)) if text.isascii() else sum(map(str.isalpha, text))
     return letters >= FEWEST_LETTERS * len(text)
-
-
-def _ascii_letters(text: str) -> int:
-    return len(text) - len(text.translate(_DROP_LETTERS))
 
 
 _DROP_LETTERS = {code: None for code in range(128) if chr(code).isalpha()}

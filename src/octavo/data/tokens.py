@@ -15,12 +15,12 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from octavo._util import config_reader
+from octavo._util.files import os_errors
 from octavo.data.chat import ChatFormat, encode_chat
 from octavo.data.corpus import Corpus, open_corpus
-from octavo.data.encode import Progress, SplitTotals, check_fraction, encode_split, suffix_of
+from octavo.data.encode import SplitTotals, check_fraction, encode_split, suffix_of
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import ConfigError, DataError
 
@@ -80,14 +80,13 @@ def prepare(
     tokenizer: Tokenizer,
     cache_dir: Path,
     heldout: float = 0.02,
-    progress: Progress | None = None,
     chat: ChatFormat | None = None,
 ) -> TokenFiles:
     """Return the token files of `source`, written to `cache_dir` unless they exist.
 
     `source` is as for `read_corpus`. About the share `heldout` of the documents, selected by a hash of their content,
-    is held out; at least one document is on each side, and a single document is split. `progress`, if given, is called
-    with the bytes of text done and the bytes in total. `chat`: the source has conversations, see `octavo.data.chat`.
+    is held out; at least one document is on each side, and a single document is split. `chat`: the source has
+    conversations, see `octavo.data.chat`.
 
     Raises:
         DataError: the source cannot be read, or the files cannot be written; no partial files remain.
@@ -100,25 +99,29 @@ def prepare(
     directory = cache_dir / _folder_name(corpus, tokenizer, key)
     if (ready := _found(directory)) is not None:
         return ready
-    try:
+    with os_errors(cache_dir, DataError, "token files cannot be written here"):
         cache_dir.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
-    except OSError as error:
-        raise DataError(f"{cache_dir}: token files cannot be written here ({error.strerror}).") from error
+    need = f"about {3 * corpus.size // 2**20 + 1} MiB are needed, and the token files could not be written"
     try:
-        folder = scratch / directory.name
-        folder.mkdir()
-        if chat is None:
-            written = encode_split(corpus, tokenizer, folder, heldout, progress)
-        else:
-            written = encode_chat(corpus, tokenizer, folder, heldout, chat, progress)
-        meta = _meta(corpus, tokenizer, written, heldout, listing)
-        meta["suffix"] = ".u32" if chat else suffix_of(tokenizer.vocab)
-        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        _publish(folder, directory)
-    except OSError as error:
-        need = f"about {3 * corpus.size // 2**20 + 1} MiB are needed"
-        raise DataError(f"{cache_dir}: the token files could not be written ({error.strerror}); {need}.") from error
+        with os_errors(cache_dir, DataError, need):
+            folder = scratch / directory.name
+            folder.mkdir()
+            if chat is None:
+                written = encode_split(corpus, tokenizer, folder, heldout)
+            else:
+                written = encode_chat(corpus, tokenizer, folder, heldout, chat)
+            meta = {
+                "source": corpus.source,
+                "tokenizer": tokenizer.name,
+                "vocab": tokenizer.vocab,
+                **dataclasses.asdict(written),
+                "heldout_share": heldout,
+                "listing_sha256": listing,
+                "suffix": ".u32" if chat else suffix_of(tokenizer.vocab),
+            }
+            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+            _publish(folder, directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return TokenFiles.read(directory)
@@ -146,15 +149,3 @@ def _publish(folder: Path, directory: Path) -> None:
     except OSError:
         if _found(directory) is None:
             raise
-
-
-def _meta(corpus: Corpus, tokenizer: Tokenizer, written: SplitTotals, heldout: float, listing: str) -> dict[str, Any]:
-    values = dataclasses.asdict(written)
-    return {
-        "source": corpus.source,
-        "tokenizer": tokenizer.name,
-        "vocab": tokenizer.vocab,
-        **values,
-        "heldout_share": heldout,
-        "listing_sha256": listing,
-    }

@@ -9,6 +9,5 @@ collectives  communication between GPUs; `rank` is one of its processes
 accuracy     of a model: NaN, drift, fast sums, serving
 speed        of a model: layers, fallbacks, shapes, launches, host syncs
 run          health of a recorded run
-examination  runs all checks; the list `CHECKS`
-report       Markdown block for a bug report
+examination  runs all checks, `CHECKS`; the block for a bug report
 """

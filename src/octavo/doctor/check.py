@@ -25,16 +25,6 @@ Need = Callable[[Any], str]
 """Returns why a subject lacks what a check requires; empty if it does not. `subjects` has the common ones."""
 
 
-def nothing(subject: object) -> str:
-    """Require nothing."""
-    return ""
-
-
-def itself(subject: Any) -> Any:
-    """Return the subject."""
-    return subject
-
-
 class Verdict(StrEnum):
     """Outcome of a check. Only a failure makes the command exit with 1."""
 
@@ -94,9 +84,9 @@ class Check(Generic[Subject]):
     """Remedy, unless the finding has a better one."""
     look: Callable[[Any], Finding]
     """Function that checks what `read` returns. An exception counts as a failure."""
-    needs: Need = nothing
+    needs: Need = lambda subject: ""
     """Requirement; without it the check is skipped."""
-    read: Callable[[Subject], Any] = itself
+    read: Callable[[Subject], Any] = lambda subject: subject
     """Function that reads what the check looks at; by default the subject itself."""
 
 
@@ -123,10 +113,10 @@ class Result(NamedTuple):
 
 
 def check(
-    name: str, *, symptom: str, remedy: str, needs: Need = nothing, read: Callable[[Any], Any] = itself
+    name: str, *, symptom: str, remedy: str, **options: Callable[[Any], Any]
 ) -> Callable[[Callable[[Any], Finding]], Check[Any]]:
-    """Decorate a function as a check. Arguments are the fields of `Check`."""
-    return lambda look: Check(name, symptom, remedy, look, needs, read)
+    """Decorate a function as a check. Arguments are the fields of `Check`; `needs` and `read` are optional."""
+    return lambda look: Check(name, symptom, remedy, look, **options)
 
 
 def run_check(check: Check[Subject], subject: Subject) -> Result:

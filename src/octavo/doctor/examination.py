@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -22,44 +23,19 @@ from octavo.monitor.store import FILE, RunReader
 from octavo.monitor.system import PREFIXES
 from octavo.train import device as devices
 from octavo.train.config import assemble, load_file, load_preset
-
-CHECKS: dict[str, tuple[Check[Any], ...]] = {
-    "machine": (
-        software.software,
-        software.packages,
-        software.driver,
-        hardware.memory_errors,
-        hardware.clocks,
-        hardware.shared_memory,
-        hardware.disk,
-        hardware.open_files,
-        software.variables,
-        kernels.choice,
-        kernels.arithmetic,
-        kernels.accumulation,
-        kernels.triton,
-        kernels.compiler,
-        collectives.collectives,
-    ),
-    "model": (
-        data.data,
-        speed.layers,
-        accuracy.nonfinite,
-        speed.fallback,
-        speed.shapes,
-        accuracy.drift,
-        accuracy.fast_sums,
-        accuracy.serving,
-        speed.launches,
-        speed.syncs,
-    ),
-    "run": (run.state, run.loss, run.tensors, run.events),
-}
-"""All checks in order, by kind of subject: `Machine`, `Trial`, `RunReader`. To add a check, write it in the file of its
-subject and add it here."""
-
+from octavo.train.workload import is_run_file
 
 Kind = Literal["machine", "model", "run"]
+_MODULES: dict[Kind, tuple[ModuleType, ...]] = {
+    "machine": (software, hardware, kernels, collectives),
+    "model": (data, speed, accuracy),
+    "run": (run,),
+}
+CHECKS: dict[Kind, tuple[Check[Any], ...]] = {
+    kind: tuple(each for module in modules for each in vars(module).values() if isinstance(each, Check))
+    for kind, modules in _MODULES.items()
+}
+"""All checks in order, by kind of subject: `Machine`, `Trial`, `RunReader`. To add one, write it in one of these."""
 
 
 @dataclass
@@ -79,7 +55,7 @@ class Examination:
                 raise ConfigError(f"--only: unknown check '{name}'.{did_you_mean(name, known)}")
         asked = [check for kind in self.subjects for check in self._checks(kind)]
         if not asked:
-            raise ConfigError(f"--only: {', '.join(self.only)}: name a run file, a run or a --model to check.")
+            raise ConfigError(f"--only: {', '.join(self.only)}: name a run file, a run or a Python file to check.")
 
     def begin(self) -> Iterator[tuple[Kind, Check[Any], Callable[[], Result]]]:
         """Yield each check with a function that runs it and keeps its result."""
@@ -151,33 +127,31 @@ def examination(
     target: Path | None = None,
     *,
     preset: str | None = None,
-    model: str | None = None,
     recipe: str | None = None,
     device: str = "auto",
     only: Sequence[str] = (),
     trace: Path | None = None,
 ) -> Examination:
-    """Return the examination of a run file, a run's directory, a preset or a function; without any, of the machine.
+    """Return the examination of a run file, a run, a preset or a user's model; without any, of the machine.
 
     Args:
-        target: a run file, or the directory of a run.
-        model: `MODULE:FUNCTION`, see `subjects.trial_of_function`.
-        recipe: replaces the run's.
+        target: a run file, the directory of a run, a Python file or a Hugging Face config (`load_workload`).
+        recipe: replaces the run's; of a Python file or a Hugging Face config by default `folded`.
         only: names of the checks to run.
         trace: directory for a trace of a few steps.
 
     Raises:
-        ConfigError: there is no such file, preset, function, device, recipe or check.
+        ConfigError: there is no such file, preset, device, recipe or check.
     """
     where = devices.resolve(device)
-    if model is not None:
-        made = partial(subjects.trial_of_function, model, recipe=recipe or "folded", device=where, trace=trace)
-        return Examination({"model": made}, only)
     if target is not None and target.is_dir():
         return Examination(_of_run(target, _flags(recipe, str(where)), trace), only)
+    if target is not None and not is_run_file(target):
+        made = partial(subjects.trial_of_workload, target, recipe=recipe or "folded", device=where, trace=trace)
+        return Examination({"model": made}, only)
     if target is None and preset is None:
         if recipe is not None or trace is not None:
-            raise ConfigError("--recipe and --trace need a model: name a run, a run file, --preset or --model.")
+            raise ConfigError("--recipe and --trace need a model: name a run, a run file, a Python file or --preset.")
         return Examination({"machine": partial(Machine, where, Path("runs"))}, only)
     layer = load_file(target) if target is not None else load_preset(str(preset), cuda=where.type == "cuda")
     config = assemble(layer, _flags(recipe, str(where)))

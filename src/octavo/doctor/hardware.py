@@ -140,7 +140,7 @@ FILES = 1024
     "shared memory",
     symptom="'Bus error', or NCCL says 'unhandled system error', in a container",
     remedy="Give the container more: docker run --shm-size=8g, or --ipc=host.",
-    read=lambda _: _size(Path("/dev/shm")),
+    read=lambda _: shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").exists() else None,
 )
 def shared_memory(total: float | None) -> Finding:
     """Judge the size of /dev/shm in GiB; None without it."""
@@ -178,7 +178,3 @@ def open_files(limit: int) -> Finding:
     if limit == resource.RLIM_INFINITY:
         return ok("no limit")
     return (warning if limit < FILES else ok)(f"a process may open {limit}", limit=limit)
-
-
-def _size(place: Path) -> float | None:
-    return shutil.disk_usage(place).total / GIB if place.exists() else None

@@ -68,15 +68,11 @@ def arithmetic(machine: Machine) -> Finding:
     return ok(seen, rows=rows, recipe=worst["recipe"], sqnr_db=worst["sqnr_db"], floor_db=worst["floor_db"])
 
 
-def _triton(machine: Machine) -> str:
-    return triton_unsupported_reason(machine.device) or ""
-
-
 @check(
     "triton kernels",
     symptom="wrong numbers, or a compiler error, after a change of triton or the driver",
     remedy="Install another version of triton, or set OCTAVO_TRITON=0 for the slower reference kernels.",
-    needs=_triton,
+    needs=lambda machine: triton_unsupported_reason(machine.device) or "",
 )
 def triton(machine: Machine) -> Finding:
     """Compile every Triton kernel, and compare it with its PyTorch reference."""
@@ -179,7 +175,8 @@ def compiler(machine: Machine) -> Finding:
 
 def judge_compiled(plain: Outputs, compiled: Outputs) -> Finding:
     """Return the finding for the eager and compiled results."""
-    forward, backward = (_relative_difference(*both) for both in zip(plain, compiled, strict=True))
+    differences = (float((a - b).abs().max() / a.abs().max()) for a, b in zip(plain, compiled, strict=True))
+    forward, backward = differences
     found = ok if forward <= TOLERANCE and backward <= TOLERANCE else failure  # a NaN fails too
     seen = f"compiled results differ by {forward:.1e} of the largest value, gradients by {backward:.1e}"
     return found(seen, forward=forward, backward=backward, limit=TOLERANCE)
@@ -202,10 +199,6 @@ def outputs(function: Function, x: Tensor) -> Outputs:
 def scaled_silu(x: Tensor) -> Tensor:
     """Return silu(x) times the mean of each row: elementwise operations and sums to fuse."""
     return nn.functional.silu(x) * x.mean(dim=1, keepdim=True)
-
-
-def _relative_difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / one.abs().max())
 
 
 # The arithmetic of every recipe's three GEMMs, against FP64 on normal data. The floors are a decibel or two under what

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +14,11 @@ from torch import Tensor, nn
 from octavo._util.config_reader import to_dict
 from octavo._util.rng import untouched_generators
 from octavo.conversion import convert, disabled
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import UnsupportedError
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.train import RunConfig, checkpoint, load_run
 from octavo.train.setup import Setup, set_up
+from octavo.train.workload import load_workload, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,44 +119,29 @@ def _of_setup(setup: Setup, trace: Path | None) -> Trial:
     return Trial(lane.model, loss, step, trace, {**to_dict(setup.corpus), **to_dict(setup.statistics)})
 
 
-def trial_of_function(name: str, *, recipe: str, device: torch.device, trace: Path | None = None) -> Trial:
-    """Return a trial of the model built by a user's function, `MODULE:FUNCTION`, called without arguments.
+def trial_of_workload(file: Path, *, recipe: str, device: torch.device, trace: Path | None = None) -> Trial:
+    """Return a trial of a Python file or a Hugging Face config (`octavo.train.workload.load_workload`), on one batch.
 
-    The function returns `(model, loss)`; `loss()` computes the loss of one fixed batch. A model without FP8 layers is
-    converted to `recipe`. The step is a forward and a backward.
+    It computes under BF16 autocast. A model without FP8 layers is converted to `recipe`. The step is a forward and a
+    backward.
 
     Raises:
-        ConfigError: the function does not exist, or returns something else.
+        ConfigError, DataError, UnsupportedError: as `load_workload`.
         NonFiniteError: a weight to convert contains a NaN or an infinity.
     """
-    made = _function(name)()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise ConfigError(f"--model {name}: it returns {type(made).__name__}, not a pair (model, loss function).")
-    model, loss = made
-    model.to(device)
-    trial = Trial(model, loss, lambda: _forward_and_backward(model, loss), trace)
+    workload = load_workload(file)
+    model, batch = workload.build().to(device), to_device(next(workload.batches()), device)
+
+    def loss() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return workload.loss(model, batch)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        loss().backward()
+        model.zero_grad(set_to_none=True)
+
+    trial = Trial(model, loss, step, trace)
     if not trial.layers:
         convert(model, recipe, allow_reference=True)  # the check of kernels says it
     return trial
-
-
-def _function(name: str) -> Callable[[], Any]:
-    module, _, function = name.partition(":")
-    sys.path.insert(0, "")  # the current directory, as `python -m` does
-    try:
-        found = getattr(importlib.import_module(module), function, None) if module and function else None
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--model {name}: {error}. Run octavo in a directory in which `import {module}` works."
-        ) from error
-    finally:
-        sys.path.remove("")
-    if not callable(found):
-        raise ConfigError(f"--model {name}: expected a function as MODULE:FUNCTION, such as mine:build.")
-    return found  # type: ignore[no-any-return]
-
-
-def _forward_and_backward(model: nn.Module, loss: Callable[[], Tensor]) -> None:
-    model.zero_grad(set_to_none=True)
-    loss().backward()
-    model.zero_grad(set_to_none=True)

@@ -11,45 +11,18 @@ from typing import Any
 from torch import Tensor
 
 from octavo import kernels
-from octavo._util.terminal import quantity
+from octavo._util.terminal import Report, quantity, reported
 from octavo.data.loader import Batch
 from octavo.evaluation.text import EvalText
 from octavo.monitor.system import versions
 from octavo.train.evaluate import perplexity, standard_error
 
-Progress = Callable[[str, EvalText], Iterable[Batch]]
-"""Wraps the batches of a text to report progress; called with the precision and the text."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceScores:
-    """Scores of a model in one precision, on a text of S sequences."""
-
-    computed: str
-    """Precision, see `Score.computed`."""
-    losses_S: Tensor
-    """Nats per token; float64, on the CPU."""
-    hits_S: Tensor
-    """Share of targets predicted correctly; float64, on the CPU."""
-    fp8_gemms: dict[str, int]
-    """FP8 GEMMs by kernel."""
-    fallbacks: tuple[str, ...]
-    """Reasons for slower kernels."""
-
-
-def no_progress(computed: str, text: EvalText) -> Iterable[Batch]:
-    """Return the batches of a text without reporting."""
-    return text
-
-
-def measure(
-    computed: str, score: Callable[[Iterable[Batch]], Tensor], text: EvalText, progress: Progress
-) -> SequenceScores:
+def measure(computed: str, score: Callable[[Iterable[Batch]], Tensor], text: EvalText, report: Report) -> Score:
     """Return the scores of a text; `score` returns the loss and accuracy per sequence, (S, 2)."""
     with kernels.record() as ledger:
-        losses_S, hits_S = score(progress(computed, text)).unbind(1)
-    gemms, fallbacks = dict(ledger.gemms), tuple(dict.fromkeys(ledger.fallbacks))
-    return SequenceScores(computed=computed, losses_S=losses_S, hits_S=hits_S, fp8_gemms=gemms, fallbacks=fallbacks)
+        losses_S, hits_S = score(reported(text, len(text), f"{computed}, batch", report)).unbind(1)
+    return Score.of(computed, text, losses_S, hits_S, dict(ledger.gemms), tuple(dict.fromkeys(ledger.fallbacks)))
 
 
 SERVED, FP8, BF16, HIGH, TWIN = "served", "FP8", "BF16", "high precision", "BF16 baseline"
@@ -58,10 +31,12 @@ _COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, TWIN)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """Scores of a model on a text. Non-finite numbers are None."""
+    """Scores of a model in one precision, on a text of S sequences. Non-finite numbers are None."""
 
     computed: str
     """`FP8` and `high precision`, the same weights; `BF16 baseline`; `BF16` of a run without FP8; `served`."""
+    losses_S: Tensor = field(compare=False, repr=False)
+    """Nats per token; float64, on the CPU; not part of the JSON."""
     loss: float | None
     """Mean, nats per token."""
     loss_error: float | None
@@ -75,6 +50,30 @@ class Score:
     """FP8 GEMMs run by Octavo, by kernel."""
     fallbacks: tuple[str, ...]
     """Reasons for slower kernels."""
+
+    @classmethod
+    def of(
+        cls,
+        computed: str,
+        text: EvalText,
+        losses_S: Tensor,
+        hits_S: Tensor,
+        fp8_gemms: dict[str, int],
+        fallbacks: tuple[str, ...] = (),
+    ) -> Score:
+        """Return the scores for the loss and the share of correct targets of each sequence."""
+        mean, error = mean_and_error(losses_S)
+        return cls(
+            computed=computed,
+            losses_S=losses_S,
+            loss=mean,
+            loss_error=error,
+            perplexity=None if mean is None else _finite(perplexity(mean)),
+            bits_per_byte=None if mean is None or not text.bytes else mean * text.tokens / text.bytes / math.log(2),
+            accuracy=float(hits_S.mean()),
+            fp8_gemms=fp8_gemms,
+            fallbacks=fallbacks,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,14 +109,17 @@ class Evaluation:
 
     def to_json(self) -> str:
         """Return it as JSON."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False)
+        found = asdict(self)
+        for score in found["scores"]:
+            del score["losses_S"]
+        return json.dumps(found, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
         return "\n".join([*_about(self), "", *_scores(self.scores), *_differences(self.differences)])
 
 
 def evaluation(
-    model: Mapping[str, Any], text: EvalText, device: str, found: Sequence[SequenceScores], notes: Sequence[str]
+    model: Mapping[str, Any], text: EvalText, device: str, found: Sequence[Score], notes: Sequence[str]
 ) -> Evaluation:
     """Return the evaluation of scores on a text."""
     by_name = {one.computed: one for one in found}
@@ -133,7 +135,7 @@ def evaluation(
             "sequence": text.layout.sequence,
         },
         device=device,
-        scores=tuple(_score(one, text) for one in found),
+        scores=tuple(found),
         differences=tuple(_difference(one, other) for one, other in pairs),
         notes=tuple(notes),
     )
@@ -145,21 +147,7 @@ def mean_and_error(values_S: Tensor) -> tuple[float | None, float | None]:
     return _finite(float(values_S.mean())), error
 
 
-def _score(one: SequenceScores, text: EvalText) -> Score:
-    mean, error = mean_and_error(one.losses_S)
-    return Score(
-        computed=one.computed,
-        loss=mean,
-        loss_error=error,
-        perplexity=None if mean is None else _finite(perplexity(mean)),
-        bits_per_byte=None if mean is None or not text.bytes else mean * text.tokens / text.bytes / math.log(2),
-        accuracy=float(one.hits_S.mean()),
-        fp8_gemms=one.fp8_gemms,
-        fallbacks=one.fallbacks,
-    )
-
-
-def _difference(one: SequenceScores, other: SequenceScores) -> LossDifference:
+def _difference(one: Score, other: Score) -> LossDifference:
     mean, error = mean_and_error(one.losses_S - other.losses_S)
     return LossDifference(computed=one.computed, reference=other.computed, loss=mean, loss_error=error)
 

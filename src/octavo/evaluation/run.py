@@ -10,28 +10,19 @@ from pathlib import Path
 
 from torch import Tensor
 
+from octavo._util.terminal import Report, silent
 from octavo.conversion import disabled
 from octavo.data.loader import Batch
-from octavo.data.tokenizer import Tokenizer, load_tokenizer
 from octavo.errors import ConfigError
-from octavo.evaluation.result import (
-    BF16,
-    FP8,
-    HIGH,
-    TWIN,
-    Evaluation,
-    Progress,
-    SequenceScores,
-    evaluation,
-    measure,
-    no_progress,
-)
+from octavo.evaluation import result
+from octavo.evaluation.result import Evaluation, Score
 from octavo.evaluation.text import EvalText, SequenceLayout, heldout_text, trained_on, whole_text
 from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import heldout_scores
 from octavo.train.load_run import find, settings_of, states_of
+from octavo.train.setup import tokenizer_of
 from octavo.train.train_state import TrainState
 
 
@@ -59,7 +50,7 @@ class LoadedRun:
         has_twin = {"fp8", "bf16"} <= self.checkpoint.tensors.keys()
         self.config = settings_of(self.checkpoint, "octavo eval", {"device": settings.device, "twin": has_twin})
         devices.resolve(settings.device)  # fail before the text, which takes longer
-        self.tokenizer = tokenizer_of(self.config)
+        self.tokenizer = tokenizer_of(self.config.data)
 
     def text(self, settings: EvalSettings) -> tuple[EvalText, list[str]]:
         """Return the text to evaluate on, with notes."""
@@ -71,21 +62,22 @@ class LoadedRun:
         changed = f"{text.source} has changed since training: its held-out part may include training text"
         return text, [changed] if before not in ("", now) else []
 
-    def measure(self, text: EvalText, progress: Progress) -> list[SequenceScores]:
+    def measure(self, text: EvalText, report: Report) -> list[Score]:
         """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline."""
         lanes = states_of(self.checkpoint, self.config)
         return [
-            measure(computed, partial(_within, how, lane), text, progress)
+            result.measure(computed, partial(_within, how, lane), text, report)
             for lane in lanes
             for computed, how in _precisions(lane, is_twin=lane is not lanes[0])
         ]
 
 
-def evaluate_run(run: Path, settings: EvalSettings, progress: Progress = no_progress) -> Evaluation:
+def evaluate_run(run: Path, settings: EvalSettings, report: Report = silent) -> Evaluation:
     """Evaluate a run on its held-out text, or on another text.
 
     Args:
         run: directory of a run or of one of its checkpoints, with any number of ranks.
+        report: called before each batch.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
@@ -94,20 +86,10 @@ def evaluate_run(run: Path, settings: EvalSettings, progress: Progress = no_prog
     """
     loaded = LoadedRun(run, settings)
     text, notes = loaded.text(settings)
-    found = loaded.measure(text, progress)
+    found = loaded.measure(text, report)
     loop = loaded.config.run
     model = {"directory": str(run), "step": loaded.checkpoint.step, "recipe": loop.recipe, "weights": loop.weights}
-    return evaluation(model, text, devices.describe(devices.resolve(settings.device)), found, notes)
-
-
-def tokenizer_of(config: RunConfig) -> Tokenizer:
-    """Return the tokenizer of a run.
-
-    Raises:
-        DataError: it no longer exists.
-    """
-    data = config.data
-    return load_tokenizer(data.tokenizer, source=data.source, cache_dir=data.cache.expanduser())
+    return result.evaluation(model, text, devices.describe(devices.resolve(settings.device)), found, notes)
 
 
 def _layout(found: checkpoint.Checkpoint, config: RunConfig, settings: EvalSettings) -> SequenceLayout:
@@ -123,10 +105,10 @@ def _layout(found: checkpoint.Checkpoint, config: RunConfig, settings: EvalSetti
 
 def _precisions(lane: TrainState, *, is_twin: bool) -> Iterator[tuple[str, AbstractContextManager[None]]]:
     if lane.name == "fp8":
-        yield FP8, nullcontext()
-        yield HIGH, disabled(lane.model)
+        yield result.FP8, nullcontext()
+        yield result.HIGH, disabled(lane.model)
     else:
-        yield TWIN if is_twin else BF16, nullcontext()
+        yield result.TWIN if is_twin else result.BF16, nullcontext()
 
 
 def _within(how: AbstractContextManager[None], lane: TrainState, batches: Iterable[Batch]) -> Tensor:

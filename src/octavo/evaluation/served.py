@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo._util.config_reader import blaming, read_file, shown
+from octavo._util.terminal import Report, silent
 from octavo.data.bpe import BPETokenizer
 from octavo.data.loader import Batch
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import ConfigError, DataError, UnsupportedError
-from octavo.evaluation.result import SERVED, Evaluation, Progress, SequenceScores, evaluation, measure, no_progress
+from octavo.evaluation.result import SERVED, Evaluation, evaluation, measure
 from octavo.evaluation.run import EvalSettings, LoadedRun
 from octavo.evaluation.text import EvalText, SequenceLayout, whole_text
 from octavo.serving.formats import COMPRESSED_TENSORS
@@ -37,7 +38,7 @@ def is_served(directory: Path) -> bool:
 
 
 def evaluate_served(
-    directory: Path, settings: EvalSettings, *, run: Path | None = None, progress: Progress = no_progress
+    directory: Path, settings: EvalSettings, *, run: Path | None = None, report: Report = silent
 ) -> Evaluation:
     """Evaluate an exported model, on the same text and in the same batches as its run if given.
 
@@ -66,9 +67,9 @@ def evaluate_served(
         text, notes = loaded.text(settings)
     _check_vocabulary(directory, known, text)
     model = load(directory, device)
-    found: list[SequenceScores] = [measure(SERVED, partial(score, model, device), text, progress)]
+    found = [measure(SERVED, partial(score, model, device), text, report)]
     del model  # a GPU holds one model at a time
-    found += [] if loaded is None else loaded.measure(text, progress)
+    found += [] if loaded is None else loaded.measure(text, report)
     about = {
         "directory": str(directory),
         "format": (known.get("quantization_config") or {}).get("quant_method", "plain"),

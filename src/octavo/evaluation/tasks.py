@@ -26,7 +26,7 @@ from octavo.evaluation.run import EvalSettings, LoadedRun
 from octavo.evaluation.served import check_installed, is_served, load
 from octavo.monitor.store.writer import replace_document
 from octavo.train import device as devices
-from octavo.train.evaluate import standard_error
+from octavo.train.evaluate import compared
 from octavo.train.files import write_json
 from octavo.train.load_run import states_of
 
@@ -164,21 +164,14 @@ def _results(
 def _compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the values of each metric by model, with errors of the harness, and the first two's paired difference."""
     first = next(iter(found.values()))
-    compared: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for task, results in first["results"].items():
         for key in [key for key in results if key.endswith(",none") and "_stderr" not in key]:
             metric = key.partition(",")[0]
-            row: dict[str, Any] = {"samples": len(first["samples"][task])}
-            values = []
-            for name, other in found.items():
-                per_sample = torch.tensor([float(sample[metric]) for sample in other["samples"][task]]).double()
-                row |= {name: float(other["results"][task][key]), f"{name}_error": standard_error(per_sample)}
-                values.append(per_sample)
-            if len(values) > 1:
-                difference = values[0] - values[1]
-                row |= {"difference": float(difference.mean()), "difference_error": standard_error(difference)}
-            compared[f"{task} {metric}"] = row
-    return compared
+            samples = {name: [float(each[metric]) for each in other["samples"][task]] for name, other in found.items()}
+            values = {name: float(other["results"][task][key]) for name, other in found.items()}  # as the harness says
+            rows[f"{task} {metric}"] = {**compared({name: torch.tensor(x) for name, x in samples.items()}), **values}
+    return rows
 
 
 def _model(logits: Logits, tokenizer: Tokenizer, longest: int, device: torch.device, chat: ChatFormat | None) -> Any:

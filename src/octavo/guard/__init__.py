@@ -21,13 +21,13 @@ from octavo._util.lazy import lazy
 from octavo.guard.config import GuardConfig
 
 if TYPE_CHECKING:
-    from octavo.guard.alarms import Alarm, Observation
+    from octavo.guard.alarms import Alarm, GuardEvent, Observation
     from octavo.guard.guard import Guard
-    from octavo.guard.guarded import Guarded, GuardEvent
+    from octavo.guard.guarded import Guarded
     from octavo.guard.loop import Loop, Update
 
 __all__ = ["Alarm", "Guard", "GuardConfig", "GuardEvent", "Guarded", "Loop", "Observation", "Update"]
 
 __getattr__ = lazy(
-    __name__, {"alarms": "Alarm Observation", "guard": "Guard", "guarded": "GuardEvent Guarded", "loop": "Loop Update"}
+    __name__, {"alarms": "Alarm GuardEvent Observation", "guard": "Guard", "guarded": "Guarded", "loop": "Loop Update"}
 )

@@ -93,6 +93,28 @@ class Observation(NamedTuple):
     """Loss of the BF16 baseline on the same batch; NaN without one."""
 
 
+class GuardEvent(NamedTuple):
+    """An observation, decision or action of guardrails."""
+
+    step: int
+    level: str
+    """`info`, `warning` or `error`."""
+    rule: str
+    """The rule of the alarm, or `guard`."""
+    text: str
+    """Description."""
+    action: str = ""
+    """The action taken; empty for none."""
+    layer: str = ""
+    role: str = ""
+    value: float | None = None
+    limit: float | None = None
+    cause: str = ""
+    """One of `octavo.guard.diagnosis.Cause`, if known."""
+    back_to: int | None = None
+    """Number of steps that still count, if the run was rolled back."""
+
+
 class Alarm(NamedTuple):
     """A violation of a rule."""
 
@@ -115,6 +137,11 @@ class Alarm(NamedTuple):
         unit = " %" if self.rule == "gap" else ""
         held = "" if self.rule == "nonfinite" else f" ({self.value:.4g}{unit}, limit {self.limit:.4g}{unit})"
         return f"{self.rule}{where}{held}"
+
+    def event(self, text: str, **details: Any) -> GuardEvent:
+        """Return the event that tells of it; by default a warning, of the same layer and role."""
+        event = GuardEvent(self.step, "warning", self.rule, text, "", self.layer, self.role, self.value, self.limit)
+        return event._replace(**details)
 
 
 class AlarmRules:

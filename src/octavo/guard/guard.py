@@ -18,40 +18,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo._util.terminal import quantity
 from octavo.errors import RunError
-from octavo.guard.alarms import (
-    LASTING,
-    OF_UPDATES,
-    RECENT,
-    REPORTED,
-    SHORT,
-    SLOW,
-    UPDATE,
-    Alarm,
-    AlarmRules,
-    Observation,
-    first_difference,
-    layer_of,
-    worst_layers,
-)
+from octavo.guard import alarms, diagnosis
+from octavo.guard.alarms import Alarm, AlarmRules, GuardEvent, Observation
 from octavo.guard.config import GuardConfig
-from octavo.guard.diagnosis import (
-    Cause,
-    Evidence,
-    IsWell,
-    Probe,
-    diagnose,
-    lasting_cause,
-    loss_gap,
-    new_level_of,
-    wellness,
-)
-from octavo.guard.guarded import Guarded, GuardEvent, Snapshot
+from octavo.guard.diagnosis import Cause, Evidence, IsWell, Probe
+from octavo.guard.guarded import Guarded, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
 from octavo.guard.parameters import is_same
 from octavo.recipes import Recipe
@@ -66,11 +43,6 @@ ALONE = 4
 """Layers probed one at a time, the most harmed first, before groups of them are halved."""
 HOLD = 2.0
 """Factor by which the limit on the learning rate may rise per quiet period."""
-
-
-class _SavePoint(NamedTuple):
-    snapshot: Snapshot
-    rules: dict[str, Any]
 
 
 @dataclass
@@ -107,7 +79,7 @@ class Guard:
         self._run = run
         self._rules = AlarmRules(self.config, run.rows)
         self._ladder = None if recipe is None or not recipe.is_fp8 else Ladder(recipe, self.config.quiet)
-        self._saved: deque[_SavePoint] = deque(maxlen=SNAPSHOTS)
+        self._saved: deque[Snapshot] = deque(maxlen=SNAPSHOTS)
         self._record: deque[Observation] = deque(maxlen=SNAPSHOTS * self.config.snapshot_every)
         self._incident: Incident | None = None
         self._skipped: list[int] = []
@@ -131,7 +103,7 @@ class Guard:
     @property
     def oldest_position(self) -> int:
         """Position of the data at the oldest snapshot; 0 without one."""
-        return self._saved[0].snapshot.position if self._saved else 0
+        return self._saved[0].position if self._saved else 0
 
     def lr(self, scheduled: float) -> float:
         """Return the learning rate of the next step: the scheduled one, or the limit if that is lower."""
@@ -214,7 +186,7 @@ class Guard:
         if self._lr_limit is not None and done - self._lr_limited_at >= self.config.quiet:
             self._lr_limit, self._lr_limited_at = self._lr_limit * HOLD, done
         self._come_down()
-        if self.acts and (not self._saved or done - self._saved[-1].snapshot.step >= self.config.snapshot_every):
+        if self.acts and (not self._saved or done - self._saved[-1].step >= self.config.snapshot_every):
             self._take_snapshot(done)
         every = self.config.shadow_every
         if every and done and done % every == 0:
@@ -224,9 +196,9 @@ class Guard:
         """Take a snapshot, which is good by construction: a parameter that is not finite is an alarm."""
         bad = self._run.nonfinite_parameter()
         if not bad:
-            self._saved.append(_SavePoint(self._run.snapshot(), self._rules.state_dict()))
+            self._saved.append(replace(self._run.snapshot(), rules=self._rules.state_dict()))
             return
-        alarm = Alarm(done, "nonfinite", layer_of(bad), "weight", math.nan, math.inf)
+        alarm = Alarm(done, "nonfinite", alarms.layer_of(bad), "weight", math.nan, math.inf)
         self._raise(alarm, Observation(done, math.nan, math.nan, 0.0))
 
     def _pass_over(self) -> None:
@@ -246,16 +218,17 @@ class Guard:
             source = next((other for other in saved if is_same(saved[other], now[name])), "")
             text = f"{name} is not what the checkpoint was written with" + (f": it is {source}" if source else "")
             advice = "Resume from another checkpoint, or compare how the two runs name their layers."
-            event = GuardEvent(self._run.done + 1, "error", "fingerprint", f"{text}. {advice}", layer=layer_of(name))
-            self._run.emit(event._replace(role="weight", cause="model"))
+            event = GuardEvent(self._run.done + 1, "error", "fingerprint", f"{text}. {advice}", cause="model")
+            self._run.emit(event._replace(layer=alarms.layer_of(name), role="weight"))
 
     # --- alarms and rollbacks ---------------------------------------------------------------------------------------
 
     def _raise(self, alarm: Alarm, step: Observation) -> bool:
-        if not self.acts or not self._saved or self._only_reports(alarm):
+        only_reports = alarm.rule in alarms.REPORTED or alarm.step < self._given_up.get(alarm.rule, 0)
+        if not self.acts or not self._saved or only_reports:  # given up, or a rollback cannot help
             if self._rules.is_news(alarm):
                 level = "error" if alarm.rule in ("nonfinite", "ranks differ") else "warning"
-                self._emit(alarm, str(alarm), level=level, cause=REPORTED.get(alarm.rule, ""))
+                self._emit(alarm, str(alarm), level=level, cause=alarms.REPORTED.get(alarm.rule, ""))
             return False
         incident = self._incident
         if incident is not None and incident.is_probed and alarm.step == incident.alarm.step:
@@ -265,33 +238,30 @@ class Guard:
             self._give_up(alarm, f"{quantity(self.config.rollbacks, 'rollback')} without success (guard.rollbacks)")
             return False
         target = self._newest_before(alarm)
-        self._emit(alarm, str(alarm), action=f"back to step {target.snapshot.step}", back_to=target.snapshot.step)
+        self._emit(alarm, str(alarm), action=f"back to step {target.step}", back_to=target.step)
         self._open_incident(alarm, step, target)
         self._roll_back(target)
         return True
 
-    def _only_reports(self, alarm: Alarm) -> bool:
-        """Return True for a rule that was given up, or that a rollback cannot help."""
-        return alarm.rule in REPORTED or alarm.step < self._given_up.get(alarm.rule, 0)
-
-    def _newest_before(self, alarm: Alarm) -> _SavePoint:
+    def _newest_before(self, alarm: Alarm) -> Snapshot:
         """Return the newest snapshot from before a fault may have begun, else the oldest."""
-        margin = MARGIN + {"loss drift": RECENT + SHORT, "gap": SHORT, "layer shift": SHORT}.get(alarm.rule, 0)
-        if alarm.rule in OF_UPDATES:
+        seen_after = {"loss drift": alarms.RECENT + alarms.SHORT, "gap": alarms.SHORT, "layer shift": alarms.SHORT}
+        margin = MARGIN + seen_after.get(alarm.rule, 0)
+        if alarm.rule in alarms.OF_UPDATES:
             margin += self.config.parameters_every
-        return next((s for s in reversed(self._saved) if s.snapshot.step + margin < alarm.step), self._saved[0])
+        return next((s for s in reversed(self._saved) if s.step + margin < alarm.step), self._saved[0])
 
-    def _open_incident(self, alarm: Alarm, step: Observation, target: _SavePoint) -> None:
-        since = target.snapshot.step
+    def _open_incident(self, alarm: Alarm, step: Observation, target: Snapshot) -> None:
+        since = target.step
         record = {each.step: each for each in [*self._record, step] if each.step > since}
         diff = ""
         if alarm.role == "weight":
-            reach = UPDATE * sum(each.lr for each in record.values())
-            diff = self._run.weight_diff(alarm.layer, target.snapshot, reach)
-        self._incident = Incident(alarm, since, diff, worst_layers(self._rules.rows, step.values), record)
+            reach = alarms.UPDATE * sum(each.lr for each in record.values())
+            diff = self._run.weight_diff(alarm.layer, target, reach)
+        self._incident = Incident(alarm, since, diff, alarms.worst_layers(self._rules.rows, step.values), record)
         self._incident.suspect = self._suspect(step)
         # The batch is not to blame for what only rules on parameters and slow rules see.
-        self._incident.is_probed = alarm.rule in (*OF_UPDATES, *SLOW)
+        self._incident.is_probed = alarm.rule in (*alarms.OF_UPDATES, *alarms.SLOW)
 
     def _suspect(self, step: Observation) -> Alarm | None:
         checked = self._run.parameters
@@ -300,12 +270,12 @@ class Guard:
             step = step._replace(parameters=checked.arrived(self._run.done))
         return self._rules.suspect(step)
 
-    def _roll_back(self, target: _SavePoint) -> None:
+    def _roll_back(self, target: Snapshot) -> None:
         while self._saved[-1] is not target:
             self._saved.pop()
-        self._run.restore(target.snapshot)
+        self._run.restore(target)
         self._rules.load_state_dict(target.rules)
-        kept = [each for each in self._record if each.step <= target.snapshot.step]
+        kept = [each for each in self._record if each.step <= target.step]
         self._record.clear()
         self._record.extend(kept)
 
@@ -332,7 +302,7 @@ class Guard:
         if incident.where is not None or before is None or before.values is None or step.values is None:
             return
         if before.values.shape == step.values.shape:
-            incident.where = first_difference(self._rules.rows, before.values, step.values)
+            incident.where = alarms.first_difference(self._rules.rows, before.values, step.values)
 
     # --- diagnosis --------------------------------------------------------------------------------------------------
 
@@ -341,18 +311,18 @@ class Guard:
         incident.is_probed = True
         evidence = self._evidence(incident)
         limits = evidence.loss_limit, evidence.gradient_limit
-        cause = diagnose(evidence)
+        cause = diagnosis.diagnose(evidence)
         if cause is None:
             return
         if bad := self._run.nonfinite_parameter():
-            self._blame_model(incident, f"{bad} is not finite", layer_of(bad))
+            self._blame_model(incident, f"{bad} is not finite", alarms.layer_of(bad))
         elif cause == "precision":
             self._incident = None
             self._refine_until_well(incident.alarm, incident.harmed, lambda probe: not probe.is_bad(*limits))
         elif cause == "optimizer":
             self._blame_optimizer(incident, "an earlier batch is as bad now, in BF16 too")
         elif why := self._is_new_level(incident.alarm, evidence):
-            self._give_up(incident.alarm, why, new_level_of(evidence))
+            self._give_up(incident.alarm, why, diagnosis.new_level_of(evidence))
         else:
             self._blame_data(incident)
 
@@ -360,9 +330,9 @@ class Guard:
         """Return why a bad batch is not passed over: others are like it; empty if it is the only one, or not finite."""
         if alarm.rule == "nonfinite":
             return ""
-        if self._tried.get("data", 0) >= LASTING:
-            return f"the {LASTING} batches passed over were followed by others like them"
-        following = self._run.probe_following(LASTING, fp8=False)
+        if self._tried.get("data", 0) >= alarms.LASTING:
+            return f"the {alarms.LASTING} batches passed over were followed by others like them"
+        following = self._run.probe_following(alarms.LASTING, fp8=False)
         bad = sum(probe.is_bad(evidence.loss_limit, evidence.gradient_limit) for probe in following)
         return f"{bad} of the next {len(following)} batches are as bad" if 2 * bad > len(following) else ""
 
@@ -374,7 +344,7 @@ class Guard:
     def _with_earlier(self, evidence: Evidence, before: int) -> Evidence:
         """Add a probe of a batch that was trained on before a step."""
         record = {each.step: each for each in self._record}
-        for snapshot, _ in reversed(self._saved):
+        for snapshot in reversed(self._saved):
             if snapshot.step + 1 in record and snapshot.step + 1 < before and snapshot.position not in self._skipped:
                 earlier = self._run.probe(fp8=False, earlier=snapshot)
                 then = record[snapshot.step + 1]
@@ -383,7 +353,7 @@ class Guard:
 
     def _comes_back(self, incident: Incident, alarm: Alarm, step: Observation) -> bool:
         """Act on an alarm that came back although its batch was fine; return True if the run was rolled back."""
-        if alarm.rule not in (*OF_UPDATES, *SLOW):
+        if alarm.rule not in (*alarms.OF_UPDATES, *alarms.SLOW):
             return self._blame_optimizer(incident, "it comes back with the update alone")
         if share := self._newly_over(incident, alarm.layer, step):
             self._incident = None
@@ -394,11 +364,11 @@ class Guard:
         fp8, bf16 = (self._run.probe(fp8=is_fp8) for is_fp8 in (True, False))
         evidence = self._with_earlier(Evidence(fp8, bf16, math.inf, math.inf), alarm.step)
         first = self._rules.rows[0][0] if self._rules.rows else ""
-        cause = lasting_cause(alarm, first, evidence)
+        cause = diagnosis.lasting_cause(alarm, first, evidence)
         if cause == "precision":
             self._incident = None
             self._rules.adopt(alarm)
-            self._refine_until_well(alarm, incident.harmed, wellness(alarm.rule, fp8, bf16))
+            self._refine_until_well(alarm, incident.harmed, diagnosis.wellness(alarm.rule, fp8, bf16))
             return False
         if cause == "optimizer" and alarm.rule != "no update" and self._has_risen(incident):
             return self._blame_optimizer(incident, "it comes back")
@@ -433,11 +403,12 @@ class Guard:
             RunError: there is no older one.
         """
         oldest = self._saved[0]
-        if oldest.snapshot.step >= incident.since:
+        if oldest.step >= incident.since:
             self._give_up(incident.alarm, why, "model")
             return
-        action = f"back to step {oldest.snapshot.step}"
-        self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", action=action, layer=layer)
+        back = oldest.step
+        action = f"back to step {back}"
+        self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", action=action, layer=layer, back_to=back)
         self._incident = None
         self._roll_back(oldest)
 
@@ -451,19 +422,19 @@ class Guard:
         alarm, oldest = incident.alarm, self._saved[0]
         self._incident = None
         self._tried["optimizer"] = self._tried.get("optimizer", 0) + 1
-        if self._tried["optimizer"] > LASTING:
+        if self._tried["optimizer"] > alarms.LASTING:
             self._give_up(alarm, why, "optimizer")
             return False
         rates = [each.lr for each in (*incident.first_run.values(), *self._record)]
         worst, has_risen = max(rates), self._has_risen(incident)
-        action, text = f"back to step {oldest.snapshot.step}", f"{alarm}: {why}: the weights are bad, not FP8"
+        action, text = f"back to step {oldest.step}", f"{alarm}: {why}: the weights are bad, not FP8"
         if has_risen or self._tried["optimizer"] > 1:
             self._lr_limit = max((rate for rate in rates if 0 < rate <= worst / HOLD), default=worst / HOLD)
-            self._lr_limited_at = oldest.snapshot.step
+            self._lr_limited_at = oldest.step
             action += f", learning rate at most {self._lr_limit:.3g}"
         if has_risen and self._lr_limit:
             text += f"; the learning rate had risen to {worst:.3g}, {worst / self._lr_limit:.3g} times its limit now"
-        self._emit(alarm, text, cause="optimizer", action=action, back_to=oldest.snapshot.step)
+        self._emit(alarm, text, cause="optimizer", action=action, back_to=oldest.step)
         self._roll_back(oldest)
         return True
 
@@ -562,7 +533,7 @@ class Guard:
         The last batch alone decides nothing.
         """
         fp8, bf16 = (self._run.probe(fp8=is_fp8, backward=False) for is_fp8 in (True, False))
-        gap, limit = loss_gap(fp8, bf16), self.config.shadow_gap
+        gap, limit = diagnosis.loss_gap(fp8, bf16), self.config.shadow_gap
         following = self._gap_of_following() if gap > limit else None
         is_harm = following is not None and following > limit
         text = f"the loss of a batch in FP8 is {abs(gap):.3f} % {'above' if gap >= 0 else 'below'} that in BF16"
@@ -572,21 +543,16 @@ class Guard:
         self._run.emit(GuardEvent(self._run.done, level, "shadow", text, value=gap, limit=limit))
         if is_harm and self.acts:
             alarm = Alarm(self._run.done, "shadow", "", "", gap, limit)
-            self._refine_until_well(alarm, [], lambda probe: loss_gap(probe, bf16) <= limit)
+            self._refine_until_well(alarm, [], lambda probe: diagnosis.loss_gap(probe, bf16) <= limit)
 
     def _gap_of_following(self) -> float | None:
         """Return the mean gap of the batches after the next one: a small batch alone may have any. None without one."""
-        both = (self._run.probe_following(LASTING, fp8=is_fp8, backward=False) for is_fp8 in (True, False))
-        gaps = [loss_gap(fp8, bf16) for fp8, bf16 in zip(*both, strict=True)]
+        both = (self._run.probe_following(alarms.LASTING, fp8=is_fp8, backward=False) for is_fp8 in (True, False))
+        gaps = [diagnosis.loss_gap(fp8, bf16) for fp8, bf16 in zip(*both, strict=True)]
         return fmean(gaps) if gaps else None
 
-    def _emit(
-        self, alarm: Alarm, text: str, *, level: str = "warning", action: str = "", cause: Cause | str = "",
-        layer: str | None = None, role: str | None = None, back_to: int | None = None,
-    ) -> None:  # fmt: skip
-        where = alarm.layer if layer is None else layer, alarm.role if role is None else role
-        numbers = alarm.value, alarm.limit
-        self._run.emit(GuardEvent(alarm.step, level, alarm.rule, text, action, *where, *numbers, cause, back_to))
+    def _emit(self, alarm: Alarm, text: str, **details: Any) -> None:
+        self._run.emit(alarm.event(text, **details))
 
 
 def _name(layer: str) -> str:

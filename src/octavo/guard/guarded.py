@@ -1,4 +1,4 @@
-"""`Guarded`, the base of training loops with guardrails, and `GuardEvent`, which guardrails emit.
+"""`Guarded`, the base of training loops with guardrails.
 
 `octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches lie and
 how they are computed. The protocol is the same for all and defined here: measurements of a step are queued and checked,
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from octavo._util.rng import generator_states, restore_generators, untouched_generators
 from octavo.conversion import disabled
 from octavo.errors import ConfigError, OctavoError
-from octavo.guard.alarms import Observation, Row
+from octavo.guard.alarms import GuardEvent, Observation, Row
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff
 from octavo.guard.parameters import ParameterCheck
@@ -32,28 +32,6 @@ from octavo.recipes import Recipe
 
 if TYPE_CHECKING:
     from octavo.guard.guard import Guard
-
-
-class GuardEvent(NamedTuple):
-    """An observation, decision or action of guardrails."""
-
-    step: int
-    level: str
-    """`info`, `warning` or `error`."""
-    rule: str
-    """The rule of the alarm, or `guard`."""
-    text: str
-    """Description."""
-    action: str = ""
-    """The action taken; empty for none."""
-    layer: str = ""
-    role: str = ""
-    value: float | None = None
-    limit: float | None = None
-    cause: str = ""
-    """One of `octavo.guard.diagnosis.Cause`, if known."""
-    back_to: int | None = None
-    """Number of steps that still count, if the run was rolled back."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +47,8 @@ class Snapshot:
     scales: Sequence[Mapping[str, Tensor]]
     """Stored scales of each model."""
     generators: Mapping[str, Tensor]
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    """History of the rules (`AlarmRules.state_dict`), set by `Guard`."""
 
 
 class BatchesEnd(ConfigError):
@@ -312,8 +292,7 @@ class Guarded(ABC):
     def weight_diff(self, layer: str, snapshot: Snapshot, reach: float) -> str:
         """Describe the elements of a weight that changed by more than `reach` since a snapshot; empty for none."""
         before = self._saved_weight(snapshot.state, f"{layer}.weight")
-        found = None if before is None else weight_diff(before, self.models[0].get_parameter(f"{layer}.weight"), reach)
-        return "" if found is None else str(found)
+        return "" if before is None else weight_diff(before, self.models[0].get_parameter(f"{layer}.weight"), reach)
 
     def _peek(self, position: int) -> Any:
         """Return the batch at a position, without moving on."""

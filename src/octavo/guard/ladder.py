@@ -62,7 +62,10 @@ class Ladder:
         for pattern, recipe in self._base.modules.items():
             own = recipe if fnmatchcase(layer, pattern) else own
         own = replace(own, modules={})
-        return [own] if not own.is_fp8 else [own, *([] if is_flushed else _wider(own)), *_finer(own), load("bf16")]
+        if not own.is_fp8:
+            return [own]
+        finer = [recipe for recipe in map(load, ("folded", "block")) if _coarseness(recipe) < _coarseness(own)]
+        return [own, *([] if is_flushed else _wider(own)), *finer, load("bf16")]
 
     def up(self, layer: str, step: int, *, is_flushed: bool = False) -> Move | None:
         """Move a layer to the next rung at an alarm of `step`; None if it is in BF16 already.
@@ -111,10 +114,6 @@ def _wider(recipe: Recipe) -> list[Recipe]:
         return []
     history = replace(recipe.history, margin=recipe.history.margin + WIDER)
     return [replace(recipe, name=f"{recipe.name}+{WIDER}bits", history=history)]
-
-
-def _finer(recipe: Recipe) -> list[Recipe]:
-    return [finer for finer in map(load, ("folded", "block")) if _coarseness(finer) < _coarseness(recipe)]
 
 
 def _coarseness(recipe: Recipe) -> int:

@@ -34,26 +34,8 @@ class NonFinite(NamedTuple):
         return f"{self.layer} {self.role}{f', {where}' if where else ''} ({quantity(self.elements, 'element')})"
 
 
-class WeightDiff(NamedTuple):
-    """The elements of a weight that changed too much."""
-
-    elements: int
-    rows: int
-    """Number of rows that contain them."""
-    row: int
-    """Row of the first one."""
-    column: int
-
-    def __str__(self) -> str:
-        if self.elements == 1:
-            return f"one element, row {self.row}, column {self.column}, as a flipped bit leaves it"
-        if self.rows == 1:
-            return f"{quantity(self.elements, 'element')} of row {self.row}"
-        return f"{quantity(self.elements, 'element')} of {self.rows} rows, the first in row {self.row}"
-
-
-def weight_diff(before: Tensor, now: Tensor, reach: float) -> WeightDiff | None:
-    """Return the elements of a weight (N, ...) that changed by more than `reach` or are not finite; None for none.
+def weight_diff(before: Tensor, now: Tensor, reach: float) -> str:
+    """Describe the elements of a weight (N, ...) that changed by more than `reach` or are not finite; empty for none.
 
     Args:
         before: the weight in a snapshot.
@@ -63,10 +45,12 @@ def weight_diff(before: Tensor, now: Tensor, reach: float) -> WeightDiff | None:
     old = before.detach().float().reshape(len(before), -1)
     new = now.detach().float().reshape(old.shape).to(old.device)
     places = torch.nonzero(~((new - old).abs() <= reach))
-    if not len(places):
-        return None
-    row, column = (int(i) for i in places[0])
-    return WeightDiff(len(places), len(places[:, 0].unique()), row, column)
+    rows = places[:, 0].unique().tolist()
+    if len(places) == 1:
+        return f"one element, row {rows[0]}, column {int(places[0, 1])}, as a flipped bit leaves it"
+    if len(rows) <= 1:
+        return f"{quantity(len(places), 'element')} of row {rows[0]}" if rows else ""
+    return f"{quantity(len(places), 'element')} of {len(rows)} rows, the first in row {rows[0]}"
 
 
 def locate_nonfinite(model: nn.Module, run: Callable[[], Any]) -> NonFinite | None:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion import Plan, convert
+from octavo.guard.alarms import GuardEvent
 from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import Probe
 from octavo.guard.guard import Guard
-from octavo.guard.guarded import BatchesEnd, Guarded, GuardEvent
+from octavo.guard.guarded import BatchesEnd, Guarded
 from octavo.guard.locate import clip
 from octavo.guard.parameters import ParameterCheck
 from octavo.nn.telemetry import Telemetry

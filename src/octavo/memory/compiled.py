@@ -51,50 +51,38 @@ _ATTENTION = (
 """Operators that are not decomposed: on a GPU they are one kernel."""
 
 
-class Graph:
+class Graph(fx.Interpreter):
     """A graph as a callable; it takes the list of its inputs, and empties it."""
 
     def __init__(self, module: fx.GraphModule, recorder: Recorder) -> None:
+        super().__init__(module)
         self._boxed_call = True  # AOTAutograd's flag for that; wrappers copy the attributes of the instance
-        self._module, self._recorder = module, recorder
-        self._nodes = list(module.graph.nodes)
-        self._fused = {node for node in self._nodes if _is_fusible(node)}
-        self._fused_away = self._fused - _materialised(self._nodes, self._fused)
-        self._dying = _last_readers(self._nodes, self._fused_away)
+        self._recorder = recorder
+        nodes = list(module.graph.nodes)
+        self._fused = {node for node in nodes if _is_fusible(node)}
+        self._fused_away = self._fused - _materialised(nodes, self._fused)
+        self._dying = _last_readers(nodes, self._fused_away)
+        kept = {*self._fused, nodes[-1]}
+        self.user_to_last_uses = {node: dead for node, dead in self._dying.items() if node not in kept}
 
     def __call__(self, arguments: list[Any]) -> Any:
         """Run the graph and return the tuple of its outputs."""
-        values: dict[fx.Node, Any] = {}
-        placeholders = [node for node in self._nodes if node.op == "placeholder"]
-        values.update(zip(placeholders, arguments, strict=True))
-        arguments.clear()
-        for node in self._nodes:
-            if node.op == "output":
-                return fx.node.map_arg(node.args[0], values.__getitem__)
-            self._run(node, values)
-        raise AssertionError("a graph has an output")
+        try:
+            return self.boxed_run(arguments)
+        finally:
+            self.env = {}
 
-    def _run(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
-        if node.op == "get_attr":
-            values[node] = getattr(self._module, str(node.target))
-        elif node.op == "call_function":
-            if node in self._fused:
-                with self._recorder.paused():
-                    values[node] = self._call(node, values)
-                self._drop(node, values)  # a fused kernel may write into inputs that it reads last
-                if node not in self._fused_away:
-                    self._recorder.enter(values[node])
-                return
-            values[node] = self._call(node, values)
-        self._drop(node, values)
-
-    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    def _drop(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
-        for dead in self._dying.get(node, ()):
-            values.pop(dead, None)
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; a fused one takes memory only for a result that leaves its kernel."""
+        if n not in self._fused:
+            return super().run_node(n)
+        with self._recorder.paused():
+            result = super().run_node(n)
+        for dead in self._dying.get(n, ()):  # a fused kernel may write into inputs that it reads last
+            self.env.pop(dead, None)
+        if n not in self._fused_away:
+            self._recorder.enter(result)
+        return result
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -74,20 +74,12 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Write nothing: fake tensors have no data."""
 
 
-def _squares(tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
-    return torch.empty(len(tensors), dtype=torch.float64)
-
-
-def _cross_entropy(logits_MV: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty(logits_MV.shape[0], dtype=torch.float32)
-
-
 _IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
     optimizer.update: _nothing,
     optimizer.momentum: _nothing,
     optimizer.store_gradient: _nothing,
-    optimizer.squares: _squares,
-    cross_entropy.cross_entropy_: _cross_entropy,
+    optimizer.squares: lambda tensors, *_, **__: torch.empty(len(tensors), dtype=torch.float64),
+    cross_entropy.cross_entropy_: lambda logits_MV, *_, **__: torch.empty(logits_MV.shape[0], dtype=torch.float32),
 }
 """Kernels that are not operators, because they write where they read."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -153,16 +153,14 @@ def fake_mode() -> Iterator[Recorder]:
 
 def parts(values: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples and dictionaries; for a wrapper subclass, the tensors that it wraps."""
-    for leaf in _tensors(values):
+    for leaf in tree_leaves(values):
+        if not isinstance(leaf, Tensor):
+            continue
         if isinstance(leaf, FakeTensor) or not hasattr(leaf, "__tensor_flatten__"):
             yield leaf
         else:
             names, _ = leaf.__tensor_flatten__()
             yield from parts([getattr(leaf, name) for name in names])
-
-
-def _tensors(values: Any) -> Iterable[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 _READS = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)

@@ -6,6 +6,6 @@ store/        the run store: one SQLite file per run, its writer and reader
 measurements  scalars and telemetry on their way from the device
 system        power, memory and load of the machine; versions and settings
 trackers      Weights & Biases, trackio, MLflow
-export        Parquet, CSV; `tensorboard` writes event files
+export        Parquet, CSV, event files of TensorBoard
 dashboard/    a local web page, and the same page as one file
 """

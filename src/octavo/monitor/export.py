@@ -13,7 +13,7 @@ import numpy as np
 from octavo._util.config_reader import blaming
 from octavo.errors import ConfigError, StoreError, UnsupportedError, did_you_mean
 from octavo.monitor.store import RunReader
-from octavo.monitor.tensorboard import write_tensorboard
+from octavo.monitor.trackers import aggregates
 
 Batch = Mapping[str, Sequence[Any]]
 """Equally long columns by name."""
@@ -111,8 +111,9 @@ def write_csv(run: RunReader, folder: Path) -> list[Path]:
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(table.columns)
-            for row in _rows(table):
-                writer.writerow("" if isinstance(cell, float) and math.isnan(cell) else cell for cell in row)
+            for batch in table.batches():
+                for row in zip(*(batch[key] for key in table.columns), strict=True):
+                    writer.writerow("" if isinstance(cell, float) and math.isnan(cell) else cell for cell in row)
         written.append(path)
     return written
 
@@ -150,9 +151,38 @@ def _kind(arrow: Any, key: str, table: str) -> Any:
     return arrow.float32() if table == "telemetry" else arrow.float64()
 
 
-def _rows(table: ExportTable) -> Iterator[tuple[Any, ...]]:
-    for batch in table.batches():
-        yield from zip(*(batch[key] for key in table.columns), strict=True)
+def write_tensorboard(run: RunReader, folder: Path) -> list[Path]:
+    """Write an event file with the scalars and, as there is no series per tensor, the aggregates of the telemetry.
+
+    TensorBoard becomes slow with thousands of series.
+
+    Raises:
+        UnsupportedError: tensorboard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UnsupportedError('event files need the package tensorboard: pip install "octavo[tensorboard]"') from error
+    before = set(folder.iterdir())
+    with SummaryWriter(str(folder), filename_suffix=".octavo") as writer:
+        for step, wall, values in _steps(run):
+            for tag, value in values.items():
+                writer.add_scalar(tag, value, step, walltime=wall)
+    return sorted(set(folder.iterdir()) - before)
+
+
+def _steps(run: RunReader) -> Iterator[tuple[int, float, Mapping[str, float]]]:
+    """Yield (step, wall clock, values): the scalars first, then the aggregates."""
+    by_step: dict[int, dict[str, float]] = {}
+    for key, series in run.scalars().items():
+        for step, value in zip(series.first.tolist(), series.low.tolist(), strict=True):
+            by_step.setdefault(step, {})[key] = value
+    start, times = run.sessions[0].started, {step: values.pop("time", 0.0) for step, values in by_step.items()}
+    for step, values in sorted(by_step.items()):
+        yield step, times[step] or start, values
+    for steps, matrices in run.snapshots():
+        for step, values_of_step in zip(steps.tolist(), matrices, strict=True):
+            yield step, times.get(step) or start, aggregates(values_of_step, run.stats)
 
 
 FORMATS: dict[str, Callable[[RunReader, Path], list[Path]]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.kernels.transfers import AsyncHostCopy
+from octavo.nn.telemetry import Telemetry
 
 
 class AsyncScalars:
@@ -49,67 +49,21 @@ class AsyncScalars:
         return {**self._known, **dict(zip(self._keys, self._copy.result().tolist(), strict=True))}
 
 
-Snapshot = tuple[int, NDArray[np.float32]]
-"""A step and its statistics, float32 (tensors, statistics)."""
-
-
-class TelemetrySource(Protocol):
-    """Interface of `octavo.nn.telemetry.Telemetry`."""
-
-    done: int
-    """Steps completed."""
-
-    @property
-    def rows(self) -> Sequence[tuple[Any, ...]]:
-        """Row labels of a snapshot: layer, role, operand, and the shape if it is fixed."""
-        ...
-
-    def step(self) -> None:
-        """End a step that no optimizer step has ended."""
-        ...
-
-    def snapshot(self) -> Snapshot | None:
-        """Return the next snapshot that has arrived, or None. Never waits.
-
-        Histograms of that step, if any, are then in `histograms`, as in `Telemetry`.
-        """
-        ...
-
-    def wait(self) -> None:
-        """Wait until all measurements have arrived."""
-        ...
-
-    def restart(self, done: int) -> None:
-        """Continue after step `done` and drop pending measurements: the run was rolled back."""
-        ...
-
-    def detach(self) -> None:
-        """Stop measuring."""
-        ...
-
-
 def telemetry_of(
     model: nn.Module, every: int = 1, histograms_every: int = 0, *, together: bool = False, order: Sequence[str] = ()
-) -> TelemetrySource | None:
+) -> Telemetry | None:
     """Return the telemetry of a model's FP8 layers, or None without any; arguments as of `Telemetry`.
 
     Args:
         together: merge values over all ranks, all of which must call this.
         order: names of all layers of the model, if ranks have different ones.
     """
-    from octavo.nn.telemetry import Telemetry
-
     group = dist.new_group() if together else None
     source = Telemetry(model, every, histograms_every=histograms_every, group=group, order=order)
     return source if source.rows else None
 
 
-def arrived(source: TelemetrySource | None) -> Iterator[Snapshot]:
-    """Yield the snapshots that have arrived since the last call."""
+def arrived(source: Telemetry | None) -> Iterator[tuple[int, NDArray[np.float32], NDArray[np.float32] | None]]:
+    """Yield step, statistics and histograms, if any, of the snapshots that have arrived since the last call."""
     while source is not None and (taken := source.snapshot()) is not None:
-        yield taken
-
-
-def histograms_of(source: TelemetrySource | None) -> NDArray[np.float32] | None:
-    """Return the histograms of the last snapshot, or None."""
-    return getattr(source, "histograms", None)
+        yield *taken, source.histograms

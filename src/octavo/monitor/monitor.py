@@ -24,10 +24,11 @@ from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Observation
 from octavo.guard.alarms import AlarmRules
-from octavo.monitor.measurements import AsyncScalars, TelemetrySource, arrived, histograms_of, telemetry_of
+from octavo.monitor.measurements import AsyncScalars, arrived, telemetry_of
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import outcome_of
 from octavo.monitor.system import environment
+from octavo.nn.telemetry import Telemetry
 
 LOSS, GRADIENT_NORM, LEARNING_RATE = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
 """Names of the scalars that alarms check; others are only stored."""
@@ -128,16 +129,14 @@ class Monitor:
         plan: Any = None,
         trackers: Sequence[str] = (),
         resume_from: int | None = None,
-        telemetry: TelemetrySource | str | None = "auto",
+        telemetry: Telemetry | str | None = "auto",
         guard: GuardConfig | None = None,
     ) -> None:
         self.done = resume_from or 0
         """Steps completed."""
         self._pending: deque[AsyncScalars] = deque()
         self._recorder: Recorder | None = None
-        self._source: TelemetrySource | None = (
-            None if isinstance(telemetry, str) else telemetry
-        )  # a group needs it on every rank
+        self._source = None if isinstance(telemetry, str) else telemetry  # a group needs it on every rank
         if not is_first_rank():
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -173,7 +172,8 @@ class Monitor:
         if self._recorder is None:
             return
         self._pending.append(AsyncScalars(number, scalars))
-        self._write_arrived()
+        while self._pending and self._pending[0].has_arrived():
+            self._write(self._recorder, self._pending.popleft())
         self._write_tensors(self._recorder)
 
     def event(self, text: str, *, rule: str = "user", **details: Any) -> None:
@@ -189,8 +189,6 @@ class Monitor:
         if event.back_to is not None and event.back_to < self.done:
             self.done = event.back_to
             self._pending.clear()
-            if self._recorder is not None:
-                self._recorder.go_back(event.back_to)
         if self._recorder is not None:
             self._recorder.guard_event(event)
 
@@ -216,25 +214,20 @@ class Monitor:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
-    def _write_arrived(self) -> None:
-        while self._recorder is not None and self._pending and self._pending[0].has_arrived():
-            self._write(self._recorder, self._pending.popleft())
-
     def _write(self, recorder: Recorder, scalars: AsyncScalars) -> None:
         values = scalars.read()
         recorder.step(scalars.step, values)
         self._rules.scalars(scalars.step, values)
 
     def _write_tensors(self, recorder: Recorder) -> None:
-        for measured, values in arrived(self._source):
-            recorder.step(measured, None, values, histograms_of(self._source))
+        for measured, values, histograms in arrived(self._source):
+            recorder.step(measured, None, values, histograms)
             self._rules.tensors(measured, values)
 
     def _record_alarm(self, alarm: Alarm) -> None:
         level = "error" if alarm.rule == "nonfinite" else "warning"
         if self._recorder is not None:
-            where = "", alarm.layer, alarm.role, alarm.value, alarm.limit
-            self._recorder.guard_event(GuardEvent(alarm.step, level, alarm.rule, str(alarm), *where))
+            self._recorder.guard_event(alarm.event(str(alarm), level=level))
 
     def _describe(self, model: nn.Module, device: torch.device, plan: Any) -> None:
         if self._recorder is None:

@@ -109,7 +109,9 @@ class Recorder:
         self._store.submit(lambda: self._writer.write_event(step, rule, text, **{"t": now, **details}), may_drop=False)
 
     def guard_event(self, event: GuardEvent) -> None:
-        """Write an event of guardrails."""
+        """Write an event of guardrails; if it rolled the run back, delete the measurements of the steps undone."""
+        if event.back_to is not None:
+            self.go_back(event.back_to)
         text = f"{event.cause}: {event.text}" if event.cause else event.text
         where = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
         numbers = {"level": event.level, "value": event.value, "limit": event.limit}

@@ -62,14 +62,15 @@ class SystemProbe:
         energy = found["gpu_energy_joules"]
         found["gpu_energy_joules"] = None if energy is None else energy - self._energy_before
         found |= self._usage()
-        found |= _torch_memory(self.gpu)
+        for name in ("allocated", "reserved", "peak") if self.gpu is not None else ():
+            measure = getattr(torch.cuda, {"peak": "max_memory_allocated"}.get(name, f"memory_{name}"))
+            found[f"torch_{name}_bytes"] = float(measure(self.gpu))
         found |= {"process_memory_bytes": _process_memory(), "load": _load()}
         return {key: value for key, value in found.items() if value is not None}
 
     def _open(self, gpu: int) -> None:
         try:
             import pynvml
-            import torch
         except ImportError:
             self.missing = 'power and energy are not measured: pip install "octavo[energy]"'
             return
@@ -104,18 +105,6 @@ class SystemProbe:
             return ask(self._handle, *arguments)
         except self._nvml.NVMLError:
             return None
-
-
-def _torch_memory(gpu: int | None) -> dict[str, float]:
-    if gpu is None:
-        return {}
-    import torch
-
-    return {
-        "torch_allocated_bytes": float(torch.cuda.memory_allocated(gpu)),
-        "torch_reserved_bytes": float(torch.cuda.memory_reserved(gpu)),
-        "torch_peak_bytes": float(torch.cuda.max_memory_allocated(gpu)),
-    }
 
 
 def _process_memory() -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,13 +23,12 @@ from octavo.monitor.system import SystemProbe
 from octavo.nn import Linear, reuse_weight_codes
 from octavo.nn.fp8_weights import values
 from octavo.nn.hooks import hooked
-from octavo.pilot.workload import Workload, one_of, to_device
 from octavo.train.profile import profile
-from octavo.train.timing import milliseconds, synchronize, warm_up
+from octavo.train.timing import Stopwatch, milliseconds, synchronize, warm_up
+from octavo.train.workload import Workload, one_of, to_device
 
 PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Autocast dtype of the precisions that are no recipe; a recipe computes the rest in BF16."""
-PHASES = ("data", "forward", "backward", "optimizer", "communication", "idle")
 WARM_UP = 3
 """Steps before those that are timed."""
 DECODED = 32
@@ -164,30 +162,6 @@ class _Training:
         return loss.detach()
 
 
-class _Clock:
-    """The time of each phase, by events of the GPU or by the host's clock."""
-
-    def __init__(self, is_gpu: bool) -> None:
-        self.is_gpu = is_gpu
-        self.marks: list[tuple[str, Any]] = []
-        self.mark("")
-
-    def mark(self, phase: str) -> None:
-        now: Any = time.perf_counter()
-        if self.is_gpu:
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
-        self.marks.append((phase, now))
-
-    def totals(self) -> dict[str, float]:
-        """Return the milliseconds of each phase."""
-        synchronize("cuda" if self.is_gpu else "cpu")
-        found = dict.fromkeys(PHASES[:4], 0.0)
-        for (_, start), (phase, end) in zip(self.marks, self.marks[1:], strict=False):
-            found[phase] += start.elapsed_time(end) if self.is_gpu else 1e3 * (end - start)
-        return found
-
-
 def _train(run: _Training, workload: Workload, how: Conditions, found: Measurement, flops: float | None) -> None:
     is_gpu = how.device.type == "cuda"
     timed = min(how.timed, max(1, how.steps - WARM_UP))
@@ -198,10 +172,10 @@ def _train(run: _Training, workload: Workload, how: Conditions, found: Measureme
         found.resident_gib = torch.cuda.memory_allocated() / 2**30
     probe = SystemProbe(torch.cuda.current_device() if is_gpu else None)
     synchronize(how.device.type)
-    clock = _Clock(is_gpu)
+    watch = Stopwatch(how.device)
     with kernels.record() as ledger:
-        losses += [run.step(clock.mark) for _ in range(timed)]
-    total = clock.totals()
+        losses += [run.step(watch.mark) for _ in range(timed)]
+    total = watch.milliseconds()
     joules = probe.sample().get("gpu_energy_joules")
     found.losses = [float(loss) for loss in losses]
     found.fallbacks = list(ledger.fallbacks)

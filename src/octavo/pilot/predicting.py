@@ -11,8 +11,8 @@ from octavo.conversion.gain import predicted_ms
 from octavo.errors import ConfigError
 from octavo.kernels.devices import GPUS, H200, Rates
 from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement
-from octavo.pilot.workload import Workload
 from octavo.recipes import load
+from octavo.train.workload import Workload
 
 CAPACITY_GIB = {"h100": 79.1, "h200": 139.8}
 """Memory that PyTorch sees."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octavo._util.terminal import quantity
+from octavo._util.terminal import columns, quantity
 from octavo.monitor.dashboard import page
-from octavo.pilot.judging import Advice, Pilot, advise
+from octavo.pilot.judging import Pilot, advise
 
 _COLUMNS: dict[str, tuple[str, str]] = {
     "step_ms": ("step ms", ".2f"),
@@ -46,10 +46,10 @@ def to_dict(pilot: Pilot) -> dict[str, Any]:
 
 def to_text(pilot: Pilot) -> str:
     """Return the report for a terminal."""
-    lines = [*_header(pilot), "", *_aligned(speed_rows(pilot))]
-    phases = phase_rows(pilot)
-    lines += ["", *_aligned(phases)] if len(phases) > 1 else []
-    lines += ["", *_notes(pilot), "", "recommendation"]
+    lines = [*_header(pilot), ""]
+    for rows in (speed_rows(pilot), phase_rows(pilot)):
+        lines += [*columns(rows, range(1, len(rows[0]))), ""] if len(rows) > 1 else []
+    lines += [*_notes(pilot), "", "recommendation"]
     for advice in advise(pilot):
         lines += [
             f"  {advice.about}: {advice.decision}",
@@ -60,7 +60,7 @@ def to_text(pilot: Pilot) -> str:
 
 
 def to_html(pilot: Pilot, output: Path) -> Path:
-    """Write the report as one file with plots, and return its path.
+    """Write the text of the report and plots as one file, and return its path.
 
     Raises:
         UnsupportedError: plotly is not installed.
@@ -70,12 +70,9 @@ def to_html(pilot: Pilot, output: Path) -> Path:
     plots = "".join(f'<div id="plot{number}"></div>' for number in range(len(figures)))
     drawn = page.safe_in_script(json.dumps(figures))
     call = "FIGURES.forEach((f, i) => Plotly.newPlot('plot' + i, f.data, f.layout, {responsive: true}))"
-    advice = _html_table([("about", "decision", "reason", "what would change it"), *map(_cells, advise(pilot))])
     body = [
         f"<h1>FP8 pilot: {html.escape(pilot.workload)}</h1>",
-        *(f"<p>{html.escape(line)}</p>" for line in (*_header(pilot), *_notes(pilot))),
-        f"<h2>Recommendation</h2>{advice}<h2>Measurements</h2>{_html_table(speed_rows(pilot))}",
-        _html_table(phase_rows(pilot)),
+        f"<pre>{html.escape(to_text(pilot))}</pre>",
         plots,
         f"<script>{script}</script><script>const FIGURES = {drawn}; {call}</script>",
     ]
@@ -85,15 +82,7 @@ def to_html(pilot: Pilot, output: Path) -> Path:
     return output
 
 
-_STYLE = (
-    "body{font:15px/1.5 system-ui;max-width:70em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse;margin:1em 0}"
-    "td,th{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:left;vertical-align:top}"
-)
-
-
-def _cells(advice: Advice) -> tuple[str, ...]:
-    return tuple(advice)
+_STYLE = "body{font:15px/1.5 system-ui;max-width:70em;margin:2em auto;padding:0 1em}pre{white-space:pre-wrap}"
 
 
 def _header(pilot: Pilot) -> list[str]:
@@ -150,24 +139,6 @@ def _shown(value: float | None, how: str) -> str:
     if value is None:
         return "-"
     return format(value, ".2g" if how == ".2f" and 0 < abs(value) < 0.1 else how)  # a small time is no 0.00
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def _html_table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [
-        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-        for tag, row in zip(["th", *["td"] * (len(rows) - 1)], rows, strict=True)
-    ]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _figures(pilot: Pilot) -> Iterator[dict[str, Any]]:

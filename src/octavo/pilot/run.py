@@ -15,9 +15,9 @@ from octavo.models.factory import count_parameters
 from octavo.pilot import predicting
 from octavo.pilot.judging import Pilot
 from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement, count_flops, measure
-from octavo.pilot.workload import Workload, first
 from octavo.recipes import load, names
 from octavo.train import device as devices
+from octavo.train.workload import Workload, first
 
 RECIPES = ("folded", "tensorwise", "block")
 """Recipes of a pilot by default: scales per row, per tensor and per block."""

@@ -35,7 +35,11 @@ def choices(recipe: Recipe) -> dict[Choice, Recipe]:
             found[choice] = replace(found[own], name=f"{recipe.name} {'+'.join(choice)}", **wide)  # type: ignore[arg-type]
         except ConfigError:
             continue
-    return {choice: found[choice] for choice in sorted(found, key=lambda choice: (len(choice), _order(choice)))}
+
+    def in_order(choice: Choice) -> tuple[int, list[int]]:
+        return len(choice), [GEMMS.index(gemm) for gemm in choice]
+
+    return {choice: found[choice] for choice in sorted(found, key=in_order)}
 
 
 def without(choice: Choice, gemm: str) -> Choice:
@@ -53,10 +57,6 @@ def alone(gemm: str, offered: dict[Choice, Recipe]) -> tuple[Choice, Choice]:
         if gemm in choice and without(choice, gemm) in offered:
             return without(choice, gemm), choice
     raise ConfigError(f"{gemm} cannot be measured: no recipe has it in FP8 and is valid without it.")
-
-
-def _order(choice: Choice) -> list[int]:
-    return [GEMMS.index(gemm) for gemm in choice]
 
 
 Layer = Linear | Convolution

@@ -86,8 +86,9 @@ def _totals(found: Localisation) -> Iterator[str]:
     gemms = [gemm for layer in found.layers for gemm in layer.all]
     chosen = sum(len(layer.chosen) for layer in found.layers)
     yield f"{chosen} of {len(gemms)} GEMMs in FP8 by recipe {found.recipe.name}"
+    share = 100 * found.cost / found.loss if found.loss else 0.0
     yield (
-        f"costs {found.cost:.2e} of {found.budget:.2e} nats per token ({_share(found.cost, found)} of"
+        f"costs {found.cost:.2e} of {found.budget:.2e} nats per token ({share:.3g} % of"
         f" {found.loss:.4f}); loss change of these weights {found.loss_change:+.2e}"
     )
     where = f"measured on {found.device}" if found.timing == "measured" else "predicted for an H200, not measured"
@@ -95,10 +96,6 @@ def _totals(found: Localisation) -> Iterator[str]:
         yield f"saves {found.saved:.3g} of {found.offered:.3g} ms of linear layers per forward and backward, {where}"
     else:
         yield f"saves no time: no GEMM of this model is faster in FP8, {where}"
-
-
-def _share(cost: float, found: Localisation) -> str:
-    return f"{100 * cost / found.loss:.3g} %" if found.loss else "0 %"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,18 +99,14 @@ def measured(
     for name, call in calls.items():
         layer = switch.layers[name]
         weight = weight_of(layer)
-        kind = type(layer), weight.shape, weight.dtype, weight.requires_grad, call, *_settings(layer)
+        how = () if isinstance(layer, Linear) else (layer.stride, layer.padding, layer.dilation)
+        kind = type(layer), weight.shape, weight.dtype, weight.requires_grad, call, *how
         key = (*kind, *(recipe.name for recipe in switch.offered[name].values()))
         if key not in known:
             report(f"time, {name}", 1)
             known[key] = dict(_measure(switch, name, call, dtype))
         found[name] = known[key]
     return found
-
-
-def _settings(layer: Layer) -> Sequence[Any]:
-    """Return the other settings that a convolution's time depends on."""
-    return () if isinstance(layer, Linear) else (layer.stride, layer.padding, layer.dilation)
 
 
 def _measure(

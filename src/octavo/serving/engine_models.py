@@ -58,9 +58,7 @@ def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
     head = next((name for name, module in model.named_modules() if module is last), "")
     settings = {**known, "architectures": [type(model).__name__], "dtype": name}
     if known.get("model_type") == "mixtral":
-        return EngineModel(str, settings, head, ("w1", "w3", "w2"), _mixtral_name)
+        return EngineModel(
+            str, settings, head, ("w1", "w3", "w2"), lambda module: module.replace(".mlp", ".block_sparse_moe")
+        )
     return EngineModel(str, settings, head)
-
-
-def _mixtral_name(module: str) -> str:
-    return module.replace(".mlp", ".block_sparse_moe")

@@ -152,16 +152,13 @@ def _layers(
         raise ConfigError("export: no linear layer is in FP8. Call octavo.convert first, or use the format 'plain'.")
     for layer in layers:
         if (reason := writer.unsupported_reason(layer)) is not None:
-            fitting = [f"'{name}'" for name, other in FORMATS.items() if other is None or _supports_all(other, layers)]
+            others = FORMATS.items()
+            fitting = [f"'{name}'" for name, other in others if other is None or not any(map(other[0], layers))]
             instead = " or ".join(fitting)
             raise UnsupportedError(
                 f"export: format '{format}' cannot store '{layer.name}': {reason}. Use the format {instead}."
             )
     return layers
-
-
-def _supports_all(writer: Format, layers: Sequence[ServedLayer]) -> bool:
-    return all(writer.unsupported_reason(layer) is None for layer in layers)
 
 
 def _tensors(

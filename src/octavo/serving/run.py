@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from octavo.conversion import revert
-from octavo.data import load_tokenizer
 from octavo.data.bpe import END_OF_DOCUMENT, BPETokenizer
 from octavo.data.chat import ChatFormat
 from octavo.data.tokenizer import ByteTokenizer, Tokenizer
@@ -18,7 +17,8 @@ from octavo.recipes import load
 from octavo.serving.exporting import Exported, export
 from octavo.serving.formats import BLOCKS, COMPRESSED_TENSORS
 from octavo.train.config import RunConfig
-from octavo.train.load_run import find, model_of, settings_of
+from octavo.train.load_run import find, settings_of, states_of
+from octavo.train.setup import tokenizer_of
 
 
 def export_run(
@@ -44,12 +44,12 @@ def export_run(
     found = find(run)
     config = settings_of(found, "octavo export", {"device": "cpu"})
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=data.cache.expanduser())
+    tokenizer = tokenizer_of(data)
     texts = tokenizer_files(tokenizer, config.model.sequence)
     if data.format == "chat":
         texts["tokenizer_config.json"]["chat_template"] = ChatFormat.of(data.tokenizer, data.sequence).template
     more = {"eos_token_id": tokenizer.end_of_document}
-    model = model_of(found, config)
+    model = states_of(found, config)[0].model
     format = format or format_of(config)
     if config.lora.rank:
         if format == "plain":  # codes would round the sums

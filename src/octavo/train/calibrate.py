@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo._util.terminal import Report, reported, silent
 from octavo.calibration import Calibration, Recalibration, ScalePolicy, Updates, calibrate
 from octavo.errors import CheckpointError, ConfigError
 from octavo.recipes import Recipe
@@ -34,7 +35,7 @@ def calibrate_run(
     layers: Sequence[str] = (),
     backward: bool = True,
     scale_policy: ScalePolicy | None = None,
-    watch: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
+    report: Report = silent,
 ) -> Calibration:
     """Calibrate the model of a run on batches of its training text.
 
@@ -47,7 +48,7 @@ def calibrate_run(
         recipe: recipe to calibrate for; by default the run's, or `static` if that stores no scales.
         batches: number of batches.
         layers, backward, scale_policy: as for `octavo.calibrate`.
-        watch: wraps the batches, for a progress bar.
+        report: called before each batch.
 
     Raises:
         ConfigError: see `octavo.calibrate`; an invalid configuration, or weights in FP8.
@@ -64,7 +65,7 @@ def calibrate_run(
 
     made = calibrate(
         state.model,
-        watch(islice(_parts(loader, config.run.accumulate, state.device), batches)),
+        reported(islice(_parts(loader, config.run.accumulate, state.device), batches), batches, "batch", report),
         loss=loss,
         recipe=target,
         policy=policy_of(config, target),

@@ -200,6 +200,13 @@ class LoopConfig:
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
 
+    def is_bf16(self, step: int) -> bool:
+        """Return True if the FP8 model makes `step`, counted from 0, in BF16.
+
+        These are the first steps, in which a model changes most, and the last, which recover the loss that FP8 cost.
+        """
+        return step < self.bf16_first_steps or step >= self.steps - round(self.bf16_last_share * self.steps)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
@@ -407,15 +414,6 @@ def warm_up_note(config: OptimizerConfig) -> str | None:
     if config.warmup > high:
         return f"optimizer.warmup is {config.warmup:g} of the run, which then hardly trains at its learning rate."
     return None
-
-
-def is_bf16(step: int, *, steps: int, first: int, last_share: float) -> bool:
-    """Return True if the FP8 model makes `step`, counted from 0, in BF16, in a run of `steps` steps.
-
-    These are the first `first` steps, in which a model changes most, and the last `last_share * steps` (rounded), which
-    recover the loss that FP8 cost.
-    """
-    return step < first or step >= steps - round(last_share * steps)
 
 
 def _presets() -> Any:

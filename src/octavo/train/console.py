@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,18 +19,8 @@ from rich.table import Table
 from octavo import __version__
 from octavo._util import terminal
 from octavo._util.terminal import quantity
-from octavo.guard.guarded import GuardEvent
-from octavo.train.events import (
-    Evaluated,
-    Event,
-    Finished,
-    Logged,
-    Preparing,
-    Saved,
-    Started,
-    Switched,
-    gap_percent,
-)
+from octavo.guard.alarms import GuardEvent
+from octavo.train import events
 from octavo.train.final_report import final_report
 
 _ROWS = 12
@@ -51,30 +40,29 @@ class ConsoleReporter:
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._overflows: Mapping[str, int] = {}
         self._tokens = 0
         self._speeds: deque[float] = deque(maxlen=_ROWS)
 
-    def report(self, event: Event) -> None:
+    def report(self, event: events.Event) -> None:
         """Show one event."""
         match event:
-            case Preparing():
+            case events.Preparing():
                 self._say(f"octavo {__version__}: reading '{event.config.data.source}' and building the models ...")
-            case Started():
+            case events.Started():
                 self._start(event)
-            case Logged():
+            case events.Logged():
                 self._log(event)
-            case Switched():
+            case events.Switched():
                 self._say(f"step {event.step}: the FP8 model computes in {event.precision.upper()} from here on")
-            case Evaluated():
+            case events.Evaluated():
                 losses = "  ".join(f"{model.upper()} {loss:.4f}" for model, loss in event.loss.items())
                 self._say(f"step {event.step}: held-out loss  {losses}")
             case GuardEvent() if event.level != "info" or event.action:
                 action = f" -> {event.action}" if event.action else ""
                 self._say(f"step {event.step}: {f'[{event.cause}] ' if event.cause else ''}{event.text}{action}")
-            case Saved():
+            case events.Saved():
                 self._say(f"step {event.step}: checkpoint {event.path}")
-            case Finished():
+            case events.Finished():
                 self.close()
                 final_report(self._console, event)
 
@@ -84,7 +72,7 @@ class ConsoleReporter:
             self._live.stop()
             self._live = None
 
-    def _start(self, event: Started) -> None:
+    def _start(self, event: events.Started) -> None:
         run, data = event.config.run, event.config.data
         baseline = " with its BF16 baseline" if len(event.models) == 2 else ""
         self._say(
@@ -121,14 +109,7 @@ class ConsoleReporter:
         self._live = Live(self._screen(), console=self._console, refresh_per_second=4)
         self._live.start()
 
-    def _log(self, event: Logged) -> None:
-        for model, overflows in event.overflows.items():
-            if overflows > self._overflows.get(model, 0):
-                self._say(
-                    f"step {event.step}: {model.upper()} gradients overflowed, {quantity(overflows, 'step')} skipped so"
-                    f" far, loss scale now {event.loss_scale[model]:g}"
-                )
-        self._overflows = event.overflows
+    def _log(self, event: events.Logged) -> None:
         left = self._time_left(event)
         self._rows.append([*_cells(event), left])
         if self._live is None:
@@ -138,7 +119,7 @@ class ConsoleReporter:
         self._progress.update(self._task, completed=event.step, left=f"{left} left")
         self._live.update(self._screen())
 
-    def _time_left(self, event: Logged) -> str:
+    def _time_left(self, event: events.Logged) -> str:
         """Return the time to the last step at the median speed so far, without the first step, which compiles."""
         self._speeds.append(event.tokens_per_second)
         speeds = sorted(list(self._speeds)[1:] or self._speeds)
@@ -156,20 +137,16 @@ class ConsoleReporter:
         self._console.print(line, markup=False, soft_wrap=True)
 
 
-def _cells(event: Logged) -> list[str]:
-    gap = gap_percent(event.loss)
+def _cells(event: events.Logged) -> list[str]:
+    gap = events.gap_percent(event.loss)
     return [
         str(event.step),
         *(f"{loss:.4f}" for loss in event.loss.values()),
         *([] if gap is None else [f"{gap:+z.2f}"]),
         f"{event.tokens_per_second:,.0f}",
         f"{event.lr:.1e}",
-        f"{_first(event.gradient_norm):.3f}",
+        f"{next(iter(event.gradient_norm.values())):.3f}",
     ]
-
-
-def _first(values: Mapping[str, float]) -> float:
-    return next(iter(values.values()))
 
 
 def _count(number: int) -> str:

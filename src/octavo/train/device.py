@@ -1,11 +1,10 @@
-"""The device of a run: its choice, its name, step times, and the garbage collector while steps run on it."""
+"""The device of a run: its choice, its name, and the garbage collector while steps run on it."""
 
 from __future__ import annotations
 
 import gc
 import platform
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.monitor.system import versions
 
-__all__ = ["WARM_UP_STEPS", "DeviceTimer", "describe", "gc_frozen", "resolve", "versions"]
+__all__ = ["WARM_UP_STEPS", "describe", "gc_frozen", "resolve", "versions"]
 
 WARM_UP_STEPS = 3
 """Steps after which compilation has usually finished."""
@@ -55,39 +54,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-class DeviceTimer:
-    """Context manager that times device work without synchronising: on CUDA only `milliseconds` waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-
-    def __enter__(self) -> DeviceTimer:
-        self._events, self._times = [], []
-        self._record()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._record()
-
-    def milliseconds(self) -> float:
-        """Return the time between enter and exit. On CUDA this waits for the work to finish."""
-        if self._cuda:
-            start, end = self._events
-            end.synchronize()
-            return float(start.elapsed_time(end))
-        return 1e3 * (self._times[1] - self._times[0])
-
-    def _record(self) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
-        else:
-            self._times.append(time.perf_counter())
 
 
 @contextmanager

@@ -12,9 +12,9 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from octavo._util.files import os_errors
 from octavo.errors import CheckpointError, ConfigError, RunError
 from octavo.train import checkpoint
-from octavo.train.files import wrap_os_errors
 
 LOCK = ".lock"
 
@@ -34,7 +34,8 @@ class RunDirectory:
         self._descriptor = -1
 
     def __enter__(self) -> RunDirectory:
-        wrap_os_errors(self.path, self._acquire)
+        with os_errors(self.path, RunError):
+            self._acquire()
         return self
 
     def _acquire(self) -> None:

@@ -73,19 +73,20 @@ def accuracy_by_task(tasks: Sequence[str], right: Mapping[str, Tensor]) -> dict[
     found: dict[str, dict[str, float]] = {}
     for task in dict.fromkeys(tasks):
         of_task = torch.tensor([name == task for name in tasks])
-        values = {model: answered[of_task].double() for model, answered in right.items()}
-        if values.keys() >= {"fp8", "bf16"}:
-            values["difference"] = values["fp8"] - values["bf16"]
-        row: dict[str, float] = {"samples": int(of_task.sum())}
-        for name, x in values.items():
-            row |= {name: float(x.mean()), f"{name}_error": standard_error(x)}
-        found[task or "answers"] = row
+        found[task or "answers"] = compared({model: answered[of_task] for model, answered in right.items()})
     return found
 
 
-def heldout_loss(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean of `heldout_losses`."""
-    return float(heldout_losses(state, batches).mean())
+def compared(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the mean of each model's values per sample, and of the first's less the second's, with standard errors."""
+    first, *others = values.values()
+    means = dict(values)
+    if others:
+        means["difference"] = first.double() - others[0].double()
+    row: dict[str, float] = {"samples": len(first)}
+    for name, x in means.items():
+        row |= {name: float(x.double().mean()), f"{name}_error": standard_error(x.double())}
+    return row
 
 
 def standard_error(values: Tensor) -> float:

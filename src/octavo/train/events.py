@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.guard.guarded import GuardEvent
+from octavo.guard.alarms import GuardEvent
 from octavo.train.config import RunConfig
 
 
@@ -127,16 +127,6 @@ class Switched:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolledBack:
-    """The run was rolled back: steps that were made do not count, and are repeated."""
-
-    step: int
-    """Number of steps that had been made."""
-    to: int
-    """Number of steps that still count."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
     """An evaluation on held-out text."""
 
@@ -186,7 +176,6 @@ Event = (
     | TensorsChanged
     | Switched
     | GuardEvent
-    | RolledBack
     | Evaluated
     | Saved
     | Finished

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo._util import config_reader
-from octavo._util.files import write_text
+from octavo._util.files import os_errors, write_text
 from octavo.errors import RunError
-from octavo.train.events import Evaluated, Event, Logged, RolledBack, Switched
+from octavo.guard.alarms import GuardEvent
+from octavo.train.events import Evaluated, Event, Logged, Switched
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -22,18 +23,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         RunError: it could not be written; an existing file stays unchanged.
     """
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n", RunError)
-
-
-def wrap_os_errors(path: Path, action: Callable[[], object]) -> None:
-    """Run an action on the file or directory `path`.
-
-    Raises:
-        RunError: the system reported an error; the message names the path and the reason.
-    """
-    try:
-        action()
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror}).") from error
 
 
 class MetricsFile:
@@ -57,17 +46,19 @@ class MetricsFile:
                 warnings.warn(f"{self._path}: was removed during the run, and is written again.", stacklevel=2)
                 self.copy_to(self._path)
                 self._open()
-            wrap_os_errors(self._path, lambda: self._file.write(_line(event.record())))
+            with os_errors(self._path, RunError):
+                self._file.write(_line(event.record()))
             self.lines += 1
-        elif isinstance(event, RolledBack):
+        elif isinstance(event, GuardEvent) and event.back_to is not None:
             self._file.close()
-            self._truncate(event.to)
+            self._truncate(event.back_to)
 
     def _truncate(self, keep_until: int, keep_lines: int | None = None) -> None:
         """Keep some lines, or if this process is killed, all of them, and open the file."""
         kept = [line for line in read_metrics(self._path)[:keep_lines] if line["step"] <= keep_until]
         write_text(self._path, "".join(map(_line, kept)), RunError)
-        wrap_os_errors(self._path, self._open)
+        with os_errors(self._path, RunError):
+            self._open()
         self.lines = len(kept)
 
     def _open(self) -> None:
@@ -76,7 +67,8 @@ class MetricsFile:
     def copy_to(self, path: Path) -> None:
         """Write all lines to another file, also if this one has been removed."""
         self._file.seek(0)
-        wrap_os_errors(path, lambda: path.write_text(self._file.read(), encoding="utf-8"))
+        with os_errors(path, RunError):
+            path.write_text(self._file.read(), encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""

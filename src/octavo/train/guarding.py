@@ -19,7 +19,7 @@ from octavo.guard import Guard, Guarded, GuardEvent
 from octavo.guard.diagnosis import Probe
 from octavo.guard.parameters import ParameterCheck
 from octavo.tensor import is_distributed
-from octavo.train.events import RolledBack, TensorsChanged
+from octavo.train.events import TensorsChanged
 from octavo.train.setup import Batch, convert_as
 from octavo.train.state_tensors import SCALES, restore_tensors, state_tensors
 
@@ -99,14 +99,13 @@ class GuardedRun(Guarded):
         }
 
     def _load_state(self, step: int, state: _State) -> None:
-        trainer, since = self._trainer, self.done
+        trainer = self._trainer
         for own in trainer.setup.states:
             # Stored scales of the recipes that layers have now, which may differ from those in the snapshot.
             stored = {name: tensor for name, tensor in state_tensors(own).items() if name.startswith(SCALES)}
             restore_tensors(own, {**state[own.name], **stored}, SNAPSHOT)
             own.clear_failure()
         trainer.go_back(step)
-        trainer.emit(RolledBack(step=since, to=step))
 
     def _saved_weight(self, state: _State, name: str) -> Tensor | None:
         is_plain = name in self._state.parameters and self._trainer.ranks.count == 1

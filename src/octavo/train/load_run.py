@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import recipes
 from octavo._util.config_reader import blaming, read_file
@@ -65,15 +65,6 @@ def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
     """
     setup = set_up(config)
     return replace(setup, plan=_restore(found, config, setup.states[0], setup.plan))
-
-
-def model_of(found: checkpoint.Checkpoint, config: RunConfig) -> nn.Module:
-    """Return the trained model with the weights of the checkpoint; as `restore`, without the text.
-
-    Raises:
-        CheckpointError: it is of another model.
-    """
-    return states_of(found, config)[0].model
 
 
 def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainState, ...]:

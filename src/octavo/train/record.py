@@ -13,26 +13,13 @@ from typing import Any
 import torch
 
 from octavo._util import config_reader
-from octavo._util.terminal import quantity
-from octavo.guard.guarded import GuardEvent
-from octavo.monitor.energy import energy_kwh
+from octavo.guard.alarms import GuardEvent
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store import RunReader
 from octavo.monitor.store.writer import outcome_of
 from octavo.monitor.system import environment
-from octavo.train.config import LoopConfig, RunConfig
-from octavo.train.events import (
-    Evaluated,
-    Event,
-    Finished,
-    Logged,
-    RolledBack,
-    Saved,
-    Started,
-    Switched,
-    TensorsChanged,
-    TensorsMeasured,
-)
+from octavo.train import events
+from octavo.train.config import RunConfig
 from octavo.train.parallel import Launch
 
 
@@ -54,45 +41,42 @@ class StoreReporter:
         self._has_finished = False
         self._path = Path(run.out) / "run.sqlite"
         self._is_removed = False
-        self._overflows: Mapping[str, int] = {}
+        tracker = f"{run.tracker}:{run.tracker_tensors}" if run.tracker_tensors else run.tracker
         self._recorder = Recorder(
             Path(run.out),
             keep_until=done or None,
             keep_events=events,
             overwrite=not done,
             gpu=(device.index or 0) if device.type == "cuda" else None,
-            trackers=() if run.tracker == "none" else (_tracker(run),),
+            trackers=() if run.tracker == "none" else (tracker,),
             config=config_reader.to_dict(config),
         )
 
-    def report(self, event: Event) -> None:
+    def report(self, event: events.Event) -> None:
         """Write one event."""
         if not self._is_removed and not self._path.exists() and self._path.parent.exists():
             self._is_removed = True
             warnings.warn(f"{self._path}: was removed during the run; metrics.jsonl has the rest of it.", stacklevel=2)
         match event:
-            case Started():
+            case events.Started():
                 self._start(event)
-            case Logged():
+            case events.Logged():
                 self._recorder.step(event.step, _numbers(event.record()))
-                self._note_overflows(event)
-            case TensorsMeasured():
+            case events.TensorsMeasured():
                 self._recorder.step(event.step, None, event.values, event.histograms)
-            case TensorsChanged():
+            case events.TensorsChanged():
                 self._recorder.document("plan", json.loads(event.plan.to_json()), step=event.step)
                 self._recorder.tensors(event.rows)
-            case Evaluated():
+            case events.Evaluated():
                 self._recorder.step(event.step, _numbers(event.record()))
-            case Switched():
+            case events.Switched():
                 text = f"the FP8 model computes in {event.precision.upper()} from here on"
                 self._recorder.event(event.step, "precision", text, action=event.precision)
             case GuardEvent():
                 self._guard_event(event)
-            case RolledBack():
-                self._recorder.go_back(event.to)
-            case Saved():
+            case events.Saved():
                 self._recorder.event(event.step, "checkpoint", f"checkpoint {event.path.name}")
-            case Finished():
+            case events.Finished():
                 self._has_finished = True
                 self._recorder.document("summary", event.summary, step=event.summary["steps"])
 
@@ -107,7 +91,7 @@ class StoreReporter:
         if not self._path.exists():
             return None
         with RunReader(self._path) as run:
-            return energy_kwh(run.system())
+            return run.energy_kwh()
 
     def close(self) -> None:
         """Write the outcome and close the store."""
@@ -115,7 +99,7 @@ class StoreReporter:
         error = None if self._has_finished else sys.exc_info()[1]
         self._recorder.close(*(outcome_of(error) if error or self._has_finished else ("interrupted", "")))
 
-    def _start(self, event: Started) -> None:
+    def _start(self, event: events.Started) -> None:
         about = {
             "changed": changed(event.config),
             "device": event.device,
@@ -134,18 +118,6 @@ class StoreReporter:
         self._recorder.guard_event(event)
         if event.rule == "shadow" and event.value is not None:
             self._recorder.step(event.step, {"shadow_gap_percent": event.value})
-
-    def _note_overflows(self, event: Logged) -> None:
-        for model, overflows in event.overflows.items():
-            if overflows > self._overflows.get(model, 0):
-                text = f"{model.upper()} gradients overflowed, {quantity(overflows, 'step')} skipped so far"
-                action = f"loss scale {event.loss_scale[model]:g}"
-                self._recorder.event(event.step, "overflow", text, level="warning", value=overflows, action=action)
-        self._overflows = event.overflows
-
-
-def _tracker(run: LoopConfig) -> str:
-    return f"{run.tracker}:{run.tracker_tensors}" if run.tracker_tensors else run.tracker
 
 
 def changed(config: Any, prefix: str = "") -> list[str]:

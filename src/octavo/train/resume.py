@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo._util import config_reader
 from octavo.errors import CheckpointError
+from octavo.monitor.store.reader import flat
 from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
 
 # Keys that may differ between a checkpoint and the resumed run: they do not affect the numbers, or only their last
@@ -43,7 +44,7 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
         CheckpointError: they differ in a key that affects the numbers; the message names the first one.
     """
     # A key that is newer than the checkpoint had its default value.
-    there, here = {**_defaults(), **dict(_flat(saved))}, dict(_flat(config_reader.to_dict(config)))
+    there, here = {**_defaults(), **flat(saved)}, flat(config_reader.to_dict(config))
     for key in [*here, *(there.keys() - here.keys())]:
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
@@ -53,22 +54,9 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
 
 
 def _defaults() -> dict[str, Any]:
-    sections = {
-        "data": DataConfig(),
-        "optimizer": OptimizerConfig(),
-        "run": LoopConfig(),
-        "parallel": ParallelConfig(),
-    }
-    return dict(_flat({name: config_reader.to_dict(section) for name, section in sections.items()}))
+    sections = {"data": DataConfig(), "optimizer": OptimizerConfig(), "run": LoopConfig(), "parallel": ParallelConfig()}
+    return flat({name: config_reader.to_dict(section) for name, section in sections.items()})
 
 
 def _what(key: str) -> str:
     return {"model": "model", "data": "corpus"}.get(key.split(".")[0], "recipe" if key == "run.recipe" else "run")
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

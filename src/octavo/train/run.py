@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo._util import config_reader
 from octavo._util.config_reader import blaming
+from octavo._util.files import os_errors
 from octavo._util.rng import generator_states, restore_generators
 from octavo._util.terminal import quantity
 from octavo.conversion import enable
@@ -28,29 +29,18 @@ from octavo.data.quality import judge
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
-from octavo.monitor.measurements import TelemetrySource, arrived, histograms_of, telemetry_of
+from octavo.monitor.measurements import arrived, telemetry_of
 from octavo.nn.scaling_state import scales
-from octavo.train import checkpoint
+from octavo.nn.telemetry import Telemetry
+from octavo.train import checkpoint, events
 from octavo.train import device as devices
 from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.calibrate import recalibration_of
-from octavo.train.config import RunConfig, is_bf16, learning_rate, warm_up_note
-from octavo.train.device import DeviceTimer, gc_frozen
+from octavo.train.config import RunConfig, learning_rate, warm_up_note
+from octavo.train.device import gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import accuracy_by_task, answers_given, heldout_losses
-from octavo.train.events import (
-    Evaluated,
-    Event,
-    Finished,
-    Logged,
-    Preparing,
-    Reporter,
-    Saved,
-    Started,
-    Switched,
-    TensorsMeasured,
-)
-from octavo.train.files import MetricsFile, read_metrics, wrap_os_errors, write_json
+from octavo.train.files import MetricsFile, read_metrics, write_json
 from octavo.train.guarding import GuardedRun
 from octavo.train.memory import peaks
 from octavo.train.parallel import Ranks, ranks_of
@@ -60,11 +50,12 @@ from octavo.train.setup import Setup, set_up
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
 from octavo.train.stopping import StopSignals
 from octavo.train.summary import summarise
+from octavo.train.timing import Stopwatch
 from octavo.train.train_state import StepMetrics, TrainState
 
 
 def train(
-    config: RunConfig, *, reporters: Sequence[Reporter] = (), resume: bool = False, overwrite: bool = False
+    config: RunConfig, *, reporters: Sequence[events.Reporter] = (), resume: bool = False, overwrite: bool = False
 ) -> dict[str, Any]:
     """Carry out a run and return its summary, which is also written to `summary.json` in the run's directory.
 
@@ -87,7 +78,7 @@ def train(
         with RunDirectory(config.run.out) if ranks.is_first else nullcontext() as directory:
             check_directory(config.run.out, resume=resume, overwrite=overwrite)
             for reporter in own:
-                reporter.report(Preparing(config=config))
+                reporter.report(events.Preparing(config=config))
             trainer = Trainer(set_up(config, ranks), own, directory)
             if resume:
                 trainer.resume()
@@ -97,7 +88,7 @@ def train(
 class Trainer:
     """A run in progress."""
 
-    def __init__(self, setup: Setup, reporters: Sequence[Reporter], locked: RunDirectory | None = None) -> None:
+    def __init__(self, setup: Setup, reporters: Sequence[events.Reporter], locked: RunDirectory | None = None) -> None:
         self.setup = setup
         self.config = setup.config
         self.ranks: Ranks = setup.ranks
@@ -111,12 +102,14 @@ class Trainer:
         self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
         self._started = self._since = time.perf_counter()
         self._since_step = 0
-        self.telemetry: TelemetrySource | None = None
+        self.telemetry: Telemetry | None = None
         self._measured: NDArray[np.float32] | None = None
         """The newest telemetry values that have arrived."""
         self._heldout: dict[int, float] = {}
         """Step -> held-out loss of the first model."""
         self._refused: set[str] = set()
+        self._overflows: Mapping[str, int] = {}
+        """Steps that loss scaling had skipped at the last line of the log, by model."""
         self._records: tuple[MetricsFile, StoreReporter] | None = None
         """The files that are cut to a checkpoint when a run resumes, on the first rank."""
         self._resumed: checkpoint.Checkpoint | None = None
@@ -175,6 +168,7 @@ class Trainer:
             self.setup.loader.load_state_dict(found.state["loader"])
             self._earlier = {**found.state["totals"]}
             self._heldout = {int(step): float(loss) for step, loss in found.state.get("heldout", {}).items()}
+        self._overflows = {state.name: int(state.loss_scale.overflows) for state in self._scaled()}
         self._resumed, self.done, self._since_step = found, found.step, found.step
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
@@ -211,8 +205,8 @@ class Trainer:
             if self.ranks.is_first:
                 write_json(self.directory / "summary.json", summary)
                 self._save_scales()
-            kind = self.config.model.architecture
-            self.emit(Finished(summary=summary, history=self._history(), directory=self.directory, architecture=kind))
+            history, kind = self._history(), self.config.model.architecture
+            self.emit(events.Finished(summary=summary, history=history, directory=self.directory, architecture=kind))
         finally:
             try:
                 self._emit_last_tensors()
@@ -226,7 +220,7 @@ class Trainer:
         if self._resumed is None or "recorded" not in self._resumed.state:
             return
         if self._records is not None:
-            self._records[1].report(Saved(step=self.done, path=self._resumed.path))
+            self._records[1].report(events.Saved(step=self.done, path=self._resumed.path))
         if self._due(self.config.run.eval_every) and self.done < self.config.run.steps:
             self._evaluate()
         self._restart_clock()
@@ -243,12 +237,10 @@ class Trainer:
         targets_BT = upload(targets_BT, device)
         self.done += 1
         self.ranks.begin_step(self.done)
-        metrics, timers = {}, {}
+        metrics, watch = {}, Stopwatch(device)
         for state in self.setup.states:
-            with DeviceTimer(device) as timers[state.name]:
-                metrics[state.name] = state.step(
-                    inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate
-                )
+            metrics[state.name] = state.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate)
+            watch.mark(state.name)
             self._report_graph_refusal(state)
         if self.telemetry is not None and self.telemetry.done < self.done:
             self.telemetry.step()  # the optimizer skipped the step, and did not close it
@@ -268,7 +260,7 @@ class Trainer:
         if log or save or device.type == "cpu":
             self._check()
         if log:
-            self._log(metrics, timers, lr, self._drift.measure(batch_BT))
+            self._log(metrics, watch, lr, self._drift.measure(batch_BT))
         if save:
             self._check_directory()
             self._save(self.checkpoints)
@@ -306,10 +298,10 @@ class Trainer:
 
     def emit_tensors(self) -> None:
         """Emit the tensor statistics of all steps that have arrived."""
-        for step, values in arrived(self.telemetry):
+        for step, values, histograms in arrived(self.telemetry):
             self._measured = values
             self._guarded.measured(step, values)
-            self.emit(TensorsMeasured(step=step, values=values, histograms=histograms_of(self.telemetry)))
+            self.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
 
     def _await_tensors(self) -> None:
         """Emit the tensor statistics of all steps; waits for the device."""
@@ -331,7 +323,7 @@ class Trainer:
         self._set_precision(self.done)
         now, before = self.is_bf16(self.done), self.is_bf16(self.done - 1)
         if now != before:
-            self.emit(Switched(step=self.done + 1, precision="bf16" if now else "fp8"))
+            self.emit(events.Switched(step=self.done + 1, precision="bf16" if now else "fp8"))
 
     def _set_precision(self, step: int) -> None:
         for state in self.setup.states:
@@ -340,10 +332,7 @@ class Trainer:
 
     def is_bf16(self, step: int) -> bool:
         """Return True if the FP8 model makes `step`, counted from 0, in BF16; False before the first step."""
-        run = self.config.run
-        if step < 0 or self.setup.plan is None:
-            return False
-        return is_bf16(step, steps=run.steps, first=run.bf16_first_steps, last_share=run.bf16_last_share)
+        return step >= 0 and self.setup.plan is not None and self.config.run.is_bf16(step)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
@@ -403,17 +392,11 @@ class Trainer:
         for text, value, limit in judge(self._corpus()) if not self.done else ():
             self.emit(GuardEvent(0, "warning", "data", text, value=value, limit=limit))
 
-    def _log(
-        self,
-        metrics: Mapping[str, StepMetrics],
-        timers: Mapping[str, DeviceTimer],
-        lr: float,
-        batch: Mapping[str, float],
-    ) -> None:
-        milliseconds = {name: timer.milliseconds() for name, timer in timers.items()}
+    def _log(self, metrics: Mapping[str, StepMetrics], watch: Stopwatch, lr: float, batch: Mapping[str, float]) -> None:
+        milliseconds = watch.milliseconds()
         per_step = self.config.run.batch * self.config.data.sequence
         elapsed = time.perf_counter() - self._since
-        event = Logged(
+        event = events.Logged(
             step=self.done,
             loss={name: float(m.loss) for name, m in metrics.items()},
             gradient_norm={name: float(m.gradient_norm) for name, m in metrics.items()},
@@ -428,6 +411,12 @@ class Trainer:
         )
         self._restart_clock()
         self.emit(event)
+        for name, overflows in event.overflows.items():
+            if overflows > self._overflows.get(name, 0):
+                text = f"{name.upper()} gradients overflowed, {quantity(overflows, 'step')} skipped so far"
+                action = f"loss scale {event.loss_scale[name]:g}"
+                self.emit(GuardEvent(self.done, "warning", "overflow", text, action, value=overflows))
+        self._overflows = event.overflows
         if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
             text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
             self.emit(GuardEvent(self.done, "warning", "batch drift", text, value=found[0], limit=found[1]))
@@ -449,7 +438,7 @@ class Trainer:
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         first = self.setup.states[0].name
         by_source = self._sources.by_source(losses[first])
-        self.emit(Evaluated(step=self.done, loss=loss, by_source=by_source))
+        self.emit(events.Evaluated(step=self.done, loss=loss, by_source=by_source))
         for source, value, limit in self._sources.rises(loss[first], by_source):
             text = f"the held-out loss of source '{source}' rises, although that of the whole text does not"
             self.emit(GuardEvent(self.done, "warning", "source", text, value=value, limit=limit))
@@ -507,7 +496,7 @@ class Trainer:
             keep=self.config.run.keep,
             ranks=self.ranks,
         )
-        self.emit(Saved(step=self.done, path=path))
+        self.emit(events.Saved(step=self.done, path=path))
 
     def _save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file."""
@@ -527,29 +516,29 @@ class Trainer:
     def _open_directory(self) -> None:
         if not self.ranks.is_first:
             return
-        wrap_os_errors(self.directory, lambda: self.directory.mkdir(parents=True, exist_ok=True))
+        with os_errors(self.directory, RunError):
+            self.directory.mkdir(parents=True, exist_ok=True)
         if not self.done:
             checkpoint.discard(self.checkpoints)
         (self.directory / "summary.json").unlink(missing_ok=True)
         write_json(self.directory / "config.json", config_reader.to_dict(self.config))
-        if self.setup.plan is not None:
-            write_json(self.directory / "plan.json", json.loads(self.setup.plan.to_json()))
-        if (tensor_plan := self.setup.states[0].tensor_plan) is not None:
-            write_json(self.directory / "tensor.json", json.loads(tensor_plan.to_json()))
-        if (pipeline := self.setup.states[0].pipeline) is not None:
-            write_json(self.directory / "pipeline.json", pipeline)
-        if (shard_plan := self.setup.states[0].shard_plan) is not None:
-            write_json(self.directory / "sharding.json", json.loads(shard_plan.to_json()))
+        first = self.setup.states[0]
+        plans = {"plan": self.setup.plan, "tensor": first.tensor_plan, "sharding": first.shard_plan}
+        for name, plan in plans.items():
+            if plan is not None:
+                write_json(self.directory / f"{name}.json", json.loads(plan.to_json()))
+        if first.pipeline is not None:
+            write_json(self.directory / "pipeline.json", first.pipeline)
         kept = {} if self._resumed is None else self._resumed.state.get("recorded", {})
-        file, lines, events = self.directory / "metrics.jsonl", kept.get("metrics"), kept.get("events")
-        metrics = MetricsFile(file, keep_until=self.done, keep_lines=lines)
+        file = self.directory / "metrics.jsonl"
+        metrics = MetricsFile(file, keep_until=self.done, keep_lines=kept.get("metrics"))
         self._reporters.insert(0, metrics)
-        store = StoreReporter(self.config, self.setup.device, done=self.done, events=events)
+        store = StoreReporter(self.config, self.setup.device, done=self.done, events=kept.get("events"))
         self._reporters.insert(1, store)
         self._records = metrics, store
 
-    def _start_event(self) -> Started:
-        return Started(
+    def _start_event(self) -> events.Started:
+        return events.Started(
             config=self.config,
             models=tuple(state.name for state in self.setup.states),
             device=self._devices(),
@@ -600,7 +589,7 @@ class Trainer:
     def _history(self) -> list[dict[str, Any]]:
         return read_metrics(self.directory / "metrics.jsonl")
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: events.Event) -> None:
         """Pass an event to all reporters."""
         for reporter in self._reporters:
             reporter.report(event)

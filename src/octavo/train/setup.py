@@ -84,8 +84,7 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
 
 def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics, int]:
     data, run = config.data, config.run
-    cache = data.cache.expanduser()
-    tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=cache)
+    tokenizer = tokenizer_of(data)
     if tokenizer.vocab > config.model.vocab:
         raise ConfigError(
             f"model.vocab: {config.model.vocab} is too small for the tokenizer '{data.tokenizer}', which"
@@ -97,6 +96,11 @@ def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFi
     part = run.batch // run.accumulate
     heldout = list(heldout_batches(files.heldout, part, data.sequence, limit_tokens=run.eval_tokens))
     return loader, heldout, files, corpus_statistics(files, tokenizer), tokenizer.end_of_document
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """Return the tokenizer of a run, trained on first use; see `octavo.data.load_tokenizer`."""
+    return load_tokenizer(data.tokenizer, source=data.source, cache_dir=data.cache.expanduser())
 
 
 def token_files(data: DataConfig, tokenizer: Tokenizer) -> TokenFiles:

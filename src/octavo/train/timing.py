@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +63,32 @@ def _by_clock(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3
+
+
+class Stopwatch:
+    """The time between marks: by events of a GPU, which no step waits for, or by the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self.mark("")
+
+    def mark(self, name: str) -> None:
+        """End the part of this name, which began with the mark before."""
+        now: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
+        if self._cuda:
+            now.record()
+        self._marks.append((name, now))
+
+    def milliseconds(self) -> dict[str, float]:
+        """Return the time of each part, summed over marks of one name. On CUDA this waits for the work to finish."""
+        found: dict[str, float] = {}
+        if self._cuda:
+            self._marks[-1][1].synchronize()
+        for (_, start), (name, end) in pairwise(self._marks):
+            taken = start.elapsed_time(end) if self._cuda else 1e3 * (end - start)
+            found[name] = found.get(name, 0.0) + taken
+        return found
 
 
 class Kernel(NamedTuple):

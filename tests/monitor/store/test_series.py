@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.monitor.store.series import sampled, starts
+from octavo.monitor.store.series import Series, starts
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 80))
@@ -18,7 +18,8 @@ def test_buckets_are_about_alike(weights: list[int], buckets: int) -> None:
 @given(st.lists(st.floats(width=32), min_size=1, max_size=80), st.integers(1, 100))
 def test_the_extremes_survive(values: list[float], points: int) -> None:
     steps = np.arange(len(values))
-    series = sampled(steps, np.array(values), points)
+    numbers = np.array(values)
+    series = Series(steps, steps, numbers, numbers).drawn(points)
     _, drawn = series.points()
     assert len(drawn) <= max(points, 2)
     if not np.isnan(values).all():

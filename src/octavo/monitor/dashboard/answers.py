@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from octavo._util.config_reader import blaming
 from octavo._util.terminal import printable
 from octavo.errors import ConfigError, StoreError, did_you_mean
-from octavo.monitor.dashboard.packing import pack, to_json
+from octavo.monitor.dashboard.packing import pack
 from octavo.monitor.dashboard.runs import RunCollection
 from octavo.monitor.dashboard.speed import speed
 from octavo.monitor.dashboard.verdict import gap_of, loss_key, newest, verdict
 from octavo.monitor.store import ROLES, RunReader, Series, config_difference
+from octavo.monitor.store.writer import plain
 
 POINTS, BUCKETS = 1500, 300
 EVENTS = 2000
@@ -29,11 +30,8 @@ MAX_COMPARED = 8
 """Maximum number of runs to compare."""
 
 
-class Answer(NamedTuple):
-    """Body of an answer: JSON or packed arrays."""
-
-    body: bytes
-    is_json: bool
+Answer = dict[str, Any] | bytes
+"""JSON, or packed arrays."""
 
 
 class Query:
@@ -71,13 +69,13 @@ class Query:
 
 def runs(known: RunCollection, query: Query) -> Answer:
     """All runs, newest first, with their main properties."""
-    return Answer(to_json({"folder": known.title, "runs": [_entry(known, name) for name in known.names()]}), True)
+    return {"folder": known.title, "runs": [_entry(known, name) for name in known.names()]}
 
 
 def live(known: RunCollection, query: Query) -> Answer:
     """Progress of one run: a few numbers that change with each write."""
     run = known.open(query.text("run"))
-    return Answer(to_json({"version": run.version(), "step": run.last_step, "state": run.state()}), True)
+    return {"version": run.version(), "step": run.last_step, "state": run.state()}
 
 
 def run(known: RunCollection, query: Query) -> Answer:
@@ -87,7 +85,7 @@ def run(known: RunCollection, query: Query) -> Answer:
     found = verdict(opened)
     last = opened.last_step
     recent = opened.scalars(first=last - RECENT)
-    body = {
+    return {
         "id": name,
         "name": opened.name,
         "state": opened.state(),
@@ -102,7 +100,6 @@ def run(known: RunCollection, query: Query) -> Answer:
         "keys": opened.keys(),
         **{document: opened.document(document) for document in ("config", "env", "plan", "corpus", "summary")},
     }
-    return Answer(to_json(body), True)
 
 
 def scalars(known: RunCollection, query: Query) -> Answer:
@@ -112,7 +109,7 @@ def scalars(known: RunCollection, query: Query) -> Answer:
     arrays: dict[str, Any] = {}
     for key, found in series.items():
         arrays[f"{key}/x"], arrays[f"{key}/y"] = found.points()
-    return Answer(pack(arrays), False)
+    return pack(arrays)
 
 
 def heatmap(known: RunCollection, query: Query) -> Answer:
@@ -122,7 +119,7 @@ def heatmap(known: RunCollection, query: Query) -> Answer:
     pool = query.text("pool", ("max", "min")) if query.several("pool") else "max"
     found = opened.heatmap(stat, role, pool=pool, buckets=query.number("buckets", BUCKETS))
     arrays: dict[str, Any] = {"values": found.values, "first": found.first, "last": found.last}
-    return Answer(pack(arrays, {"layers": found.layers}), False)
+    return pack(arrays, {"layers": found.layers})
 
 
 def series(known: RunCollection, query: Query) -> Answer:
@@ -132,27 +129,27 @@ def series(known: RunCollection, query: Query) -> Answer:
     arrays: dict[str, Any] = {}
     for role, found in opened.series_by_role(query.text("layer"), stat, points=points).items():
         arrays[f"{role}/x"], arrays[f"{role}/y"] = found.points()
-    return Answer(pack(arrays), False)
+    return pack(arrays)
 
 
 def histograms(known: RunCollection, query: Query) -> Answer:
     """The newest histogram of each role of a layer, with the range of its format and the SQNR of that step."""
     opened = known.open(query.text("run"))
     layer = _layer(opened, query)
-    return Answer(to_json({role: _histogram(opened, layer, role) for role in _roles(opened, layer)}), True)
+    return {role: _histogram(opened, layer, role) for role in _roles(opened, layer)}
 
 
 def events(known: RunCollection, query: Query) -> Answer:
     """The newest events, oldest first."""
     opened = known.open(query.text("run"))
     newest = [event._asdict() for event in opened.events(newest=EVENTS)]
-    return Answer(to_json({"count": opened.event_count(), "events": newest}), True)
+    return {"count": opened.event_count(), "events": newest}
 
 
 def performance(known: RunCollection, query: Query) -> Answer:
     """Series of `speed`, with facts in the header."""
     arrays, facts = speed(known.open(query.text("run")), points=query.number("points", POINTS))
-    return Answer(pack(arrays, {"facts": facts}), False)
+    return pack(arrays, {"facts": facts})
 
 
 def compare(known: RunCollection, query: Query) -> Answer:
@@ -162,8 +159,7 @@ def compare(known: RunCollection, query: Query) -> Answer:
     opened = [known.open(entry["id"]) for entry in entries if "error" not in entry]
     differences = [difference._asdict() for difference in config_difference(opened)] if len(opened) > 1 else []
     keys = sorted({key for each in opened for key in each.keys()} - {"time"})  # noqa: SIM118 (a method of the reader)
-    body = {"runs": entries, "differences": differences, "keys": keys}
-    return Answer(to_json(body), True)
+    return {"runs": entries, "differences": differences, "keys": keys}
 
 
 ANSWERS: dict[str, Callable[[RunCollection, Query], Answer]] = {
@@ -181,7 +177,8 @@ def answer(known: RunCollection, name: str, values: Mapping[str, Sequence[str]])
         StoreError: there is no such run, or it cannot be read, or is damaged.
     """
     with blaming(", ".join(values.get("run", ["the folder"])), StoreError):
-        return ANSWERS[name](known, Query(values))
+        found = ANSWERS[name](known, Query(values))
+        return found if isinstance(found, bytes) else dict(plain(found))
 
 
 def _entry(known: RunCollection, name: str) -> dict[str, Any]:
@@ -309,16 +306,9 @@ def _sqnr(opened: RunReader, step: int, index: int) -> float:
     return float(values[index, opened.stats.index("sqnr")]) if "sqnr" in opened.stats else float("nan")
 
 
-class FormatRange(NamedTuple):
-    """Range of a format, from OFP8 1.0, table 1."""
-
-    largest: float
-    smallest_normal: float
-    smallest_subnormal: float
-
-
-RANGES = {"e4m3": FormatRange(448.0, 2.0**-6, 2.0**-9), "e5m2": FormatRange(57344.0, 2.0**-14, 2.0**-16)}
-"""The same values as in `octavo.numerics.formats`, which needs torch; a test compares the two."""
+RANGES = {"e4m3": (448.0, 2.0**-6, 2.0**-9), "e5m2": (57344.0, 2.0**-14, 2.0**-16)}
+"""Largest, smallest normal and smallest subnormal value of a format (OFP8 1.0, table 1), as in
+`octavo.numerics.formats`, which needs torch; a test compares the two."""
 
 
 def format_range(operand: str) -> dict[str, Any] | None:
@@ -330,12 +320,12 @@ def format_range(operand: str) -> dict[str, Any] | None:
     name = next((name for name in RANGES if name in operand.lower()), None)
     if name is None:
         return None
-    limits = RANGES[name]
+    largest, normal, subnormal = RANGES[name]
     return {
         "format": name,
-        "lowest": math.log2(limits.smallest_subnormal) - 1,  # larger values round up to the smallest code
-        "normal": math.log2(limits.smallest_normal),
-        "highest": math.log2(limits.largest),
+        "lowest": math.log2(subnormal) - 1,  # larger values round up to the smallest code
+        "normal": math.log2(normal),
+        "highest": math.log2(largest),
     }
 
 

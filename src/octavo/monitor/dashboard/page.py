@@ -10,7 +10,7 @@ import base64
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -98,8 +98,3 @@ def as_data(text: str, media_type: str = "text/javascript") -> str:
 def safe_in_script(content: str) -> str:
     """Escape text for a script element: nothing in it may end the element or begin a comment."""
     return content.replace("</", "<\\/").replace("<!--", "<\\!--")
-
-
-def joined(lines: Iterable[str]) -> str:
-    """Join elements by newlines."""
-    return "\n".join(lines)

@@ -51,13 +51,13 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
     finally:
         known.close()
     data = base64.b64encode(zlib.compress(json.dumps(held).encode(), 6)).decode()
-    head = page.joined([
+    head = "\n".join([
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         f"<style>{page.text_of(page.STYLE)}</style>",
         f'<link rel="icon" href="{page.as_data(page.text_of(page.ICON), "image/svg+xml")}">',
         f"<script>{page.safe_in_script(script)}</script>",
     ])  # fmt: skip
-    start = page.joined([
+    start = "\n".join([
         f'<script type="application/octet-stream" id="held">{data}</script>',
         '<script type="module">import "octavo/app.js";</script>',
     ])  # fmt: skip
@@ -95,9 +95,7 @@ def _answer(known: RunCollection, name: str, parameters: list[tuple[str, str]]) 
     for key, value in parameters:
         values.setdefault(key, []).append(value)
     found = answer(known, name, values)
-    if found.is_json:
-        return {"json": json.loads(found.body)}
-    return {"arrays": base64.b64encode(found.body).decode()}
+    return {"arrays": base64.b64encode(found).decode()} if isinstance(found, bytes) else {"json": found}
 
 
 def _request_key(name: str, parameters: list[tuple[str, str]]) -> str:

@@ -48,7 +48,7 @@ def application(*roots: str | Path) -> Starlette:
     known = runs_below(*roots)
     modules = {name: f"/static/{name}" for name in page.scripts()}
     preloads = [f'<link rel="modulepreload" href="{address}">' for address in modules.values()]
-    html = page.page(page.joined([_HEAD, *preloads]), modules, _START)
+    html = page.page("\n".join([_HEAD, *preloads]), modules, _START)
     files = {name: (text, "text/javascript") for name, text in page.scripts().items()}
     files |= {page.STYLE: (page.text_of(page.STYLE), "text/css"), page.ICON: (page.text_of(page.ICON), "image/svg+xml")}
     plotly = page.plotly()
@@ -170,7 +170,9 @@ def _answer(known: RunCollection, request: Request) -> Response:
         return _error(str(error), 400)
     except OctavoError as error:
         return _error(str(error), 404)
-    return Response(found.body, media_type="application/json" if found.is_json else "application/octet-stream")
+    if isinstance(found, bytes):
+        return Response(found, media_type="application/octet-stream")
+    return Response(to_json(found), media_type="application/json")
 
 
 def _error(message: str, status: int) -> Response:

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, flops_per_token
 from octavo.models.flops import datasheet_tflops
-from octavo.monitor.energy import JOULES_PER_KWH, energy_kwh
 from octavo.monitor.store import RunReader, Series
-from octavo.monitor.store.series import sampled
+from octavo.monitor.store.reader import JOULES_PER_KWH
 
 Floats = NDArray[np.float64]
 LANES = ("fp8", "bf16")
@@ -71,18 +70,14 @@ def _lane(
     steps, milliseconds = series.points()
     _put(found, f"milliseconds_{lane}", steps, milliseconds)
     typical = facts[f"milliseconds_{lane}"] = _typical(series)
-    if not per_step:
-        return
-    _put(found, f"tokens_per_second_{lane}", steps, 1e3 * per_step / milliseconds)
-    facts[f"tokens_per_second_{lane}"] = 1e3 * per_step / typical
-    if not per_token:
-        return
-    tera = per_token * per_step * 1e-9  # FLOPs per step; divided by milliseconds, TFLOP/s
-    _put(found, f"tflops_{lane}", steps, tera / milliseconds)
-    facts[f"tflops_{lane}"] = tera / typical
-    for name, peak in peaks.items():
-        _put(found, f"utilisation_{lane}_of_{name}", steps, 100 * tera / milliseconds / peak)
-        facts[f"utilisation_{lane}_of_{name}"] = 100 * tera / typical / peak
+    derived = {f"tokens_per_second_{lane}": 1e3 * per_step} if per_step else {}
+    if per_step and per_token:
+        tera = per_token * per_step * 1e-9  # FLOPs per step; divided by milliseconds, TFLOP/s
+        derived |= {f"tflops_{lane}": tera}
+        derived |= {f"utilisation_{lane}_of_{name}": 100 * tera / peak for name, peak in peaks.items()}
+    for name, work in derived.items():
+        _put(found, name, steps, work / milliseconds)
+        facts[name] = work / typical
 
 
 def _operations(run: RunReader) -> tuple[float | None, str]:
@@ -129,8 +124,8 @@ def _machine(run: RunReader, points: int) -> dict[str, Floats]:
     found: dict[str, Floats] = {}
     for key in sorted({key for row in rows for key in row} - {"t"}):
         values = np.array([row.get(key, math.nan) for row in rows], dtype=np.float64)
-        series = sampled(np.arange(len(values)), values, points)
-        index, kept = series.points()
+        places = np.arange(len(values))
+        index, kept = Series(places, places, values, values).drawn(points).points()
         _put(found, key, steps[index], kept)
     return found
 
@@ -150,7 +145,7 @@ def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
     joules, made = float(energies[-1] - energies[start]), float(steps[-1] - steps[start])
     if made <= 0 or joules <= 0:
         return {}
-    kwh = (energy_kwh(rows) or 0.0) * int(run.env.get("world_size") or 1)
+    kwh = (run.energy_kwh() or 0.0) * int(run.env.get("world_size") or 1)
     facts = {"kwh": kwh, "joules_per_step": joules / made}
     loop = run.config.get("run")
     if isinstance(loop, dict) and loop.get("price_per_kwh"):

@@ -22,10 +22,11 @@ from octavo._util.config_reader import blaming, shown
 from octavo.errors import StoreError, did_you_mean
 from octavo.monitor.store import schema
 from octavo.monitor.store.schema import TensorRow
-from octavo.monitor.store.series import Ranges, Series, Steps, gaps, pooled, starts
+from octavo.monitor.store.series import Series, Steps, gaps
 from octavo.monitor.store.writer import file_of, unusable
 
 Floats = NDArray[np.float32]
+JOULES_PER_KWH = 3.6e6
 _FOREVER = 2**62
 
 
@@ -226,6 +227,12 @@ class RunReader:
         )
         return [{"t": t, **json.loads(values)} for t, values in rows]
 
+    def energy_kwh(self) -> float | None:
+        """Return the energy of one GPU over all sessions, with each of which the counter restarts; None without."""
+        joules = [row["gpu_energy_joules"] for row in self.system() if "gpu_energy_joules" in row]
+        ends = (one for one, after in zip(joules, [*joules[1:], 0.0], strict=True) if after < one)
+        return sum(ends) / JOULES_PER_KWH if joules else None
+
     def events(
         self,
         *,
@@ -312,7 +319,7 @@ class RunReader:
         """
         index, column = self._index(layer, role), self._column(stat)
         buckets = None if points is None else max(points // 2, 1)
-        return self._ranges(first, last, buckets, np.array([index]), column).series(0, points)
+        return self._ranges(first, last, buckets, np.array([index]), column).number(0).drawn(points)
 
     def series_by_role(
         self,
@@ -334,7 +341,7 @@ class RunReader:
             raise StoreError(f"{self.path}: no layer '{layer}' was measured.{near}")
         buckets = None if points is None else max(points // 2, 1)
         taken = self._ranges(first, last, buckets, np.array(list(rows.values())), self._column(stat))
-        return {role: taken.series(place, points) for place, role in enumerate(rows)}
+        return {role: taken.number(place).drawn(points) for place, role in enumerate(rows)}
 
     def heatmap(
         self,
@@ -364,7 +371,7 @@ class RunReader:
         if not len(taken.first) or not layers:
             empty = np.zeros(0, dtype=np.int64)
             return HeatMap(layers, empty, empty, np.zeros((len(layers), 0), dtype=np.float32))
-        merged = pooled(taken.first, taken.last, taken.low, taken.high, starts(taken.weight, buckets))
+        merged = taken.pooled(buckets)
         values = merged.high if pool == "max" else merged.low
         return HeatMap(layers, merged.first, merged.last, values.T.astype(np.float32))
 
@@ -481,7 +488,7 @@ class RunReader:
 
     def _ranges(
         self, first: int, last: int | None, buckets: int | None, rows: NDArray[np.int64], column: int
-    ) -> Ranges:
+    ) -> Series:
         """Return one statistic of some tensors between two steps, in spans if they suffice for `buckets`."""
         last = _FOREVER if last is None else last
         where = "step BETWEEN ? AND ?"
@@ -495,7 +502,11 @@ class RunReader:
         for start, end in gaps([(span[0], span[1]) for span, _ in taken], first, last):
             for step, blob in self._each(f"SELECT step, blob FROM telemetry WHERE {where}", (start, end)):
                 taken.append(((step, step, 1), (self._pick(blob, rows, column),) * 2))
-        return Ranges.of(sorted(taken, key=lambda each: each[0]), len(rows))
+        taken.sort(key=lambda each: each[0])
+        spans = np.array([span for span, _ in taken], dtype=np.int64).reshape(-1, 3)
+        shape = len(taken), len(rows)
+        low, high = (np.array([each[end] for _, each in taken], dtype=np.float64).reshape(shape) for end in (0, 1))
+        return Series(spans[:, 0], spans[:, 1], low, high, spans[:, 2].astype(np.float64))
 
     def _pick(self, blob: bytes, rows: NDArray[np.int64], column: int) -> Floats:
         count = len(blob) // (4 * len(self.stats))

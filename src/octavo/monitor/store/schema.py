@@ -134,6 +134,13 @@ TABLES = (
         "statistics of the text", "the results, at the end",
     ), strict=True)),
 )  # fmt: skip
+
+
+def columns(table: str) -> set[str]:
+    """Return the names of a table's columns."""
+    return {name for each in TABLES if each.name == table for name, _, _ in each.columns}
+
+
 INDICES = ("CREATE INDEX system_by_time ON system (t)",)
 CUT = {
     "telemetry": "step",
@@ -183,8 +190,8 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
         )
     kinds = dict(connection.execute("SELECT name, type FROM sqlite_master WHERE type != 'index'").fetchall())
     for table in TABLES:
-        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table.name})")}
-        if kinds.get(table.name) != "table" or columns != {name for name, _, _ in table.columns}:
+        found = {row[1] for row in connection.execute(f"PRAGMA table_info({table.name})")}
+        if kinds.get(table.name) != "table" or found != columns(table.name):
             raise StoreError(f"{path}: damaged: it has no table '{table.name}', or one of other columns.")
     if strange := sorted(kinds.keys() - {table.name for table in TABLES} - {"sqlite_sequence", "sqlite_stat1"}):
         raise StoreError(f"{path}: has the {kinds[strange[0]]} '{strange[0]}', which Octavo did not make.")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +16,18 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A number over time, in buckets; for a bucket of one point, `first == last` and `low == high`."""
+    """A number over time, or several, in buckets; for a bucket of one point, `first == last` and `low == high`."""
 
     first: Steps
     """(n,) first step of each bucket."""
     last: Steps
     """(n,) last step."""
     low: Values
-    """(n,) minimum; NaN if all values are NaN."""
+    """(n,) or (n, numbers) minimum; NaN if all values are NaN."""
     high: Values
-    """(n,) maximum."""
+    """Maximum."""
+    weight: Values | None = None
+    """(n,) snapshots of each bucket; None for one."""
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Any, ...]]) -> Series:
@@ -49,18 +51,21 @@ class Series:
         steps = np.stack([self.first, self.last], axis=1).ravel()[both]
         return steps, np.stack([self.low, self.high], axis=1).ravel()[both]
 
+    def number(self, index: int) -> Series:
+        """Return one of several numbers."""
+        return replace(self, low=self.low[:, index], high=self.high[:, index])
 
-def sampled(steps: Steps, values: Values, points: int | None) -> Series:
-    """Return a series of at most `points` points to draw, two per bucket; all points if None."""
-    if points is None or len(steps) <= points:
-        return Series(steps, steps, values, values)
-    return pooled(steps, steps, values, values, starts(np.ones(len(steps)), max(points // 2, 1)))
+    def drawn(self, points: int | None) -> Series:
+        """Return the series in at most `points` points to draw, two per bucket; all points if None."""
+        count = len(self) if self.weight is None else self.weight.sum()
+        return self if points is None or count <= points else self.pooled(max(points // 2, 1))
 
-
-def pooled(first: Steps, last: Steps, low: Values, high: Values, start: Steps) -> Series:
-    """Merge buckets: (n, ...) to (len(start), ...), the i-th from `start[i]` on."""
-    ends = np.append(start[1:], len(first)) - 1
-    return Series(first[start], last[ends], np.fmin.reduceat(low, start), np.fmax.reduceat(high, start))
+    def pooled(self, buckets: int) -> Series:
+        """Return the series merged to at most `buckets` buckets of about equal weight."""
+        start = starts(np.ones(len(self)) if self.weight is None else self.weight, buckets)
+        ends = np.append(start[1:], len(self)) - 1
+        low, high = np.fmin.reduceat(self.low, start), np.fmax.reduceat(self.high, start)
+        return Series(self.first[start], self.last[ends], low, high)
 
 
 def starts(weights: NDArray[np.float64], buckets: int) -> Steps:
@@ -68,33 +73,6 @@ def starts(weights: NDArray[np.float64], buckets: int) -> Steps:
     before = np.cumsum(weights) - weights
     bucket = (before * (buckets / weights.sum())).astype(np.int64)
     return np.flatnonzero(np.diff(bucket, prepend=-1))
-
-
-class Ranges(NamedTuple):
-    """Snapshots, or spans of them, in order: (n,) steps and snapshot counts, (n, rows) values."""
-
-    first: Steps
-    last: Steps
-    weight: Values
-    low: Values
-    high: Values
-
-    @classmethod
-    def of(cls, taken: Sequence[tuple[tuple[int, int, int], tuple[Floats, Floats]]], rows: int) -> Ranges:
-        """Convert a list of ((first, last, count), (low, high)) to arrays."""
-        numbers = np.array([numbers for numbers, _ in taken], dtype=np.int64).reshape(-1, 3)
-        low, high = (
-            np.array([values[end] for _, values in taken], dtype=np.float64).reshape(len(taken), rows) for end in (0, 1)
-        )
-        return cls(numbers[:, 0], numbers[:, 1], numbers[:, 2].astype(np.float64), low, high)
-
-    def series(self, row: int, points: int | None) -> Series:
-        """Return one row, in buckets if there are more snapshots than `points`."""
-        low, high = self.low[:, row], self.high[:, row]
-        if points is None or self.weight.sum() <= points:
-            return Series(self.first, self.last, low, high)
-        start = starts(self.weight, max(points // 2, 1))
-        return pooled(self.first, self.last, low, high, start)
 
 
 def gaps(covered: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,21 +26,6 @@ from octavo.monitor.store.schema import TensorRow
 
 Outcome = Literal["finished", "failed", "interrupted"]
 Floats = NDArray[np.float32]
-
-
-class EventDetails(TypedDict, total=False):
-    """Optional details of an event."""
-
-    level: Literal["info", "warning", "error"]
-    """By default `info`."""
-    layer: str | None
-    role: str | None
-    value: float | None
-    """Measured value."""
-    limit: float | None
-    """Limit of `value`."""
-    action: str | None
-    """Action taken."""
 
 
 class RunWriter:
@@ -128,44 +113,31 @@ class RunWriter:
         with self.batch():
             if scalars:
                 values = {"time": now, **scalars}
-                rows = [(step, key, _null_for_nan(value)) for key, value in values.items()]
+                rows = [(step, key, float(value)) for key, value in values.items()]  # SQLite stores NaN as NULL
                 self._guarded(lambda c: c.executemany("INSERT OR REPLACE INTO scalars VALUES (?, ?, ?)", rows))
             if snapshot is not None:
                 self._write_snapshot(step, np.asarray(snapshot, dtype="<f4"), now)
 
-    def write_event(
-        self,
-        step: int,
-        rule: str,
-        text: str,
-        *,
-        t: float | None = None,
-        **details: Unpack[EventDetails],
-    ) -> None:
-        """Write an event, raised by `rule`. `t`: time in seconds since 1970; by default now."""
-        if unknown := details.keys() - EventDetails.__annotations__.keys():
-            raise TypeError(f"write_event: unknown details {', '.join(sorted(unknown))}.")
-        level = details.get("level", "info")
-        if level not in ("info", "warning", "error"):
-            raise StoreError(f"{self.path}: an event's level is info, warning or error, not '{level}'.")
-        subject = (level, rule, details.get("layer"), details.get("role"))
-        numbers = (_null_for_nan(details.get("value")), _null_for_nan(details.get("limit")))
-        row = (None, step, time.time() if t is None else t, *subject, *numbers, details.get("action"), text)
-        with self.batch():
-            self._execute(f"INSERT INTO events VALUES ({', '.join('?' * len(row))})", row)
+    def write_event(self, step: int, rule: str, text: str, **details: Any) -> None:
+        """Write an event, raised by `rule`.
 
-    def write_histogram(self, step: int, layer: str, role: str, low: int, counts: ArrayLike) -> None:
-        """Write element counts of a tensor by exponent: bin i is 2^(low+i) <= |x| / scale < 2^(low+i+1)."""
-        if (layer, role) not in self._rows:
-            raise StoreError(f"{self.path}: {layer} / {role} is not among the tensors of set_tensors.")
-        row = (step, self._rows[layer, role], low, np.asarray(counts, dtype="<u4").tobytes())
+        `details`: `level` (`info`, `warning` or `error`, by default `info`), `layer`, `role`, `value` and its `limit`,
+        the `action` taken, and `t`, the time in seconds since 1970.
+        """
+        row = {"step": step, "t": time.time(), "level": "info", "rule": rule, "text": text, **details}
+        if unknown := row.keys() - schema.columns("events"):
+            raise TypeError(f"write_event: unknown details {', '.join(sorted(unknown))}.")
+        if row["level"] not in ("info", "warning", "error"):
+            raise StoreError(f"{self.path}: an event's level is info, warning or error, not '{row['level']}'.")
+        row |= {key: float(row[key]) for key in ("value", "limit") if row.get(key) is not None}
+        names, places = ", ".join(f'"{name}"' for name in row), ", ".join("?" * len(row))
         with self.batch():
-            self._execute("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", row)
+            self._execute(f"INSERT INTO events ({names}) VALUES ({places})", [*row.values()])
 
     def write_histograms(self, step: int, low: int, counts: ArrayLike) -> None:
-        """Write the histograms of all tensors, (tensors, bins), rows as in `set_tensors`.
+        """Write element counts of all tensors by exponent, (tensors, bins), rows as in `set_tensors`.
 
-        Bins as in `write_histogram`. Empty bins at either end and rows of NaN or zeros are left out.
+        Bin i is 2^(low+i) <= |x| / scale < 2^(low+i+1). Empty bins at either end, rows of NaN or zeros are left out.
         """
         order = range(len(self._rows)) if self._order is None else self._order.tolist()
         rows = []
@@ -397,7 +369,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _null_for_nan(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else float(value)

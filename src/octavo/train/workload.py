@@ -1,4 +1,4 @@
-"""The workload of a pilot, from a Hugging Face config, a Python file or a run file: a model, its batches, its loss."""
+"""A user's workload, from a Hugging Face config, a Python file or a run file: a model, its batches, its loss."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo._util.config_reader import read_file
+from octavo._util.config_reader import read_file, read_text
 from octavo._util.rng import untouched_generators
-from octavo.data import load_tokenizer, prepare
 from octavo.data.loader import Loader
 from octavo.errors import ConfigError, DataError, UnsupportedError
 from octavo.models import build
-from octavo.sensitivity.loss import Loss
 from octavo.train.config import RunConfig, assemble, load_file
+from octavo.train.setup import token_files, tokenizer_of
 
 Step = Callable[[], Any]
+Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained in a pilot."""
+    """What a pilot trains, and the doctor examines."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -79,6 +79,11 @@ def load_workload(model: Path, shape: Shape | None = None) -> Workload:
     if file.suffix == ".json" and "model_type" in read_file(file):
         return _of_hugging_face(file, shape or Shape())
     return _of_run(assemble(load_file(file)), file.stem)
+
+
+def is_run_file(file: Path) -> bool:
+    """Return whether a file is of the form of a run file, not a Python file or a Hugging Face config."""
+    return file.suffix != ".py" and (file.suffix != ".json" or "model_type" not in read_file(file))
 
 
 def call_model(model: nn.Module, batch: Any) -> Tensor:
@@ -162,9 +167,7 @@ def _of_run(config: RunConfig, name: str) -> Workload:
     data, run = config.data, config.run
 
     def batches() -> Iterator[Any]:
-        cache = data.cache.expanduser()
-        tokenizer = load_tokenizer(data.tokenizer, source=data.source, cache_dir=cache)
-        files = prepare(data.source, tokenizer, cache, data.heldout)
+        files = token_files(data, tokenizer_of(data))
         return iter(Loader(files.train, run.batch, data.sequence, run.seed))
 
     return Workload(
@@ -249,10 +252,7 @@ def _texts(config: Any, shape: Shape, directory: Path) -> Callable[[], Iterator[
 
 def _encoded(data: Path, directory: Path, vocab: int, size: tuple[int, int]) -> Tensor:
     file = directory / "tokenizer.json"
-    try:
-        text = data.read_text("utf-8")
-    except OSError as error:
-        raise DataError(f"{data}: cannot be read ({error.strerror}).") from error
+    text = read_text(data, DataError)
     tokenize = import_module("tokenizers").Tokenizer.from_file(str(file)).encode if file.is_file() else None
     ids = torch.tensor(list(text.encode()) if tokenize is None else tokenize(text).ids)
     if int(ids.max()) >= vocab:
