@@ -41,7 +41,9 @@ def test_whatever_is_planned_the_advice_is_the_same(recipe: str) -> None:
 
 def test_layers_too_small_to_gain_are_counted_in_bf16() -> None:
     plan = _plan(dim=256)
-    assert plan.fp8_layers == 0
+    assert plan.fp8_layers == 0 and str(plan).endswith(
+        "no recipe is predicted to gain at 16384 tokens per forward: more, or wider layers, would"
+    )
     assert {choice.gain for choice in choices(plan) if choice.recipe == "block"} == {1.0}
     assert min(choice.gain for choice in choices(plan)) >= 1.0
 

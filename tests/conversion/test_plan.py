@@ -258,6 +258,7 @@ def test_what_each_gpu_runs_emulates_and_refuses(gpu, recipe):
     assert plan.layers[0].kernels == " / ".join(
         [runs.get(recipe) or {"mxfp8": "emulated.1x32"}.get(recipe, "reference")] * 3
     )
+    assert ("by the slow reference" in str(plan)) == ("reference" in plan.layers[0].kernels)
     if refused or (recipe not in runs):
         reason = refused or "Hopper .compute capability 9.0. only"
         with pytest.raises(UnsupportedError, match=f"{reason}.*allow_reference=True"):

@@ -10,7 +10,7 @@ import torch
 import octavo
 from octavo.pilot.judging import advise
 from octavo.pilot.measuring import allocations
-from octavo.pilot.report import phase_rows
+from octavo.pilot.report import phase_rows, speed_rows
 
 LOSSES = [5.0, 4.5, 4.2, 4.0, 3.9, 3.8]
 
@@ -131,6 +131,11 @@ def test_what_a_step_asks_of_the_allocator():
     }  # fmt: skip
     found = allocations(before, after, 10)
     assert found == {"allocations": 20.0, "device_mallocs": 0.1, "fragmentation_gib": 1.0}
+
+
+def test_a_small_time_is_not_shown_as_none(make_pilot):
+    pilot = make_pilot({"bf16": lane(0.0123), "folded": lane(0.01)})
+    assert [row[1] for row in speed_rows(pilot)[1:]] == ["0.012", "0.01"]
 
 
 def test_reasons_are_sentences_also_with_one_layer_and_nothing_converted(make_pilot):

@@ -116,6 +116,7 @@ def test_where_fp8_saves_no_time_there_is_none(case):
     """As it is for layers as small as these."""
     localised = found(case, budget="100%")
     assert {(layer.chosen, layer.reason) for layer in localised.layers} == {((), "FP8 saves no time")}
+    assert str(localised).splitlines()[-1].startswith("saves no time: no GEMM of this model is faster in FP8")
 
 
 def test_the_table(case, timed):

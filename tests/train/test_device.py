@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ def test_timer_measures_the_time_inside(device: str) -> None:
     assert 15 < timer.milliseconds() < 2000
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """The suite freezes what its collection has left."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 @pytest.mark.parametrize(("device", "frozen"), [("cpu", False), ("cuda", True)])
 def test_objects_are_frozen_after_warm_up_until_the_end(device: str, frozen: bool) -> None:
     with pytest.raises(KeyError), gc_frozen(torch.device(device)) as after_step:
@@ -47,10 +57,7 @@ def test_objects_are_frozen_after_warm_up_until_the_end(device: str, frozen: boo
 def test_a_collector_that_was_frozen_before_stays_frozen(device: str) -> None:
     gc.freeze()
     before = gc.get_freeze_count()
-    try:
-        with gc_frozen(torch.device(device)) as after_step:
-            for _ in range(WARM_UP_STEPS):
-                after_step()
-        assert 0 < gc.get_freeze_count() <= before
-    finally:
-        gc.unfreeze()
+    with gc_frozen(torch.device(device)) as after_step:
+        for _ in range(WARM_UP_STEPS):
+            after_step()
+    assert 0 < gc.get_freeze_count() <= before

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import octavo
+from octavo.cli.flags import configure
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.evaluation.run import EvalSettings, evaluate_run
 from octavo.models.hugging_face import read_settings
@@ -61,6 +62,13 @@ def test_a_run_starts_from_the_codes_of_an_export(base: Path, tmp_path: Path) ->
         assert torch.equal(weight.dequantize(torch.float32), trained[name].dequantize(torch.float32)), name
         assert (weight.scale == trained[name].scale).float().mean() > 0.9
     assert setup.config.model.documents == "separate" and setup.config.data.tokenizer.endswith("tokenizer.json")
+
+
+def test_the_weights_alone_say_what_to_train(base: Path, tmp_path: Path) -> None:
+    data = {"source": str(base / "text.txt"), "sequence": 64}
+    flags = {"run": {"start_from": str(base / "export"), "out": str(tmp_path)}, "data": data}
+    found = configure(None, None, flags)
+    assert found.model.dim == 32 and found.data.tokenizer == str(base / "export" / "tokenizer.json")
 
 
 def test_lora_over_one_byte_weights_is_trained_resumed_evaluated_and_merged(base: Path, tmp_path: Path) -> None:

@@ -169,11 +169,14 @@ def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]
     """Return the configuration of a preset, overridden by a file or the one in a run's directory, overridden by flags.
 
     Raises:
-        ConfigError: neither file nor preset is given, or one of the three is invalid.
+        ConfigError: neither file, preset nor weights to start from are given, or one of them is invalid.
     """
-    if file is None and preset is None:
+    if file is None and preset is None and not settings.get("run", {}).get("start_from"):
         known = ", ".join(["demo", *presets()])
-        raise ConfigError(f"nothing to train: name a run file, or a preset with --preset ({known}).")
+        raise ConfigError(
+            f"nothing to train: name a run file, a preset with --preset ({known}), or with --from the weights to start"
+            " from."
+        )
     layers = []
     if preset is not None:
         device = settings.get("run", {}).get("device", "auto")

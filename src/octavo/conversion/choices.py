@@ -34,6 +34,10 @@ class Choice(NamedTuple):
         return f"{name} {self.gain:.2f}{f' ({self.price})' if self.price else ''}"
 
 
+GAINS = 1.005
+"""Least predicted gain that is called one: it is shown with two digits."""
+
+
 def choices(plan: Plan) -> list[Choice]:
     """Return what the plan's model can be trained by, the fastest first; empty where the GPU's rates are not known.
 
@@ -62,8 +66,11 @@ def advice(plan: Plan) -> list[str]:
     found = choices(plan)
     if not found:
         return []
+    if found[0].gain < GAINS:
+        return [f"no recipe is predicted to gain at {plan.tokens} tokens per forward: more, or wider layers, would"]
     free = next(choice for choice in found if not choice.price)
-    line = f"fastest at no known cost in accuracy: {free} times BF16 in all GEMMs (predicted)"
+    gemms = "the GEMMs of linear layers" if any(layer.is_experts for layer in plan.layers) else "all GEMMs"
+    line = f"fastest at no known cost in accuracy: {free} times BF16 in {gemms} (predicted)"
     return [line if found[0] is free else f"{line}; at a cost: {found[0]}"]
 
 

@@ -43,7 +43,7 @@ def predicted_gain(
 
 EXPERTS_FROM = 512
 """Width and hidden width from which gains of experts are predicted: narrower ones have not been measured."""
-_EXPERT_PASSES = 3.4, 2.2
+_EXPERT_PASSES = 3.4, 2.1
 """What passes over the rows of experts take, compiled in BF16 and in the fused layer, as multiples of a copy of their
 tensors: fitted to layers of 16,384 and 32,768 tokens (`octavo bench moe`)."""
 

@@ -45,8 +45,10 @@ def footer(plan: Plan) -> list[str]:
     if plan.unconverted:
         share += f", {_percent(plan.share)} of the FLOPs of products with weights"
     share += f", {_percent(plan.fp8_weights / max(plan.parameters, 1))} of all parameters"
+    slow = sum("reference" in layer.kernels for layer in plan.layers) if plan.device != "cpu" else 0
+    slowly = f", {slow} of them by the slow reference" if slow else ""
     return [
-        f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share}) on {plan.device}",
+        f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share}) on {plan.device}{slowly}",
         *_stored(plan),
         *_together(plan.structures),
         *plan.unapplied,

@@ -147,7 +147,9 @@ def phase_rows(pilot: Pilot) -> Rows:
 
 
 def _shown(value: float | None, how: str) -> str:
-    return "-" if value is None else format(value, how)
+    if value is None:
+        return "-"
+    return format(value, ".2g" if how == ".2f" and 0 < abs(value) < 0.1 else how)  # a small time is no 0.00
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

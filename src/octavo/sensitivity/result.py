@@ -91,7 +91,10 @@ def _totals(found: Localisation) -> Iterator[str]:
         f" {found.loss:.4f}); loss change of these weights {found.loss_change:+.2e}"
     )
     where = f"measured on {found.device}" if found.timing == "measured" else "predicted for an H200, not measured"
-    yield f"saves {found.saved:.3g} of {found.offered:.3g} ms of linear layers per forward and backward, {where}"
+    if found.offered > 0:
+        yield f"saves {found.saved:.3g} of {found.offered:.3g} ms of linear layers per forward and backward, {where}"
+    else:
+        yield f"saves no time: no GEMM of this model is faster in FP8, {where}"
 
 
 def _share(cost: float, found: Localisation) -> str:
