@@ -197,7 +197,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def times(x, y):
+def rounded_product(x, y):
     """The product, rounded: a compiler must not contract it with a sum, which `enable_fp_fusion` cannot forbid it."""
     if INTERPRETED:
         return x * y
@@ -210,15 +210,17 @@ def value_and_slope(x, KIND: tl.constexpr):
     if KIND == "silu":
         share = _sigmoid(x)
         value = x * share
-        slope = share + times(value, 1.0 - share)
+        slope = share + rounded_product(value, 1.0 - share)
     elif KIND == "gelu":
         share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         value = x * share
-        slope = share + times(x, _exp(-0.5 * x * x) * 0.3989422804014327)
+        slope = share + rounded_product(x, _exp(-0.5 * x * x) * 0.3989422804014327)
     elif KIND == "gelu_tanh":
-        share = _sigmoid(1.5957691216057308 * x * (1.0 + times(0.044715 * x, x)))
+        share = _sigmoid(1.5957691216057308 * x * (1.0 + rounded_product(0.044715 * x, x)))
         value = x * share
-        slope = share + times(value * (1.0 - share), 1.5957691216057308 * (1.0 + times(0.134145 * x, x)))
+        slope = share + rounded_product(
+            value * (1.0 - share), 1.5957691216057308 * (1.0 + rounded_product(0.134145 * x, x))
+        )
     else:
         tl.static_assert(KIND == "relu2")
         positive = tl.where(x <= 0.0, 0.0, x)  # NaN stays

@@ -83,7 +83,7 @@ def tops(words, BYTES: tl.constexpr, WHOLE: tl.constexpr):
 def decoded(words, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """Four times the FP32 values of codes."""
     if WHOLE and FORMAT[0] == DROPPED_E4M3 and not INTERPRETED:
-        values = tl.inline_asm_elementwise(FROM_E4M3, "=f,=f,=f,=f,r", [words], (tl.float32,) * 4, True, 1)
+        values = tl.inline_asm_elementwise(FROM_FOUR_E4M3, "=f,=f,=f,=f,r", [words], (tl.float32,) * 4, True, 1)
     else:
         values = tops(words, FORMAT[2] // 8, WHOLE)
         if FORMAT[2] != 32:
@@ -92,7 +92,7 @@ def decoded(words, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     return values
 
 
-FROM_E4M3: tl.constexpr = tl.constexpr("""{
+FROM_FOUR_E4M3: tl.constexpr = tl.constexpr("""{
     .reg .b16 low, high, a, b, c, d;
     .reg .b32 ab, cd;
     mov.b32 {low, high}, $4;
