@@ -3,8 +3,7 @@
 Layers that are computed together have a buffer, FP32 (1 + 2 n, WIDTH), or (1 + 2 n, WIDTH + BINS) with histograms: one
 row (`octavo.kernels.sample`) for the input of n layers, n for their weights, n for their grad_outputs. The operators
 return what the plain ones return, bit for bit, and write the buffer: fprop the rows of input and weights, dgrad the
-others. Both sample beside the product, on a stream of their own (some fifty kernels of a few microseconds per block),
-and then read its first and last column, which show every NaN in an operand. Their schemas do not declare this mutation,
+others. After the product they read its first and last column, which show every NaN in an operand. Their schemas do not declare this mutation,
 as that of `quantize_with_scale` does not: to write a row twice is to write it once.
 
 In a fused MLP no tensor holds the hidden activation or the gradients of gate and up: those of the sampled rows are
@@ -14,10 +13,8 @@ input of which there are only codes (`octavo.nn.attached_codes.placeholder`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -133,11 +130,9 @@ def _fprop(
     row, *rows = stats.data.unbind()  # no versions count: a layer may run twice before backward
     if sampling_off(row) or 0 in x.codes.shape:
         return multiply(x, w, *product)
-    with beside(x.codes) as joined:
-        sample_input(x, Source(*source), row)
-        sampled = sample_weights(w, weights, target, rows)
+    sample_input(x, Source(*source), row)
+    sampled = sample_weights(w, weights, target, rows)
     outputs = multiply(x, w, *product)
-    joined()
     note_lost(ends_of(outputs[0]), x.codes.shape[1], row)
     for y, row in zip(outputs, sampled, strict=False):
         note_lost(ends_of(y.t()), x.codes.shape[1], row)
@@ -149,26 +144,6 @@ def _fprop_shape(
     *_: object,
 ) -> list[Tensor]:  # fmt: skip
     return [x.codes.new_empty(x.codes.shape[0], rows, dtype=product[0]) for rows in WeightCodes(*w).rows]
-
-
-@contextmanager
-def beside(x: Tensor) -> Iterator[Callable[[], None]]:
-    """Launch what is inside on a stream beside the caller's, which waits for it once what this yields is called.
-
-    Both are to be in one operator: no memory that is read here can be given to others before.
-    """
-    if not x.is_cuda:
-        yield lambda: None
-        return
-    caller, stream = torch.cuda.current_stream(x.device), _stream_beside(x.device)
-    stream.wait_stream(caller)
-    with torch.cuda.stream(stream):
-        yield lambda: caller.wait_stream(stream)
-
-
-@cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def sample_input(x: Quantized, source: Source, row: Tensor) -> None:
@@ -220,10 +195,8 @@ def _dgrad(
     a, b = (kernels.without_scale(g), kernels.without_scale(w)) if unscaled else (g, w)
     if sampling_off(rows[0]) or 0 in g.codes.shape:
         return [kernels.gemm(a, b, *product)]
-    with beside(g.codes) as joined:
-        sampled = sample_gradients(g, Source(*source), rows)
+    sampled = sample_gradients(g, Source(*source), rows)
     result = kernels.gemm(a, b, *product)
-    joined()
     for columns, row in sampled:
         note_lost(ends_of(result), columns, row)
     return [result]
