@@ -627,7 +627,7 @@ def _norm_and_reader(monkeypatch, shortest):
     model = nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
     with torch.no_grad():
         model[0].weight.copy_(1 + 0.3 * torch.randn(64))
-    octavo.convert(model, policy=octavo.Policy(min_gain=0.0))
+    octavo.convert(model, policy=octavo.Policy(min_gain=0.0, norm_inputs="shared"))
     x = torch.randn(256, 64).to(torch.bfloat16) * 2 ** torch.randn(256, 1)
     return model, x.to(torch.bfloat16), torch.randn(256, 32).to(torch.bfloat16)
 
@@ -671,7 +671,7 @@ def test_what_a_compiled_norm_hands_over_is_not_in_files_or_copies(monkeypatch):
 def test_on_a_gpu_inductor_hands_over_codes_and_keeps_none():
     torch._dynamo.reset()
     model = nn.Sequential(nn.RMSNorm(2048), nn.Linear(2048, 512, bias=False)).cuda().bfloat16()
-    octavo.convert(model, policy=octavo.Policy(min_gain=0.0))
+    octavo.convert(model, policy=octavo.Policy(min_gain=0.0, norm_inputs="shared"))
     x, dy = torch.randn(1024, 2048, device="cuda").bfloat16(), torch.randn(1024, 512, device="cuda").bfloat16()
     outcomes = []
     for run in (model, torch.compile(model, fullgraph=True)):

@@ -10,14 +10,15 @@ keep nothing. A norm may keep it in FP8 (`input_format`): then it computes by it
 What its gradients lose by that is little. The input's error reaches dx only through the term that takes the mean of
 dy * n from each row, and the rest of dx is exact; dweight sums it over all tokens.
 
-Compiled RMS norms hand over codes too (`octavo.nn.attached_codes.Normed`): made of the input, in a pass that reads it
-and the rows' rstd, so that y is not written. In backward the reader makes them again of the same input, to the bit.
+Compiled RMS norms may hand over codes too (`input_format` is `shared`; `octavo.nn.attached_codes.Normed`): made of the
+input, in a pass that reads it and the rows' rstd, so that y is not written. In backward the reader makes them again of
+the same input, to the bit.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,10 @@ from octavo.nn.adopted import Adopted
 from octavo.nn.attached_codes import Normed, attach_codes, attach_normed
 from octavo.nn.probe import computes, shallow_copy
 from octavo.numerics import Quantized
-from octavo.recipes import Precision
+
+NormInputs = Literal["bf16", "fp8", "shared"]
+"""What a norm keeps its input in for backward: `bf16` as it is, `fp8` as codes, with a scale for 128 of them; `shared`
+as it is, and the compiled layers that read the norm make their codes of it again, in place of keeping them."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -49,8 +53,7 @@ class Norm(Adopted):
     """What the reader of y quantises it to; None: y alone is written."""
     enabled: bool
     """False: compute as the parent does."""
-    input_format: Precision
-    """What the input is kept in for backward: `bf16` as it is, `fp8` as codes, with a scale for 128 of them."""
+    input_format: NormInputs
     normalized_shape: tuple[int, ...]
 
     @property
@@ -110,9 +113,9 @@ class Norm(Adopted):
 
     def _hands_over(self, x: Any) -> bool:
         """Return whether compiled code hands over the codes of y, which follow from what backward keeps."""
-        if not (torch.compiler.is_compiling() and self.enabled and is_plain(x)):
+        if not (self.input_format == "shared" and torch.compiler.is_compiling() and self.enabled and is_plain(x)):
             return False
-        if self.is_centred or self.weight is None or self.target is None or self.input_format == "fp8":
+        if self.is_centred or self.weight is None or self.target is None:
             return False
         follows = self.target[1:] == ("row", "power_of_two", "nearest") and on_gpu(x)
         is_long = COMPILED_ROW < x.shape[-1] <= LONGEST_NORM  # shorter rows are quantised where they are computed
@@ -153,7 +156,7 @@ def adopts(module: nn.Module) -> bool:
     return _is_rms_norm(module)
 
 
-def adopt(module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16") -> None:
+def adopt(module: nn.Module, target: QuantSpec | None, input_format: NormInputs = "bf16") -> None:
     """Turn a module that `adopts` takes into a `Norm`, in place. It remains an instance of its class.
 
     A target that needs the maximum of all of y (`tensor`) is left to the reader: then y alone is written.
