@@ -20,7 +20,7 @@ ROUTER = "router: a small error sends a token to another expert"
     [
         ("lm_head", HEAD),
         ("model.lm_head", HEAD),
-        ("shared", HEAD),
+        ("output", HEAD),
         ("head", HEAD),  # timm, and Octavo's ResNet
         ("fc", HEAD),  # torchvision
         ("classifier", HEAD),  # torchvision, transformers
@@ -119,7 +119,7 @@ def test_a_filter_sees_name_and_layer_and_has_the_last_word():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"activation_inputs": "fp16"}, "activation_inputs = 'fp16': it is 'bf16' or 'fp8'"),
+        ({"activation_inputs": "fp16"}, "activation_inputs = 'fp16': it is 'bf16' or 'fp8' or 'shared'"),
         ({"activation_inputs": "fp8", "fuse": False}, "fuse = False leaves all of those alone"),
     ],
 )
@@ -213,9 +213,9 @@ def test_a_model_with_too_few_blocks():
             make_plan(model, policy=Policy(bf16_blocks=(2, 1)))
 
 
-def test_norms_may_keep_their_output() -> None:
-    assert Policy(norm_inputs="shared").norm_inputs == "shared"
-    with pytest.raises(ConfigError, match="norm_inputs = 'outputs': it is 'bf16' or 'fp8' or 'output'"):
-        Policy(norm_inputs="outputs")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="norm_inputs = 'output' changes what"):
-        Policy(norm_inputs="shared", fuse=False)
+def test_what_norms_keep_is_checked() -> None:
+    with pytest.raises(ConfigError, match="norm_inputs = 'output': it is 'bf16' or 'fp8' or 'shared'"):
+        Policy(norm_inputs="output")  # type: ignore[arg-type]
+    for wanted in ("fp8", "shared"):
+        with pytest.raises(ConfigError, match=f"norm_inputs = '{wanted}' changes what"):
+            Policy(norm_inputs=wanted, fuse=False)

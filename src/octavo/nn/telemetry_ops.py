@@ -3,8 +3,8 @@
 Layers that are computed together have a buffer, FP32 (1 + 2 n, WIDTH), or (1 + 2 n, WIDTH + BINS) with histograms: one
 row (`octavo.kernels.sample`) for the input of n layers, n for their weights, n for their grad_outputs. The operators
 return what the plain ones return, bit for bit, and write the buffer: fprop the rows of input and weights, dgrad the
-others. After the product they read its first and last column, which show every NaN in an operand. Their schemas do not declare this mutation,
-as that of `quantize_with_scale` does not: to write a row twice is to write it once.
+others. After the product they read its first and last column, which show every NaN in an operand. Their schemas do not
+declare this mutation, as that of `quantize_with_scale` does not: to write a row twice is to write it once.
 
 In a fused MLP no tensor holds the hidden activation or the gradients of gate and up: those of the sampled rows are
 recomputed. So are the patches of a convolution. A weight that is an FP8 tensor is sampled as its codes, and so is an
