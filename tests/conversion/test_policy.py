@@ -119,7 +119,7 @@ def test_a_filter_sees_name_and_layer_and_has_the_last_word():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"activation_inputs": "fp16"}, "activation_inputs = 'fp16': it is 'bf16' or 'fp8' or 'shared'"),
+        ({"activation_inputs": "fp16"}, "activation_inputs = 'fp16': it is 'bf16' or 'fp8'"),
         ({"activation_inputs": "fp8", "fuse": False}, "fuse = False leaves all of those alone"),
     ],
 )
