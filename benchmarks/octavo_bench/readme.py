@@ -14,6 +14,7 @@ from octavo_bench.render import grouped, table
 from octavo_bench.results import Result, Row
 
 TORCHAO, FOLDED, FAST, BLOCK = "torchao tensorwise", "octavo folded", "octavo folded_fast", "octavo block"
+FASTEST = f"{FAST} + fp8 head, octavo.optim"
 ENGINE = "transformer engine"
 BLOCKS, WHOLE, IMAGES = "llama-8b-stack", "llama-1b", "resnet50"
 TITLES = {
@@ -37,7 +38,7 @@ class Measured:
     @classmethod
     def read(cls, directory: Path) -> Measured:
         """Read the results under a directory; kinds that were never measured are absent."""
-        kinds = ("hf", "distributed", "memory", "parity")
+        kinds = ("moe", "hf", "distributed", "memory", "parity")
         found = {kind: result for kind in kinds if (result := results.latest(kind, directory))}
         return cls(found=found, steps=results.history("step", directory))
 
@@ -163,9 +164,8 @@ def _costs(measured: Measured) -> str:
 def summary(directory: Path) -> str:
     """Return the results in at most `MOST_ROWS` rows, and the commands that measure them in a fold."""
     measured = Measured.read(directory)
-    rows = [*_speeds(measured), *_trainer(measured), *_distributed(measured), *_sizes(measured), *_losses(measured)][
-        :MOST_ROWS
-    ]
+    parts = (_speeds, _experts, _trainer, _distributed, _sizes, _losses)
+    rows = [row for part in parts for row in part(measured)][:MOST_ROWS]
     shown = table(("measured", "BF16", "torchao", "TE", "Octavo", "Octavo beside BF16"), rows)
     return f"{shown}\n\n{_commands(measured)}"
 
@@ -177,6 +177,7 @@ def _steps(measured: Measured) -> list[Step]:
         (BLOCKS, BLOCK),
         ("llama-1b-stack", FOLDED),
         (WHOLE, FOLDED),
+        (WHOLE, FASTEST),
         (IMAGES, FOLDED),
     ]
     return [step for workload, implementation in shown if (step := measured.step(workload, implementation))]
@@ -188,6 +189,23 @@ def _speeds(measured: Measured) -> Iterator[Sequence[str]]:
         name = f"{TITLES[step.own['workload']]}, ms per step, `{_recipe(step.own['implementation'])}`"
         times = (f"{row['ms']:.1f}" if row else "" for row in compared)
         yield name, *times, f"{step.own['ratio_to_bf16']:.2f} x"
+
+
+def _experts(measured: Measured) -> Iterator[Sequence[str]]:
+    layers = [rows for _, rows in grouped(measured.rows("moe"), "workload").items() if "kept_mib" in rows[0]]
+    for rows in layers[-1:]:
+        bf16 = min((row for row in rows if row["implementation"].startswith(BF16)), key=lambda row: float(row["ms"]))
+        own = next(row for row in rows if row["implementation"] == FOLDED)
+        kept = _percent((own["kept_mib"] + own["kept_weight_codes_mib"]) / bf16["kept_mib"])
+        name = f"experts, {own['workload']}, ms, `{_recipe(FOLDED)}`"
+        yield (
+            name,
+            f"{bf16['ms']:.1f}",
+            "",
+            "",
+            f"{own['ms']:.1f}",
+            f"{own['ratio_to_bf16']:.2f} x, {kept} kept for backward",
+        )
 
 
 def _trainer(measured: Measured) -> Iterator[Sequence[str]]:

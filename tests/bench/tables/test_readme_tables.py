@@ -64,6 +64,18 @@ def test_a_step_that_the_newest_session_lacks_comes_from_the_newest_that_has_it(
     assert "2026-11-01-" in text  # its commands, too
 
 
+def test_experts_are_beside_the_fastest_bf16(directory: Path, result: MakeResult) -> None:
+    def row(implementation: str, ms: float, kept: float, codes: float) -> dict[str, Any]:
+        ratio = {"ratio_to_bf16": 15.0 / ms, "kept_mib": kept, "kept_weight_codes_mib": codes}
+        return {"workload": "8 x 8", "implementation": implementation, "ms": ms, **ratio}
+
+    trainer = {"workload": "the Trainer", "implementation": "bf16", "ms": 1.0, "ratio_to_bf16": 1.0}
+    layer = row("bf16 x", 20, 100, 0), row("bf16 x, compiled", 15, 100, 0), row(readme.FOLDED, 10, 30, 20)
+    results.write(result("moe", *layer, trainer), directory)
+    line = "| experts, 8 x 8, ms, `folded` | 15.0 |  |  | 10.0 | 1.50 x, -50 % kept for backward |"
+    assert line in readme.summary(directory)
+
+
 def test_without_results_nothing_is_said(tmp_path: Path) -> None:
     assert readme.headline(tmp_path) == ""
 
