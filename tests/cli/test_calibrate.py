@@ -108,7 +108,7 @@ def test_a_scale_that_does_not_fit_fails_the_check(tiny: list[str], capsys: pyte
 
 def test_without_a_model_the_message_says_what_to_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("calibrate") == 2
-    assert "name a run file, or a preset" in capsys.readouterr().err
+    assert "name a run file, a preset" in capsys.readouterr().err
 
 
 def test_the_help_names_the_limits() -> None:

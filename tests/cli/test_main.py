@@ -109,7 +109,7 @@ def test_help_has_a_flag_for_every_field_in_the_words_of_the_field() -> None:
     ("arguments", "message"),
     [
         (["trian"], "'train'|\"train\""),
-        (["train"], "name a run file, or a preset"),
+        (["train"], "name a run file, a preset"),
         (["train", "--preset", "dmo"], "Did you mean 'demo'"),
         (["train", "--preset", "tiny", "--stepz", "3"], "--stepz.*Did you mean --steps"),
         (["train", "--preset", "tiny", "--steps", "many"], "--steps.*many"),

@@ -463,7 +463,7 @@ def test_states_of_others_are_refused():
         book.load_state_dict({name: tensor for name, tensor in state.items() if name != "0.k.input"})
     with pytest.raises(CheckpointError, match=r"only the checkpoint keeps one for 'q'"):
         book.load_state_dict({**state, "q": torch.zeros(18)})
-    with pytest.raises(CheckpointError, match="has 3 steps of history there and 16 here"):
+    with pytest.raises(CheckpointError, match="has a history of 3 there and 16 here"):
         book.load_state_dict({**state, "0.k.input": torch.ones(5)})
     assert not book.is_known
 

@@ -113,9 +113,9 @@ class RecomputedBlock(Wrapped):
         if not (torch.is_grad_enabled() and self.recompute_keeps):  # read here, so that Dynamo guards on it
             return super().forward(*args, **kwargs)
         # With "nothing" too: without contexts, PyTorch 2.11 compiles a checkpoint that saves all autograd.Functions do.
-        return checkpoint(self._on_views, args, kwargs, use_reentrant=False, context_fn=self.checkpoint_contexts)
+        return checkpoint(self._on_views, *args, use_reentrant=False, context_fn=self.checkpoint_contexts, **kwargs)
 
-    def _on_views(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_views(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's result from views of its inputs.
 
         Layers that share an input leave results on it, which the compiler allows for tensors made in the checkpoint.
