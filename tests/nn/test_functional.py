@@ -6,8 +6,6 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.errors import UnsupportedError
-from octavo.kernels.sample import PHASE, WIDTH
-from octavo.nn import functional
 from octavo.nn.functional import Quantizer, linear, linears
 from octavo.numerics import dequantize, sqnr_db, sqnr_per_row_db
 from octavo.recipes import Recipe, load
@@ -379,29 +377,6 @@ def test_compiled_is_bit_for_bit_eager(recipe):
     y = torch.compile(linear, backend="aot_eager", fullgraph=True)(x, w, None, recipe)
     y.backward(dy)
     assert all(torch.equal(a, b) for a, b in zip((y, x.grad, w.grad), eager, strict=True))
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("watched", [False, True])
-def test_scales_that_follow_a_product_change_no_bit(monkeypatch, watched):
-    monkeypatch.setattr(functional, "_is_slower_by_row", lambda device: True)
-    x, *weights = (normal(24, 16, 40)[i].requires_grad_() for i in (0, 1, 1))
-    weights[1] = (2 * weights[0]).detach().requires_grad_()
-
-    def results(call):
-        stats = None
-        if watched:
-            stats = torch.full((5, WIDTH), torch.nan)
-            stats[:, PHASE] = 3
-        y = call(x, weights, [None, None], Quantizer(load("folded"), torch.bfloat16, stats_buffer=stats))
-        gradients = torch.autograd.grad(y, (x, *weights), [torch.ones_like(each) for each in y])
-        return [*y, *gradients, *([] if stats is None else [stats.nan_to_num()])]
-
-    compiled = torch.compile(linears, backend="aot_eager", fullgraph=True)
-    with kernels.record() as ledger:
-        made = results(compiled)
-    assert all(torch.equal(a, b) for a, b in zip(made, results(linears), strict=True))
-    assert ledger.gemms == {"scaled_mm.row": 2, "scaled_mm.tensor": 2}  # of Y, and of dX and dW
     torch._dynamo.reset()
 
 

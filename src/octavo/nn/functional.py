@@ -33,9 +33,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
-from octavo._util.compiler import assume_constant_result
 from octavo.kernels import QuantSpec, ScaleRef
-from octavo.kernels.dispatch import rates
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
 from octavo.nn.attached_codes import attached_normed
@@ -44,7 +42,7 @@ from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands, note_dtype
 from octavo.nn.weight_codes import WeightCodes, multiply, quantize_matrix, quantize_transposed, quantize_weights
 from octavo.numerics import Quantized
-from octavo.recipes import OPERANDS, STORED_SCALE_ROLES, Operand, Recipe
+from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
 
 class Quantizer(NamedTuple):
@@ -175,7 +173,7 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     dx = None if weight is None else dgrad(sources, g, weight, recipe, dtype, stats).to(x_dtype)
     if not any(needs_weight):
         return (dx,), [None] * len(parts)
-    cut = unstack(wgrad(sources, h, kept, recipe, dtype, any(own != dtype for _, own in parts)), parts)
+    cut = unstack(wgrad(sources, h, kept, recipe, dtype), parts)
     return (dx,), [part if needed else None for part, needed in zip(cut, needs_weight, strict=True)]
 
 
@@ -522,67 +520,20 @@ def dgrad(
         pairs = zip(dys, weight.tensors, strict=True)
         parts = [product(dy_MN, values(weight_NK, dtype)) for dy_MN, weight_NK in pairs]
         return sum(parts[1:], start=parts[0])
-    w_KN = transposed_weight(weight, recipe, g.codes)
-    if stats is None:  # what several layers read came from a norm, whose backward is a pass over dX
-        return multiply_for(g, w_KN, recipe, "dgrad", dtype, is_fused=len(weight.rows) > 1)
+    w_KN, accumulate = transposed_weight(weight, recipe, g.codes), recipe.dgrad.accumulate
+    if stats is None:
+        return kernels.gemm(g, w_KN, dtype, accumulate)
     origin = telemetry_ops.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
-    unscaled = len(weight.rows) > 1 and is_scaled_after(recipe, "dgrad", dtype, g.codes.device)
-    dx = telemetry_ops.dgrad(g, w_KN, len(weight.rows), (dtype, recipe.dgrad.accumulate), origin, stats, unscaled)
-    return (dx * g.scale).to(dtype) if unscaled else dx
+    return telemetry_ops.dgrad(g, w_KN, len(weight.rows), dtype, accumulate, origin, stats)
 
 
 def wgrad(
-    dys: Sequence[Tensor],
-    h: Quantized | None,
-    kept: tuple[Tensor, ...],
-    recipe: Recipe,
-    dtype: torch.dtype,
-    is_cast: bool = False,
+    dys: Sequence[Tensor], h: Quantized | None, kept: tuple[Tensor, ...], recipe: Recipe, dtype: torch.dtype
 ) -> Tensor:
-    """Return dW (N, K) of the stack.
-
-    Args:
-        kept: what `read_input` kept of X.
-        is_cast: whether the weights have another dtype, so that dW is cast next.
-    """
+    """Return dW (N, K) of the stack. kept: what `read_input` kept of X."""
     if h is None:
         return torch.cat([product(dy_MN.t(), kept[0]) for dy_MN in dys])
-    return multiply_for(h, transposed_input(kept, recipe, h.codes), recipe, "wgrad", dtype, is_fused=is_cast)
-
-
-def multiply_for(
-    a: Quantized, b: Quantized, recipe: Recipe, gemm: str, dtype: torch.dtype, *, is_fused: bool = True
-) -> Tensor:
-    """Return a . b^T. Where compiled code fuses its reader, that multiplies the scales in, if this is faster.
-
-    Powers of two change no bit of the result, and cuBLAS has faster kernels for slow accumulation where an operand has
-    one scale. Eager code, other scales and other GPUs get `kernels.gemm`.
-
-    Args:
-        is_fused: whether the reader is a pass over the result, and not a kernel that compilers leave as it is.
-    """
-    if is_fused and is_scaled_after(recipe, gemm, dtype, a.codes.device):
-        y = kernels.gemm(kernels.without_scale(a), kernels.without_scale(b), dtype) * a.scale
-        return (y * b.scale.t() if gemm == "fprop" else y).to(dtype)  # those of b are 1 where they are folded
-    return kernels.gemm(a, b, dtype, recipe.gemm(gemm).accumulate)
-
-
-def is_scaled_after(recipe: Recipe, gemm: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the scales of a product in compiled code come after it: the same to the bit, and faster."""
-    if not torch.compiler.is_compiling():
-        return False
-    product = recipe.gemm(gemm)
-    left, right = (getattr(product, role) for role in OPERANDS[gemm])
-    exact = left.granularity == "row" and right.granularity == ("row" if gemm == "fprop" else "column")
-    exact &= left.scaling == right.scaling == "power_of_two"
-    slow = product.accumulate == "slow" and dtype is not torch.float16  # which unscaled sums would overflow
-    return exact and slow and _is_slower_by_row(device)
-
-
-@assume_constant_result
-def _is_slower_by_row(device: torch.device) -> bool:
-    known = rates(device)
-    return known is not None and known.row < known.tensor
+    return kernels.gemm(h, transposed_input(kept, recipe, h.codes), dtype, recipe.wgrad.accumulate)
 
 
 def with_zeros(dys: Sequence[Tensor | None], widths: Sequence[int]) -> list[Tensor]:

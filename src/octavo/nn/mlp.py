@@ -34,7 +34,6 @@ from octavo.nn.functional import (
     input_fold,
     kept_weights,
     known_codes,
-    multiply_for,
     read_gradient,
     read_input,
     read_weights,
@@ -137,12 +136,8 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     assert w is not None and down is not None
     before = fprop(x_MD, x.fprop, w, weights[:-1], inner, dtype, stats)
     hidden, inputs = _activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
-    if down_stats is None:  # the residual stream reads y
-        y = [multiply_for(hidden, down.stack, outer, "fprop", dtype)]
-    else:
-        y = fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind)
     return (
-        y,
+        fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
         x.kept,
         (hidden.scale,),
         inputs,
@@ -183,14 +178,12 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
         dx = dgrad((d_hidden, *inputs), gradients.rows, weight, inner, dtype, stats, kind).to(x_dtype)
     dws: list[Tensor | None] = [None] * len(parts)
     if any(needs_inner):
-        is_cast = any(own != dtype for _, own in parts[:-1])
-        cut = unstack(wgrad(dy, gradients.columns, kept, inner, dtype, is_cast), parts[:-1])
+        cut = unstack(wgrad(dy, gradients.columns, kept, inner, dtype), parts[:-1])
         dws[:-1] = [part if needed else None for part, needed in zip(cut, needs_inner, strict=True)]
     if needs_down:
         assert gradients.hidden is not None and h is not None
         hidden = kernels.without_scale(gradients.hidden) if outer.wgrad.input.is_folded else gradients.hidden
-        dw = multiply_for(h, hidden, outer, "wgrad", dtype, is_fused=parts[-1][1] != dtype)
-        dws[-1] = dw.to(parts[-1][1])
+        dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(parts[-1][1])
     return (dx,), dws
 
 

@@ -104,21 +104,10 @@ def fprop(
 
 
 def dgrad(
-    g: Quantized,
-    w_KN: Quantized,
-    layers: int,
-    product: tuple[torch.dtype, str],
-    source: Source,
-    stats: Tensor,
-    unscaled: bool = False,
+    g: Quantized, w_KN: Quantized, layers: int, dtype: torch.dtype, accumulate: str, source: Source, stats: Tensor
 ) -> Tensor:
-    """Return G W (M, K), and sample the gradients of that many layers.
-
-    Args:
-        product: dtype of the result, and how it accumulates.
-        unscaled: leave the scales out of the product.
-    """
-    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, product, source, stats, unscaled), [True])[0]
+    """Return G W (M, K), and sample the gradients of that many layers."""
+    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, (dtype, accumulate), source, stats), [True])[0]
     return result
 
 
@@ -188,15 +177,13 @@ def sample_weights(
 
 
 def _dgrad(
-    g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], source: Source, stats: Tensor,
-    unscaled: bool,
-) -> list[Tensor]:  # fmt: skip
+    g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], source: Source, stats: Tensor
+) -> list[Tensor]:
     rows = stats.data.unbind()[1 + layers :]
-    a, b = (kernels.without_scale(g), kernels.without_scale(w)) if unscaled else (g, w)
     if sampling_off(rows[0]) or 0 in g.codes.shape:
-        return [kernels.gemm(a, b, *product)]
+        return [kernels.gemm(g, w, *product)]
     sampled = sample_gradients(g, Source(*source), rows)
-    result = kernels.gemm(a, b, *product)
+    result = kernels.gemm(g, w, *product)
     for columns, row in sampled:
         note_lost(ends_of(result), columns, row)
     return [result]
