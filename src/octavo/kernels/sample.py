@@ -2,12 +2,11 @@
 
     sample(SampleInput(x, scale, spec), row)  writes `STATS` of one tensor into FP32 (WIDTH,), leaves codes alone
                                               with a row of (WIDTH + BINS,), a histogram of exponents too
-    note_lost(edges, columns, row)            raises `nonfinite` by what a product with the tensor shows, after it
 
 A tensor that has just been quantised lies in the cache. `count(R)` of its R rows are read again, spread evenly, from a
 place that `row[PHASE]` names: the caller changes it with every step, so that all rows are sampled alike and a
-share is an unbiased estimate. Beside them all scales are read, and one tile in full, that with the largest scale. A NaN
-or an infinity in any element must show in the first and last column of a product with the tensor.
+share is an unbiased estimate. Beside them all scales are read, one tile in full, that with the largest scale, and the
+first and last column of a product with the tensor, where a NaN or an infinity in any of its elements must show.
 
     flushed, subnormal, saturated   shares of the sampled elements, of x * fold * (1 / scale)
     nonfinite                       the share of the sample; at least one element a row of the tensor that holds any
@@ -55,8 +54,6 @@ BINS, LOWEST = 64, -40
 MOST, LEAST, ONE_IN = 64, 16, 16
 """Rows that are sampled: one in 16, at least 16 and at most 64."""
 
-STRETCH = 2048
-"""Rows of edges, or elements of a row, that one program looks at."""
 LARGEST_TILE = 2**16
 """Elements of a tile that one program may read."""
 
@@ -72,6 +69,8 @@ class SampleInput(NamedTuple):
     """What it was quantised to."""
     fold: Tensor | None = None
     """FP32 (1, C), what its columns were multiplied by before. With `rows`, also (count(rows), C): each by its own."""
+    edges: Tensor | None = None
+    """(R, 2): two columns of a product whose row is not finite where that of x is not."""
     tied: bool = False
     """Whether the scales are those of this tensor's own maxima, which then bound its amax."""
     rows: int | None = None
@@ -155,20 +154,6 @@ def sample(looked: SampleInput, row: Tensor) -> None:
     _check(looked, row)
     if 0 not in looked.shape and not sampling_off(row):
         run_twin("sample.sample", looked.x, (looked, row), "telemetry")
-
-
-def note_lost(edges: Tensor | None, columns: int, row: Tensor) -> None:
-    """Raise `nonfinite` of a row that `sample` has written to the share that a product shows, if that is larger.
-
-    It is counted by stretches of `STRETCH` rows, of which the worst counts: where any element is lost, it is above 0.
-
-    Args:
-        edges: (R, 2), two columns of a product with a tensor (R, columns): both are not finite where an element of
-            that row is not.
-        row: as for `sample`.
-    """
-    if edges is not None and edges.numel() and columns and not sampling_off(row):
-        run_twin("sample.note_lost", edges, (edges, columns, row), "telemetry")
 
 
 def _check(looked: SampleInput, row: Tensor) -> None:

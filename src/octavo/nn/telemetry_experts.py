@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import grouped_gemm
 from octavo.kernels.operator import call, define_packed
-from octavo.kernels.sample import SampleInput, note_lost, sample, sampled_rows, sampling_off
+from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
 from octavo.nn.telemetry_ops import ROWS, Source, ends_of, gradients, sample_input, sampled, sampled_values
 from octavo.numerics import Quantized
 
@@ -64,11 +64,9 @@ def _fprop(
     y, rows = grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
         stack = Source(*stack)
-        sample_input(x, Source(*tokens), rows[0])
+        sample_input(x, Source(*tokens), y, rows[0])
         matrix, scale = stack.tensors[0].detach().flatten(0, 1), w[1].reshape(-1, 1)
-        sample(SampleInput(matrix, scale, stack.target, tied=True), rows[1])
-        note_lost(ends_of(y), x.codes.shape[1], rows[0])
-        note_lost(_ends_of_experts(y, ends), matrix.shape[1], rows[1])
+        sample(SampleInput(matrix, scale, stack.target, None, _ends_of_experts(y, ends), tied=True), rows[1])
     return [y]
 
 
@@ -79,12 +77,11 @@ def _dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Sou
     source = Source(*source)
     total = len(g.codes)
     if source.fold is None:
-        sample(SampleInput(source.tensors[0], g.scale, source.target, tied=True), row)
+        sample(SampleInput(source.tensors[0], g.scale, source.target, None, ends_of(dx), tied=True), row)
     else:
         fold = source.fold[torch.searchsorted(ends, sampled_rows(total, row), right=True)]
         dy = _sampled_gradients(source, total, row)
-        sample(SampleInput(dy, g.scale, source.target, fold, rows=total), row)
-    note_lost(ends_of(dx), g.codes.shape[1], row)
+        sample(SampleInput(dy, g.scale, source.target, fold, ends_of(dx), rows=total), row)
     return [dx]
 
 

@@ -3,7 +3,7 @@
 Layers that are computed together have a buffer, FP32 (1 + 2 n, WIDTH), or (1 + 2 n, WIDTH + BINS) with histograms: one
 row (`octavo.kernels.sample`) for the input of n layers, n for their weights, n for their grad_outputs. The operators
 return what the plain ones return, bit for bit, and write the buffer: fprop the rows of input and weights, dgrad the
-others. After the product they read its first and last column, which show every NaN in an operand. Their schemas do not
+others. Both sample after the product, whose first and last column show every NaN in an operand. Their schemas do not
 declare this mutation, as that of `quantize_with_scale` does not: to write a row twice is to write it once.
 
 In a fused MLP no tensor holds the hidden activation or the gradients of gate and up: those of the sampled rows are
@@ -26,7 +26,7 @@ from octavo.kernels.activation import INPUTS, activation_backward_plain
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.patches import Window, unfold_rows, window_of
 from octavo.kernels.reference.activation import value
-from octavo.kernels.sample import SampleInput, note_lost, sample, sampled_rows, sampling_off
+from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply
@@ -116,15 +116,11 @@ def _fprop(
     source: Source, stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     w = WeightCodes(*w)
-    row, *rows = stats.data.unbind()  # no versions count: a layer may run twice before backward
-    if sampling_off(row) or 0 in x.codes.shape:
-        return multiply(x, w, *product)
-    sample_input(x, Source(*source), row)
-    sampled = sample_weights(w, weights, target, rows)
     outputs = multiply(x, w, *product)
-    note_lost(ends_of(outputs[0]), x.codes.shape[1], row)
-    for y, row in zip(outputs, sampled, strict=False):
-        note_lost(ends_of(y.t()), x.codes.shape[1], row)
+    row, *rows = stats.data.unbind()  # no versions count: a layer may run twice before backward
+    if not sampling_off(row) and 0 not in x.codes.shape:
+        sample_input(x, Source(*source), outputs[0], row)
+        sample_weights(w, weights, target, outputs, rows)
     return outputs
 
 
@@ -135,17 +131,17 @@ def _fprop_shape(
     return [x.codes.new_empty(x.codes.shape[0], rows, dtype=product[0]) for rows in WeightCodes(*w).rows]
 
 
-def sample_input(x: Quantized, source: Source, row: Tensor) -> None:
-    """Sample what fprop reads as x."""
-    tensor, total = source.tensors[0], len(x.codes)
+def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
+    """Sample what fprop has read as x, and of which y came."""
+    tensor, edges, total = source.tensors[0], ends_of(y), len(x.codes)
     if source.kind:
         values = sampled_values(source, total, row)
-        sample(SampleInput(values, x.scale, source.target, None, source.tied, total), row)
+        sample(SampleInput(values, x.scale, source.target, None, edges, source.tied, total), row)
     elif is_placeholder(tensor):
-        sample(SampleInput(x.codes, x.scale, source.target, is_coded=True), row)
+        sample(SampleInput(x.codes, x.scale, source.target, None, edges, is_coded=True), row)
     else:
         tensor = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
-        sample(SampleInput(tensor, x.scale, source.target, None, source.tied), row)
+        sample(SampleInput(tensor, x.scale, source.target, None, edges, source.tied), row)
 
 
 def sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
@@ -161,31 +157,28 @@ def sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
 
 
 def sample_weights(
-    w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, rows: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """Sample the weights, each into its own row; return those written. weights: none where they are FP8 tensors."""
+    w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, outputs: Sequence[Tensor], rows: Sequence[Tensor]
+) -> None:
+    """Sample the weights of which outputs came, each into its own row. weights: none where they are FP8 tensors."""
     parts = w.parts()
     if parts is None:
-        return []
+        return
     alone = len(parts) == 1 or parts[0].granularity.rows is not None
-    for i, (part, row) in enumerate(zip(parts, rows, strict=False)):
+    for i, (part, y, row) in enumerate(zip(parts, outputs, rows, strict=False)):
+        edges = ends_of(y.t())
         if weights:
-            sample(SampleInput(as_matrix(weights[i].detach()), part.scale, target, None, alone), row)
+            sample(SampleInput(as_matrix(weights[i].detach()), part.scale, target, None, edges, alone), row)
         else:
-            sample(SampleInput(part.codes, part.scale, target, is_coded=True), row)
-    return rows[: len(parts)]
+            sample(SampleInput(part.codes, part.scale, target, None, edges, is_coded=True), row)
 
 
 def _dgrad(
     g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], source: Source, stats: Tensor
 ) -> list[Tensor]:
-    rows = stats.data.unbind()[1 + layers :]
-    if sampling_off(rows[0]) or 0 in g.codes.shape:
-        return [kernels.gemm(g, w, *product)]
-    sampled = sample_gradients(g, Source(*source), rows)
     result = kernels.gemm(g, w, *product)
-    for columns, row in sampled:
-        note_lost(ends_of(result), columns, row)
+    rows = stats.data.unbind()[1 + layers :]
+    if not sampling_off(rows[0]) and 0 not in g.codes.shape:
+        sample_gradients(g, Source(*source), result, rows)
     return [result]
 
 
@@ -193,8 +186,8 @@ def _dgrad_shape(g: Quantized, w: Quantized, layers: int, product: tuple[torch.d
     return [g.codes.new_empty(g.codes.shape[0], w.codes.shape[0], dtype=product[0])]
 
 
-def sample_gradients(g: Quantized, source: Source, rows: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Sample what dgrad reads side by side as g, a row for each layer; return the columns and rows of those sampled."""
+def sample_gradients(g: Quantized, source: Source, dx: Tensor, rows: Sequence[Tensor]) -> None:
+    """Sample what dgrad has read side by side as g, and of which dx came, a row for each layer."""
     tensors, operand, tied, kind, fold = source
     total = len(g.codes) if kind else None
     if kind:
@@ -203,12 +196,9 @@ def sample_gradients(g: Quantized, source: Source, rows: Sequence[Tensor]) -> li
     scales = _parts(g.scale.t(), operand.tile.cols, widths)
     folds = [fold] * len(widths) if fold is None or len(widths) == 1 else fold.split(widths, dim=1)
     alone = tied and (len(widths) == 1 or operand.tile.cols is not None)
-    found = []
     for dy, scale, part, row in zip(tensors, scales, folds, rows, strict=True):
         if scale is not None:
-            sample(SampleInput(dy, scale.t(), operand, part, alone, total), row)
-            found.append((dy.shape[1], row))
-    return found
+            sample(SampleInput(dy, scale.t(), operand, part, ends_of(dx), alone, total), row)
 
 
 def _parts(scale: Tensor, height: int | None, counts: list[int]) -> list[Tensor | None]:

@@ -18,7 +18,6 @@ from octavo.kernels.sample import (
     SampleInput,
     count,
     limits,
-    note_lost,
     sampled_rows,
 )
 from octavo.kernels.sample import sample as contract
@@ -69,13 +68,17 @@ def test_a_transposed_view():
 @pytest.mark.parametrize(
     "broken", [[], [(3, 5, torch.nan)], [(11, 8, torch.inf), (12, slice(None), -torch.inf)], "all"]
 )
-def test_what_is_not_finite_and_a_fold(broken):
+@pytest.mark.parametrize("edges", [False, True])
+def test_what_is_not_finite_a_fold_and_edges(broken, edges):
     x, fold = torch.randn(40, 210), torch.logspace(-9, 2, 210)[None]
     for down, across, value in [(slice(None), slice(None), torch.nan)] if broken == "all" else broken:
         x[down, across] = value
+    y = torch.randn(40, 6).bfloat16()[:, ::5]
+    y[[3, 20]] = torch.nan
+    y[20, 0] = 1.0
     scale = quantize((x * fold).nan_to_num(0.0, 1.0, 1.0), *ROWS).scale / 4  # known before: some elements saturate
-    made = assert_is_the_definition(SampleInput(x, scale, ROWS, fold), 4321)
-    assert (made[STATS.index("nonfinite")] > 0) == bool(broken)
+    made = assert_is_the_definition(SampleInput(x, scale, ROWS, fold, y if edges else None), 4321)
+    assert (made[STATS.index("nonfinite")] > 0) == (edges or bool(broken))
     assert (made[STATS.index("saturated")] > 0) == (broken != "all")
 
 
@@ -116,8 +119,7 @@ def test_what_is_flushed_even_of_the_product_with_its_scale_is_no_zero():
 def test_memory_that_was_looked_at_can_still_be_resized(target):
     """FSDP frees the memory of weights so; `Tensor.numpy` alone would forbid it."""
     x, scale, fold, y = torch.randn(64, 8), torch.ones(64, 1), torch.ones(1, 8), torch.randn(64, 2)
-    contract(SampleInput(x, scale if target is ROWS else scale[:1], target, fold), row := new_row())
-    note_lost(y, 8, row)
+    contract(SampleInput(x, scale if target is ROWS else scale[:1], target, fold, y), new_row())
     for tensor in (x, scale, fold, y):
         tensor.untyped_storage().resize_(0)
 
@@ -165,6 +167,7 @@ def _read(looked: SampleInput, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _stats(looked: SampleInput, row: Tensor) -> list[Tensor]:
     """Return the statistics in the order of `_ALWAYS`, FP32 and of no dimension."""
+    total_rows, cols = looked.shape
     x, read, scale_of_each = _read(looked, row)
     y = (read * (1 / scale_of_each)).abs()
     magnitude = x.abs()
@@ -174,6 +177,9 @@ def _stats(looked: SampleInput, row: Tensor) -> list[Tensor]:
     subnormal = finite & (y > zeroed) & (y < normal)
     saturated = finite & (y > largest)
     *shares, broken = _shares(torch.stack([flag.sum() for flag in (flushed, subnormal, saturated, ~finite)]), x.numel())
+    if looked.edges is not None:
+        lost = (~torch.isfinite(looked.edges.float())).all(dim=1).sum()
+        broken = torch.maximum(broken, _shares(lost[None], total_rows * cols)[0])
     if looked.is_coded:
         shares[0], shares[2] = (share * torch.nan for share in shares[::2])
     scale = looked.scale.max()

@@ -13,19 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.sample import (
-    BINS,
-    DETAILED,
-    LOWEST,
-    PHASE,
-    SAMPLED,
-    STATS,
-    STRETCH,
-    WIDTH,
-    SampleInput,
-    limits,
-    rows_at,
-)
+from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, SampleInput, limits, rows_at
 from octavo.numerics import Format
 
 _SQNR = STATS.index("sqnr")
@@ -65,17 +53,6 @@ def sample(looked: SampleInput, row: Tensor) -> None:
         row.copy_(torch.from_numpy(written))
 
 
-def note_lost(edges: Tensor, columns: int, row: Tensor) -> None:
-    """See `octavo.kernels.sample.note_lost`."""
-    if float(row[PHASE]) < 0:
-        return
-    values = _values(_copied(edges))
-    lost = max(_lost(values[start : start + STRETCH]) for start in range(0, len(values), STRETCH))
-    if lost:
-        at = STATS.index("nonfinite")
-        row[at] = max(float(row[at]), lost / (len(values) * columns))
-
-
 def _read(looked: SampleInput, scales: Floats, phase: int) -> _Read:
     total, cols = looked.shape
     rows = rows_at(total, phase)
@@ -99,6 +76,9 @@ def _stats(looked: SampleInput, read: _Read, scales: Floats) -> list[Any]:
         amax = _magnitude(x)
     flushed, subnormal, saturated = _counts(r, np.abs(y, out=y), looked.target.fmt)
     broken = (size - x.size) / size
+    if looked.edges is not None:
+        rows, cols = looked.shape
+        broken = max(broken, _lost(_values(_copied(looked.edges))) / (rows * cols))
     known = np.nan if looked.is_coded else 1.0
     shares = known * flushed / size, subnormal / size, known * saturated / size, broken
     return [max(amax, _amax(looked, scales, read.largest)), read.largest, *shares, *_moments(x)]

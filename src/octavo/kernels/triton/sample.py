@@ -1,6 +1,6 @@
 """Statistics of a tensor from some of its rows, in two launches.
 
-look      a program a stretch of a sampled row, or of the scales: what it found, 16 values
+look      a program a stretch of a sampled row, of the scales, or of the edges of a product: what it found, 16 values
 gather    one program: sums of those in FP64, the tile with the largest scale, and the row of telemetry
 
 Where bins are wanted, a program also leaves its bins and the powers of signal and noise, and gather adds those.
@@ -15,31 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.sample import (
-    BINS,
-    DETAILED,
-    LOWEST,
-    PHASE,
-    SAMPLED,
-    STATS,
-    STRETCH,
-    WIDTH,
-    SampleInput,
-    count,
-    limits,
-)
+from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, SampleInput, count, limits
 from octavo.kernels.triton.codes import nearest_codes
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import cdiv
 
-BLOCK = STRETCH
+BLOCK = 2048
+"""Elements that a program looks at."""
 _GATHERED = 256
 """Findings that are summed at once."""
 _FIELDS: tl.constexpr = tl.constexpr(16)
 _AT_PHASE: tl.constexpr = tl.constexpr(PHASE)
 _AT_SAMPLED: tl.constexpr = tl.constexpr(SAMPLED)
 _AT_DETAILED: tl.constexpr = tl.constexpr(DETAILED)
-_AT_NONFINITE: tl.constexpr = tl.constexpr(STATS.index("nonfinite"))
 _AT_SQNR: tl.constexpr = tl.constexpr(STATS.index("sqnr"))
 _AT_BINS: tl.constexpr = tl.constexpr(WIDTH)
 _BINS: tl.constexpr = tl.constexpr(BINS)
@@ -50,37 +38,33 @@ _FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 def sample(looked: SampleInput, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample`."""
-    x, scale, target, fold = looked[:4]
+    x, scale, target, fold, edges = looked[:5]
     rows, cols = looked.shape
     height, width = target.tile.tile(rows, cols)
     number = count(rows)
     stretches = cdiv(cols, BLOCK)
-    programs = [number * stretches, cdiv(scale.numel(), BLOCK)]
+    programs = [number * stretches, cdiv(scale.numel(), BLOCK), 0 if edges is None else cdiv(rows, BLOCK)]
     work = torch.empty(sum(programs), 16, device=x.device, dtype=torch.float32)
     detailed = len(row) > WIDTH
     bins = torch.empty(programs[0] if detailed else 0, BINS, dtype=torch.int32, device=x.device)
     powers = torch.empty(programs[0] if detailed else 0, 4, device=x.device, dtype=torch.float32)
     tensor: tuple[Any, ...] = (x, rows, cols, x.stride(0), x.stride(1))
     scales: tuple[Any, ...] = (scale, *scale.shape, *scale.stride(), height, width)
+    edge = (x, 0, 0) if edges is None else (edges, *edges.stride())
     bounds = limits(target.fmt)
     _look_kernel[(sum(programs),)](
-        *tensor, fold, 0 if fold is None or fold.shape[0] == 1 else fold.stride(0), *scales, row, work,
-        bins, powers, programs[0], stretches, rows // number,
+        *tensor, fold, 0 if fold is None or fold.shape[0] == 1 else fold.stride(0), *scales, *edge, row, work,
+        bins, powers, programs[0], programs[1], stretches, rows // number,
         FOLDED=fold is not None, SAMPLE_ONLY=looked.rows is not None, CODED=looked.is_coded, DETAILED=detailed,
         FORMAT=_FORMATS[target.format],
         FLUSHED=bounds.flushed, SUBNORMAL=bounds.subnormal, SATURATED=bounds.saturated,
         BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _gather_kernel[(1,)](
-        *tensor, *scales, row, work, bins, powers, sum(programs), programs[0], float(number), float(cols),
+        *tensor, *scales, row, work, bins, powers, sum(programs), programs[0], float(number), float(rows), float(cols),
         looked.bound, TILE=looked.reads_tile, CODED=looked.is_coded, DETAILED=detailed, BLOCK=_GATHERED,
         TILE_BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def note_lost(edges: Tensor, columns: int, row: Tensor) -> None:
-    """See `octavo.kernels.sample.note_lost`."""
-    _lost_kernel[(cdiv(len(edges), BLOCK),)](edges, len(edges), columns, *edges.stride(), row, BLOCK=BLOCK, num_warps=4)
 
 
 @Kernel
@@ -88,11 +72,11 @@ def note_lost(edges: Tensor, columns: int, row: Tensor) -> None:
 def _look_kernel(
     x_ptr, rows, cols, x_down, x_across, fold_ptr, fold_down,
     scale_ptr, scale_rows, scale_cols, scale_down, scale_across, height, width,
-    row_ptr, work_ptr, bins_ptr, powers_ptr, samples, stretches, stride,
+    edge_ptr, edge_down, edge_across, row_ptr, work_ptr, bins_ptr, powers_ptr, samples, scalings, stretches, stride,
     FOLDED: tl.constexpr, SAMPLE_ONLY: tl.constexpr, CODED: tl.constexpr, DETAILED: tl.constexpr, FORMAT: tl.constexpr,
     FLUSHED: tl.constexpr, SUBNORMAL: tl.constexpr, SATURATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fields: elements finite, not, flushed, subnormal, saturated; amax; unit and four sums; scale and its place.
+    """Fields: elements finite, not, flushed, subnormal, saturated; amax; unit and four sums; scale and its place; lost.
 
     The sums are of powers of x over a power of two near the amax of the stretch, whose exponent is the unit.
     """
@@ -121,9 +105,12 @@ def _look_kernel(
                 if tl.load(row_ptr + _AT_DETAILED) > 0:
                     held = finite & (y < float("inf"))
                     _look_closer(held, read, signed, scale, bins_ptr + pid * _BINS, powers_ptr + pid * 4, FORMAT)
-        else:
+        elif pid < samples + scalings:
             place = (pid - samples) * BLOCK + at
             found = _look_at_scales(scale_ptr, place, scale_rows, scale_cols, scale_down, scale_across)
+        else:
+            line = ((pid - samples - scalings) * BLOCK + at).to(tl.int64)
+            found = _look_at_edges(edge_ptr, line, rows, edge_down, edge_across)
         tl.store(work_ptr + tl.arange(0, _FIELDS), found)
 
 
@@ -166,19 +153,15 @@ def _look_at_scales(scale_ptr, place, rows, cols, down, across):
     return _put(found, 12, tl.min(tl.where(inside & (scale == largest), place, _NONE)).to(tl.float32))
 
 
-@Kernel
 @triton.jit
-def _lost_kernel(edge_ptr, rows, columns, down, across, row_ptr, BLOCK: tl.constexpr):
+def _look_at_edges(edge_ptr, line, rows, down, across):
     """Count the rows of a result whose first and last element are both not finite."""
-    line = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = line < rows
     first = tl.load(edge_ptr + line * down, mask=inside, other=0.0).to(tl.float32)
     last = tl.load(edge_ptr + line * down + across, mask=inside, other=0.0).to(tl.float32)
     stands = (tl.abs(first) < float("inf")) | (tl.abs(last) < float("inf"))
-    lost = tl.sum(tl.where(inside & (stands == 0), 1, 0))
-    if (lost > 0) & (tl.load(row_ptr + _AT_PHASE) >= 0):
-        size = (tl.zeros((1,), tl.float64) + rows) * columns
-        tl.atomic_max(row_ptr + _AT_NONFINITE + tl.arange(0, 1), (lost / size).to(tl.float32))
+    found = tl.zeros((_FIELDS,), tl.float32)
+    return _put(found, 13, tl.sum(tl.where(inside & (stands == 0), 1.0, 0.0)))
 
 
 @triton.jit
@@ -265,13 +248,13 @@ def _largest_of_tile(
 def _gather_kernel(
     x_ptr, rows, cols, x_down, x_across,
     scale_ptr, scale_rows, scale_cols, scale_down, scale_across, height, width,
-    row_ptr, work_ptr, bins_ptr, powers_ptr, findings, samples, sampled, width_all, bound,
+    row_ptr, work_ptr, bins_ptr, powers_ptr, findings, samples, sampled, height_all, width_all, bound,
     TILE: tl.constexpr, CODED: tl.constexpr, DETAILED: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     phase = tl.load(row_ptr + _AT_PHASE)
     if phase >= 0:
         number = tl.zeros((BLOCK,), tl.float64)
-        broken, flushed, subnormal, saturated = number, number, number, number
+        broken, flushed, subnormal, saturated, lost = number, number, number, number, number
         first, second, third, fourth = number, number, number, number
         amax = tl.zeros((BLOCK,), tl.float32)
         scale = tl.zeros((BLOCK,), tl.float32)
@@ -300,6 +283,7 @@ def _gather_kernel(
             is_larger = found > scale
             place = tl.where(is_larger, tl.load(field + 12, mask=inside, other=0.0), place)
             scale = tl.where(is_larger, found, scale)
+            lost += tl.load(field + 13, mask=inside, other=0.0).to(tl.float64)
         largest_scale = tl.max(scale)
         largest = tl.max(amax)
         is_bound = largest_scale > 1.1754943508222875e-38
@@ -316,7 +300,8 @@ def _gather_kernel(
         mean, variance, kurtosis = _moments(tl.sum(first), tl.sum(second), tl.sum(third), tl.sum(fourth), finite)
         wide = width_all + tl.zeros((1,), tl.float64)
         looked = tl.sum(sampled * wide)
-        share = (tl.sum(broken) / looked).to(tl.float32)
+        total = tl.sum(height_all * wide)
+        share = tl.maximum(tl.sum(broken) / looked, tl.sum(lost) / total).to(tl.float32)
         before = tl.load(row_ptr)
         tl.store(row_ptr, tl.where(before >= largest, before, largest))
         tl.store(row_ptr + 1, largest_scale)
