@@ -280,6 +280,22 @@ def trained_and_evaluated(
     return losses
 
 
+def losses_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: str, graphs: GraphsOnCPU | None
+) -> list[float]:
+    """Losses of passes launched kernel by kernel, or replayed: by `octavo.graph` on a GPU, by `graphs` elsewhere."""
+    passes = passes_of(model)
+    if graphs is None:
+        return trained_and_evaluated(passes, model, optimizer, device)
+    on_cpu = device == "cpu"
+    parameters = list(model.parameters())
+    replay = graphs.replay(passes, model, parameters, optimizer) if on_cpu else octavo.graph(passes, model, optimizer)
+    losses = trained_and_evaluated(replay, model, optimizer, device)
+    assert replay.held > 0 and not replay.refusal
+    replay.forget()
+    return losses
+
+
 class NothingGathered(GraphsOnCPU):
     """A graph has gathers of its own, and FSDP2 must not take what it has gathered for current after a replay."""
 
@@ -303,15 +319,7 @@ def test_replayed_steps_of_a_sharded_model_are_those_that_are_launched(
         model, optimizer = sharded(device, reduce=reduce, reshard_after_forward=reshard)
         for block in model.get_submodule("layers").children() if device == "cuda" and reduce is None else ():
             block.compile(fullgraph=True)  # the other case is eager
-        passes: Any = passes_of(model)
-        if by_graph and device == "cpu":
-            passes = NothingGathered().replay(passes, model, list(model.parameters()), optimizer)
-        elif by_graph:
-            passes = octavo.graph(passes, model, optimizer)
-        found.append(trained_and_evaluated(passes, model, optimizer, device))
-        assert not by_graph or (passes.held > 0 and not passes.refusal)
-        if by_graph:
-            passes.forget()
+        found.append(losses_of(model, optimizer, device, NothingGathered() if by_graph else None))
     assert found[0] == found[1]
 
 
@@ -349,15 +357,7 @@ def on_two_ranks(rank: int, ranks: int, layout: str, device: str) -> list[list[f
         for block in model.get_submodule("layers").children() if device == "cuda" else ():
             block.compile(fullgraph=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        passes: Any = passes_of(model)
-        if by_graph and device == "cpu":
-            passes = GraphsOnCPU().replay(passes, model, list(model.parameters()), optimizer)
-        elif by_graph:
-            passes = octavo.graph(passes, model, optimizer)
-        found.append(trained_and_evaluated(passes, model, optimizer, device))
-        if by_graph:
-            assert passes.held > 0
-            passes.forget()
+        found.append(losses_of(model, optimizer, device, GraphsOnCPU() if by_graph else None))
     return found
 
 
