@@ -646,6 +646,16 @@ def test_a_compiled_norm_hands_over_codes_that_its_reader_makes_again(monkeypatc
     assert sqnr_db(exact, dw.double()) > 45  # the very codes; what is left is BF16's rounding
 
 
+def test_eager_code_and_the_plan_say_who_keeps_codes():
+    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
+    plan = octavo.convert(model, policy=octavo.Policy(min_gain=0.0, norm_inputs="shared"))
+    assert "; its readers recompute their codes if compiled" in str(plan)
+    with ledger.record() as record:
+        model(torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True))
+    (said,) = (text for text in record.fallbacks if "norm" in text)
+    assert said.startswith("layers that read a norm keep its codes: ") and said.endswith("which is not compiled")
+
+
 def test_compiled_evaluations_read_the_codes_of_eager_ones(monkeypatch):
     model, x, _ = _norm_and_reader(monkeypatch, 0)
     with torch.no_grad():

@@ -61,7 +61,8 @@ class FusionPattern:
             kept = f"; {' and '.join(self.layers[:-1])} kept in FP8" if self.saved == "fp8" else ""
             return f"fused: {' + '.join((*self.layers[:-1], self.activation, self.layers[-1]))}{kept}"
         if self.kind == "norm":
-            kept = "; its input kept in FP8" if self.saved == "fp8" else ""
+            told = {"fp8": "; its input kept in FP8", "shared": "; its readers recompute their codes if compiled"}
+            kept = told.get(self.saved, "")
             return f"fused: norm{' + quantise' * self.makes_codes}{kept}"
         if self.kind == "attention":
             own = "the codes that {} keeps" if self.shares_codes else "codes of its own, beside those of {}"

@@ -88,8 +88,8 @@ class Policy:
     """What norms keep their input in from forward to backward: the residual stream, which nothing else keeps. `fp8`
     halves it. The forward stays what it is; the gradient of a norm's weight is that of an input rounded to E4M3
     (power-of-two scales of 1x128), and that of its input hardly changes. With `shared`, compiled layers that read an
-    RMS norm of more than 1,024 elements keep no codes, but make them again of the norm's input, to the bit: a byte per
-    element less."""
+    RMS norm of more than 1,024 elements keep no codes, but recompute them from the norm's input, bit for bit: a byte
+    per element less."""
     attention_output: Precision = "bf16"
     """What attention keeps its output in: `fp8` as the codes that the output projection keeps anyway, so that the
     output itself goes. The forward and the projection's gradients stay what they are; those of q, k and v see the

@@ -112,13 +112,13 @@ class RecomputedBlock(Wrapped):
         """Return the block's result."""
         if not (torch.is_grad_enabled() and self.recompute_keeps):  # read here, so that Dynamo guards on it
             return super().forward(*args, **kwargs)
-        # With "nothing" too: without contexts, PyTorch 2.11 compiles a checkpoint that saves all autograd.Functions do.
+        # Contexts with "nothing", too: without them PyTorch 2.11 saves all results of autograd.Functions when compiled.
         return checkpoint(self._on_views, *args, use_reentrant=False, context_fn=self.checkpoint_contexts, **kwargs)
 
     def _on_views(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's result from views of its inputs.
 
-        Layers that share an input leave results on it, which the compiler allows for tensors made in the checkpoint.
+        Layers that share an input attach results to it. In a checkpoint, Dynamo allows this only for tensors made there.
         """
         args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x), (args, kwargs))
         return super().forward(*args, **kwargs)

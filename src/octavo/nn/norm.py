@@ -39,7 +39,7 @@ from octavo.numerics import Quantized
 
 NormInputs = Literal["bf16", "fp8", "shared"]
 """What a norm keeps its input in for backward: `bf16` as it is, `fp8` as codes, with a scale for 128 of them; `shared`
-as it is, and the compiled layers that read the norm make their codes of it again, in place of keeping them."""
+as it is, and compiled layers that read the norm recompute their codes from it instead of keeping them."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -65,9 +65,12 @@ class Norm(Adopted):
         """Return the norm of x (..., D) over its last dimension. Anything more than x goes to the parent."""
         if not kwargs and len(args) == 1 and self._hands_over(args[0]):
             return self._forward_with_codes(args[0])
+        if self.input_format == "shared":
+            self._note_that_nothing_is_saved(args, "layers that read a norm keep its codes", "which is not compiled")
         if kwargs or len(args) != 1 or not self._takes(args[0]):
             if self.input_format == "fp8":
-                self._note_that_nothing_is_saved(args)
+                why = "which its kernels do not compute as it does"
+                self._note_that_nothing_is_saved(args, "a norm kept its input as it is, not in FP8", why)
             return super().forward(*args, **kwargs)
         x: Tensor = args[0]
         x_MD = x.reshape(-1, x.shape[-1])
@@ -132,13 +135,13 @@ class Norm(Adopted):
             attach_normed(y, Normed(kernels.quantize_normed(x_MD, norm, target), target, x_MD, norm))
         return y
 
-    def _note_that_nothing_is_saved(self, args: tuple[Any, ...]) -> None:
+    def _note_that_nothing_is_saved(self, args: tuple[Any, ...], what: str, why: str) -> None:
         if torch.compiler.is_compiling() or not self.enabled or not torch.is_grad_enabled():
             return
         if args and isinstance(args[0], Tensor):
             ledger.fall_back(
-                f"a norm kept its input as it is, not in FP8: {type(self).__name__} of {type(args[0]).__name__} "
-                f"{tuple(args[0].shape)} {args[0].dtype}, which its kernels do not compute as it does"
+                f"{what}: {type(self).__name__} of {type(args[0]).__name__} "
+                f"{tuple(args[0].shape)} {args[0].dtype}, {why}"
             )
 
 

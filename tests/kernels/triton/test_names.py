@@ -1,4 +1,4 @@
-"""Names within a kernel: Inductor writes all that a kernel calls into one module, by name, so each is of one thing."""
+"""Names within a kernel are unique: Inductor writes everything a kernel calls into one module, under its bare name."""
 
 from __future__ import annotations
 
