@@ -118,7 +118,7 @@ class RecomputedBlock(Wrapped):
     def _on_views(self, *args: Any, **kwargs: Any) -> Any:
         """Return the block's result from views of its inputs.
 
-        Layers that share an input attach results to it. In a checkpoint, Dynamo allows this only for tensors made there.
+        Layers that share an input attach results to it: in a checkpoint, Dynamo allows it only for tensors made there.
         """
         args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x), (args, kwargs))
         return super().forward(*args, **kwargs)
