@@ -427,16 +427,29 @@ def recipe_of(arm: str) -> Recipe:
     return recipes.load({"base": name, "name": arm, **changes} if changes else name, f"--recipes: {arm}")
 
 
+OPTIONS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("memory", *SAVED), str),
+    "bf16_blocks": lambda text: tuple(int(count) for count in text.split("/")),
+    "keep": lambda text: dict.fromkeys(text.split("/"), KEPT),
+}
+"""Options of the policy that an arm may change, and how each is read: `policy.bf16_blocks=1/1`, `policy.keep=*.wo`."""
+KEPT = "kept by the arm"
+
+
 def policy_of(arm: str) -> Policy:
     """Return the policy of an arm: every layer in FP8, and what differs from it, as in `folded+policy.memory=low`.
 
     Raises:
         ConfigError: there is no such option or value.
     """
-    changes = _parse(arm)[1].get("policy", {})
-    for name in changes:
-        known("--recipes", name, ["memory", *SAVED], "option of what is kept for backward")
-    return Policy(min_gain=0.0, **changes)
+    options = {}
+    for name, text in _parse(arm)[1].get("policy", {}).items():
+        read = OPTIONS[known("--recipes", name, [*OPTIONS], "option of a policy")]
+        try:
+            options[name] = read(text)
+        except ValueError:
+            raise ConfigError(f"--recipes: '{arm}': policy.bf16_blocks is two counts, such as 1/1.") from None
+    return Policy(min_gain=0.0, **options)
 
 
 def bf16_last_share(arm: str) -> float:
@@ -477,12 +490,14 @@ def convert_by(model: nn.Module, arm: str, tokens: int) -> None:
     """Convert a model as an arm names it.
 
     Raises:
-        UnsupportedError: a layer would stay in BF16 that is neither a head nor a router, so that the arm would not be
-            what its name says; or an option of the policy does nothing.
+        UnsupportedError: a layer would stay in BF16 that is neither a head nor a router, nor named by the arm, so that
+            the arm would not be what its name says; or an option of the policy does nothing.
     """
-    plan = convert(model, recipe_of(arm), policy=policy_of(arm), tokens=tokens, strict=True)
+    policy = policy_of(arm)
+    named = {*DEFAULTS.values(), KEPT, *policy.blocks_to_keep(model).values()}
+    plan = convert(model, recipe_of(arm), policy=policy, tokens=tokens, strict=True)
     for layer in plan.layers:
-        if layer.recipe == "bf16" and layer.reason not in DEFAULTS.values():
+        if layer.recipe == "bf16" and layer.reason not in named:
             raise UnsupportedError(f"'{arm}' leaves {layer.name} in BF16: {layer.reason}.")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
+from octavo.nn import Linear
 from octavo_bench import ladder
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.lanes import (
@@ -128,6 +129,20 @@ def test_the_end_of_a_run_in_bf16(lanes: dict[str, Lane]) -> None:
             bf16_last_share(f"folded+run.bf16_last_share={wrong}")
     with pytest.raises(ConfigError, match="bf16_first_steps"):
         bf16_last_share("folded+run.bf16_first_steps=2")
+
+
+def test_an_arm_may_leave_blocks_and_layers_in_bf16() -> None:
+    def in_fp8(arm: str) -> set[str]:
+        model = Lane(arm, two_blocks, text(), CPU).model
+        return {name.split(".", 1)[1] for name, m in model.named_modules() if isinstance(m, Linear)}
+
+    two_blocks = replace(TINY, model=replace(TINY.model, layers=2))
+    every = in_fp8("folded")
+    assert in_fp8("folded+policy.bf16_blocks=1/0") == {name for name in every if name.startswith("1.")}
+    assert in_fp8("folded+policy.keep=*.wo/*.w2") == {n for n in every if not n.endswith((".wo", ".w2"))} < every
+    for wrong in ("bf16_blocks=one", "bf16_blocks=1", "keeps=*.wo", "keep=*.w9"):
+        with pytest.raises(ConfigError, match="bf16_blocks|keep"):
+            in_fp8(f"folded+policy.{wrong}")
 
 
 def test_fp8_scores_the_weights_of_bf16_too(lanes: dict[str, Lane]) -> None:
