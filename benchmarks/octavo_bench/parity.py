@@ -131,7 +131,8 @@ def parity(
         `lr4`, `batch4`, `outliers`.
     recipes
         FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`, with
-        `policy.` what is kept for backward or left in BF16, with `run.bf16_last_share=` the share of last steps in BF16.
+        `policy.` what is kept for backward or left in BF16, with `run.bf16_last_share=` what share of the last steps
+        runs in BF16.
     plots
         Directory to draw the pictures of all committed results to, those of `--write` if given; needs matplotlib.
     """

@@ -141,7 +141,7 @@ def test_an_arm_may_leave_blocks_and_layers_in_bf16() -> None:
     assert in_fp8("folded+policy.bf16_blocks=1/0") == {name for name in every if name.startswith("1.")}
     assert in_fp8("folded+policy.keep=*.wo/*.w2") == {n for n in every if not n.endswith((".wo", ".w2"))} < every
     for wrong in ("bf16_blocks=one", "bf16_blocks=1", "keeps=*.wo", "keep=*.w9"):
-        with pytest.raises(ConfigError, match="bf16_blocks|keep"):
+        with pytest.raises(ConfigError, match=r"bf16_blocks|keep"):
             in_fp8(f"folded+policy.{wrong}")
 
 
