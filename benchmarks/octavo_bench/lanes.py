@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -94,6 +94,11 @@ class Training:
     def first(self) -> int:
         """The first step that an arm makes itself."""
         return round(self.branch * self.steps)
+
+    def of_steps(self, steps: int) -> Training:
+        """Return this training cut to a number of steps."""
+        tokens = steps * self.batch * self.model.sequence
+        return replace(self, tokens_per_parameter=tokens / self.active)
 
     def rates(self) -> Tensor:
         """Return the learning rate of every step, FP32: linear up to the peak, then linear to 0 after the last step."""
@@ -213,7 +218,7 @@ class Lane:
             self._graphs[name] = work
             return
         for _ in range(warm_up):
-            self._at.zero_()
+            self._at.zero_()  # a training may have fewer steps than these
             work()
             self._clear()
         self._at.zero_()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,6 +33,7 @@ from octavo_bench.ladder import FIRST_SEED, FRESH, KIND, PROTOCOL, SIZES, read_r
 from octavo_bench.lanes import (
     BF16,
     NULL,
+    WARM,
     Lane,
     Snapshot,
     Training,
@@ -392,9 +393,8 @@ def _warm(arm: str, training: Training, device: torch.device, compiled: bool) ->
     torch.set_float32_matmul_precision("high")
     ids = torch.arange(4 * training.batch * training.model.sequence, dtype=torch.int16) % 256
     text = InstalledText(ids, {"none": ids[: 2 * training.model.sequence + 1]}, "")
-    short = replace(training, tokens_per_parameter=8 * training.batch * training.model.sequence / training.parameters)
     with allow_many_compilations():
-        Lane(arm, short, text.on(device), device, compiled=compiled)
+        Lane(arm, training.of_steps(WARM), text.on(device), device, compiled=compiled)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -187,6 +187,12 @@ def test_rates_rise_and_fall_to_zero() -> None:
     assert rates[-1] < 1e-5 and bool((rates[56:].diff() < 0).all())
 
 
+@pytest.mark.parametrize("name", [*ladder.SIZES])
+def test_a_training_is_cut_to_a_number_of_steps(name: str) -> None:
+    """Of a mixture of experts tokens per parameter count active ones."""
+    assert [ladder.SIZES[name].of_steps(steps).steps for steps in (1, 3, 8)] == [1, 3, 8]
+
+
 def test_outliers_change_activations_and_not_the_function_but_for_the_gates() -> None:
     from octavo.models import build
 
@@ -230,6 +236,15 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_a_lane_of_one_step_warms_up_within_its_order() -> None:
+    """More uncaptured steps than a run has would read batches and rates behind their ends."""
+    device = torch.device("cuda")
+    lane = Lane(BF16, ladder.SIZES["moe-tiny"].of_steps(1), text().on(device), device)
+    assert run_together([lane], 0)
+    assert bool(lane.losses.isfinite().all())
 
 
 @pytest.mark.gpu

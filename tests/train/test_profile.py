@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
 from octavo.train.profile import Kernel, Profile, category, summarise
@@ -39,6 +41,21 @@ def test_kernels_that_only_quantise_are_told_from_others() -> None:
     names = ("search_strip", "_rows_kernel_0", "_backward_write_kernel", "nvjet")
     ran = [Kernel(name, 1000 * i, 1000 * i + 500) for i, name in enumerate(names)]
     assert summarise(ran, steps=1).quantize == 1.0
+
+
+def test_grouped_products_and_their_quantisation_are_told_apart() -> None:
+    """Both walk over rows of experts, and were once kernels of one name."""
+    pytest.importorskip("triton")
+    from octavo.kernels.triton import grouped, grouped_gemm, launch
+
+    def kernels(module: ModuleType) -> set[str]:
+        return {name for name, value in vars(module).items() if isinstance(value, launch.Kernel)} - {"_blocks_kernel"}
+
+    products, passes = kernels(grouped_gemm), kernels(grouped)
+    assert len(products) == 2 and {category(name) for name in products} == {"gemm"}
+    assert len(passes) == 3 and {category(name) for name in passes} == {"elementwise"}
+    ran = [Kernel(name, 1000 * i, 1000 * i + 500) for i, name in enumerate([*products, *passes])]
+    assert summarise(ran, steps=1).quantize == 1.5
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ CATEGORIES = {
 QUANTIZERS = (
     *("_rows_kernel", "search_strip", "write_strip", "scales_kernel", "transpose_tile", "_stack_kernel"),
     *("_requantize_kernel", "_quantize_kernel", "_begin_kernel", "_settle_kernel", "_write_kernel"),
+    *("_group_rows_kernel", "_group_columns_kernel", "_group_transpose_kernel"),
 )
 """Octavo's kernels that only make codes and scales, by their names; norms and activations that make codes are not."""
 PARTS = ("gemm", "attention", "elementwise", "optimizer", "communication")

@@ -83,7 +83,7 @@ def quantize_groups(
     blocks = blocks_of(ends, tokens)
     row = None if rows is None else empty(rows, tokens, cols, x.device)
     column = None if columns is None else ColumnOutput.of(columns, cols, ends, tokens)
-    _rows_kernel[(blocks.total * (ALIGNMENT // STRIP),)](
+    _group_rows_kernel[(blocks.total * (ALIGNMENT // STRIP),)](
         x, x.stride(0), cols, source, blocks.table, blocks.total, row_fold, column_fold,
         *((None, None) if row is None else row[:2]), None if column is None else column.amax,
         SCALING=0 if rows is None else rows.rule, **strips(ROWS, cols),
@@ -92,7 +92,7 @@ def quantize_groups(
         return None if row is None else (row.codes, row.scale), None
     column.end_search(columns)
     across, down = WRITE.grid(column.codes.shape[1], cols)
-    _columns_kernel[(across * down,)](
+    _group_columns_kernel[(across * down,)](
         x, x.stride(0), cols, column.codes.shape[1], source, blocks.table, blocks.total, column_fold,
         column.codes, column.amax, ALIGNMENT=ALIGNMENT, **WRITE.meta(),
     )  # fmt: skip
@@ -105,7 +105,7 @@ def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) 
     tokens, cols = len(codes if source is None else source), codes.shape[1]
     blocks = blocks_of(ends, tokens)
     out = torch.empty(cols, padded_length(tokens, len(ends)), dtype=codes.dtype, device=codes.device)
-    _transpose_kernel[TRANSPOSE.grid(out.shape[1], cols)](
+    _group_transpose_kernel[TRANSPOSE.grid(out.shape[1], cols)](
         codes.view(torch.uint8), out.view(torch.uint8), cols, out.shape[1], source, blocks.table, blocks.total,
         **TRANSPOSE.meta(),
     )  # fmt: skip
@@ -206,7 +206,7 @@ def enter_maxima(running, amax_ptr, cols, in_cols):
 
 @Kernel
 @triton.jit
-def _rows_kernel(
+def _group_rows_kernel(
     x_ptr, stride, total_c, source_ptr, blocks_ptr, blocks, row_fold, column_fold, row_codes, row_scale, column_amax,
     SCALING: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
@@ -245,7 +245,7 @@ def tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT: tl.constexpr, ALIGNMENT: t
 
 @Kernel
 @triton.jit
-def _columns_kernel(
+def _group_columns_kernel(
     x_ptr, stride, total_c, total_r, source_ptr, blocks_ptr, blocks, column_fold, column_codes, column_inverse,
     ALIGNMENT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -264,7 +264,7 @@ def _columns_kernel(
 
 @Kernel
 @triton.jit
-def _transpose_kernel(
+def _group_transpose_kernel(
     x_ptr, out_ptr, total_c, total_r, source_ptr, blocks_ptr, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)

@@ -35,7 +35,7 @@ def grouped_gemm(
     """Return a[t] . b[e(t)]^T, (T, R)."""
     y = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
     blocks = blocks_of(ends, a.shape[0], 0)
-    _rows_kernel[programs(blocks.total * cdiv(b.shape[1], TILE), a.device)](
+    _grouped_gemm_kernel[programs(blocks.total * cdiv(b.shape[1], TILE), a.device)](
         described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), contiguous(b_scale), y,
         blocks.table, blocks.total, blocks.starts, len(ends), b.shape[1], a.shape[1], FAST=fast, **META,
     )  # fmt: skip
@@ -48,7 +48,7 @@ def grouped_wgrad(
     """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: of the groups not padded."""
     experts, rows, cols = len(ends), a.shape[0], b.shape[0]
     dw = torch.empty(experts, rows, cols, dtype=out_dtype, device=a.device)
-    _sums_kernel[programs(experts * cdiv(rows, TILE) * cdiv(cols, TILE), a.device)](
+    _grouped_gemm_sums_kernel[programs(experts * cdiv(rows, TILE) * cdiv(cols, TILE), a.device)](
         described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), contiguous(b_scale), dw,
         blocks_of(ends, 0).starts, experts, rows, cols, **META,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def _store(total, row_scale, col_scale, out_ptr, width, rows, cols, there, in_co
 
 @Kernel
 @triton.jit
-def _rows_kernel(
+def _grouped_gemm_kernel(
     a, b, a_scale, b_scale, out_ptr, table_ptr, blocks, starts_ptr, experts, width, depth,
     FAST: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def _rows_kernel(
 
 @Kernel
 @triton.jit
-def _sums_kernel(
+def _grouped_gemm_sums_kernel(
     a, b, a_scale, b_scale, out_ptr, starts_ptr, experts, height, width, TILE: tl.constexpr, STAGES: tl.constexpr
 ):
     """Tiles of the product of one group: sums over its columns of a and b, which are padded to multiples of TILE."""
