@@ -126,7 +126,7 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         with kernels.record() as ledger:
             training.step()
         times, peak, energy = _time(training, session)
-        profiled = profile(training.step) if device == "cuda" else None
+        profiled = _profiled(training) if device == "cuda" else None
         last_norm = _gradient_norm(training)
     if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too good
         raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
@@ -152,11 +152,21 @@ def _measure(session: Session, implementation: Implementation) -> Row:
     }
 
 
+def _profiled(training: Training) -> Profile:
+    """Return a profile; one without a kernel is repeated: CUPTI, torn down after the last one, may lose all events."""
+    profiled = profile(training.step)
+    return profiled if profiled.kernels else profile(training.step)
+
+
 def _check_attention(implementation: Implementation, profiled: Profile) -> None:
     """Raise if no fused attention ran: without a cuDNN that fits, Transformer Engine falls back in silence."""
+    name = implementation.name
+    if not profiled.kernels:
+        raise RunError(f"{name}: the profiler saw no kernel, so that nobody knows whether attention was fused.")
     if not profiled.parts["attention"]:
+        longest = ", ".join(kernel["name"][:60] for kernel in profiled.kernels[:8])
         raise UnsupportedError(
-            f"{implementation.name}: its attention was not fused, so its time is not what users get."
+            f"{name}: its attention was not fused, so its time is not what users get. Its longest kernels: {longest}."
         )
 
 

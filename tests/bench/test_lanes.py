@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -182,17 +181,20 @@ def test_an_arm_is_a_recipe_and_what_differs_from_it() -> None:
         recipe_of("folded+wgrad.exactness=bf16")
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Let no backward add in any order: that of PyTorch's attention does, most of all beside another stream."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let no backward add in any order: that of PyTorch's attention does, most of all beside another stream.
+
+    With `warn_only` attention would go on doing so, and warn. Without it cuBLAS wants a workspace of a stated size.
+    """
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     """Graphs that replay beside each other share neither memory nor workspaces, for whole runs and branches."""
@@ -202,7 +204,7 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     own = InstalledText(own.train.repeat(30), {"python": own.train[:1200], "english": own.train[-600:]}, "digest").on(
         device
     )
-    with allow_many_compilations(), deterministic():
+    with allow_many_compilations():
         lanes = [
             Lane(arm, size, own, device, compiled=compiled) for arm in (BF16, NULL, "folded", "tensorwise", "block")
         ]

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,10 +103,18 @@ def test_a_trace_has_the_longest_kernels(tmp_path: Path) -> None:
     assert [kernel["name"] for kernel in trace["kernels"]] == [f"k{i}" for i in range(step.TRACED)]
 
 
+def test_a_profile_that_saw_nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles = [replace(PROFILE, kernels=[]), PROFILE]
+    monkeypatch.setattr(step, "profile", lambda run: profiles.pop(0))
+    assert step._profiled(SimpleNamespace(step=None)) is PROFILE and not profiles  # type: ignore[arg-type]
+
+
 def test_a_row_without_a_fused_attention_is_an_error() -> None:
     step._check_attention(Implementation(name="te"), PROFILE)
-    with pytest.raises(UnsupportedError, match="te: its attention was not fused"):
+    with pytest.raises(UnsupportedError, match=r"te: its attention was not fused.* Its longest kernels: k0, k1"):
         step._check_attention(Implementation(name="te"), replace(PROFILE, parts=PROFILE.parts | {"attention": 0.0}))
+    with pytest.raises(RunError, match="te: the profiler saw no kernel"):
+        step._check_attention(Implementation(name="te"), replace(PROFILE, kernels=[], parts={}))
 
 
 def test_a_row_says_how_far_it_is_from_the_floor() -> None:
