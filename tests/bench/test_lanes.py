@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.errors import ConfigError
 from octavo_bench import ladder
@@ -181,20 +183,21 @@ def test_an_arm_is_a_recipe_and_what_differs_from_it() -> None:
         recipe_of("folded+wgrad.exactness=bf16")
 
 
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let no backward add in any order: that of PyTorch's attention does, most of all beside another stream.
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Let no backward add in any order: that of fused attention does, most of all beside another stream.
 
-    With `warn_only` attention would go on doing so, and warn. Without it cuBLAS wants a workspace of a stated size.
+    `warn_only` leaves it so, and without it products want an environment variable from the start of the process.
     """
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     """Graphs that replay beside each other share neither memory nor workspaces, for whole runs and branches."""
@@ -204,7 +207,7 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     own = InstalledText(own.train.repeat(30), {"python": own.train[:1200], "english": own.train[-600:]}, "digest").on(
         device
     )
-    with allow_many_compilations():
+    with allow_many_compilations(), deterministic():
         lanes = [
             Lane(arm, size, own, device, compiled=compiled) for arm in (BF16, NULL, "folded", "tensorwise", "block")
         ]

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,10 +102,8 @@ def test_a_trace_has_the_longest_kernels(tmp_path: Path) -> None:
     assert [kernel["name"] for kernel in trace["kernels"]] == [f"k{i}" for i in range(step.TRACED)]
 
 
-def test_a_profile_that_saw_nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    profiles = [replace(PROFILE, kernels=[]), PROFILE]
-    monkeypatch.setattr(step, "profile", lambda run: profiles.pop(0))
-    assert step._profiled(SimpleNamespace(step=None)) is PROFILE and not profiles  # type: ignore[arg-type]
+def test_short_steps_are_profiled_more_often() -> None:
+    assert [step._profiled_steps(ms) for ms in (232.0, 70.0, 60.0, 1.5)] == [3, 3, 4, 134]
 
 
 def test_a_row_without_a_fused_attention_is_an_error() -> None:
