@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,31 +31,47 @@ def traced_version(x: Tensor) -> int:
     """
     from torch._dynamo.comptime import comptime
 
-    comptime(_look_up, _give_up)
-    return _version_found()
+    comptime(_find_version, _number_nothing)
+    return _answer_found()
 
 
-_serials = itertools.count(1)
+def is_output_of_attention(x: Tensor) -> bool:
+    """Return whether x lies in memory that PyTorch's attention has returned in this trace, and keeps for backward."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_find_attention, _number_nothing)
+    return _answer_found() is True
+
+
+_answer: bool | int = 0
+_serials = itertools.count(2)
 _numbers: Any = WeakIdKeyDictionary()
 """Tensor of a trace -> its version when it was last asked for, and the number given for that."""
-_found = 0
 
 
-def _look_up(context: Any) -> None:
-    global _found
+def _find_version(context: Any) -> None:
+    global _answer
     fake = context.get_local("x").as_fake()
-    version, _found = _numbers.get(fake, (None, 0))
+    version, _answer = _numbers.get(fake, (None, 0))
     if version != fake._version:
-        _found = next(_serials)
-        _numbers[fake] = fake._version, _found
+        _answer = next(_serials)
+        _numbers[fake] = fake._version, _answer
 
 
-def _give_up() -> None:
-    """Give a number of its own: the code is traced by something else than Dynamo."""
-    global _found
-    _found = next(_serials)
+def _find_attention(context: Any) -> None:
+    global _answer
+    memory = context.get_local("x").as_fake().untyped_storage()._cdata
+    nodes = context.graph().find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    results = [node.meta["example_value"] for node in nodes]
+    _answer = any(y.requires_grad and y.untyped_storage()._cdata == memory for y in results)
+
+
+def _number_nothing() -> None:
+    """Answer where something else than Dynamo traces: a number that no tensor has."""
+    global _answer
+    _answer = next(_serials)
 
 
 @assume_constant_result
-def _version_found() -> int:
-    return _found
+def _answer_found() -> bool | int:
+    return _answer
