@@ -9,7 +9,7 @@ from octavo.nn.matmul import matmul, quantize_both
 from octavo.numerics import sqnr_db
 from octavo.recipes import Operand, load
 
-RECIPES = ("folded", "rowwise", "block", "tensorwise", "bf16", "rowwise_bf16_wgrad")
+RECIPES = ("folded", "rowwise", "block", "tensorwise", "bf16", "rowwise_bf16_fprop", "rowwise_bf16_wgrad")
 
 
 def gradients(function, a, b, dy):

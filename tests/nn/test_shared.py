@@ -342,11 +342,17 @@ def test_checkpointed(recipe, reentrant):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "autocast"),
-    [("folded", True), ("delayed", False), ("block", False), ("rowwise_bf16_wgrad", True)],
-    ids=["folds", "stored scales", "tiles across layers", "a GEMM in BF16"],
+    ("recipe", "autocast", "products"),
+    [
+        ("folded", True, 5),
+        ("delayed", False, 5),
+        ("block", False, 5),
+        ("rowwise_bf16_wgrad", True, 4),
+        ("rowwise_bf16_fprop", True, 2),
+    ],
+    ids=["folds", "stored scales", "tiles across layers", "wgrad in BF16", "fprop in BF16"],
 )
-def test_compiled_is_bit_for_bit_eager(recipe, autocast):
+def test_compiled_is_bit_for_bit_eager(recipe, autocast, products):
     """The stack of weights; that `linears` compiles by every recipe is shown in test_functional.py."""
     model, x = shared(recipe), torch.randn(16, 136)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -354,7 +360,7 @@ def test_compiled_is_bit_for_bit_eager(recipe, autocast):
         assert equal(gradients(model, x), gradients(model, x, compiled))
     with kernels.record() as ledger:
         gradients(model, x, compiled)
-    assert sum(ledger.gemms.values()) == (5 if load(recipe).wgrad.is_fp8 else 4)
+    assert sum(ledger.gemms.values()) == products
     torch._dynamo.reset()
 
 

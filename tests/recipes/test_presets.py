@@ -44,6 +44,7 @@ REUSED = {
 }
 OPERANDS["folded_fast"], REUSED["folded_fast"] = OPERANDS["folded"], REUSED["folded"]
 REUSED["served"], REUSED["served_block"] = REUSED["folded"], REUSED["block"]
+OPERANDS["rowwise_bf16_fprop"] = {gemm: OPERANDS["rowwise"][gemm] for gemm in ("dgrad", "wgrad")}
 OPERANDS["rowwise_bf16_wgrad"] = {gemm: OPERANDS["rowwise"][gemm] for gemm in ("fprop", "dgrad")}
 OPERANDS["tensorwise_e4m3"] = dict.fromkeys(GEMMS, OPERANDS["tensorwise"]["fprop"])
 OPERANDS["mxfp8"] = dict.fromkeys(GEMMS, ("E4M3 1x32", "E4M3 1x32"))
@@ -55,7 +56,7 @@ for source in ("delayed", "just_in_time", "static"):
         "dgrad": (of_gradient, of_weight),
         "wgrad": (of_gradient, of_input),
     }
-REUSED |= dict.fromkeys(("rowwise_bf16_wgrad", "mxfp8"), REUSED["rowwise"])
+REUSED |= dict.fromkeys(("rowwise_bf16_fprop", "rowwise_bf16_wgrad", "mxfp8"), REUSED["rowwise"])
 REUSED |= dict.fromkeys(("tensorwise_e4m3", "delayed", "just_in_time", "static"), REUSED["tensorwise"])
 FAST = {"folded_fast": ["fast", "fast", "slow"]}  # wgrad sums over all tokens: never fast
 every_preset = pytest.mark.parametrize("name", PRESETS)
@@ -63,8 +64,8 @@ every_preset = pytest.mark.parametrize("name", PRESETS)
 
 def test_names_in_the_order_they_are_shown():
     assert names() == (
-        *("folded", "folded_fast", "rowwise", "rowwise_bf16_wgrad", "tensorwise", "tensorwise_e4m3"),
-        *("delayed", "just_in_time", "static", "block", "served", "served_block", "mxfp8", "bf16"),
+        *("folded", "folded_fast", "rowwise", "rowwise_bf16_fprop", "rowwise_bf16_wgrad", "tensorwise"),
+        *("tensorwise_e4m3", "delayed", "just_in_time", "static", "block", "served", "served_block", "mxfp8", "bf16"),
     )
 
 
