@@ -39,7 +39,7 @@ def test_the_counts_are_those_of_the_rows() -> None:
     counts = Counter({"works": 0, "otherwise": 0, "open": 0})
     for row in ROWS:
         counts[row.state] += len(row.numbers)
-    said = f"{counts['works']} work, {counts['otherwise']} are done otherwise, {counts['open']} are open."
+    said = f"{counts['works']} work. Done otherwise: {counts['otherwise']}. Open: {counts['open']}."
     assert f"Of {counts.total()}: {said}" in PAGE.read_text(encoding="utf-8")
 
 

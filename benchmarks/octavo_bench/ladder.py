@@ -6,7 +6,7 @@ docs/explanation/parity-protocol.md has the reasons and the sources of the formu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -217,8 +217,17 @@ def blocks(rows: Sequence[Row]) -> list[dict[str, Row]]:
 
 
 def studies(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the runs of each study, smaller models first."""
-    return [own for _, own in sorted(grouped(rows, *STUDY).items(), key=lambda item: item[0][1:])]
+    """Return the runs of each study, smaller models first. Blocks with changed recipes are studies of their own."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for block in blocks(rows):
+        study = tuple(next(iter(block.values()))[key] for key in STUDY)
+        found.setdefault((*study, *sorted(changed(block))), []).extend(block.values())
+    return [own for _, own in sorted(found.items(), key=lambda item: item[0][1:])]
+
+
+def changed(arms: Iterable[str]) -> set[str]:
+    """Return those of the arms that are a recipe with something changed."""
+    return {arm for arm in arms if "+" in arm and arm != NULL}
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -237,7 +246,8 @@ HEADER = (
     f"pairs for ± {AIM:.2f} %",
     f"within ± {GATE:.2f} %",
     "gap of the held-out loss",
-    "in BF16, with its weights",
+    "its weights in BF16",
+    "BF16's weights in FP8",
 )
 
 
@@ -245,8 +255,11 @@ def _of_study(rows: Sequence[Row]) -> str:
     model, tokens, condition = (rows[0][key] for key in STUDY)
     loss = decisive(rows)
     heldout = {gap.arm: gap for gap in gaps(rows, "heldout_loss")}
-    in_bf16 = {gap.arm: gap for gap in gaps(_with_bf16(rows), "heldout_bf16_loss", "heldout_loss")}
-    body = [_line(gap, heldout.get(gap.arm), in_bf16.get(gap.arm)) for gap in gaps(rows, loss)]
+    crossed = [
+        {gap.arm: gap for gap in gaps(_with(rows, key), key, "heldout_loss")}
+        for key in ("heldout_bf16_loss", "heldout_of_bf16_loss")
+    ]
+    body = [_line(gap, *(own.get(gap.arm) for own in (heldout, *crossed))) for gap in gaps(rows, loss)]
     hours = sum(row.get("seconds", 0.0) for row in rows) / 3600
     losses = [row[loss] for row in rows if row["recipe"] == BF16 and "error" not in row]
     bf16 = f"BF16's {LOSSES[loss]} is {fmean(losses):.4f} nats per token" if losses else "BF16 has no finite loss"
@@ -255,9 +268,9 @@ def _of_study(rows: Sequence[Row]) -> str:
     return f"{title}\n\n{table(HEADER, body)}\n\n{bf16}{spread}. Hours of training: {hours:.2f}."
 
 
-def _with_bf16(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that have the loss of their weights in BF16, with the BF16 runs."""
-    return [row for row in rows if "heldout_bf16_loss" in row or row["recipe"] in (BF16, NULL)]
+def _with(rows: Sequence[Row], loss: str) -> list[Row]:
+    """Return the rows that have this loss, with the BF16 runs."""
+    return [row for row in rows if loss in row or row["recipe"] in (BF16, NULL)]
 
 
 def _line(gap: Gap, *others: Gap | None) -> tuple[str, ...]:

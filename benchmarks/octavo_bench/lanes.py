@@ -148,6 +148,7 @@ class Lane:
         self._buffers = {name: (own, own.clone()) for name, own in self.model.named_buffers()}
         if arm not in (BF16, NULL):
             convert_by(self.model, arm, training.batch * training.model.sequence)
+        self._bf16_last_share = 0.0 if arm in (BF16, NULL) else bf16_last_share(arm)
         self._parameters = dict(self.model.named_parameters())
         self._make_optimizer()
         self._make_buffers(text)
@@ -186,20 +187,17 @@ class Lane:
         self._scores = torch.zeros(len(self._heldout), dtype=torch.float32, device=device)
 
     def _prepare(self) -> None:
-        """Warm up and capture the step and both evaluations."""
+        """Warm up and capture the step and the evaluation, of an FP8 arm also in BF16."""
         if self.stream is not None:
             torch.cuda.synchronize(self.device)  # buffers were filled on another stream
         self.start(0)
         with self._streamed():
-            for _ in range(WARM if self.stream else 0):
-                self._at.zero_()  # a training may have fewer steps than these
-                self._step()
-                self._clear()
-            self._capture("step", self._step)
-            self._capture("heldout", self._evaluate)
+            self._capture("step", self._step, WARM)
+            if self._bf16_last_share:
+                self._capture("step_bf16", self._in_bf16(self._step), WARM)
+            self._capture("heldout", self._evaluate, 1)
             if self.arm not in (BF16, NULL):
-                with disabled(self.model):
-                    self._capture("heldout_bf16", self._evaluate)
+                self._capture("heldout_bf16", self._in_bf16(self._evaluate), 1)
 
     def _streamed(self) -> Any:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
@@ -208,14 +206,22 @@ class Lane:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _capture(self, name: str, work: Callable[[], None]) -> None:
+    def _in_bf16(self, work: Callable[[], None]) -> Callable[[], None]:
+        def in_bf16() -> None:
+            with disabled(self.model):
+                work()
+
+        return in_bf16
+
+    def _capture(self, name: str, work: Callable[[], None], warm_up: int) -> None:
         if self.stream is None:
             self._graphs[name] = work
             return
-        self._at.zero_()
-        if work == self._evaluate:
+        for _ in range(warm_up):
+            self._at.zero_()  # a training may have fewer steps than these
             work()
-            self._at.zero_()
+            self._clear()
+        self._at.zero_()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         # On its own stream: a BLAS workspace belongs to a stream, and lanes that share one would overwrite it.
@@ -301,10 +307,12 @@ class Lane:
         _wait([self])
         return own
 
-    def step(self) -> None:
-        """Make the next step, on the stream of the lane."""
+    def step(self, at: int) -> None:
+        """Make the next step, which is number `at` of the run, on the stream of the lane."""
+        steps = self.training.steps
+        in_bf16 = at >= steps - round(self._bf16_last_share * steps)
         with self._streamed():
-            self._graphs["step"]()
+            self._graphs["step_bf16" if in_bf16 else "step"]()
 
     @property
     def losses(self) -> Tensor:
@@ -325,9 +333,8 @@ class Lane:
         """Score the held-out text on the stream of the lane."""
         with self._streamed():
             self._at.zero_()
-            with disabled(self.model) if name != "heldout" and self.stream is None else nullcontext():
-                for _ in range(len(self._heldout) // self.training.batch):
-                    self._graphs[name]()
+            for _ in range(len(self._heldout) // self.training.batch):
+                self._graphs[name]()
 
     def scores(self) -> dict[str, float]:
         """Return what was scored last, per language in nats per token; waits for the stream of the lane."""
@@ -338,7 +345,14 @@ class Lane:
     @property
     def evaluations(self) -> list[str]:
         """Names that `heldout` knows."""
-        return [name for name in self._graphs if name != "step"]
+        return [name for name in self._graphs if name.startswith("heldout")]
+
+    def take_weights(self, source: Lane) -> None:
+        """Overwrite the weights with those of a lane of the same size, whose stream has been waited for."""
+        with torch.no_grad(), self._streamed():
+            torch._foreach_copy_([*self._parameters.values()], [*source._parameters.values()])
+            for name, (buffer, _) in self._buffers.items():
+                buffer.copy_(source._buffers[name][0])
 
 
 def _split(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -414,8 +428,17 @@ def recipe_of(arm: str) -> Recipe:
         ConfigError: there is no such recipe or key, or no kernel could run it.
     """
     name, changes = _parse(arm)
-    changes.pop("policy", None)
+    changes = {key: change for key, change in changes.items() if key not in ("policy", "run")}
     return recipes.load({"base": name, "name": arm, **changes} if changes else name, f"--recipes: {arm}")
+
+
+OPTIONS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("memory", *SAVED), str),
+    "bf16_blocks": lambda text: tuple(int(count) for count in text.split("/")),
+    "keep": lambda text: dict.fromkeys(text.split("/"), KEPT),
+}
+"""Options of the policy that an arm may change, and how each is read: `policy.bf16_blocks=1/1`, `policy.keep=*.wo`."""
+KEPT = "kept by the arm"
 
 
 def policy_of(arm: str) -> Policy:
@@ -424,10 +447,32 @@ def policy_of(arm: str) -> Policy:
     Raises:
         ConfigError: there is no such option or value.
     """
-    changes = _parse(arm)[1].get("policy", {})
+    options = {}
+    for name, text in _parse(arm)[1].get("policy", {}).items():
+        read = OPTIONS[known("--recipes", name, [*OPTIONS], "option of a policy")]
+        try:
+            options[name] = read(text)
+        except ValueError:
+            raise ConfigError(f"--recipes: '{arm}': policy.bf16_blocks is two counts, such as 1/1.") from None
+    return Policy(min_gain=0.0, **options)
+
+
+def bf16_last_share(arm: str) -> float:
+    """Return the share of the steps at the end of a run that an arm makes in BF16: `folded+run.bf16_last_share=0.1`.
+
+    Raises:
+        ConfigError: the share is no number from 0 to 1, or another option of a run is changed.
+    """
+    changes = _parse(arm)[1].get("run", {})
     for name in changes:
-        known("--recipes", name, ["memory", *SAVED], "option of what is kept for backward")
-    return Policy(min_gain=0.0, **changes)
+        known("--recipes", name, ["bf16_last_share"], "option of a run")
+    try:
+        share = float(changes.get("bf16_last_share", 0.0))
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--recipes: '{arm}': run.bf16_last_share is a number from 0 to 1.")
+    return share
 
 
 def _parse(arm: str) -> tuple[str, dict[str, Any]]:
@@ -450,12 +495,14 @@ def convert_by(model: nn.Module, arm: str, tokens: int) -> None:
     """Convert a model as an arm names it.
 
     Raises:
-        UnsupportedError: a layer would stay in BF16 that is neither a head nor a router, so that the arm would not be
-            what its name says; or an option of the policy does nothing.
+        UnsupportedError: a layer would stay in BF16 that is neither a head nor a router, nor named by the arm, so that
+            the arm would not be what its name says; or an option of the policy does nothing.
     """
-    plan = convert(model, recipe_of(arm), policy=policy_of(arm), tokens=tokens, strict=True)
+    policy = policy_of(arm)
+    named = {*DEFAULTS.values(), KEPT, *policy.blocks_to_keep(model).values()}
+    plan = convert(model, recipe_of(arm), policy=policy, tokens=tokens, strict=True)
     for layer in plan.layers:
-        if layer.recipe == "bf16" and layer.reason not in DEFAULTS.values():
+        if layer.recipe == "bf16" and layer.reason not in named:
             raise UnsupportedError(f"'{arm}' leaves {layer.name} in BF16: {layer.reason}.")
 
 
@@ -490,7 +537,7 @@ def run_together(
     training = lanes[0].training
     for step in range(training.first if snapshot else 0, training.steps if until is None else until):
         for lane in lanes:
-            lane.step()
+            lane.step(step)
         if step % every == 0:
             _wait(lanes)
             if time.monotonic() > deadline:
@@ -499,15 +546,27 @@ def run_together(
     return True
 
 
-def score_together(lanes: Sequence[Lane]) -> list[dict[str, dict[str, float]]]:
-    """Return the held-out losses of each lane by evaluation and language, scored beside each other."""
+def score_together(lanes: Sequence[Lane], source: Lane) -> list[dict[str, dict[str, float]]]:
+    """Return the held-out losses of each lane by evaluation and language, scored beside each other.
+
+    Args:
+        source: the lane of BF16 at the end of its run. FP8 lanes also score its weights, as `heldout_of_bf16`, and keep
+            them.
+    """
     found: list[dict[str, dict[str, float]]] = [{} for _ in lanes]
-    for name in ("heldout", "heldout_bf16"):
-        scored = [(lane, own) for lane, own in zip(lanes, found, strict=True) if name in lane.evaluations]
-        for lane, _ in scored:
+    in_fp8 = [lane for lane in lanes if lane.arm not in (BF16, NULL)]
+    for key, name, scored in (
+        ("heldout", "heldout", lanes),
+        ("heldout_bf16", "heldout_bf16", in_fp8),
+        ("heldout_of_bf16", "heldout", in_fp8),
+    ):
+        for lane in scored:
+            if key == "heldout_of_bf16":
+                lane.take_weights(source)
             lane.score(name)
-        for lane, own in scored:
-            own[name] = lane.scores()
+        for lane, own in zip(lanes, found, strict=True):
+            if lane in scored:
+                own[key] = lane.scores()
     return found
 
 

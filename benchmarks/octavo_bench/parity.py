@@ -38,6 +38,7 @@ from octavo_bench.lanes import (
     Snapshot,
     Training,
     allow_many_compilations,
+    bf16_last_share,
     policy_of,
     recipe_of,
     run_together,
@@ -131,7 +132,8 @@ def parity(
         `lr4`, `batch4`, `outliers`.
     recipes
         FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`, with
-        `policy.` what is kept for backward.
+        `policy.` what is kept for backward or left in BF16, with `run.bf16_last_share=` what share of the last steps
+        runs in BF16.
     plots
         Directory to draw the pictures of all committed results to, those of `--write` if given; needs matplotlib.
     """
@@ -241,9 +243,9 @@ class Study:
         return None, []
 
     def _block(self, size: _Size, seed: int, arms: Sequence[str], text: InstalledText) -> list[Row]:
-        lanes = self._lanes(size, arms, text)
+        lanes = self._lanes(size, [*dict.fromkeys([BF16, *arms])], text)  # recipes also score BF16's weights
         with turn(self.device):
-            return self._train(size, lanes, seed, text)
+            return [row for row in self._train(size, lanes, seed, text) if row["recipe"] in arms]
 
     def _train(self, size: _Size, lanes: list[Lane], seed: int, text: InstalledText) -> list[Row]:
         began, rows, finished = time.monotonic(), list[Row](), True
@@ -252,13 +254,14 @@ class Study:
         snapshot = self._snapshot(size, seed, text)
         began_well = snapshot is not None or not size.training.branch
         before = {BF16: time.monotonic() - began}  # BF16's share of the run that all go on from
+        bf16 = next(lane for lane in lanes if lane.arm == BF16)
         for group in [lanes] if size.training.together else [[lane] for lane in lanes]:
             start = time.monotonic()
             finished = began_well and run_together(group, seed, snapshot=snapshot, deadline=self._end)
             if not finished:
                 self.say(f"{size.title} seed {seed}: stopped at the end of the session")
                 break
-            scores = score_together(group)
+            scores = score_together(group, bf16)
             each = (time.monotonic() - start) / len(group)
             for lane, by_language in zip(group, scores, strict=True):
                 row = self._row(size, lane, seed, text, by_language)
@@ -399,7 +402,7 @@ def _warm(arm: str, training: Training, device: torch.device, compiled: bool) ->
 def check_recipes(names: Sequence[str]) -> None:
     """Raise `ConfigError` unless all recipes compute in FP8 and keep nothing from step to step."""
     for name in names:
-        recipe, _ = recipe_of(name), policy_of(name)
+        recipe, _, _ = recipe_of(name), policy_of(name), bf16_last_share(name)
         if not recipe.is_fp8:
             raise ConfigError(f"--recipes: '{name}' has no FP8 GEMM: BF16 is trained in any case.")
         if recipe.has_stored_scales:

@@ -13,12 +13,14 @@ from octavo_bench.implementations import BF16
 from octavo_bench.render import grouped, table
 from octavo_bench.results import Result, Row
 
-TORCHAO, FOLDED, FAST, BLOCK = "torchao tensorwise", "octavo folded", "octavo folded_fast", "octavo block"
+TORCHAO, FOLDED, FAST = "torchao tensorwise", "octavo folded", "octavo folded_fast"
 FASTEST = f"{FAST} + fp8 head, octavo.optim"
 ENGINE = "transformer engine"
 BLOCKS, WHOLE, IMAGES = "llama-8b-stack", "llama-1b", "resnet50"
 TITLES = {
     "llama-8b-stack": "Llama-3-8B blocks",
+    "llama-70b-stack": "Llama-3-70B blocks",
+    "175b-stack": "blocks of a Llama of 175 B",
     "llama-1b-stack": "Llama-1B blocks",
     "llama-1b": "Llama-1B with head and AdamW",
     "llama-3-8b": "Llama-3-8B, FSDP2",
@@ -34,13 +36,17 @@ class Measured:
     found: Mapping[str, Result]
     steps: Sequence[Result]
     """Steps, the newest session of each workload first, and behind them older sessions."""
+    pairs: Sequence[Row] = ()
+    """Runs of the parity study."""
 
     @classmethod
     def read(cls, directory: Path) -> Measured:
         """Read the results under a directory; kinds that were never measured are absent."""
-        kinds = ("moe", "hf", "distributed", "memory", "parity")
+        kinds = ("moe", "hf", "distributed", "parity")
         found = {kind: result for kind in kinds if (result := results.latest(kind, directory))}
-        return cls(found=found, steps=results.history("step", directory))
+        whole = [own for own in results.newest("memory", directory) if _having(own.rows, {"workload": WHOLE})]
+        found |= {"memory": whole[0]} if whole else {}
+        return cls(found=found, steps=results.history("step", directory), pairs=ladder.read_rows(directory))
 
     def rows(self, kind: str, **keys: str) -> list[Row]:
         """Return the rows of a kind that have these values and did not fail."""
@@ -84,7 +90,7 @@ def _having(rows: Iterable[Row], keys: Mapping[str, str]) -> list[Row]:
 def headline(directory: Path) -> str:
     """Return what FP8 gains and what it costs, one line each."""
     measured = Measured.read(directory)
-    lines = [_speed(measured), _several(measured), _accuracy(measured, directory), _memory(measured), _costs(measured)]
+    lines = [_speed(measured), _several(measured), _accuracy(measured), _memory(measured), _costs(measured)]
     return "\n".join(f"- {line}" for line in lines if line)
 
 
@@ -102,23 +108,23 @@ def _speed(measured: Measured) -> str:
 
 
 def _several(measured: Measured) -> str:
-    rows = measured.rows("distributed", workload="llama-3-8b", layout="data")
-    own = next((row for row in rows if row["implementation"] == f"{FOLDED}, bf16 gradients"), None)
-    if own is None:
+    rows = measured.rows("distributed", workload="llama-3-8b")
+    rows = [row for row in rows if row["layout"].startswith("data") and "head" not in row["implementation"]]
+    own = max(rows, key=lambda row: float(row["ratio_to_bf16"]), default=None)
+    if own is None or own["implementation"] == BF16:
         return ""
+    how = f"`{_recipe(own['implementation'])}`" + (", a step as one CUDA graph" if "graph" in own["layout"] else "")
     rate = f"{own['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU"
-    return f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**: a whole Llama-3-8B with FSDP2, {rate}."
+    ratio = f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**"
+    return f"{ratio}: a whole Llama-3-8B with FSDP2, {rate} ({how})."
 
 
-def _accuracy(measured: Measured, directory: Path) -> str:
+def _accuracy(measured: Measured) -> str:
     """Return the gap of the largest model whose interval is bounded, of the parity study or of pairs of seeds."""
-    for own in reversed(ladder.studies(ladder.read_rows(directory))):
-        model, tokens = own[0]["model"], own[0]["tokens"]
-        found = next((gap for gap in ladder.gaps(own) if gap.arm == "folded"), None)
-        if found is not None and found.half_width is not None:
-            within = f"± {found.half_width:.2f} % (95 % over {len(found.differences)} pairs)"
-            loss = ladder.LOSSES[ladder.decisive(own)].capitalize()
-            return _gap_line(found.mean, f" {within}", model, tokens, loss)
+    if study := _study(measured):
+        gap, rows = study
+        within = f" ± {gap.half_width:.2f} % (95 % over {len(gap.differences)} pairs)"
+        return _gap_line(gap.mean, within, rows[0]["model"], rows[0]["tokens"], _loss_of(rows).capitalize())
     studies = _pairs(measured)
     if not studies:
         return ""
@@ -126,6 +132,19 @@ def _accuracy(measured: Measured, directory: Path) -> str:
     interval = over_seeds(_gaps(pairs))
     within = "" if interval.half_width is None else f" ± {interval.half_width:.2f} % (95 % over {len(pairs)} seeds)"
     return _gap_line(interval.mean, within, model, tokens)
+
+
+def _study(measured: Measured) -> tuple[ladder.Gap, Sequence[Row]] | None:
+    """Return the gap of `folded` in the parity study of the most tokens whose interval is bounded, and its runs."""
+    for rows in reversed(ladder.studies(measured.pairs)):
+        for gap in ladder.gaps(rows):
+            if gap.arm == "folded" and gap.half_width is not None and not ladder.changed(row["recipe"] for row in rows):
+                return gap, rows
+    return None
+
+
+def _loss_of(rows: Sequence[Row]) -> str:
+    return ladder.LOSSES[ladder.decisive(rows)]
 
 
 def _gap_line(mean: float, within: str, model: str, tokens: int, loss: str = "Held-out loss") -> str:
@@ -154,10 +173,12 @@ def _costs(measured: Measured) -> str:
         said.append(
             f"a {TITLES[IMAGES]} with FP8 convolutions runs at {images.own['ratio_to_bf16']:.2f} times BF16's speed"
         )
-    cut = measured.rows("distributed", layout="tensor 2")
-    split = next((row for row in cut if row["implementation"].startswith(FOLDED)), None)
-    if split and split["ratio_to_bf16"] < 1:
-        said.append(f"tensor parallelism with few tokens per GPU at {split['ratio_to_bf16']:.2f} times")
+    launched, graph = (
+        measured.row("distributed", layout=f"tensor 2{how}", implementation=FOLDED) for how in ("", ", graph")
+    )
+    if launched and launched["ratio_to_bf16"] < 1:
+        said.append(f"tensor parallelism launched kernel by kernel at {launched['ratio_to_bf16']:.2f} times")
+        said[-1] += f", and only as a CUDA graph at {graph['ratio_to_bf16']:.2f}" if graph else ""
     return f"**What it costs**: {'; '.join(said)}." if said else ""
 
 
@@ -174,7 +195,8 @@ def _steps(measured: Measured) -> list[Step]:
     shown = [
         (BLOCKS, FOLDED),
         (BLOCKS, FAST),
-        (BLOCKS, BLOCK),
+        ("llama-70b-stack", FOLDED),
+        ("175b-stack", FAST),
         ("llama-1b-stack", FOLDED),
         (WHOLE, FOLDED),
         (WHOLE, FASTEST),
@@ -253,6 +275,13 @@ def _sizes(measured: Measured) -> Iterator[Sequence[str]]:
 
 
 def _losses(measured: Measured) -> Iterator[Sequence[str]]:
+    if study := _study(measured):
+        gap, rows = study
+        runs = ([row[ladder.decisive(rows)] for row in rows if row["recipe"] == recipe] for recipe in (BF16, "folded"))
+        bf16, own = (f"{fmean(losses):.4f}" for losses in runs)
+        name = f"{_loss_of(rows)}, {_parameters(rows[0]['model'])}, {rows[0]['tokens'] / 1e6:.0f} M tokens"
+        yield name, bf16, "", "", own, f"{gap.mean:+z.2f} % ± {gap.half_width:.2f} %, {len(gap.differences)} pairs"
+        return
     for model, tokens, pairs in _pairs(measured):
         bf16, own = (f"{fmean(losses):.4f}" for losses in zip(*pairs, strict=True))
         found = over_seeds(_gaps(pairs))

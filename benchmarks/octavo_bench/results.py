@@ -362,6 +362,14 @@ def newest(kind: str, directory: Path) -> list[Result]:
     return found
 
 
+def shown(kind: str, directory: Path) -> list[Result]:
+    """Return the results of `kind` that tables show: the newest, of some kinds the newest of each workload."""
+    if kind in ("step", "distributed", "memory"):
+        return newest(kind, directory)
+    found = latest(kind, directory)
+    return [found] if found else []
+
+
 def latest_by_hardware(kind: str, directory: Path) -> list[Result]:
     """Return the newest result of `kind` of each machine under `directory`, the newest first."""
     found = sorted((load(path) for path in directory.glob(f"*-{kind}.json")), key=lambda result: result.date)

@@ -75,6 +75,7 @@ def implementations() -> dict[str, Implementation]:
     found += [_octavo("folded"), _octavo("folded_fast")]
     by_default: dict[str, Any] = {"shard": _shard_bf16_gradients}
     found.append(_octavo("folded", ", bf16 gradients", **by_default))
+    found.append(_octavo("folded_fast", ", bf16 gradients", **by_default))
     found.append(_octavo("folded", ", bf16 gradients, fp8 states", **by_default, optimizer=_fp8_states))
     with_head = partial(_convert, recipe="folded_fast", fp8_head=True)
     found.append(_octavo("folded_fast", ", fp8 head, bf16 gradients", **by_default, convert=with_head))

@@ -97,9 +97,7 @@ def render(name: str, directory: Path) -> str:
         known = (*measured.TABLES, *COMBINED, *facts.TABLES)
         raise ConfigError(f"unknown table '{name}'.{did_you_mean(name, known)} Tables: {', '.join(known)}.")
     kind, show = measured.TABLES[name]
-    latest = results.latest(kind, directory)
-    by_workload = kind in ("step", "distributed")
-    found = results.newest(kind, directory) if by_workload else [latest] if latest else []
+    found = results.shown(kind, directory)
     return "\n\n".join(f"{show(result)}\n\n{result.origin}" for result in found) or NOT_MEASURED
 
 

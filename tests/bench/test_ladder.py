@@ -49,6 +49,14 @@ def test_the_mean_of_the_recipes_takes_blocks_that_have_all_of_them() -> None:
     assert len(folded.differences) == 2
 
 
+def test_blocks_with_changed_recipes_are_studies_of_their_own() -> None:
+    plain = [row for seed in (0, 1) for row in block(seed, bf16=1.0, null=1.0, folded=1.1)]
+    names = {"folded+policy.memory=low": 1.2, "folded+run.bf16_last_share=0.1": 1.0}
+    other, third = ([*block(9, bf16=1.0, null=1.0, folded=1.1), run(name, 9, loss)] for name, loss in names.items())
+    third = [row | {"seed": 10} for row in third]
+    assert ladder.studies([*third, *plain[:3], *other, *plain[3:]]) == [plain, other, third]
+
+
 def test_the_fresh_loss_decides_where_all_runs_have_it() -> None:
     rows = block(0, bf16=1.0, null=1.0, folded=1.01)
     assert ladder.decisive(rows) == "fresh_loss"

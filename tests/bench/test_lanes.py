@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
+from octavo.nn import Linear
 from octavo_bench import ladder
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.lanes import (
@@ -19,11 +20,13 @@ from octavo_bench.lanes import (
     Lane,
     add_outliers,
     allow_many_compilations,
+    bf16_last_share,
     initial_weights,
     move,
     order,
     recipe_of,
     run_together,
+    score_together,
 )
 
 TINY = replace(ladder.SIZES["tiny"], tokens_per_parameter=0.1)
@@ -113,6 +116,43 @@ def test_weights_in_bf16_are_scored_beside_those_in_fp8(lanes: dict[str, Lane]) 
     assert lanes["folded"].evaluations == ["heldout", "heldout_bf16"] and lanes[BF16].evaluations == ["heldout"]
     own, in_bf16 = lanes["folded"].heldout(), lanes["folded"].heldout("heldout_bf16")
     assert own != in_bf16 and own == pytest.approx(in_bf16, rel=1e-2)
+
+
+def test_the_end_of_a_run_in_bf16(lanes: dict[str, Lane]) -> None:
+    in_bf16, in_fp8 = finish(lanes[BF16], 0), finish(lanes["folded"], 0)
+    assert torch.equal(finish(Lane("folded+run.bf16_last_share=1", TINY, text(), CPU), 0), in_bf16)
+    half = finish(Lane("folded+run.bf16_last_share=0.5", TINY, text(), CPU), 0)
+    at = TINY.steps - round(0.5 * TINY.steps)
+    assert torch.equal(half[:at], in_fp8[:at]) and not torch.equal(half[at:], in_fp8[at:])
+    for wrong in ("2", "much"):
+        with pytest.raises(ConfigError, match="a number from 0 to 1"):
+            bf16_last_share(f"folded+run.bf16_last_share={wrong}")
+    with pytest.raises(ConfigError, match="bf16_first_steps"):
+        bf16_last_share("folded+run.bf16_first_steps=2")
+
+
+def test_an_arm_may_leave_blocks_and_layers_in_bf16() -> None:
+    def in_fp8(arm: str) -> set[str]:
+        model = Lane(arm, two_blocks, text(), CPU).model
+        return {name.split(".", 1)[1] for name, m in model.named_modules() if isinstance(m, Linear)}
+
+    two_blocks = replace(TINY, model=replace(TINY.model, layers=2))
+    every = in_fp8("folded")
+    assert in_fp8("folded+policy.bf16_blocks=1/0") == {name for name in every if name.startswith("1.")}
+    assert in_fp8("folded+policy.keep=*.wo/*.w2") == {n for n in every if not n.endswith((".wo", ".w2"))} < every
+    for wrong in ("bf16_blocks=one", "bf16_blocks=1", "keeps=*.wo", "keep=*.w9"):
+        with pytest.raises(ConfigError, match=r"bf16_blocks|keep"):
+            in_fp8(f"folded+policy.{wrong}")
+
+
+def test_fp8_scores_the_weights_of_bf16_too(lanes: dict[str, Lane]) -> None:
+    bf16, folded = lanes[BF16], lanes["folded"]
+    assert run_together([bf16, folded], 0)
+    own, crossed = folded.heldout(), score_together([bf16, folded], bf16)
+    assert crossed[0] == {"heldout": bf16.heldout()}
+    assert [*crossed[1]] == ["heldout", "heldout_bf16", "heldout_of_bf16"] and crossed[1]["heldout"] == own
+    assert folded.heldout("heldout_bf16") == bf16.heldout()  # its weights are BF16's now
+    assert folded.heldout() == crossed[1]["heldout_of_bf16"] not in (own, bf16.heldout())
 
 
 def test_a_moved_weight_is_finite_and_one_unit_of_bf16_away() -> None:

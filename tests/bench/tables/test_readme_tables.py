@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo_bench import readme, results
+from octavo_bench import ladder, readme, results
 
 MakeResult = Callable[..., results.Result]
 
@@ -56,12 +56,39 @@ def test_losses_are_compared_over_the_seeds_of_both(directory: Path) -> None:
 def test_a_step_that_the_newest_session_lacks_comes_from_the_newest_that_has_it(
     directory: Path, result: MakeResult
 ) -> None:
-    older = [step("bf16", 300, 20), step(readme.BLOCK, 250, 20), step(readme.FOLDED, 200, 20)]
+    older = [step("bf16", 300, 20), step(readme.FAST, 250, 20), step(readme.FOLDED, 200, 20)]
     results.write(replace(result("step", *older), date="2026-11-01"), directory)
     text = readme.summary(directory)
     assert "| Llama-3-8B blocks, ms per step, `folded` | 200.0 | 150.0 | 160.0 | 100.0 | 2.00 x |" in text
-    assert "| Llama-3-8B blocks, ms per step, `block` | 300.0 |  |  | 250.0 | 0.80 x |" in text
+    assert "| Llama-3-8B blocks, ms per step, `folded_fast` | 300.0 |  |  | 250.0 | 0.80 x |" in text
     assert "2026-11-01-" in text  # its commands, too
+
+
+def test_pairs_of_the_parity_study_come_before_those_of_two_seeds(directory: Path, result: MakeResult) -> None:
+    study = {"protocol": ladder.PROTOCOL, "model": "llama-4m", "tokens": 70_000_000, "condition": "half"}
+    changed = "folded+policy.memory=low"
+
+    def run(recipe: str, seed: int, loss: float) -> dict[str, Any]:
+        own = {"recipe": recipe, "seed": seed, "text": "t", "machine": "m", "heldout_loss": loss, "fresh_loss": loss}
+        return study | own | {"training_loss": [loss]}
+
+    blocks = [
+        run(recipe, seed, loss + seed / 1e4 * (recipe == "folded"))
+        for seed in range(6)
+        for recipe, loss in (("bf16", 1.0), ("bf16 + 1 ulp", 1.0), ("folded", 1.001))
+    ]
+    others = [run(recipe, 10, loss) for recipe, loss in (("bf16", 1.0), ("bf16 + 1 ulp", 1.0), (changed, 3.0))]
+    results.write(result("ladder", *blocks, *others), directory)
+    found = ladder.gaps(blocks)[-1]
+    gap = f"{found.mean:+.2f} % ± {found.half_width:.2f} %"
+    assert f"**Training loss over the last fifth {gap} (95 % over 6 pairs) beside BF16**: a Ll" in readme.headline(
+        directory
+    )
+    text = readme.summary(directory)
+    assert (
+        f"| training loss over the last fifth, 4 M parameters, 70 M tokens | 1.0000 |  |  | 1.0012 | {gap}, 6" in text
+    )
+    assert "held-out loss" not in text
 
 
 def test_experts_are_beside_the_fastest_bf16(directory: Path, result: MakeResult) -> None:
