@@ -258,8 +258,8 @@ def _train(device: str, precision: str, mode: str) -> Row:
     with tempfile.TemporaryDirectory() as place:
         arguments = TrainingArguments(
             place, max_steps=WARM_UP_STEPS + STEPS, per_device_train_batch_size=2, bf16=device == "cuda",
-            torch_compile=mode != MODES["trainer"], optim=optimizer, save_strategy="no", report_to=[], logging_strategy="no",
-            disable_tqdm=True, use_cpu=device == "cpu", dataloader_pin_memory=False,
+            torch_compile=mode != MODES["trainer"], optim=optimizer, save_strategy="no", report_to=[],
+            logging_strategy="no", disable_tqdm=True, use_cpu=device == "cpu", dataloader_pin_memory=False,
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in tokens]
         trained = Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
