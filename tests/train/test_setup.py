@@ -73,6 +73,16 @@ def test_a_small_update_is_not_lost(configure: Configure) -> None:
     assert float(moved) == pytest.approx(40 * 2**-12 * float(before.abs().mean()), rel=0.1)
 
 
+def test_blocks_that_stay_in_bf16(configure: Configure) -> None:
+    plan = set_up(configure(model={**MODEL, "layers": 3}, run={"bf16_blocks": [1, 0]})).plan
+    assert plan is not None
+    assert {layer.name.split(".")[1] for layer in plan.layers if layer.is_fp8} == {"1", "2"}
+    with pytest.raises(ConfigError, match="bf16_blocks = .* the model has 1 block"):
+        set_up(configure(model=MODEL, run={"bf16_blocks": [1, 1]}))
+    with pytest.raises(ConfigError, match="it is two counts"):
+        set_up(configure(run={"bf16_blocks": [-1, 0]}))
+
+
 def test_a_run_without_fp8_layers(configure: Configure) -> None:
     lane = lanes(configure, "bf16", run={"recipe": "bf16"})["bf16"]
     assert set(kinds(lane).values()) == {"bfloat16"} and type(lane.optimizer) is optim.AdamW

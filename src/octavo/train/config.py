@@ -151,6 +151,8 @@ class LoopConfig:
     """On a GPU, layers with a smaller predicted speedup stay in BF16; 0 converts all layers."""
     allow_reference: bool = False
     """On a GPU without FP8, or without a fast kernel for the recipe, run the reference kernels, slowly."""
+    bf16_blocks: tuple[int, int] = (0, 0)
+    """Numbers of blocks at the start and at the end of the FP8 model that stay in BF16."""
     bf16_first_steps: int = 0
     """Number of initial steps that the FP8 model makes in BF16."""
     bf16_last_share: float = 0.0

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.conversion import Plan, Policy, convert
+from octavo.conversion.weights import Weights
 from octavo.data import (
     CorpusStatistics,
     Loader,
@@ -167,7 +168,9 @@ def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
     fp8 = config.run.weights == "fp8"
     if fp8 and not recipe.is_fp8:
         raise ConfigError(f"run.weights: 'fp8' is for layers in FP8, and recipe '{recipe.name}' has none. Take 'bf16'.")
-    return Policy(min_gain=config.run.min_gain, weights="fp8" if fp8 else "as_they_are", memory=config.run.memory)
+    run = config.run
+    weights: Weights = "fp8" if fp8 else "as_they_are"
+    return Policy(min_gain=run.min_gain, memory=run.memory, bf16_blocks=run.bf16_blocks, weights=weights)
 
 
 def hold_as(weights: str, model: nn.Module) -> None:
