@@ -192,13 +192,16 @@ def activation_table() -> str:
     config = WORKLOADS["llama-8b-stack"].config
     fp8: dict[str, Any] = {"activation_inputs": "fp8", "attention_output": "fp8", "norm_inputs": "fp8"}
     policies = {"as converted": {}} | {f'`{name} = "fp8"`': {name: "fp8"} for name in fp8} | {"all three": fp8}
-    rows = [(what, sum(memory.kept(config, Policy(**chosen)).values()), 0.0) for what, chosen in policies.items()]
+    rows = []
+    for what, chosen in policies.items():
+        sizes = (sum(memory.kept(config, Policy(**chosen), compiled=way).values()) for way in (False, True))
+        rows.append((what, *sizes, 0.0))
     for keep, lowest in (("products", 1.0), ("5000", 5000.0), ("nothing", float("inf"))):
-        shown = keep if keep.isdigit() else f'"{keep}"'
-        rows.append((f"`recompute(model, {shown})`", *memory.recomputed(config, lowest)))
-    first = rows[0][1]
-    lines = [(what, f"{size:,}", f"{size / first:.2f}", f"{share:.0%}" if share else "-") for what, size, share in rows]
-    return table(("option", "bytes per token a block", "of the first line's", "of the forward, computed again"), lines)
+        shown, (size, share) = keep if keep.isdigit() else f'"{keep}"', memory.recomputed(config, lowest)
+        rows.append((f"`recompute(model, {shown})`", size, size, share))
+    first = rows[0][2]
+    lines = [(w, f"{e:,}", f"{c:,}", f"{c / first:.2f}", f"{share:.0%}" if share else "-") for w, e, c, share in rows]
+    return table(("option", "eager", "compiled", "of the first line's", "of the forward, computed again"), lines)
 
 
 def run_store_table() -> str:

@@ -78,7 +78,6 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     found += [_octavo(name) for name in recipes.names() if name != BF16 and _is_timed(recipes.load(name))]
     found.append(_octavo("folded", " (eager)", compile=False))
     found.append(_octavo("folded", " + fp8 activation inputs", activation_inputs="fp8"))
-    found.append(_octavo("folded", " + inputs of norms shared", norm_inputs="shared"))
     found.append(_octavo("folded", " (memory low)", memory="low"))
     half = _octavo("folded", " (every second block in BF16)", filter=is_in_even_block)
     found.append(replace(half, has_floor=False))

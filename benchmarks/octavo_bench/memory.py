@@ -187,18 +187,22 @@ def _percent(predicted_gib: float, peak: int) -> float:
 BF16, CODE, SCALE, TILE = 2, 1, 4, 128
 
 
-def kept(config: ModelConfig, policy: Policy | None = None) -> dict[str, int]:
+def kept(config: ModelConfig, policy: Policy | None = None, *, compiled: bool = False) -> dict[str, int]:
     """Return the bytes per token that a block of a converted Llama keeps from forward to backward, by content.
 
     A test compares them with the storages that a block saves. The recipe has a scale per token, as `folded` does;
     layers share inputs and MLPs are fused. Beside these lie the scales of the rows of the block's weights.
+
+    Args:
+        compiled: readers of norms recompute their codes from the norm's input, where that is kept in BF16.
     """
     policy = policy or Policy()
     dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
     by_row, by_tile = CODE * dim + SCALE, {width: CODE * width + SCALE * -(-width // TILE) for width in (dim, ffn)}
+    recomputes = compiled and policy.norm_inputs == "bf16"
     return {
         "inputs of the norms": 2 * ((by_tile[dim] if policy.norm_inputs == "fp8" else BF16 * dim) + SCALE),
-        "codes that layers read": (3 if policy.attention_output == "fp8" else 2) * by_row,
+        "codes that layers read": 2 * (SCALE if recomputes else by_row) + by_row * (policy.attention_output == "fp8"),
         "queries, keys, values": BF16 * (dim + 2 * keys),
         "attention's output": 0 if policy.attention_output == "fp8" else BF16 * dim + SCALE,
         "logsumexp": SCALE * config.heads,

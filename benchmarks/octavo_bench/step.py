@@ -37,6 +37,9 @@ from octavo_bench.rates import floor_ms
 from octavo_bench.results import Row, failure, slug
 from octavo_bench.workloads import IMAGE_WORKLOADS, WORKLOADS, ImageWorkload, Training, Workload, build
 
+PROFILED_MS = 200
+"""Least milliseconds that are profiled. CUPTI may give the first kernels of a session times of another clock, and
+PyTorch drops those (pytorch/pytorch#192021): of a short session all."""
 TRACED = 25
 """Kernels of an implementation that a trace names."""
 
@@ -126,7 +129,8 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         with kernels.record() as ledger:
             training.step()
         times, peak, energy = _time(training, session)
-        profiled = profile(training.step) if device == "cuda" else None
+        ms = statistics.median(times)
+        profiled = profile(training.step, _profiled_steps(ms)) if device == "cuda" else None
         last_norm = _gradient_norm(training)
     if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too good
         raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
@@ -136,7 +140,6 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         _write_trace(session.trace, workload.name, implementation.name, profiled)
     if implementation.name.startswith("octavo") and not ledger.gemms:
         raise UnsupportedError(f"{implementation.name}: no product ran in FP8, so its time would be BF16's.")
-    ms = statistics.median(times)
     return {
         "ms": round(ms, 3),
         "peak_gib": round(peak, 2),
@@ -152,11 +155,20 @@ def _measure(session: Session, implementation: Implementation) -> Row:
     }
 
 
+def _profiled_steps(ms: float) -> int:
+    """Return how many steps of so many milliseconds are profiled: the profiler may lose the first of a session."""
+    return max(3, math.ceil(PROFILED_MS / ms))
+
+
 def _check_attention(implementation: Implementation, profiled: Profile) -> None:
     """Raise if no fused attention ran: without a cuDNN that fits, Transformer Engine falls back in silence."""
+    name = implementation.name
+    if not profiled.kernels:
+        raise RunError(f"{name}: the profiler saw no kernel, so that nobody knows whether attention was fused.")
     if not profiled.parts["attention"]:
+        longest = ", ".join(kernel["name"][:60] for kernel in profiled.kernels[:8])
         raise UnsupportedError(
-            f"{implementation.name}: its attention was not fused, so its time is not what users get."
+            f"{name}: its attention was not fused, so its time is not what users get. Its longest kernels: {longest}."
         )
 
 

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from octavo._util.compiler import assume_constant_result
+from octavo._util.compiler import assume_constant_result, traced_version
 
 CALLS = []
 
@@ -20,6 +20,26 @@ def test_it_runs_when_it_is_traced_and_never_again() -> None:
     compiled = torch.compile(lambda x: x + counted(3), backend="eager", fullgraph=True)
     assert [int(compiled(torch.zeros(()))) for _ in range(3)] == [1, 1, 1] and CALLS == [3]
     torch._dynamo.reset()
+
+
+def test_a_traced_tensor_has_another_version_once_it_is_written_to() -> None:
+    seen = []
+
+    def versions(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        before, again = traced_version(y), traced_version(y)
+        y[:1].mul_(2)
+        seen.extend([before, again, traced_version(y), traced_version(x)])
+        return y
+
+    torch.compile(versions, backend="eager", fullgraph=True)(torch.zeros(3))
+    before, again, after, other = seen
+    assert before == again and len({before, after, other}) == 3
+    torch._dynamo.reset()
+    torch.compile(versions, backend="eager", fullgraph=True)(torch.zeros(3))
+    assert not set(seen[:4]) & set(seen[4:])
+    torch._dynamo.reset()
+    assert traced_version(torch.zeros(3)) != traced_version(torch.zeros(3))
 
 
 def test_it_is_marked_as_pytorch_marks_it() -> None:

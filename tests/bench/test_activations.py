@@ -51,6 +51,21 @@ def test_what_is_kept(options, stack):
     assert saved(stack, x) == activations_bytes + weight_scales(stack)
 
 
+@pytest.mark.parametrize("options", [{}, FP8], ids=str)
+def test_what_is_kept_by_compiled_blocks(options, stack, monkeypatch):
+    monkeypatch.setattr(norm, "on_gpu", lambda x: True)
+    monkeypatch.setattr(norm, "COMPILED_ROW", 0)
+    policy = octavo.Policy(**options)
+    octavo.convert(stack, policy=policy, strict=True)
+    torch._dynamo.reset()
+    for block in stack.layers:
+        block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    x = torch.randn(2, CONFIG.sequence, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
+    activations_bytes = 2 * CONFIG.sequence * sum(activations.kept(CONFIG, policy, compiled=True).values())
+    assert saved(stack, x) == activations_bytes + weight_scales(stack)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("keep", ["products", 300, "nothing"])
 @pytest.mark.parametrize("options", [{}, FP8], ids=["", "fp8"])
 def test_what_a_block_that_is_recomputed_keeps(keep, options, stack):

@@ -142,7 +142,7 @@ def test_sessions_on_one_gpu_take_turns(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_recipes_that_cannot_be_paired_are_refused() -> None:
     parity.check_recipes(["folded", "tensorwise+dgrad.precision=bf16"])
-    parity.check_recipes(["folded+policy.norm_inputs=shared"])
+    parity.check_recipes(["folded+policy.norm_inputs=fp8"])
     with pytest.raises(ConfigError, match="Did you mean 'memory'"):
         parity.check_recipes(["folded+policy.memroy=low"])
     with pytest.raises(ConfigError, match="'exact' or 'low'"):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.errors import ConfigError
 from octavo.nn import Linear
@@ -230,10 +231,14 @@ def test_an_arm_is_a_recipe_and_what_differs_from_it() -> None:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let no backward add in any order: that of PyTorch's attention does, most of all beside another stream."""
+    """Let no backward add in any order: that of fused attention does, most of all beside another stream.
+
+    `warn_only` leaves it so, and without it products want an environment variable from the start of the process.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
 

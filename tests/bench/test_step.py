@@ -102,10 +102,16 @@ def test_a_trace_has_the_longest_kernels(tmp_path: Path) -> None:
     assert [kernel["name"] for kernel in trace["kernels"]] == [f"k{i}" for i in range(step.TRACED)]
 
 
+def test_short_steps_are_profiled_more_often() -> None:
+    assert [step._profiled_steps(ms) for ms in (232.0, 70.0, 60.0, 1.5)] == [3, 3, 4, 134]
+
+
 def test_a_row_without_a_fused_attention_is_an_error() -> None:
     step._check_attention(Implementation(name="te"), PROFILE)
-    with pytest.raises(UnsupportedError, match="te: its attention was not fused"):
+    with pytest.raises(UnsupportedError, match=r"te: its attention was not fused.* Its longest kernels: k0, k1"):
         step._check_attention(Implementation(name="te"), replace(PROFILE, parts=PROFILE.parts | {"attention": 0.0}))
+    with pytest.raises(RunError, match="te: the profiler saw no kernel"):
+        step._check_attention(Implementation(name="te"), replace(PROFILE, kernels=[], parts={}))
 
 
 def test_a_row_says_how_far_it_is_from_the_floor() -> None:

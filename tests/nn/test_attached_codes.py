@@ -84,14 +84,24 @@ def test_files_carry_the_tensor_alone(y):
     assert torch.equal(loaded, y) and attached_codes(loaded, ROW) is None
 
 
-def test_compiled_code_has_none():
+@pytest.mark.parametrize("write", [False, True])
+def test_compiled_code_has_them_in_its_own_graph_until_y_is_written_to(write):
     def both(x):
         y = x * 2
-        attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
-        return y, attached_codes(y, ROW) is None
+        made = kernels.quantize(y, *ROW[:3])
+        attach_codes(y, made, ROW)
+        if write:
+            y[:, 2:].zero_()
+        return y, made.codes, attached_codes(y, ROW), attached_codes(y, ROW._replace(format="e5m2")) is None
 
-    y, nothing = torch.compile(both, backend="eager", fullgraph=True)(torch.randn(4, 6))
-    assert nothing and attached_codes(y, ROW) is None
+    y, codes, found, nothing = torch.compile(both, backend="eager", fullgraph=True)(torch.randn(4, 6))
+    assert nothing and (found is None) == write and (write or torch.equal(found.codes.float(), codes.float()))
+    assert attached_codes(y, ROW) is None
+    assert torch.compile(lambda y: attached_codes(y, ROW) is None, backend="eager", fullgraph=True)(y)
+    file = io.BytesIO()
+    torch.save(y, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), y)
 
 
 def test_compiled_code_does_not_look(y):

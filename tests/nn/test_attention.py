@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo import kernels
 from octavo.errors import UnsupportedError
-from octavo.kernels import QuantSpec, ledger
+from octavo.kernels import ledger
 from octavo.models.config import ModelConfig
 from octavo.models.gpt import GPT
 from octavo.models.gpt import Attention as GPTAttention
@@ -126,18 +125,8 @@ def test_queries_keys_and_values_of_one_layer():
     assert sqnr_db(want["wqkv.weight"], got["wqkv.weight"]) > 25
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Quantise by the operator, as on a GPU: in compiled code it is one call, and not the reference's many."""
-
-    def quantize(x, format, granularity, scaling="power_of_two", rounding="nearest", seed=0):
-        return kernels.quantize_pair([x], QuantSpec(format, granularity, scaling), None)[0]
-
-    monkeypatch.setattr(kernels, "quantize", quantize)
-
-
 @pytest.mark.parametrize("recipe", ["folded", "block"])
-def test_compiled_code_keeps_the_codes_once(recipe, as_on_a_gpu):
+def test_compiled_code_keeps_the_codes_once(recipe):
     plain, codes, x = both(recipe)
     eager, _ = results(codes, x)
     sizes = []

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import octavo
@@ -149,3 +150,25 @@ def test_codes_that_a_norm_made_before_it_rounded_are_left_alone(recipe):
     want, _ = run(lambda _: call(None), True, [x, weight])
     got, _ = run(lambda _: call(ready), True, [x, weight])
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def _attend(x, weights, layer, change):
+    """Return the attention of x as transformers write it, its result changed, and read by a layer."""
+    q, k, v = (F.linear(x, w).unflatten(-1, (4, 32)).transpose(1, 2) for w in weights)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return layer(change(y.transpose(1, 2).contiguous().reshape(*x.shape[:-1], -1)))
+
+
+@pytest.mark.parametrize(("recipe", "change"), [("folded", "nothing"), ("folded", "times 2"), ("block", "nothing")])
+def test_compiled_readers_of_anyone_s_attention_keep_its_output_as_it_does(recipe, change):
+    x, weights, layer = leaf(3, 40, 128), [leaf(128, 128) for _ in range(3)], nn.Linear(128, 64).bfloat16()
+    leaves = [x, *weights, layer.weight]
+    octavo.nn.Linear.adopt(layer, load(recipe))
+    changed = {"nothing": lambda y: y, "times 2": lambda y: y * 2}[change]
+    torch._dynamo.reset()
+    compiled = torch.compile(_attend, backend="aot_eager_decomp_partition", fullgraph=True)
+    want, _ = run(lambda _: _attend(x, weights, layer, changed), False, leaves)
+    got, kept = run(lambda _: compiled(x, weights, layer, changed), False, leaves)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert bool(codes_of_tokens(kept)) == ((recipe, change) != ("folded", "nothing"))
+    torch._dynamo.reset()

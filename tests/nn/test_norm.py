@@ -627,7 +627,7 @@ def _norm_and_reader(monkeypatch, shortest):
     model = nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
     with torch.no_grad():
         model[0].weight.copy_(1 + 0.3 * torch.randn(64))
-    octavo.convert(model, policy=octavo.Policy(min_gain=0.0, norm_inputs="shared"))
+    octavo.convert(model, policy=octavo.Policy(min_gain=0.0))
     x = torch.randn(256, 64).to(torch.bfloat16) * 2 ** torch.randn(256, 1)
     return model, x.to(torch.bfloat16), torch.randn(256, 32).to(torch.bfloat16)
 
@@ -646,16 +646,6 @@ def test_a_compiled_norm_hands_over_codes_that_its_reader_makes_again(monkeypatc
     assert sqnr_db(exact, dw.double()) > 45  # the very codes; what is left is BF16's rounding
 
 
-def test_eager_code_and_the_plan_say_who_keeps_codes():
-    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
-    plan = octavo.convert(model, policy=octavo.Policy(min_gain=0.0, norm_inputs="shared"))
-    assert "; its readers recompute their codes if compiled" in str(plan)
-    with ledger.record() as record:
-        model(torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True))
-    (said,) = (text for text in record.fallbacks if "norm" in text)
-    assert said.startswith("layers that read a norm keep its codes: ") and said.endswith("which is not compiled")
-
-
 def test_compiled_evaluations_read_the_codes_of_eager_ones(monkeypatch):
     model, x, _ = _norm_and_reader(monkeypatch, 0)
     with torch.no_grad():
@@ -664,11 +654,49 @@ def test_compiled_evaluations_read_the_codes_of_eager_ones(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_what_a_compiled_norm_hands_over_is_not_in_files_or_copies(monkeypatch):
+class _Written(nn.Sequential):
+    """A norm and its reader, and a write to the norm's result, or to its input, before the reader reads."""
+
+    def __init__(self, norm, layer, write):
+        super().__init__(norm, layer)
+        self.write = write
+
+    def forward(self, x):
+        x = x + 1
+        y = self[0](x)
+        self.write(x, y)
+        return self[1](y)
+
+
+WRITES = {
+    "nothing": lambda x, y: None,
+    "y": lambda x, y: y.mul_(3),
+    "a part of y": lambda x, y: y[:, :8].zero_(),
+    "a view of y": lambda x, y: y.flatten().mul_(3),
+    "y, in place": lambda x, y: torch.relu_(y),
+    "x": lambda x, y: x.mul_(3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_codes_of_a_norm_whose_result_or_input_is_written_to_are_not_read(write, monkeypatch):
     model, x, _ = _norm_and_reader(monkeypatch, 0)
+    model, made, own = _Written(*model, WRITES[write]), [], kernels.quantize_normed
+    monkeypatch.setattr(kernels, "quantize_normed", lambda *args: made.append(1) or own(*args))
     with torch.no_grad():
-        y = torch.compile(model[0], backend="aot_eager")(x)
-    assert y._octavo_normed.target == ROW  # no reader in the compiled code has taken it
+        assert sqnr_db(model(x).double(), torch.compile(model, backend="aot_eager", fullgraph=True)(x).double()) > 30
+    assert bool(made) == (write == "nothing")
+    torch._dynamo.reset()
+
+
+def test_what_a_compiled_norm_pins_to_its_result_is_read_in_its_own_graph_only(monkeypatch):
+    model, x, _ = _norm_and_reader(monkeypatch, 0)
+    first, second = (torch.compile(module, backend="aot_eager", fullgraph=True) for module in model)
+    with torch.no_grad():
+        y = first(x)
+        assert y._octavo_normed.x.data_ptr() == x.data_ptr()
+        y.mul_(3)
+        assert torch.equal(second(y), model[1](y))
     file = io.BytesIO()
     torch.save(y, file)
     file.seek(0)
@@ -681,7 +709,7 @@ def test_what_a_compiled_norm_hands_over_is_not_in_files_or_copies(monkeypatch):
 def test_on_a_gpu_inductor_hands_over_codes_and_keeps_none():
     torch._dynamo.reset()
     model = nn.Sequential(nn.RMSNorm(2048), nn.Linear(2048, 512, bias=False)).cuda().bfloat16()
-    octavo.convert(model, policy=octavo.Policy(min_gain=0.0, norm_inputs="shared"))
+    octavo.convert(model, policy=octavo.Policy(min_gain=0.0))
     x, dy = torch.randn(1024, 2048, device="cuda").bfloat16(), torch.randn(1024, 512, device="cuda").bfloat16()
     outcomes = []
     for run in (model, torch.compile(model, fullgraph=True)):

@@ -426,6 +426,22 @@ def test_compiled_and_eager_calls_may_alternate():
     torch._dynamo.reset()
 
 
+def test_compiled_code_may_write_to_the_input_between_members():
+    class Written(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x)
+            x.flatten()[::2].mul_(3)
+            return torch.cat([q, self.k(x), self.v(x)], dim=-1)
+
+    model, x = Written(), torch.randn(16, 136)
+    group = SharedInput([model.q, model.k, model.v])
+    for layer in group.layers:
+        layer.shared = group
+    want = alone(model)(x.clone())
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x.clone()), want)
+    torch._dynamo.reset()
+
+
 def test_a_break_of_the_graph_between_members():
     model, x = shared(), torch.randn(16, 136)
 
@@ -435,8 +451,9 @@ def test_a_break_of_the_graph_between_members():
         return torch.cat([q, model.k(x).square(), model.v(x).sin()], dim=-1)
 
     compiled = torch.compile(run, backend="aot_eager")
-    for _ in range(2):
-        assert equal(gradients(model, x), gradients(model, x, compiled))
+    for _ in range(2):  # another graph cannot know that x is what it was: k and v are computed alone
+        want, got = gradients(model, x), gradients(model, x, compiled)
+        assert torch.equal(got[0], want[0]) and all(sqnr_db(a, b) > 25 for a, b in zip(want[1:], got[1:], strict=True))
     torch._dynamo.reset()
 
 

@@ -28,9 +28,9 @@ from octavo.nn.attention import unsupported_reason as attention_unsupported_reas
 from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.mlp import unsupported_reason
-from octavo.nn.norm import NormInputs, adopts
+from octavo.nn.norm import adopts
 from octavo.nn.probe import computes, shallow_copy
-from octavo.recipes import Recipe, reused_from
+from octavo.recipes import Precision, Recipe, reused_from
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
 
@@ -48,7 +48,7 @@ class FusionPattern:
     """Of an MLP."""
     makes_codes: bool = True
     """Of a norm: whether the recipe's scales are known when a row is, so that its reader need not quantise."""
-    saved: NormInputs = "bf16"
+    saved: Precision = "bf16"
     """What is kept for backward in: of an MLP the inputs of its activation, of a norm its input, of an attention its
     output."""
     shares_codes: bool = False
@@ -61,8 +61,7 @@ class FusionPattern:
             kept = f"; {' and '.join(self.layers[:-1])} kept in FP8" if self.saved == "fp8" else ""
             return f"fused: {' + '.join((*self.layers[:-1], self.activation, self.layers[-1]))}{kept}"
         if self.kind == "norm":
-            told = {"fp8": "; its input kept in FP8", "shared": "; its readers recompute their codes if compiled"}
-            kept = told.get(self.saved, "")
+            kept = "; its input kept in FP8" if self.saved == "fp8" else ""
             return f"fused: norm{' + quantise' * self.makes_codes}{kept}"
         if self.kind == "attention":
             own = "the codes that {} keeps" if self.shares_codes else "codes of its own, beside those of {}"

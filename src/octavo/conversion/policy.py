@@ -18,7 +18,6 @@ from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.conv import unsupported_reason
 from octavo.nn.linear import is_adopted, is_transposed
-from octavo.nn.norm import NormInputs
 from octavo.nn.operands import REAL
 from octavo.recipes import Precision, Recipe
 
@@ -84,12 +83,10 @@ class Policy:
     forward to backward. They are about half of a Llama's saved activations: `fp8` halves those, and backward reads
     fewer bytes. The forward stays what it is; the gradients of the MLP and of all before it take one more rounding to
     E4M3 (power-of-two scales of 1x128)."""
-    norm_inputs: NormInputs = "bf16"
+    norm_inputs: Precision = "bf16"
     """What norms keep their input in from forward to backward: the residual stream, which nothing else keeps. `fp8`
     halves it. The forward stays what it is; the gradient of a norm's weight is that of an input rounded to E4M3
-    (power-of-two scales of 1x128), and that of its input hardly changes. With `shared`, compiled layers that read an
-    RMS norm of more than 1,024 elements keep no codes, but recompute them from the norm's input, bit for bit: a byte
-    per element less."""
+    (power-of-two scales of 1x128), and that of its input hardly changes."""
     attention_output: Precision = "bf16"
     """What attention keeps its output in: `fp8` as the codes that the output projection keeps anyway, so that the
     output itself goes. The forward and the projection's gradients stay what they are; those of q, k and v see the
@@ -117,8 +114,7 @@ class Policy:
         for name in SAVED:
             if self.memory == "low":
                 object.__setattr__(self, name, "fp8")
-            known = get_args(NormInputs if name == "norm_inputs" else Precision)
-            if (given := getattr(self, name)) not in known:
+            if (given := getattr(self, name)) not in (known := get_args(Precision)):
                 raise ConfigError(f"{name} = {given!r}: it is {' or '.join(map(repr, sorted(known)))}.")
             if given != "bf16" and not self.fuse:
                 raise ConfigError(

@@ -34,9 +34,8 @@ def find_unapplied(
         yield from _mlps(recipes, {name: roles for name, roles in mlps.items() if name not in applied["mlp"]})
         if not mlps:
             yield "activation_inputs = 'fp8' does nothing: no MLP is recognised in the model"
-    if policy.norm_inputs != "bf16" and not applied["norm"]:
-        nothing = f"norm_inputs = '{policy.norm_inputs}' does nothing"
-        yield f"{nothing}: no norm is recognised whose result a layer in FP8 could read"
+    if policy.norm_inputs == "fp8" and not applied["norm"]:
+        yield "norm_inputs = 'fp8' does nothing: no norm is recognised whose result a layer in FP8 could read"
     if policy.attention_output == "fp8":
         found = {name: module for name, module in model.named_modules() if isinstance(module, ScaledDotProduct)}
         for name, module in found.items():

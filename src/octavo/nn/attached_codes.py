@@ -1,9 +1,9 @@
 """Codes that travel with a tensor, from the layer that computed it to the layer that reads it.
 
 What was made of a tensor while it was written is pinned to that tensor object. Any other tensor, a view or a copy,
-carries nothing, and neither does this one once it has been written to. In compiled code the result of an RMS norm
-carries codes that were made of the norm's input, which is kept for backward: there its reader makes them again, and
-keeps none.
+carries nothing, and neither does this one once it has been written to. In compiled code that is known while the code is
+traced, and holds within one graph. There the result of an RMS norm carries the norm's input, which backward keeps
+anyway: readers make their codes of that, forward and backward.
 """
 
 from __future__ import annotations
@@ -18,24 +18,37 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from octavo._util.compiler import traced_version
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Quantized
 
-_NAME, _NORMED = "_octavo_offer", "_octavo_normed"
+_NAME, _TRACED, _NORMED = "_octavo_offer", "_octavo_traced", "_octavo_normed"
 
 
-class Normed(NamedTuple):
-    """The result of an RMS norm, in compiled code: its codes, and what they were made of."""
+class TracedCodes(NamedTuple):
+    """The codes of one tensor in compiled code."""
 
     quantized: Quantized
     target: QuantSpec
+    version: int
+    """Of the tensor, as `traced_version` gives it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # as of `AttachedCodes`
+
+
+class Normed(NamedTuple):
+    """What the result of an RMS norm was made of, in compiled code."""
+
     x: Tensor
     """(M, D), the input of the norm."""
     norm: tuple[Tensor, Tensor]
     """As `octavo.kernels.quantize_normed` takes it."""
+    versions: tuple[int, int]
+    """Of the result and of x."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # as of `AttachedCodes`
+        return OrderedDict, ()
 
 
 @dataclass(frozen=True)
@@ -54,19 +67,23 @@ class AttachedCodes:
 
 def attach_codes(y: Tensor, quantized: Quantized, target: QuantSpec) -> None:
     """Pin to y (..., D) the codes (M, D) of the same values, M its leading dimensions, made for `target`."""
-    if not (torch.compiler.is_compiling() or y.is_inference()):  # inference tensors count no versions
+    if torch.compiler.is_compiling():
+        setattr(y, _TRACED, TracedCodes(quantized, target, traced_version(y)))
+    elif not y.is_inference():  # inference tensors count no versions
         setattr(y, _NAME, AttachedCodes(ref(y), quantized, target, y._version, y.data_ptr()))
 
 
-def attach_normed(y: Tensor, normed: Normed) -> None:
-    """Pin to y, in compiled code, codes that a reader can make again from what the norm keeps."""
-    setattr(y, _NORMED, normed)
+def attach_normed(y: Tensor, x: Tensor, norm: tuple[Tensor, Tensor]) -> None:
+    """Pin to y, in compiled code, the RMS norm that it is the result of: see `Normed`."""
+    setattr(y, _NORMED, Normed(x, norm, (traced_version(y), traced_version(x))))
 
 
-def attached_normed(y: Tensor, target: QuantSpec) -> Normed | None:
-    """Return what `attach_normed` pinned to y for this target, or None."""
+def attached_normed(y: Tensor) -> Normed | None:
+    """Return what `attach_normed` pinned to y in this graph, or None, also once y or x has been written to."""
     normed: Normed | None = getattr(y, _NORMED, None) if torch.compiler.is_compiling() else None
-    return normed if normed is not None and normed.target == target else None
+    if normed is None or normed.versions != (traced_version(y), traced_version(normed.x)):
+        return None
+    return normed
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,7 +102,9 @@ def attached_codes(x: Tensor, target: QuantSpec) -> Quantized | None:
     As everywhere in PyTorch, writing through `x.data` goes unseen.
     """
     if torch.compiler.is_compiling():
-        return None
+        traced: TracedCodes | None = getattr(x, _TRACED, None)
+        fits = traced is not None and traced.target == target and traced.version == traced_version(x)
+        return traced.quantized if traced is not None and fits else None
     pinned = getattr(x, _NAME, None)
     if not isinstance(pinned, AttachedCodes) or pinned.owner() is not x or pinned.target != target:
         return None

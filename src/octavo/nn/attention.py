@@ -2,15 +2,13 @@
 
 PyTorch's attention keeps its output y for backward, and an FP8 linear layer that reads y keeps codes of it. Backward of
 attention needs y only for one sum a token and head, `rowsum(dy y)`. So the codes serve both: y is quantised here as its
-reader would, and the codes go along with it (`octavo.nn.attached_codes`). In compiled code nothing can go along; there
-reader and attention quantise one tensor in one way, which compilers recognise as one computation.
+reader would, and the codes go along with it (`octavo.nn.attached_codes`).
 
 The forward stays what it is, to the bit, and so do the gradients of the reader. Those of q, k and v see y rounded.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -140,8 +138,7 @@ class _Function(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, lse = attention(q, k, v, causal=causal)
         y_BTD = y.flatten(2)
-        # Written as the reader writes it (`nn.functional.linears`): compilers see one computation.
-        codes, scale, _ = quantize_matrix(y_BTD.reshape(math.prod(y_BTD.shape[:-1]), y_BTD.shape[-1]), target)
+        codes, scale, _ = quantize_matrix(y_BTD.flatten(0, 1), target)
         ctx.save_for_backward(q, k, v, codes, scale, lse)
         ctx.causal, ctx.target = causal, target
         ctx.mark_non_differentiable(codes, scale)

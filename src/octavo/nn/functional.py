@@ -33,6 +33,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
+from octavo._util.compiler import is_output_of_attention
 from octavo.kernels import QuantSpec, ScaleRef
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
@@ -103,6 +104,8 @@ def linears(
     check_operands(x, weights[0])
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     recipe, dtype, amax_and_scale, stats, keeps_input = quantizer
+    if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(x):
+        keeps_input = True  # attention keeps it anyway
     x_codes, x_scale, *source = codes_of_input(x, recipe, prequantized)
     w_codes, w_scale = known_codes(codes, weights)
     options = recipe, dtype, keeps_input, torch.is_grad_enabled()  # an evaluation leaves no trace in stored scales
@@ -349,9 +352,10 @@ def read_weights(
 
 def codes_of_input(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> Sequence[Tensor | None]:
     """Return codes and scale of x where they are known, and the norm's input, rstd and weight that they follow from."""
-    normed = attached_normed(x, spec_of(recipe.fprop.input)) if requantises_exactly(recipe) else None
+    normed = attached_normed(x) if requantises_exactly(recipe) else None
     if normed is not None:
-        return *normed.quantized[:2], normed.x, *normed.norm
+        codes = kernels.quantize_normed(normed.x, normed.norm, spec_of(recipe.fprop.input))
+        return *codes[:2], normed.x, *normed.norm
     return *((None, None) if prequantized is None else prequantized[:2]), None, None, None
 
 

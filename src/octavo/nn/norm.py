@@ -10,15 +10,14 @@ keep nothing. A norm may keep it in FP8 (`input_format`): then it computes by it
 What its gradients lose by that is little. The input's error reaches dx only through the term that takes the mean of
 dy * n from each row, and the rest of dx is exact; dweight sums it over all tokens.
 
-Compiled RMS norms may hand over codes too (`input_format` is `shared`; `octavo.nn.attached_codes.Normed`): made of the
-input, in a pass that reads it and the rows' rstd, so that y is not written. In backward the reader makes them again of
-the same input, to the bit.
+Layers that read a compiled RMS norm make their codes of the norm's input (`octavo.nn.attached_codes.Normed`), in a pass
+that reads it and the rows' rstd, so that y is not written. In backward they make them again, to the bit, and keep none.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +32,10 @@ from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import Adopted
-from octavo.nn.attached_codes import Normed, attach_codes, attach_normed
+from octavo.nn.attached_codes import attach_codes, attach_normed
 from octavo.nn.probe import computes, shallow_copy
 from octavo.numerics import Quantized
-
-NormInputs = Literal["bf16", "fp8", "shared"]
-"""What a norm keeps its input in for backward: `bf16` as it is, `fp8` as codes, with a scale for 128 of them; `shared`
-as it is, and compiled layers that read the norm recompute their codes from it instead of keeping them."""
+from octavo.recipes import Precision
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -53,7 +49,8 @@ class Norm(Adopted):
     """What the reader of y quantises it to; None: y alone is written."""
     enabled: bool
     """False: compute as the parent does."""
-    input_format: NormInputs
+    input_format: Precision
+    """What the input is kept in for backward: `bf16` as it is, `fp8` as codes, with a scale for 128 of them."""
     normalized_shape: tuple[int, ...]
 
     @property
@@ -63,14 +60,10 @@ class Norm(Adopted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Anything more than x goes to the parent."""
-        if not kwargs and len(args) == 1 and self._hands_over(args[0]):
-            return self._forward_with_codes(args[0])
-        if self.input_format == "shared":
-            self._note_that_nothing_is_saved(args, "layers that read a norm keep its codes", "which is not compiled")
+        if not kwargs and len(args) == 1 and self._is_recomputed(args[0]):
+            return self._forward_to_recompute(args[0])
         if kwargs or len(args) != 1 or not self._takes(args[0]):
-            if self.input_format == "fp8":
-                why = "which its kernels do not compute as it does"
-                self._note_that_nothing_is_saved(args, "a norm kept its input as it is, not in FP8", why)
+            self._note_that_nothing_is_saved(args)
             return super().forward(*args, **kwargs)
         x: Tensor = args[0]
         x_MD = x.reshape(-1, x.shape[-1])
@@ -114,34 +107,32 @@ class Norm(Adopted):
         # Autocast lets some norms run in FP32 and others not, by class, version and device. FP32 stays FP32 in all.
         return x.dtype == torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype in _DTYPES
 
-    def _hands_over(self, x: Any) -> bool:
-        """Return whether compiled code hands over the codes of y, which follow from what backward keeps."""
-        if not (self.input_format == "shared" and torch.compiler.is_compiling() and self.enabled and is_plain(x)):
+    def _is_recomputed(self, x: Any) -> bool:
+        """Return whether compiled readers of y make their codes of x, which backward keeps."""
+        if not (torch.compiler.is_compiling() and self.enabled and is_plain(x)):
             return False
-        if self.is_centred or self.weight is None or self.target is None:
+        if self.is_centred or self.weight is None or self.input_format == "fp8":
             return False
-        follows = self.target[1:] == ("row", "power_of_two", "nearest") and on_gpu(x)
         is_long = COMPILED_ROW < x.shape[-1] <= LONGEST_NORM  # shorter rows are quantised where they are computed
-        return follows and is_long and x.dtype == self.weight.dtype and x.dtype in _DTYPES
+        return is_long and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
 
-    def _forward_with_codes(self, x: Tensor) -> Tensor:
+    def _forward_to_recompute(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
-        weight, target = cast(Tensor, self.weight).detach(), cast(QuantSpec, self.target)
         with torch.no_grad():
             x_MD = x.reshape(-1, x.shape[-1])
             eps = _eps_of(self)
             eps = _default_eps(x.dtype, x.device) if eps is None else eps
-            norm = torch.rsqrt(x_MD.float().pow(2).mean(-1) + eps), weight
-            attach_normed(y, Normed(kernels.quantize_normed(x_MD, norm, target), target, x_MD, norm))
+            rstd = torch.rsqrt(x_MD.float().pow(2).mean(-1) + eps)
+            attach_normed(y, x_MD, (rstd, cast(Tensor, self.weight).detach()))
         return y
 
-    def _note_that_nothing_is_saved(self, args: tuple[Any, ...], what: str, why: str) -> None:
-        if torch.compiler.is_compiling() or not self.enabled or not torch.is_grad_enabled():
+    def _note_that_nothing_is_saved(self, args: tuple[Any, ...]) -> None:
+        if self.input_format != "fp8" or not self.enabled or torch.compiler.is_compiling():
             return
-        if args and isinstance(args[0], Tensor):
+        if torch.is_grad_enabled() and args and isinstance(args[0], Tensor):
             ledger.fall_back(
-                f"{what}: {type(self).__name__} of {type(args[0]).__name__} "
-                f"{tuple(args[0].shape)} {args[0].dtype}, {why}"
+                f"a norm kept its input as it is, not in FP8: {type(self).__name__} of {type(args[0]).__name__} "
+                f"{tuple(args[0].shape)} {args[0].dtype}, which its kernels do not compute as it does"
             )
 
 
@@ -159,7 +150,7 @@ def adopts(module: nn.Module) -> bool:
     return _is_rms_norm(module)
 
 
-def adopt(module: nn.Module, target: QuantSpec | None, input_format: NormInputs = "bf16") -> None:
+def adopt(module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16") -> None:
     """Turn a module that `adopts` takes into a `Norm`, in place. It remains an instance of its class.
 
     A target that needs the maximum of all of y (`tensor`) is left to the reader: then y alone is written.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from octavo._util.compiler import traced_version
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import Quantizer, compute_dtype, linears, spec_of
 from octavo.nn.telemetry_ops import stats_buffer_of
@@ -129,8 +130,8 @@ register_optimizer_step_post_hook(_count_step)
 def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     """Return what the output of a layer depends on beside the identity of x; another, by ==, once that has changed."""
     modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
-    if torch.compiler.is_compiling():  # compiled code has no versions: it is traced again
-        return modes
+    if torch.compiler.is_compiling():
+        return *modes, traced_version(x)
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     versions = (None if tensor.is_inference() else tensor._version for tensor in (x, *parameters))
     return *modes, _steps, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions
