@@ -35,7 +35,7 @@ def test_the_gain_is_that_of_all_products_heads_in_bf16_included() -> None:
 @pytest.mark.parametrize("recipe", ["folded", "block", "bf16"])
 def test_whatever_is_planned_the_advice_is_the_same(recipe: str) -> None:
     line = next(line for line in str(_plan(recipe)).splitlines() if "fastest" in line)
-    assert line.startswith("fastest at no known cost in accuracy: folded 1.2")
+    assert line.startswith("fastest at the usual accuracy of FP8: folded 1.2")
     assert "at a cost: folded_fast with heads in FP8 1.68" in line and "fewer bits" in line
 
 

@@ -1,4 +1,7 @@
-"""The recipes that train a planned model fastest, by predicted time, and what each is known to cost in accuracy."""
+"""The recipes that train a planned model fastest, by predicted time, and what some are known to cost in accuracy.
+
+What every recipe with fprop in FP8 costs (docs/explanation/accuracy.md) is the same for all, and no price.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Choice(NamedTuple):
     gain: float
     """Predicted BF16 time / FP8 time of the products of all linear layers, heads included, with what quantises."""
     price: str
-    """What it is known to cost; empty where parity studies saw no cost."""
+    """What it is known to cost beyond what fprop in FP8 costs by any recipe; empty if nothing."""
 
     def __str__(self) -> str:
         name = f"{self.recipe}{' with heads in FP8' if self.head else ''}"
@@ -62,7 +65,7 @@ def choices(plan: Plan) -> list[Choice]:
 
 
 def advice(plan: Plan) -> list[str]:
-    """Return a line on the fastest choice at no known cost in accuracy, and on a faster one that has a cost."""
+    """Return a line on the fastest choice without a price, and on a faster one that has one."""
     found = choices(plan)
     if not found:
         return []
@@ -70,12 +73,12 @@ def advice(plan: Plan) -> list[str]:
         return [f"no recipe is predicted to gain at {plan.tokens} tokens per forward: more, or wider layers, would"]
     free = next(choice for choice in found if not choice.price)
     gemms = "the GEMMs of linear layers" if any(layer.is_experts for layer in plan.layers) else "all GEMMs"
-    line = f"fastest at no known cost in accuracy: {free} times BF16 in {gemms} (predicted)"
+    line = f"fastest at the usual accuracy of FP8: {free} times BF16 in {gemms} (predicted)"
     return [line if found[0] is free else f"{line}; at a cost: {found[0]}"]
 
 
 def price_of(recipe: Recipe, head: bool = False) -> str:
-    """Return what a recipe is known to cost in accuracy, by what it does; empty if nothing."""
+    """Return the price of a recipe, by what it does; see `Choice.price`."""
     gemms = [recipe.gemm(name) for name, *_ in recipe.gemms()]
     prices = (
         "sums in fewer bits" if any(gemm.accumulate == "fast" for gemm in gemms) else "",
