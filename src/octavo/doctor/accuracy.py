@@ -89,8 +89,8 @@ COSINE = 0.9
 @check(
     "drift",
     symptom="the loss in FP8 stays above the loss in BF16",
-    remedy="Keep the named layer, or its block, in BF16: octavo localize finds which. With scales per tensor take a finer"
-    " recipe (folded). A gap of tenths of a percent that all layers share goes with rowwise_bf16_fprop.",
+    remedy="Keep the named layer, or its block, in BF16: octavo localize finds which. If scales are per tensor, use a"
+    " finer recipe (folded). A gap of tenths of a percent that all layers share goes with rowwise_bf16_fprop.",
     needs=fp8_layers,
     read=lambda trial: (*map(float, trial.losses()), _cosines(trial)),
 )
