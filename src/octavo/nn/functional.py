@@ -354,7 +354,8 @@ def codes_of_input(x: Tensor, recipe: Recipe, prequantized: Quantized | None) ->
     """Return codes and scale of x where they are known, and the norm's input, rstd and weight that they follow from."""
     normed = attached_normed(x) if requantises_exactly(recipe) else None
     if normed is not None:
-        codes = kernels.quantize_normed(normed.x, normed.norm, spec_of(recipe.fprop.input))
+        with torch.no_grad():
+            codes = kernels.quantize_normed(normed.x, normed.norm, spec_of(recipe.fprop.input))
         return *codes[:2], normed.x, *normed.norm
     return *((None, None) if prequantized is None else prequantized[:2]), None, None, None
 
