@@ -27,6 +27,7 @@ from octavo.distributed import expert_parallel, rank_loads
 from octavo.kernels import record
 from octavo.train.timing import milliseconds, synchronize, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
+from octavo_bench.hf import leave_out_mask
 from octavo_bench.results import Row, failure
 
 
@@ -52,6 +53,8 @@ SMALL = (Shape(64, 32, 4, 2, 64),)
 RIVAL = "bf16 torch._grouped_mm"
 TRAINER = "4 layers of Qwen3-30B-A3B in the Trainer, 2 x 4096 tokens"
 WITH_HEAD = " + fp8 head"
+MODES = {"trainer": "eager", "compiled": "compiled", "causal": "compiled, no mask"}
+"""Of the Trainer, by part of the benchmark. Compiled, transformers masks attention, see `octavo_bench.hf`."""
 WARM_UP_STEPS, STEPS = 4, 8
 
 
@@ -175,16 +178,19 @@ def _kept(module: nn.Module, given: tuple[Tensor, ...]) -> Row:
 # --- in the Trainer --------------------------------------------------------------------------------------------------
 
 
-def bench_trainer(device: str, recipe: str, compiled: bool, report: Callable[[Row], None]) -> None:
+def bench_trainer(device: str, recipe: str, mode: str, report: Callable[[Row], None]) -> None:
     """Report a row per precision: the median step of Transformers' Trainer, its optimizer included.
 
     The head of so few layers has most FLOPs of the model, so FP8 is timed with it and without.
+
+    Args:
+        mode: a value of `MODES`.
     """
-    mode, base = "compiled" if compiled else "eager", 0.0
+    base = 0.0
     for precision in ("bf16", recipe, recipe + WITH_HEAD):
         row: Row = {"workload": TRAINER, "implementation": f"{precision}, {mode}"}
         try:
-            row |= _train(device, precision, compiled)
+            row |= _train(device, precision, mode)
             base = row["ms"] if precision == "bf16" else base
             row["ratio_to_bf16"] = round(base / row["ms"], 3) if base else 0.0
         except Exception as error:
@@ -221,7 +227,7 @@ def _model(device: str) -> nn.Module:
             torch.set_default_dtype(before)
 
 
-def _train(device: str, precision: str, compiled: bool) -> Row:
+def _train(device: str, precision: str, mode: str) -> Row:
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_callback import TrainerCallback
 
@@ -233,6 +239,8 @@ def _train(device: str, precision: str, compiled: bool) -> Row:
         plan = convert(model, precision.removesuffix(WITH_HEAD), policy=policy, tokens=2 * length)
         fp8 = sum(row.count * row.shape[0] * row.shape[1] for row in plan.layers if row.is_fp8)
         share = fp8 / sum(row.count * row.shape[0] * row.shape[1] for row in plan.layers)
+    if mode == MODES["causal"]:
+        leave_out_mask(model)
     times: list[float] = []
 
     class Clock(TrainerCallback):
@@ -250,8 +258,8 @@ def _train(device: str, precision: str, compiled: bool) -> Row:
     with tempfile.TemporaryDirectory() as place:
         arguments = TrainingArguments(
             place, max_steps=WARM_UP_STEPS + STEPS, per_device_train_batch_size=2, bf16=device == "cuda",
-            torch_compile=compiled, optim=optimizer, save_strategy="no", report_to=[], logging_strategy="no",
-            disable_tqdm=True, use_cpu=device == "cpu", dataloader_pin_memory=False,
+            torch_compile=mode != MODES["trainer"], optim=optimizer, save_strategy="no", report_to=[],
+            logging_strategy="no", disable_tqdm=True, use_cpu=device == "cpu", dataloader_pin_memory=False,
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in tokens]
         trained = Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
@@ -343,8 +351,8 @@ def command(
     Parameters
     ----------
     only
-        layer, trainer (eager), compiled (the Trainer with torch_compile), profile or parallel; the first three by
-        default.
+        layer, trainer (eager), compiled (the Trainer with torch_compile), causal (the same, and no mask for
+        attention), profile or parallel; the first three by default.
     recipe
         Recipe in the Trainer.
     device
@@ -370,9 +378,9 @@ def command(
         bench_layers(shapes, device, repeats, report)
     if "parallel" in parts:
         bench_parallel(shapes, device, repeats, report)
-    for mode in ("trainer", "compiled"):
-        if mode in parts:
-            bench_trainer(device, recipe, mode == "compiled", report)
+    for part, mode in MODES.items():
+        if part in parts:
+            bench_trainer(device, recipe, mode, report)
     return output.finish("moe", rows, line, device=device) if rows else 0
 
 

@@ -1,5 +1,6 @@
 """The benchmark of experts: each row has its figures, and one that fails does not end the others."""
 
+import pytest
 from torch import nn
 
 from octavo import Policy, convert
@@ -30,3 +31,14 @@ def test_activations_as_large_as_a_weight_are_no_codes_of_it():
     convert(nn.ModuleDict({"experts": module}), "folded", policy=Policy(min_gain=0, activation_inputs="fp8"))
     kept = moe._kept(module, moe._inputs(shape, "cpu"))
     assert kept["kept_weight_codes_mib"] == round(sum(p.numel() for p in module.parameters()) / 2**20, 3)
+
+
+@pytest.mark.parametrize("mode", [*moe.MODES.values()])
+def test_ratios_of_the_trainer_are_to_bf16_of_the_same_mode(monkeypatch, mode):
+    asked, rows = [], []
+    times = iter([{"ms": 4.0}, {"ms": 3.2}, {"ms": 2.0}])
+    monkeypatch.setattr(moe, "_train", lambda *given: asked.append(given) or next(times))
+    moe.bench_trainer("cpu", "folded", mode, rows.append)
+    assert asked == [("cpu", precision, mode) for precision in ("bf16", "folded", "folded + fp8 head")]
+    assert [row["ratio_to_bf16"] for row in rows] == [1.0, 1.25, 2.0]
+    assert all(row["implementation"].endswith(f", {mode}") for row in rows)

@@ -2,11 +2,14 @@
 
 import copy
 import io
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from octavo.errors import ConfigError
 from octavo.kernels import record
@@ -146,6 +149,24 @@ def test_compiled_code_computes_the_same(inputs):
     found = [y, twins[0].grad, twins[1].grad, module.up.grad.clone(), module.down.grad.clone()]
     module.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(found, gradients(module, *given), strict=True))
+
+
+def test_compiled_code_makes_and_copies_nothing_twice():
+    """The partitioner computes no forward again, and what an operator reads lies as it was made."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    x, ids, weights = routed(21)
+    torch.compile(fp8(), fullgraph=True, backend=backend)(x, ids, weights).sum().backward()
+    own = [{name.split(".")[1]: n for name, n in graph.items() if name.startswith("octavo")} for graph in graphs]
+    assert own[0] == {"quantize_tokens": 1, "quantize_stack": 2, "grouped_gemm": 2, "activation": 1, "combine_rows": 1}
+    passes = {"quantize_groups": 1, "expert_activation_backward": 1, "transpose_groups": 1, "combine_rows": 1}
+    assert own[1] == passes | {"transpose": 2, "grouped_gemm": 2, "grouped_wgrad": 2}
+    assert not {"aten.clone.default", "aten.copy.default"} & {name for graph in graphs for name in graph}
 
 
 def test_autocast_and_layouts_of_tokens():

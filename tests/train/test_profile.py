@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import importlib
 
 import pytest
 
@@ -43,19 +43,25 @@ def test_kernels_that_only_quantise_are_told_from_others() -> None:
     assert summarise(ran, steps=1).quantize == 1.0
 
 
-def test_grouped_products_and_their_quantisation_are_told_apart() -> None:
-    """Both walk over rows of experts, and were once kernels of one name."""
+@pytest.mark.parametrize(
+    ("file", "part"),
+    [
+        ("grouped_gemm", "gemm"),
+        ("optimizer", "optimizer"),
+        ("coefficients", "optimizer"),
+        ("gradient", "optimizer"),
+        ("grouped", "elementwise"),
+        ("batch", "elementwise"),
+    ],
+)
+def test_own_kernels_belong_to_parts(file: str, part: str) -> None:
     pytest.importorskip("triton")
-    from octavo.kernels.triton import grouped, grouped_gemm, launch
-
-    def kernels(module: ModuleType) -> set[str]:
-        return {name for name, value in vars(module).items() if isinstance(value, launch.Kernel)} - {"_blocks_kernel"}
-
-    products, passes = kernels(grouped_gemm), kernels(grouped)
-    assert len(products) == 2 and {category(name) for name in products} == {"gemm"}
-    assert len(passes) == 3 and {category(name) for name in passes} == {"elementwise"}
-    ran = [Kernel(name, 1000 * i, 1000 * i + 500) for i, name in enumerate([*products, *passes])]
-    assert summarise(ran, steps=1).quantize == 1.5
+    module = importlib.import_module(f"octavo.kernels.triton.{file}")
+    own = [name for name, value in vars(module).items() if name.endswith("_kernel") and hasattr(value, "function")]
+    names = [name for name in own if name != "_blocks_kernel"]
+    assert len(names) >= 2 and {category(name) for name in names} == {part}
+    spent = summarise([Kernel(name, 0, 500) for name in names], steps=1)
+    assert spent.quantize == (0.5 * len(names) if part == "elementwise" else 0.0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from octavo.train.timing import Kernel, busy, kernels_of
 
 CATEGORIES = {
     "communication": ("nccl",),
-    "optimizer": ("adam", "multi_tensor"),
+    "optimizer": ("adam", "multi_tensor", "_update_", "_momentum_", "_coefficient", "_squares_", "_store_kernel"),
     "attention": ("attention", "fmha", "sdpa", "cudnn_generated", "flash"),
     "gemm": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "s16816"),
 }
@@ -21,6 +21,7 @@ QUANTIZERS = (
     *("_rows_kernel", "search_strip", "write_strip", "scales_kernel", "transpose_tile", "_stack_kernel"),
     *("_requantize_kernel", "_quantize_kernel", "_begin_kernel", "_settle_kernel", "_write_kernel"),
     *("_group_rows_kernel", "_group_columns_kernel", "_group_transpose_kernel"),
+    *("_batch_search_kernel", "_batch_write_kernel", "_batch_transpose_kernel"),
 )
 """Octavo's kernels that only make codes and scales, by their names; norms and activations that make codes are not."""
 PARTS = ("gemm", "attention", "elementwise", "optimizer", "communication")

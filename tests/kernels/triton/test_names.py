@@ -53,6 +53,13 @@ def reached(kernel: Kernel) -> dict[str, set[Any]]:
     return found
 
 
+def test_no_two_kernels_have_one_name() -> None:
+    """Profiles know a kernel by its name alone: they counted grouped products as passes that quantise."""
+    functions = {kernel.function.fn for kernel in kernels().values()}
+    names = [function.__name__ for function in functions]
+    assert len(names) > 40 and len(names) == len({*names})
+
+
 def test_no_name_within_a_kernel_is_of_two_things() -> None:
     every = kernels()
     assert len(every) > 40 and len(reached(every["activation._forward_write_kernel"])) > 20

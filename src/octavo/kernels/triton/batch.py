@@ -48,14 +48,14 @@ def quantize_batch(
     if row.searches or column.searches:
         begin_searches(row, column)
         shape = single.search_shape(width)
-        _search_kernel[(*shape.grid(height, width), batch)](
+        _batch_search_kernel[(*shape.grid(height, width), batch)](
             *of_x, height, width, row_fold, column_fold, *row.arguments[2:], row.scales, *column.arguments[2:],
             column.scales, ROW_MODE=row.searched, COLUMN_MODE=column.searched, **shape.strip(height, width),
         )  # fmt: skip
         end_searches(row, column)
     shape = single.write_shape(row, column)
     across, down = shape.grid(height, width)
-    _write_kernel[(across * down, 1, batch)](
+    _batch_write_kernel[(across * down, 1, batch)](
         *of_x, height, width, row_fold, column_fold, *row.arguments, row.scales, *column.arguments, column.scales,
         ROW_MODE=row.mode, ROW_SCALING=row.scaling, COLUMN_MODE=column.mode, COLUMN_SCALING=column.scaling,
         **shape.strip(height, width),
@@ -71,7 +71,7 @@ def transpose_batch(codes: Tensor) -> Tensor:
     shape = single_transpose.SHAPE
     for first in range(0, batch, MOST):
         part = slice(first, first + MOST)
-        _transpose_kernel[(*shape.grid(rows, cols), len(out[part]))](
+        _batch_transpose_kernel[(*shape.grid(rows, cols), len(out[part]))](
             codes[part].view(torch.uint8), out[part].view(torch.uint8), rows, cols,
             EVEN=shape.strip(rows, cols)["EVEN"], **shape.meta(),
         )  # fmt: skip
@@ -88,7 +88,7 @@ def _turned(fold: Tensor | None) -> Tensor | None:
 
 @Kernel
 @triton.jit
-def _search_kernel(
+def _batch_search_kernel(
     x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
     row_stride_r, row_stride_c, row_amax, row_scales, column_stride_r, column_stride_c, column_amax, column_scales,
     ROW_MODE: tl.constexpr, COLUMN_MODE: tl.constexpr,
@@ -113,7 +113,7 @@ def _search_kernel(
 
 @Kernel
 @triton.jit
-def _write_kernel(
+def _batch_write_kernel(
     x_ptr, batch_stride, stride, total_r, total_c, row_fold, column_fold,
     row_codes, row_scale, row_stride_r, row_stride_c, row_inverse, row_scales,
     column_codes, column_scale, column_stride_r, column_stride_c, column_inverse, column_scales,
@@ -148,7 +148,9 @@ def _write_kernel(
 
 @Kernel
 @triton.jit
-def _transpose_kernel(x_ptr, out_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+def _batch_transpose_kernel(
+    x_ptr, out_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr
+):
     size = tl.program_id(2).to(tl.int64) * total_r * total_c
     single_transpose.transpose_tile(
         x_ptr + size, out_ptr + size, None, None, total_r, total_c, EVEN=EVEN, HEIGHT=HEIGHT, WIDTH=WIDTH

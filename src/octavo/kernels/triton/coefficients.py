@@ -31,7 +31,7 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
     """See `octavo.kernels.coefficients.group_squares`."""
     sums = torch.empty(groups, dtype=torch.float64, device=squares.device)
     size = max(next_power_of_2(len(squares)), SUMMED)
-    _sums_kernel[(groups,)](squares, own, sums, len(squares), SIZE=size, num_warps=min(size // 256, 32))
+    _coefficient_sums_kernel[(groups,)](squares, own, sums, len(squares), SIZE=size, num_warps=min(size // 256, 32))
     return sums
 
 
@@ -58,7 +58,7 @@ def coefficients(
 
 @Kernel
 @triton.jit(do_not_specialize=["count"])
-def _sums_kernel(squares, own, sums, count, SIZE: tl.constexpr):
+def _coefficient_sums_kernel(squares, own, sums, count, SIZE: tl.constexpr):
     row = tl.arange(0, SIZE)
     group = tl.load(own + OWN * row, mask=row < count, other=-1.0).to(tl.int32)
     is_member = group == tl.program_id(0)

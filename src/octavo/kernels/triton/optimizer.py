@@ -215,7 +215,7 @@ def _launch(
     if layout.searches:
         maxima = torch.zeros(len(control.steps), 6, dtype=torch.int32, device=device)
         searched = (table, owners) if shape == flat else _tables(places, flat, name, uploads, device)
-        _search_kernel[(len(searched[1]),)](
+        _update_search_kernel[(len(searched[1]),)](
             *searched, control.coefficients, control.skip, maxima, **common, **weights, **flat.meta()
         )
     arguments = table, owners, control.coefficients, control.steps, control.skip, control.clamped, maxima, control.seed
@@ -335,7 +335,7 @@ def _update_kernel(
 
 @Kernel
 @triton.jit
-def _search_kernel(
+def _update_search_kernel(
     table, owners, coefficients, skip, maxima,
     RULE: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
