@@ -104,7 +104,7 @@ def linears(
     check_operands(x, weights[0])
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     recipe, dtype, amax_and_scale, stats, keeps_input = quantizer
-    if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(x):
+    if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(x_MK):
         keeps_input = True  # attention keeps it anyway
     x_codes, x_scale, *source = codes_of_input(x, recipe, prequantized)
     w_codes, w_scale = known_codes(codes, weights)
