@@ -31,7 +31,7 @@ ROWS = {(r["workload"], r["implementation"]): r for r in json.loads(STEP.read_te
 @pytest.mark.parametrize(
     ("workload", "implementation"),
     [
-        ("llama-8b-stack", "octavo tensorwise"),  # `folded` was measured while it kept codes of weights for backward
+        ("llama-8b-stack", "octavo folded"),
         ("llama-1b", "bf16"),
     ],
 )
@@ -44,7 +44,8 @@ def test_a_forecast_is_within_5_percent_of_what_was_measured(workload: str, impl
         return Program(models=[training.model], forward_backward=training.forward_backward, update=training.update)
 
     predicted = forecast(made, steady=True).peak / 2**30
-    assert predicted == pytest.approx(ROWS[workload, implementation]["peak_gib"], rel=0.05)
+    row = ROWS.get((f"{workload}, later", implementation)) or ROWS[workload, implementation]
+    assert predicted == pytest.approx(row["peak_gib"], rel=0.05)
 
 
 DIM, TOKENS = 1024, 4096

@@ -619,7 +619,7 @@ def _compiled_step(model, x, dy):
 
 
 def _norm_and_reader(monkeypatch, shortest):
-    """Return a norm and a layer that reads it, compiled as on a GPU, where rows above `shortest` are handed over."""
+    """Return a norm and a layer that reads it, compiled as on a GPU, where codes of rows above `shortest` follow."""
     monkeypatch.setattr(norm, "on_gpu", lambda x: True)
     monkeypatch.setattr(norm, "COMPILED_ROW", shortest)
     torch._dynamo.reset()
@@ -632,7 +632,7 @@ def _norm_and_reader(monkeypatch, shortest):
     return model, x.to(torch.bfloat16), torch.randn(256, 32).to(torch.bfloat16)
 
 
-def test_a_compiled_norm_hands_over_codes_that_its_reader_makes_again(monkeypatch):
+def test_compiled_readers_of_a_norm_make_their_codes_of_its_input_and_again_in_backward(monkeypatch):
     model, x, dy = _norm_and_reader(monkeypatch, 0)
     size, (dx, dweight, dw) = _compiled_step(model, x, dy)
     model, x, dy = _norm_and_reader(monkeypatch, 64)
@@ -706,7 +706,7 @@ def test_what_a_compiled_norm_pins_to_its_result_is_read_in_its_own_graph_only(m
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_inductor_hands_over_codes_and_keeps_none():
+def test_on_a_gpu_compiled_readers_of_a_norm_keep_no_codes():
     torch._dynamo.reset()
     model = nn.Sequential(nn.RMSNorm(2048), nn.Linear(2048, 512, bias=False)).cuda().bfloat16()
     octavo.convert(model, policy=octavo.Policy(min_gain=0.0))

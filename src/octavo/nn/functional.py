@@ -104,7 +104,7 @@ def linears(
     check_operands(x, weights[0])
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     recipe, dtype, amax_and_scale, stats, keeps_input = quantizer
-    if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(x):
+    if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(x_MK):
         keeps_input = True  # attention keeps it anyway
     x_codes, x_scale, *source = codes_of_input(x, recipe, prequantized)
     w_codes, w_scale = known_codes(codes, weights)
@@ -354,7 +354,8 @@ def codes_of_input(x: Tensor, recipe: Recipe, prequantized: Quantized | None) ->
     """Return codes and scale of x where they are known, and the norm's input, rstd and weight that they follow from."""
     normed = attached_normed(x) if requantises_exactly(recipe) else None
     if normed is not None:
-        codes = kernels.quantize_normed(normed.x, normed.norm, spec_of(recipe.fprop.input))
+        with torch.no_grad():
+            codes = kernels.quantize_normed(normed.x, normed.norm, spec_of(recipe.fprop.input))
         return *codes[:2], normed.x, *normed.norm
     return *((None, None) if prequantized is None else prequantized[:2]), None, None, None
 
