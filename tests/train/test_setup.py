@@ -77,7 +77,7 @@ def test_blocks_that_stay_in_bf16(configure: Configure) -> None:
     plan = set_up(configure(model={**MODEL, "layers": 3}, run={"bf16_blocks": [1, 0]})).plan
     assert plan is not None
     assert {layer.name.split(".")[1] for layer in plan.layers if layer.is_fp8} == {"1", "2"}
-    with pytest.raises(ConfigError, match="bf16_blocks = .* the model has 1 block"):
+    with pytest.raises(ConfigError, match=r"bf16_blocks = .* the model has 1 block"):
         set_up(configure(model=MODEL, run={"bf16_blocks": [1, 1]}))
     with pytest.raises(ConfigError, match="it is two counts"):
         set_up(configure(run={"bf16_blocks": [-1, 0]}))
