@@ -245,27 +245,53 @@ HEADER = (
     "smallest gap that would show",
     f"pairs for ± {AIM:.2f} %",
     f"within ± {GATE:.2f} %",
-    "gap of the held-out loss",
+)
+CROSSED = (
+    "held-out loss",
+    "as trained",
     "its weights in BF16",
     "BF16's weights in FP8",
+    "both in FP8",
+    f"within ± {GATE:.2f} %",
 )
 
 
 def _of_study(rows: Sequence[Row]) -> str:
     model, tokens, condition = (rows[0][key] for key in STUDY)
     loss = decisive(rows)
-    heldout = {gap.arm: gap for gap in gaps(rows, "heldout_loss")}
-    crossed = [
-        {gap.arm: gap for gap in gaps(_with(rows, key), key, "heldout_loss")}
-        for key in ("heldout_bf16_loss", "heldout_of_bf16_loss")
-    ]
-    body = [_line(gap, *(own.get(gap.arm) for own in (heldout, *crossed))) for gap in gaps(rows, loss)]
+    body = [_line(gap) for gap in gaps(rows, loss)]
     hours = sum(row.get("seconds", 0.0) for row in rows) / 3600
     losses = [row[loss] for row in rows if row["recipe"] == BF16 and "error" not in row]
     bf16 = f"BF16's {LOSSES[loss]} is {fmean(losses):.4f} nats per token" if losses else "BF16 has no finite loss"
     spread = f", its seeds spread by {100 * stdev(losses) / fmean(losses):.2f} %" if len(losses) > 1 else ""
     title = f"**{model}, {tokens:,} tokens, {condition}: {LOSSES[loss]}**"
-    return f"{title}\n\n{table(HEADER, body)}\n\n{bf16}{spread}. Hours of training: {hours:.2f}."
+    tables = "\n\n".join(filter(None, (table(HEADER, body), _crossed(rows))))
+    return f"{title}\n\n{tables}\n\n{bf16}{spread}. Hours of training: {hours:.2f}."
+
+
+def _crossed(rows: Sequence[Row]) -> str:
+    """Return a table of the held-out gaps of both models in both precisions; empty where BF16's alone was computed."""
+    if not any("heldout_bf16_loss" in row for row in rows):
+        return ""
+    keys = ("heldout_loss", "heldout_bf16_loss", "heldout_of_bf16_loss")
+    found = [{gap.arm: gap for gap in gaps(_with(rows, key), key, "heldout_loss")} for key in keys]
+    in_fp8 = {gap.arm: gap for gap in served(rows)}
+    body = []
+    for arm in found[0]:
+        both = in_fp8.get(arm)
+        cells = [_interval(own.get(arm)) for own in found] if arm != NULL else [_interval(found[0][arm]), "", ""]
+        body.append((arm, *cells, _interval(both), both.verdict if both else ""))
+    return table(CROSSED, body)
+
+
+def served(rows: Sequence[Row]) -> list[Gap]:
+    """Return the gaps of recipes, computed in FP8, to BF16's weights computed by the same recipe."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if "heldout_of_bf16_loss" in row:
+            gap = 100 * (row["heldout_loss"] / row["heldout_of_bf16_loss"] - 1)
+            found.setdefault(row["recipe"], []).append(gap)
+    return [Gap(arm, tuple(values), 0) for arm, values in found.items()]
 
 
 def _with(rows: Sequence[Row], loss: str) -> list[Row]:
@@ -273,10 +299,17 @@ def _with(rows: Sequence[Row], loss: str) -> list[Row]:
     return [row for row in rows if loss in row or row["recipe"] in (BF16, NULL)]
 
 
-def _line(gap: Gap, *others: Gap | None) -> tuple[str, ...]:
+def _interval(gap: Gap | None) -> str:
+    if gap is None or not gap.differences:
+        return ""
+    width = "" if gap.half_width is None else f" ± {gap.half_width:.3f} %"
+    return f"{gap.mean:+.3f} %{width}"
+
+
+def _line(gap: Gap) -> tuple[str, ...]:
     verdict = "" if gap.arm == NULL else gap.verdict
     if not gap.differences:
-        return gap.arm, "0", *[""] * 6, verdict, *[""] * len(others)
+        return gap.arm, "0", *[""] * 6, verdict
     return (
         gap.arm,
         str(len(gap.differences)),
@@ -287,7 +320,6 @@ def _line(gap: Gap, *others: Gap | None) -> tuple[str, ...]:
         _percent(gap.visible),
         f"{gap.wanted:,}" if gap.wanted else "",
         verdict,
-        *(f"{o.mean:+.3f} % ± {o.half_width:.3f} %" if o and o.half_width else "" for o in others),
     )
 
 

@@ -57,6 +57,16 @@ def test_blocks_with_changed_recipes_are_studies_of_their_own() -> None:
     assert ladder.studies([*third, *plain[:3], *other, *plain[3:]]) == [plain, other, third]
 
 
+def test_a_model_served_in_fp8_is_beside_one_trained_in_bf16_and_quantised() -> None:
+    """Both of its losses are the recipe's: what its forward pass costs is in both."""
+    crossed = {"heldout_bf16_loss": 2.002, "heldout_of_bf16_loss": 2.01}
+    rows = [*block(0, bf16=1.0, null=1.0), run("folded", 0, 1.01, **crossed)]
+    [gap] = ladder.served(rows)
+    assert (gap.arm, gap.differences) == ("folded", pytest.approx((100 * (2.02 / 2.01 - 1),)))
+    assert "| folded | +1.000 % | +0.100 % | +0.500 % | +0.498 % | open |" in ladder.report(rows)
+    assert "its weights in BF16" not in ladder.report(block(0, bf16=1.0, null=1.0, folded=1.01))
+
+
 def test_the_fresh_loss_decides_where_all_runs_have_it() -> None:
     rows = block(0, bf16=1.0, null=1.0, folded=1.01)
     assert ladder.decisive(rows) == "fresh_loss"
