@@ -225,6 +225,11 @@ def studies(rows: Sequence[Row]) -> list[list[Row]]:
     return [own for _, own in sorted(found.items(), key=lambda item: item[0][1:])]
 
 
+def condition(rows: Sequence[Row]) -> str:
+    """Return in words what a study is under."""
+    return f"{rows[0]['condition']}{', changed recipes' if changed(row['recipe'] for row in rows) else ''}"
+
+
 def changed(arms: Iterable[str]) -> set[str]:
     """Return those of the arms that are a recipe with something changed."""
     return {arm for arm in arms if "+" in arm and arm != NULL}
@@ -257,14 +262,13 @@ CROSSED = (
 
 
 def _of_study(rows: Sequence[Row]) -> str:
-    model, tokens, condition = (rows[0][key] for key in STUDY)
     loss = decisive(rows)
     body = [_line(gap) for gap in gaps(rows, loss)]
     hours = sum(row.get("seconds", 0.0) for row in rows) / 3600
     losses = [row[loss] for row in rows if row["recipe"] == BF16 and "error" not in row]
     bf16 = f"BF16's {LOSSES[loss]} is {fmean(losses):.4f} nats per token" if losses else "BF16 has no finite loss"
     spread = f", its seeds spread by {100 * stdev(losses) / fmean(losses):.2f} %" if len(losses) > 1 else ""
-    title = f"**{model}, {tokens:,} tokens, {condition}: {LOSSES[loss]}**"
+    title = f"**{rows[0]['model']}, {rows[0]['tokens']:,} tokens, {condition(rows)}: {LOSSES[loss]}**"
     tables = "\n\n".join(filter(None, (table(HEADER, body), _crossed(rows))))
     return f"{title}\n\n{tables}\n\n{bf16}{spread}. Hours of training: {hours:.2f}."
 

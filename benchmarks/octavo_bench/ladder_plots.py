@@ -30,8 +30,8 @@ def shown_studies(directory: Path) -> list[tuple[str, list[Row]]]:
     found = []
     for mark, pilot in (("pilot: ", True), ("", False)):
         for own in ladder.studies(ladder.read_rows(directory, pilot=pilot)):
-            condition = "" if own[0]["condition"] == "whole" else f", {own[0]['condition']}"
-            found.append((f"{mark}{own[0]['model']}{condition}", own))
+            condition = ladder.condition(own)
+            found.append((f"{mark}{own[0]['model']}{'' if condition == 'whole' else f', {condition}'}", own))
     return found
 
 
