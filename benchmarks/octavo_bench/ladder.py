@@ -178,7 +178,7 @@ def gaps(rows: Sequence[Row], loss: str | None = None, baseline: str | None = No
     """Return the gaps of one study's arms: the null, the mean of the recipes, and each recipe.
 
     A recipe is compared with the mean of both BF16 runs of its block, the null with the first. A block whose BF16 did
-    not stay finite is left out. The mean of the recipes takes blocks that have all of them.
+    not stay finite is left out. The mean of the recipes takes blocks that have all of them; changed recipes have none.
 
     Args:
         rows: runs of one study.
@@ -206,7 +206,7 @@ def gaps(rows: Sequence[Row], loss: str | None = None, baseline: str | None = No
             elif recipe in block:
                 own[recipe] = 100 * (block[recipe][loss] / fmean((first, second)) - 1)
                 found[recipe].append(own[recipe])
-        if len(own) == len(recipes) > 1:
+        if len(own) == len(recipes) > 1 and not changed(recipes):
             found[ALL].append(fmean(own.values()))
     return [Gap(arm, tuple(values), failures[arm]) for arm, values in found.items() if values or failures[arm]]
 
