@@ -39,7 +39,7 @@ def by_name(found):
 def test_what_is_served_is_what_was_trained(runs, exported, capfd):
     """But for scales that are no powers of two, and FP32 in place of BF16 around the products."""
     scores, differences = by_name(evaluate_served(exported / "fp8", FEW, run=runs / "folded"))
-    assert list(scores) == ["served", "FP8", "high precision", "BF16 baseline"]
+    assert list(scores) == ["served", "FP8", "high precision", "BF16 baseline", "BF16 quantised"]
     apart = differences["served", "FP8"]
     assert 0 < abs(apart.loss) < 2e-3 and apart.loss_error < 1e-3
     assert scores["served"].accuracy == pytest.approx(scores["FP8"].accuracy, abs=0.02)

@@ -25,8 +25,9 @@ def measure(computed: str, score: Callable[[Iterable[Batch]], Tensor], text: Eva
     return Score.of(computed, text, losses_S, hits_S, dict(ledger.gemms), tuple(dict.fromkeys(ledger.fallbacks)))
 
 
-SERVED, FP8, BF16, HIGH, TWIN = "served", "FP8", "BF16", "high precision", "BF16 baseline"
-_COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, TWIN)
+SERVED, FP8, BF16, HIGH = "served", "FP8", "BF16", "high precision"
+TWIN, QUANTISED = "BF16 baseline", "BF16 quantised"
+_COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, TWIN), (FP8, QUANTISED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +35,8 @@ class Score:
     """Scores of a model in one precision, on a text of S sequences. Non-finite numbers are None."""
 
     computed: str
-    """`FP8` and `high precision`, the same weights; `BF16 baseline`; `BF16` of a run without FP8; `served`."""
+    """`FP8` and `high precision`, the same weights; `BF16 baseline`, and `BF16 quantised`, the same in FP8 by the run's
+    recipe; `BF16` of a run without FP8; `served`."""
     losses_S: Tensor = field(compare=False, repr=False)
     """Nats per token; float64, on the CPU; not part of the JSON."""
     loss: float | None
@@ -165,9 +167,10 @@ def _about(found: Evaluation) -> Iterator[str]:
     layout = f"{quantity(text['sequences'], 'sequence')} of {text['sequence']:,}"
     yield f"            {text['tokens']:,} tokens in {layout}, {text['bytes']:,} bytes"
     yield f"device      {found.device}"
-    for gemms in (score.fp8_gemms for score in found.scores if score.fp8_gemms):
-        yield f"FP8 GEMMs   {', '.join(f'{count:,} {kernel}' for kernel, count in sorted(gemms.items()))}"
-    yield from (f"fallback    {reason}" for score in found.scores for reason in score.fallbacks)
+    in_fp8 = (sorted(score.fp8_gemms.items()) for score in found.scores if score.fp8_gemms)
+    gemms = (f"FP8 GEMMs   {', '.join(f'{count:,} {kernel}' for kernel, count in own)}" for own in in_fp8)
+    fallbacks = (f"fallback    {reason}" for score in found.scores for reason in score.fallbacks)
+    yield from dict.fromkeys((*gemms, *fallbacks))  # once, where several models compute alike
     yield from (f"note        {note}" for note in found.notes)
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of a run of `octavo train`: its weights in FP8 and in high precision, and its BF16 baseline."""
+"""Evaluation of a run of `octavo train`: its weights in FP8 and in high precision, and its BF16 baseline in both."""
 
 from __future__ import annotations
 
@@ -63,13 +63,18 @@ class LoadedRun:
         return text, [changed] if before not in ("", now) else []
 
     def measure(self, text: EvalText, report: Report) -> list[Score]:
-        """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline."""
+        """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline, as it is and in FP8."""
         lanes = states_of(self.checkpoint, self.config)
-        return [
+        found = [
             result.measure(computed, partial(_within, how, lane), text, report)
             for lane in lanes
             for computed, how in _precisions(lane, is_twin=lane is not lanes[0])
         ]
+        for twin in lanes[1:]:
+            quantised = lanes[0]
+            quantised.model.load_state_dict(twin.model.state_dict())
+            found.append(result.measure(result.QUANTISED, partial(heldout_scores, quantised), text, report))
+        return found
 
 
 def evaluate_run(run: Path, settings: EvalSettings, report: Report = silent) -> Evaluation:
