@@ -201,7 +201,16 @@ def activation_table() -> str:
         rows.append((f"`recompute(model, {shown})`", size, size, share))
     first = rows[0][2]
     lines = [(w, f"{e:,}", f"{c:,}", f"{c / first:.2f}", f"{share:.0%}" if share else "-") for w, e, c, share in rows]
-    return table(("option", "eager", "compiled", "of the first line's", "of the forward, computed again"), lines)
+    return table(
+        (
+            "option",
+            "bytes per token and block, eager",
+            "compiled",
+            "of the first line's",
+            "of the forward, computed again",
+        ),
+        lines,
+    )
 
 
 def run_store_table() -> str:

@@ -6,7 +6,7 @@ docs/explanation/parity-protocol.md has the reasons and the sources of the formu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -174,16 +174,19 @@ def decisive(rows: Sequence[Row]) -> str:
     return next(key for key in LOSSES if all(key in row for row in rows if "error" not in row) or key == [*LOSSES][-1])
 
 
-def gaps(rows: Sequence[Row], loss: str | None = None, baseline: str | None = None) -> list[Gap]:
+def gaps(
+    rows: Sequence[Row], loss: str | None = None, baseline: str | None = None, beside: str | None = None
+) -> list[Gap]:
     """Return the gaps of one study's arms: the null, the mean of the recipes, and each recipe.
 
     A recipe is compared with the mean of both BF16 runs of its block, the null with the first. A block whose BF16 did
-    not stay finite is left out. The mean of the recipes takes blocks that have all of them; changed recipes have none.
+    not stay finite is left out. The mean of the recipes is that of the unchanged ones, in blocks that have all of them.
 
     Args:
         rows: runs of one study.
         loss: key of the compared loss, by default that which decides.
         baseline: key of BF16's, if it is another.
+        beside: key of a recipe's own row to compare with, in place of BF16's runs.
 
     Raises:
         ConfigError: the rows are of several studies, whose gaps must not be pooled.
@@ -192,6 +195,7 @@ def gaps(rows: Sequence[Row], loss: str | None = None, baseline: str | None = No
         raise ConfigError(f"gaps of several studies are not pooled: {studies}. Take them one by one.")
     loss = loss or decisive(rows)
     recipes = [recipe for recipe in dict.fromkeys(row["recipe"] for row in rows) if recipe not in (BF16, NULL)]
+    unchanged = [recipe for recipe in recipes if "+" not in recipe]
     found: dict[str, list[float]] = {arm: [] for arm in (NULL, ALL, *recipes)}
     failures = dict.fromkeys(found, 0)
     for block in blocks(rows):
@@ -204,10 +208,11 @@ def gaps(rows: Sequence[Row], loss: str | None = None, baseline: str | None = No
             if "error" in block.get(recipe, {}):
                 failures[recipe] += 1
             elif recipe in block:
-                own[recipe] = 100 * (block[recipe][loss] / fmean((first, second)) - 1)
+                reference = block[recipe][beside] if beside else fmean((first, second))
+                own[recipe] = 100 * (block[recipe][loss] / reference - 1)
                 found[recipe].append(own[recipe])
-        if len(own) == len(recipes) > 1 and not changed(recipes):
-            found[ALL].append(fmean(own.values()))
+        if len(unchanged) > 1 and own.keys() >= {*unchanged}:
+            found[ALL].append(fmean(own[recipe] for recipe in unchanged))
     return [Gap(arm, tuple(values), failures[arm]) for arm, values in found.items() if values or failures[arm]]
 
 
@@ -217,22 +222,8 @@ def blocks(rows: Sequence[Row]) -> list[dict[str, Row]]:
 
 
 def studies(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the runs of each study, smaller models first. Blocks with changed recipes are studies of their own."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for block in blocks(rows):
-        study = tuple(next(iter(block.values()))[key] for key in STUDY)
-        found.setdefault((*study, *sorted(changed(block))), []).extend(block.values())
-    return [own for _, own in sorted(found.items(), key=lambda item: item[0][1:])]
-
-
-def condition(rows: Sequence[Row]) -> str:
-    """Return in words what a study is under."""
-    return f"{rows[0]['condition']}{', changed recipes' if changed(row['recipe'] for row in rows) else ''}"
-
-
-def changed(arms: Iterable[str]) -> set[str]:
-    """Return those of the arms that are a recipe with something changed."""
-    return {arm for arm in arms if "+" in arm and arm != NULL}
+    """Return the runs of each study, smaller models first."""
+    return [own for _, own in sorted(grouped(rows, *STUDY).items(), key=lambda item: item[0][1:])]
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -262,13 +253,14 @@ CROSSED = (
 
 
 def _of_study(rows: Sequence[Row]) -> str:
+    model, tokens, condition = (rows[0][key] for key in STUDY)
     loss = decisive(rows)
     body = [_line(gap) for gap in gaps(rows, loss)]
     hours = sum(row.get("seconds", 0.0) for row in rows) / 3600
     losses = [row[loss] for row in rows if row["recipe"] == BF16 and "error" not in row]
     bf16 = f"BF16's {LOSSES[loss]} is {fmean(losses):.4f} nats per token" if losses else "BF16 has no finite loss"
     spread = f", its seeds spread by {100 * stdev(losses) / fmean(losses):.2f} %" if len(losses) > 1 else ""
-    title = f"**{rows[0]['model']}, {rows[0]['tokens']:,} tokens, {condition(rows)}: {LOSSES[loss]}**"
+    title = f"**{model}, {tokens:,} tokens, {condition}: {LOSSES[loss]}**"
     tables = "\n\n".join(filter(None, (table(HEADER, body), _crossed(rows))))
     return f"{title}\n\n{tables}\n\n{bf16}{spread}. Hours of training: {hours:.2f}."
 
@@ -282,25 +274,21 @@ def _crossed(rows: Sequence[Row]) -> str:
     in_fp8 = {gap.arm: gap for gap in served(rows)}
     body = []
     for arm in found[0]:
-        both = in_fp8.get(arm)
         cells = [_interval(own.get(arm)) for own in found] if arm != NULL else [_interval(found[0][arm]), "", ""]
+        both = in_fp8.get(arm)
         body.append((arm, *cells, _interval(both), both.verdict if both else ""))
     return table(CROSSED, body)
 
 
 def served(rows: Sequence[Row]) -> list[Gap]:
     """Return the gaps of recipes, computed in FP8, to BF16's weights computed by the same recipe."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        if "heldout_of_bf16_loss" in row:
-            gap = 100 * (row["heldout_loss"] / row["heldout_of_bf16_loss"] - 1)
-            found.setdefault(row["recipe"], []).append(gap)
-    return [Gap(arm, tuple(values), 0) for arm, values in found.items()]
+    key = "heldout_of_bf16_loss"
+    return [gap for gap in gaps(_with(rows, key), "heldout_loss", beside=key) if gap.arm != NULL]
 
 
 def _with(rows: Sequence[Row], loss: str) -> list[Row]:
-    """Return the rows that have this loss, with the BF16 runs."""
-    return [row for row in rows if loss in row or row["recipe"] in (BF16, NULL)]
+    """Return the rows that have this loss or failed, with the BF16 runs."""
+    return [row for row in rows if loss in row or "error" in row or row["recipe"] in (BF16, NULL)]
 
 
 def _interval(gap: Gap | None) -> str:

@@ -30,8 +30,8 @@ def shown_studies(directory: Path) -> list[tuple[str, list[Row]]]:
     found = []
     for mark, pilot in (("pilot: ", True), ("", False)):
         for own in ladder.studies(ladder.read_rows(directory, pilot=pilot)):
-            condition = ladder.condition(own)
-            found.append((f"{mark}{own[0]['model']}{'' if condition == 'whole' else f', {condition}'}", own))
+            condition = "" if own[0]["condition"] == "whole" else f", {own[0]['condition']}"
+            found.append((f"{mark}{own[0]['model']}{condition}", own))
     return found
 
 
@@ -68,7 +68,7 @@ def time_data(directory: Path) -> Data:
             ]
             if NULL in curves:
                 null.append(_percent(curves[NULL], curves[BF16]))
-            recipes = [_percent(curve, base) for arm, curve in curves.items() if arm not in (BF16, NULL)]
+            recipes = [_percent(curve, base) for arm, curve in curves.items() if "+" not in arm and arm != BF16]
             if recipes:
                 mean.append([fmean(values) for values in zip(*recipes, strict=True)])
         points = [over_seeds(values) for values in zip(*mean, strict=True)]

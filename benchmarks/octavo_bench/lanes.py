@@ -31,6 +31,7 @@ from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
 from octavo.models.moe import MoE
 from octavo.recipes import Recipe
+from octavo.train.config import LoopConfig
 from octavo_bench.cli import known
 from octavo_bench.installed_text import InstalledText
 
@@ -148,7 +149,7 @@ class Lane:
         self._buffers = {name: (own, own.clone()) for name, own in self.model.named_buffers()}
         if arm not in (BF16, NULL):
             convert_by(self.model, arm, training.batch * training.model.sequence)
-        self._bf16_last_share = 0.0 if arm in (BF16, NULL) else bf16_last_share(arm)
+        self._schedule = schedule_of(arm, training.steps)
         self._parameters = dict(self.model.named_parameters())
         self._make_optimizer()
         self._make_buffers(text)
@@ -193,7 +194,7 @@ class Lane:
         self.start(0)
         with self._streamed():
             self._capture("step", self._step, WARM)
-            if self._bf16_last_share:
+            if self._schedule.bf16_last_share:
                 self._capture("step_bf16", self._in_bf16(self._step), WARM)
             self._capture("heldout", self._evaluate, 1)
             if self.arm not in (BF16, NULL):
@@ -309,10 +310,8 @@ class Lane:
 
     def step(self, at: int) -> None:
         """Make the next step, which is number `at` of the run, on the stream of the lane."""
-        steps = self.training.steps
-        in_bf16 = at >= steps - round(self._bf16_last_share * steps)
         with self._streamed():
-            self._graphs["step_bf16" if in_bf16 else "step"]()
+            self._graphs["step_bf16" if self._schedule.is_bf16(at) else "step"]()
 
     @property
     def losses(self) -> Tensor:
@@ -434,7 +433,7 @@ def recipe_of(arm: str) -> Recipe:
 
 OPTIONS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("memory", *SAVED), str),
-    "bf16_blocks": lambda text: tuple(int(count) for count in text.split("/")),
+    "bf16_blocks": lambda text: tuple(int(count) if count.isdigit() else -1 for count in text.split("/")),
     "keep": lambda text: dict.fromkeys(text.split("/"), KEPT),
 }
 """Options of the policy that an arm may change, and how each is read: `policy.bf16_blocks=1/1`, `policy.keep=*.wo`."""
@@ -449,30 +448,23 @@ def policy_of(arm: str) -> Policy:
     """
     options = {}
     for name, text in _parse(arm)[1].get("policy", {}).items():
-        read = OPTIONS[known("--recipes", name, [*OPTIONS], "option of a policy")]
-        try:
-            options[name] = read(text)
-        except ValueError:
-            raise ConfigError(f"--recipes: '{arm}': policy.bf16_blocks is two counts, such as 1/1.") from None
+        options[name] = OPTIONS[known("--recipes", name, [*OPTIONS], "option of a policy")](text)
     return Policy(min_gain=0.0, **options)
 
 
-def bf16_last_share(arm: str) -> float:
-    """Return the share of the steps at the end of a run that an arm makes in BF16: `folded+run.bf16_last_share=0.1`.
+def schedule_of(arm: str, steps: int) -> LoopConfig:
+    """Return which steps an arm makes in BF16: the last tenth of `folded+run.bf16_last_share=0.1`.
 
     Raises:
         ConfigError: the share is no number from 0 to 1, or another option of a run is changed.
     """
-    changes = _parse(arm)[1].get("run", {})
+    changes = {} if arm in (BF16, NULL) else _parse(arm)[1].get("run", {})
     for name in changes:
         known("--recipes", name, ["bf16_last_share"], "option of a run")
     try:
-        share = float(changes.get("bf16_last_share", 0.0))
+        return LoopConfig(steps=steps, bf16_last_share=float(changes.get("bf16_last_share", 0.0)))
     except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ConfigError(f"--recipes: '{arm}': run.bf16_last_share is a number from 0 to 1.")
-    return share
+        raise ConfigError(f"--recipes: '{arm}': run.bf16_last_share is a number from 0 to 1.") from None
 
 
 def _parse(arm: str) -> tuple[str, dict[str, Any]]:

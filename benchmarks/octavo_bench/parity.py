@@ -8,6 +8,7 @@ minutes are over, saves after each, and says what is known by then.
 from __future__ import annotations
 
 import fcntl
+import math
 import multiprocessing
 import os
 import tempfile
@@ -38,10 +39,10 @@ from octavo_bench.lanes import (
     Snapshot,
     Training,
     allow_many_compilations,
-    bf16_last_share,
     policy_of,
     recipe_of,
     run_together,
+    schedule_of,
     score_together,
 )
 from octavo_bench.results import Row
@@ -325,7 +326,10 @@ class Study:
         losses = lane.losses
         if not bool(losses.isfinite().all()):
             return row | {"error": f"the loss was not finite at step {int((~losses.isfinite()).nonzero()[0])}"}
-        row |= {f"{name}_loss": fmean(own.values()) for name, own in by_language.items()}
+        heldout = {f"{name}_loss": fmean(own.values()) for name, own in by_language.items()}
+        if not math.isfinite(heldout["heldout_loss"]):
+            return row | {"error": "the held-out loss was not finite"}
+        row |= {name: loss for name, loss in heldout.items() if math.isfinite(loss)}  # BF16's weights may not be
         if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
             row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}
@@ -402,7 +406,9 @@ def _warm(arm: str, training: Training, device: torch.device, compiled: bool) ->
 def check_recipes(names: Sequence[str]) -> None:
     """Raise `ConfigError` unless all recipes compute in FP8 and keep nothing from step to step."""
     for name in names:
-        recipe, _, _ = recipe_of(name), policy_of(name), bf16_last_share(name)
+        recipe = recipe_of(name)
+        policy_of(name)
+        schedule_of(name, 1)
         if not recipe.is_fp8:
             raise ConfigError(f"--recipes: '{name}' has no FP8 GEMM: BF16 is trained in any case.")
         if recipe.has_stored_scales:

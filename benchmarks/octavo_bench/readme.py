@@ -21,7 +21,6 @@ TITLES = {
     "llama-8b-stack": "Llama-3-8B blocks",
     "llama-70b-stack": "Llama-3-70B blocks",
     "175b-stack": "blocks of a Llama of 175 B",
-    "llama-1b-stack": "Llama-1B blocks",
     "llama-1b": "Llama-1B with head and AdamW",
     "llama-3-8b": "Llama-3-8B, FSDP2",
     "resnet50": "ResNet-50",
@@ -42,7 +41,7 @@ class Measured:
     @classmethod
     def read(cls, directory: Path) -> Measured:
         """Read the results under a directory; kinds that were never measured are absent."""
-        kinds = ("moe", "hf", "distributed", "parity")
+        kinds = ("moe", "hf", "distributed", "parity", "ladder")
         found = {kind: result for kind in kinds if (result := results.latest(kind, directory))}
         whole = [own for own in results.newest("memory", directory) if _having(own.rows, {"workload": WHOLE})]
         found |= {"memory": whole[0]} if whole else {}
@@ -109,10 +108,11 @@ def _speed(measured: Measured) -> str:
 
 def _several(measured: Measured) -> str:
     rows = measured.rows("distributed", workload="llama-3-8b")
-    rows = [row for row in rows if row["layout"].startswith("data") and "head" not in row["implementation"]]
-    own = max(rows, key=lambda row: float(row["ratio_to_bf16"]), default=None)
-    if own is None or own["implementation"] == BF16:
+    rows = [row for row in rows if row["layout"].startswith("data") and row["implementation"].startswith("octavo ")]
+    rows = [row for row in rows if "head" not in row["implementation"]]
+    if not rows:
         return ""
+    own = max(rows, key=lambda row: float(row["ratio_to_bf16"]))
     how = f"`{_recipe(own['implementation'])}`" + (", a step as one CUDA graph" if "graph" in own["layout"] else "")
     rate = f"{own['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU"
     ratio = f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**"
@@ -120,11 +120,13 @@ def _several(measured: Measured) -> str:
 
 
 def _accuracy(measured: Measured) -> str:
-    """Return the gap of the largest model whose interval is bounded, of the parity study or of pairs of seeds."""
+    """Return the gap of the largest Llama whose interval is bounded, of the parity study or of pairs of seeds."""
     if study := _study(measured):
         gap, rows = study
         within = f" ± {gap.half_width:.2f} % (95 % over {len(gap.differences)} pairs)"
-        return _gap_line(gap.mean, within, rows[0]["model"], rows[0]["tokens"], _loss_of(rows).capitalize())
+        half = ", FP8 from half of the run on," if rows[0]["condition"] == "half" else ""
+        loss = f"{_loss_of(rows).capitalize()}{half}"
+        return _gap_line(gap.mean, within, rows[0]["model"], rows[0]["tokens"], loss)
     studies = _pairs(measured)
     if not studies:
         return ""
@@ -135,11 +137,12 @@ def _accuracy(measured: Measured) -> str:
 
 
 def _study(measured: Measured) -> tuple[ladder.Gap, Sequence[Row]] | None:
-    """Return the gap of `folded` in the parity study of the most tokens whose interval is bounded, and its runs."""
+    """Return the gap of `folded` in the largest Llama's study whose interval is bounded, and its runs."""
     for rows in reversed(ladder.studies(measured.pairs)):
-        for gap in ladder.gaps(rows):
-            if gap.arm == "folded" and gap.half_width is not None and not ladder.changed(row["recipe"] for row in rows):
-                return gap, rows
+        if rows[0]["condition"] in ("half", "whole") and rows[0]["model"].startswith("llama"):
+            for gap in ladder.gaps(rows):
+                if gap.arm == "folded" and gap.half_width is not None:
+                    return gap, rows
     return None
 
 
@@ -178,7 +181,7 @@ def _costs(measured: Measured) -> str:
     )
     if launched and launched["ratio_to_bf16"] < 1:
         said.append(f"tensor parallelism launched kernel by kernel at {launched['ratio_to_bf16']:.2f} times")
-        said[-1] += f", and only as a CUDA graph at {graph['ratio_to_bf16']:.2f}" if graph else ""
+        said[-1] += f", as a CUDA graph at {graph['ratio_to_bf16']:.2f}" if graph else ""
     return f"**What it costs**: {'; '.join(said)}." if said else ""
 
 
@@ -197,7 +200,6 @@ def _steps(measured: Measured) -> list[Step]:
         (BLOCKS, FAST),
         ("llama-70b-stack", FOLDED),
         ("175b-stack", FAST),
-        ("llama-1b-stack", FOLDED),
         (WHOLE, FOLDED),
         (WHOLE, FASTEST),
         (IMAGES, FOLDED),
@@ -281,8 +283,7 @@ def _losses(measured: Measured) -> Iterator[Sequence[str]]:
         bf16, own = (f"{fmean(losses):.4f}" for losses in runs)
         name = f"{_loss_of(rows)}, {_parameters(rows[0]['model'])}, {rows[0]['tokens'] / 1e6:.0f} M tokens"
         yield name, bf16, "", "", own, f"{gap.mean:+z.2f} % ± {gap.half_width:.2f} %, {len(gap.differences)} pairs"
-        return
-    for model, tokens, pairs in _pairs(measured):
+    for model, tokens, pairs in _pairs(measured)[-1:]:
         bf16, own = (f"{fmean(losses):.4f}" for losses in zip(*pairs, strict=True))
         found = over_seeds(_gaps(pairs))
         within = "" if found.half_width is None else f" ± {found.half_width:.2f} %"

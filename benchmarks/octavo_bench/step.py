@@ -164,7 +164,7 @@ def _check_attention(implementation: Implementation, profiled: Profile) -> None:
     """Raise if no fused attention ran: without a cuDNN that fits, Transformer Engine falls back in silence."""
     name = implementation.name
     if not profiled.kernels:
-        raise RunError(f"{name}: the profiler saw no kernel, so that nobody knows whether attention was fused.")
+        raise RunError(f"{name}: the profiler saw no kernel, so whether attention was fused is unknown.")
     if not profiled.parts["attention"]:
         longest = ", ".join(kernel["name"][:60] for kernel in profiled.kernels[:8])
         raise UnsupportedError(

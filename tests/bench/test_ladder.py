@@ -49,12 +49,13 @@ def test_the_mean_of_the_recipes_takes_blocks_that_have_all_of_them() -> None:
     assert len(folded.differences) == 2
 
 
-def test_blocks_with_changed_recipes_are_studies_of_their_own() -> None:
-    plain = [row for seed in (0, 1) for row in block(seed, bf16=1.0, null=1.0, folded=1.1)]
-    names = {"folded+policy.memory=low": 1.2, "folded+run.bf16_last_share=0.1": 1.0}
-    other, third = ([*block(9, bf16=1.0, null=1.0, folded=1.1), run(name, 9, loss)] for name, loss in names.items())
-    third = [row | {"seed": 10} for row in third]
-    assert ladder.studies([*third, *plain[:3], *other, *plain[3:]]) == [plain, other, third]
+def test_changed_recipes_are_not_in_the_mean() -> None:
+    name = "folded+policy.memory=low"
+    rows = [*block(0, bf16=1.0, null=1.0, folded=1.01, block=1.03), run(name, 0, 9.0)]
+    rows += [*block(1, bf16=1.0, null=1.0, folded=1.01), run(name, 1, 2.0)]
+    found = {gap.arm: gap.differences for gap in ladder.gaps(rows)}
+    assert found[ladder.ALL] == pytest.approx((2.0,)) and found[name] == pytest.approx((800.0, 100.0))
+    assert len(found["folded"]) == 2 and len(ladder.studies(rows)) == 1
 
 
 def test_a_model_served_in_fp8_is_beside_one_trained_in_bf16_and_quantised() -> None:
@@ -65,6 +66,11 @@ def test_a_model_served_in_fp8_is_beside_one_trained_in_bf16_and_quantised() -> 
     assert gap.arm == "folded" and gap.differences == pytest.approx((100 * (2.02 / 2.01 - 1),))
     assert "| folded | +1.000 % | +0.100 % | +0.500 % | +0.498 % | open |" in ladder.report(rows)
     assert "its weights in BF16" not in ladder.report(block(0, bf16=1.0, null=1.0, folded=1.01))
+    failed = {"error": "the loss was not finite at step 3"}
+    diverged = [*block(1, bf16=1.0, null=1.0), STUDY | {"recipe": "folded", "seed": 1} | failed]
+    assert [gap.verdict for gap in ladder.served([*rows, *diverged])] == ["fails: diverged"]
+    lost = [run(BF16, 2, 1.0) | failed, run(NULL, 2, 1.0), run("folded", 2, 1.01)]  # BF16's weights are of no use
+    assert ladder.served([*rows, *lost]) == [gap]
 
 
 def test_the_fresh_loss_decides_where_all_runs_have_it() -> None:

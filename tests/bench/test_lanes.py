@@ -21,12 +21,12 @@ from octavo_bench.lanes import (
     Lane,
     add_outliers,
     allow_many_compilations,
-    bf16_last_share,
     initial_weights,
     move,
     order,
     recipe_of,
     run_together,
+    schedule_of,
     score_together,
 )
 
@@ -126,10 +126,10 @@ def test_the_end_of_a_run_in_bf16(lanes: dict[str, Lane]) -> None:
     at = TINY.steps - round(0.5 * TINY.steps)
     assert torch.equal(half[:at], in_fp8[:at]) and not torch.equal(half[at:], in_fp8[at:])
     for wrong in ("2", "much"):
-        with pytest.raises(ConfigError, match="a number from 0 to 1"):
-            bf16_last_share(f"folded+run.bf16_last_share={wrong}")
+        with pytest.raises(ConfigError, match=r"run\.bf16_last_share"):
+            schedule_of(f"folded+run.bf16_last_share={wrong}", 10)
     with pytest.raises(ConfigError, match="bf16_first_steps"):
-        bf16_last_share("folded+run.bf16_first_steps=2")
+        schedule_of("folded+run.bf16_first_steps=2", 10)
 
 
 def test_an_arm_may_leave_blocks_and_layers_in_bf16() -> None:

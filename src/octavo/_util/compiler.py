@@ -1,4 +1,4 @@
-"""Annotations for PyTorch's compiler, and a question to it, without importing it."""
+"""Annotations for PyTorch's compiler, and questions to it, which is imported only where they are asked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assume_constant_result(function: Function) -> Function:
 
 
 def traced_version(x: Tensor) -> int:
-    """Return a number that is another one once the code being traced has written to x, or in another trace.
+    """Return a version of x, which changes when traced code writes to it; no two traces share one.
 
     A graph has no versions, but the tensors that Dynamo traces with do, and code that runs while it traces sees them.
     """

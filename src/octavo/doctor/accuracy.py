@@ -90,7 +90,7 @@ COSINE = 0.9
     "drift",
     symptom="the loss in FP8 stays above the loss in BF16",
     remedy="Keep the named layer, or its block, in BF16: octavo localize finds which. If scales are per tensor, use a"
-    " finer recipe (folded). A gap of tenths of a percent that all layers share goes with rowwise_bf16_fprop.",
+    " finer recipe (folded). For a gap of tenths of a percent that all layers share, try rowwise_bf16_fprop.",
     needs=fp8_layers,
     read=lambda trial: (*map(float, trial.losses()), _cosines(trial)),
 )

@@ -63,7 +63,11 @@ class LoadedRun:
         return text, [changed] if before not in ("", now) else []
 
     def measure(self, text: EvalText, report: Report) -> list[Score]:
-        """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline, as it is and in FP8."""
+        """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline, as it is and in FP8.
+
+        In FP8 the baseline has what the run keeps beside its weights: kept scales, and the storage of other weights.
+        Where the recipe's forward pass is in BF16 that is left out.
+        """
         lanes = states_of(self.checkpoint, self.config)
         found = [
             result.measure(computed, partial(_within, how, lane), text, report)
@@ -71,9 +75,9 @@ class LoadedRun:
             for computed, how in _precisions(lane, is_twin=lane is not lanes[0])
         ]
         for twin in lanes[1:]:
-            quantised = lanes[0]
-            quantised.model.load_state_dict(twin.model.state_dict())
-            found.append(result.measure(result.QUANTISED, partial(heldout_scores, quantised), text, report))
+            lanes[0].model.load_state_dict(twin.model.state_dict())
+            quantised = result.measure(result.QUANTISED, partial(heldout_scores, lanes[0]), text, report)
+            found += [quantised] if quantised.fp8_gemms else []
         return found
 
 

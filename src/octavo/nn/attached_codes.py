@@ -103,8 +103,9 @@ def attached_codes(x: Tensor, target: QuantSpec) -> Quantized | None:
     """
     if torch.compiler.is_compiling():
         traced: TracedCodes | None = getattr(x, _TRACED, None)
-        fits = traced is not None and traced.target == target and traced.version == traced_version(x)
-        return traced.quantized if traced is not None and fits else None
+        if traced is None or traced.target != target or traced.version != traced_version(x):
+            return None
+        return traced.quantized
     pinned = getattr(x, _NAME, None)
     if not isinstance(pinned, AttachedCodes) or pinned.owner() is not x or pinned.target != target:
         return None

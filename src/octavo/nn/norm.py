@@ -111,7 +111,7 @@ class Norm(Adopted):
         """Return whether compiled readers of y make their codes of x, which backward keeps."""
         if not (torch.compiler.is_compiling() and self.enabled and is_plain(x)):
             return False
-        if self.is_centred or self.weight is None or self.input_format == "fp8":
+        if self.is_centred or self.weight is None or self.target is None or self.input_format == "fp8":
             return False
         is_long = COMPILED_ROW < x.shape[-1] <= LONGEST_NORM  # shorter rows are quantised where they are computed
         return is_long and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
