@@ -103,6 +103,11 @@ def test_the_baseline_quantised_is_a_converted_copy_of_it(runs, run):
     torch.testing.assert_close(heldout_losses(twin, text), quantised.losses_S, **exactly)
 
 
+def test_with_a_forward_pass_in_bf16_nothing_is_quantised(runs):
+    found = evaluate_run(runs / "bf16_fprop", FEW)
+    assert [score.computed for score in found.scores] == ["FP8", "high precision", "BF16 baseline"]
+
+
 def test_an_earlier_checkpoint(runs):
     earlier = evaluate_run(runs / "folded", EvalSettings(tokens=1024, step=20, device="cpu"))
     named = evaluate_run(runs / "folded/checkpoints/step-000020", FEW)

@@ -689,6 +689,16 @@ def test_codes_of_a_norm_whose_result_or_input_is_written_to_are_not_read(write,
     torch._dynamo.reset()
 
 
+def test_a_compiled_norm_without_a_reader_in_fp8_pins_nothing_to_its_result(monkeypatch):
+    """What is pinned would become results of the graph, and stay in memory as long as y."""
+    model, x, _ = _norm_and_reader(monkeypatch, 0)
+    norm.adopt(model[0], None)
+    with torch.no_grad():
+        y = torch.compile(model[0], backend="aot_eager", fullgraph=True)(x)
+    assert not hasattr(y, "_octavo_normed") and torch.equal(y, model[0](x))
+    torch._dynamo.reset()
+
+
 def test_what_a_compiled_norm_pins_to_its_result_is_read_in_its_own_graph_only(monkeypatch):
     model, x, _ = _norm_and_reader(monkeypatch, 0)
     first, second = (torch.compile(module, backend="aot_eager", fullgraph=True) for module in model)

@@ -74,10 +74,9 @@ class LoadedRun:
             for lane in lanes
             for computed, how in _precisions(lane, is_twin=lane is not lanes[0])
         ]
-        for twin in lanes[1:]:
+        for twin in lanes[1:] if found[0].fp8_gemms else ():
             lanes[0].model.load_state_dict(twin.model.state_dict())
-            quantised = result.measure(result.QUANTISED, partial(heldout_scores, lanes[0]), text, report)
-            found += [quantised] if quantised.fp8_gemms else []
+            found.append(result.measure(result.QUANTISED, partial(heldout_scores, lanes[0]), text, report))
         return found
 
 

@@ -67,8 +67,7 @@ class Norm(Adopted):
             return super().forward(*args, **kwargs)
         x: Tensor = args[0]
         x_MD = x.reshape(-1, x.shape[-1])
-        eps = _eps_of(self)
-        eps = _default_eps(x.dtype, x.device) if eps is None else eps
+        eps = self._eps(x)
         target = None if torch.compiler.is_compiling() or not _gains(x.device) else self.target
         keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
         refuse_transforms()
@@ -87,6 +86,10 @@ class Norm(Adopted):
             "" if self.enabled else "disabled",
         ]
         return ", ".join(filter(None, shown))
+
+    def _eps(self, x: Tensor) -> float:
+        eps = _eps_of(self)
+        return _default_eps(x.dtype, x.device) if eps is None else eps
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias; only a layer norm's `bias` is one."""
@@ -120,9 +123,7 @@ class Norm(Adopted):
         y: Tensor = super().forward(x)
         with torch.no_grad():
             x_MD = x.reshape(-1, x.shape[-1])
-            eps = _eps_of(self)
-            eps = _default_eps(x.dtype, x.device) if eps is None else eps
-            rstd = torch.rsqrt(x_MD.float().pow(2).mean(-1) + eps)
+            rstd = torch.rsqrt(x_MD.float().pow(2).mean(-1) + self._eps(x))
             attach_normed(y, x_MD, (rstd, cast(Tensor, self.weight).detach()))
         return y
 
