@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ import octavo
 from octavo.kernels import record
 from octavo.nn import Linear
 
+PACKAGE = str(Path(octavo.__file__).parent)
 FRAMES, FILES = 14, 6
 """The most Python frames, and files of Octavo, between `Linear.forward` and the vendor's GEMM."""
 LAUNCHES = 95
@@ -50,9 +52,9 @@ def test_few_frames_lie_between_a_layer_and_the_vendors_gemm(recipe):
     if "reference" in ledger.gemms:
         pytest.skip("this PyTorch has no _scaled_mm for the CPU")
     frames = stack_at_the_gemm(layer, x)
-    files = {frame.f_code.co_filename for frame in frames if "octavo" in frame.f_code.co_filename}
+    files = {frame.f_code.co_filename for frame in frames if frame.f_code.co_filename.startswith(PACKAGE)}
     assert 0 < len(frames) <= FRAMES, [frame.f_code.co_qualname for frame in frames]
-    assert len(files) <= FILES, files
+    assert 0 < len(files) <= FILES, files
 
 
 class Block(nn.Module):
