@@ -281,9 +281,13 @@ def _crossed(rows: Sequence[Row]) -> str:
 
 
 def served(rows: Sequence[Row]) -> list[Gap]:
-    """Return the gaps of recipes, computed in FP8, to BF16's weights computed by the same recipe."""
-    key = "heldout_of_bf16_loss"
-    return [gap for gap in gaps(_with(rows, key), "heldout_loss", beside=key) if gap.arm != NULL]
+    """Return the gaps of recipes, computed in FP8, to BF16's weights computed by the same recipe.
+
+    A run that ended by another recipe is computed by that which it began with.
+    """
+    key, own = "heldout_of_bf16_loss", "own_in_fp8"
+    known = [row | {own: row.get("heldout_fp8_loss", row["heldout_loss"])} if key in row else row for row in rows]
+    return [gap for gap in gaps(_with(known, key), own, "heldout_loss", beside=key) if gap.arm != NULL]
 
 
 def _with(rows: Sequence[Row], loss: str) -> list[Row]:

@@ -30,6 +30,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
 from octavo.models.moe import MoE
+from octavo.nn.scaling_state import ScalingState
 from octavo.recipes import Recipe
 from octavo.train.config import LoopConfig
 from octavo_bench.cli import known
@@ -147,9 +148,11 @@ class Lane:
         self._pool = pool or (torch.cuda.graph_pool_handle() if self.stream else None)
         self.model = build(training.model, 0).to(device)
         self._buffers = {name: (own, own.clone()) for name, own in self.model.named_buffers()}
-        if arm not in (BF16, NULL):
-            convert_by(self.model, arm, training.batch * training.model.sequence)
         self._schedule = schedule_of(arm, training.steps)
+        self._recipe: Recipe | None = None
+        self._scales: list[ScalingState] = []  # a graph reads those of its recipe, also once the model has another
+        if arm not in (BF16, NULL):
+            self._convert(recipe_of(arm))
         self._parameters = dict(self.model.named_parameters())
         self._make_optimizer()
         self._make_buffers(text)
@@ -188,17 +191,38 @@ class Lane:
         self._scores = torch.zeros(len(self._heldout), dtype=torch.float32, device=device)
 
     def _prepare(self) -> None:
-        """Warm up and capture the step and the evaluation, of an FP8 arm also in BF16."""
+        """Warm up and capture the step and the evaluation, of an FP8 arm also in BF16.
+
+        An arm that ends by another recipe has both by each: `heldout` is as it ends, `heldout_fp8` as it begins.
+        """
         if self.stream is not None:
             torch.cuda.synchronize(self.device)  # buffers were filled on another stream
         self.start(0)
+        own, last = self._recipe, self._schedule.last_recipe if self._schedule.last_share else None
         with self._streamed():
-            self._capture("step", self._step, WARM)
-            if self._schedule.bf16_last_share:
-                self._capture("step_bf16", self._in_bf16(self._step), WARM)
-            self._capture("heldout", self._evaluate, 1)
-            if self.arm not in (BF16, NULL):
+            self._capture("step", self._by(own, self._step), WARM)
+            self._capture("heldout_fp8" if last else "heldout", self._by(own, self._evaluate), 1)
+            if own is not None:
                 self._capture("heldout_bf16", self._in_bf16(self._evaluate), 1)
+            if last:
+                ending = recipes.load(last)
+                self._capture("step_last", self._by(ending, self._step), WARM)
+                self._capture("heldout", self._by(ending, self._evaluate), 1)
+
+    def _convert(self, recipe: Recipe) -> None:
+        convert_by(self.model, self.arm, recipe, self.training.batch * self.training.model.sequence)
+        self._recipe = recipe
+        self._scales += [stored for m in self.model.modules() if (stored := vars(m).get("scaling_state")) is not None]
+
+    def _by(self, recipe: Recipe | None, work: Callable[[], None]) -> Callable[[], None]:
+        """Return work by a recipe: the first call converts, and a graph holds what follows."""
+
+        def by_recipe() -> None:
+            if recipe is not None and recipe is not self._recipe:
+                self._convert(recipe)
+            work()
+
+        return by_recipe
 
     def _streamed(self) -> Any:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
@@ -311,7 +335,7 @@ class Lane:
     def step(self, at: int) -> None:
         """Make the next step, which is number `at` of the run, on the stream of the lane."""
         with self._streamed():
-            self._graphs["step_bf16" if self._schedule.is_bf16(at) else "step"]()
+            self._graphs["step_last" if self._schedule.is_last(at) else "step"]()
 
     @property
     def losses(self) -> Tensor:
@@ -323,7 +347,8 @@ class Lane:
         """Return the held-out loss per language in nats per token.
 
         Args:
-            name: `heldout` computes as in training, `heldout_bf16` in BF16 with the same weights.
+            name: `heldout` computes as in the last step, `heldout_bf16` in BF16 with the same weights, `heldout_fp8` by
+                the recipe that the run began with, if it ends by another.
         """
         self.score(name)
         return self.scores()
@@ -453,18 +478,20 @@ def policy_of(arm: str) -> Policy:
 
 
 def schedule_of(arm: str, steps: int) -> LoopConfig:
-    """Return which steps an arm makes in BF16: the last tenth of `folded+run.bf16_last_share=0.1`.
+    """Return which steps an arm makes by another recipe: the last fifth of `folded+run.last_share=0.2`.
 
     Raises:
-        ConfigError: the share is no number from 0 to 1, or another option of a run is changed.
+        ConfigError: the share is no number from 0 to 1, there is no such recipe, or another option of a run is changed.
     """
     changes = {} if arm in (BF16, NULL) else _parse(arm)[1].get("run", {})
     for name in changes:
-        known("--recipes", name, ["bf16_last_share"], "option of a run")
+        known("--recipes", name, ["last_share", "last_recipe"], "option of a run")
+    recipes.load(changes.get("last_recipe", "bf16"), f"--recipes: {arm}")
     try:
-        return LoopConfig(steps=steps, bf16_last_share=float(changes.get("bf16_last_share", 0.0)))
+        share = float(changes.pop("last_share", 0.0))
+        return LoopConfig(steps=steps, last_share=share, **changes)
     except ValueError:
-        raise ConfigError(f"--recipes: '{arm}': run.bf16_last_share is a number from 0 to 1.") from None
+        raise ConfigError(f"--recipes: '{arm}': run.last_share is a number from 0 to 1.") from None
 
 
 def _parse(arm: str) -> tuple[str, dict[str, Any]]:
@@ -483,8 +510,8 @@ def _parse(arm: str) -> tuple[str, dict[str, Any]]:
     return name, mapping
 
 
-def convert_by(model: nn.Module, arm: str, tokens: int) -> None:
-    """Convert a model as an arm names it.
+def convert_by(model: nn.Module, arm: str, recipe: Recipe, tokens: int) -> None:
+    """Convert a model to a recipe with the policy that an arm names.
 
     Raises:
         UnsupportedError: a layer would stay in BF16 that is neither a head nor a router, nor named by the arm, so that
@@ -492,9 +519,9 @@ def convert_by(model: nn.Module, arm: str, tokens: int) -> None:
     """
     policy = policy_of(arm)
     named = {*DEFAULTS.values(), KEPT, *policy.blocks_to_keep(model).values()}
-    plan = convert(model, recipe_of(arm), policy=policy, tokens=tokens, strict=True)
+    plan = convert(model, recipe, policy=policy, tokens=tokens, strict=True)
     for layer in plan.layers:
-        if layer.recipe == "bf16" and layer.reason not in named:
+        if recipe.is_fp8 and layer.recipe == "bf16" and layer.reason not in named:
             raise UnsupportedError(f"'{arm}' leaves {layer.name} in BF16: {layer.reason}.")
 
 
@@ -547,14 +574,17 @@ def score_together(lanes: Sequence[Lane], source: Lane) -> list[dict[str, dict[s
     """
     found: list[dict[str, dict[str, float]]] = [{} for _ in lanes]
     in_fp8 = [lane for lane in lanes if lane.arm not in (BF16, NULL)]
-    for key, name, scored in (
-        ("heldout", "heldout", lanes),
-        ("heldout_bf16", "heldout_bf16", in_fp8),
-        ("heldout_of_bf16", "heldout", in_fp8),
+    for key, scored in (
+        ("heldout", lanes),
+        ("heldout_bf16", in_fp8),
+        ("heldout_fp8", [lane for lane in in_fp8 if "heldout_fp8" in lane.evaluations]),
+        ("heldout_of_bf16", in_fp8),
     ):
         for lane in scored:
+            name = key
             if key == "heldout_of_bf16":
                 lane.take_weights(source)
+                name = "heldout_fp8" if "heldout_fp8" in lane.evaluations else "heldout"
             lane.score(name)
         for lane, own in zip(lanes, found, strict=True):
             if lane in scored:

@@ -133,8 +133,8 @@ def parity(
         `lr4`, `batch4`, `outliers`.
     recipes
         FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`, with
-        `policy.` what is kept for backward or left in BF16, with `run.bf16_last_share=` what share of the last steps
-        runs in BF16.
+        `policy.` what is kept for backward or left in BF16, with `run.last_share=` the share of the last steps that
+        has fprop in BF16, or runs by `run.last_recipe=`.
     plots
         Directory to draw the pictures of all committed results to, those of `--write` if given; needs matplotlib.
     """

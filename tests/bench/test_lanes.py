@@ -119,17 +119,34 @@ def test_weights_in_bf16_are_scored_beside_those_in_fp8(lanes: dict[str, Lane]) 
     assert own != in_bf16 and own == pytest.approx(in_bf16, rel=1e-2)
 
 
-def test_the_end_of_a_run_in_bf16(lanes: dict[str, Lane]) -> None:
-    in_bf16, in_fp8 = finish(lanes[BF16], 0), finish(lanes["folded"], 0)
-    assert torch.equal(finish(Lane("folded+run.bf16_last_share=1", TINY, text(), CPU), 0), in_bf16)
-    half = finish(Lane("folded+run.bf16_last_share=0.5", TINY, text(), CPU), 0)
-    at = TINY.steps - round(0.5 * TINY.steps)
-    assert torch.equal(half[:at], in_fp8[:at]) and not torch.equal(half[at:], in_fp8[at:])
+def test_the_end_of_a_run_by_another_recipe(lanes: dict[str, Lane]) -> None:
+    in_fp8, at = finish(lanes["folded"], 0), TINY.steps - round(0.5 * TINY.steps)
+    for ending in (BF16, "rowwise_bf16_fprop"):
+        own = lanes.get(ending) or Lane(ending, TINY, text(), CPU)
+        whole, half = (Lane(f"folded+run.last_share={s}+run.last_recipe={ending}", TINY, text(), CPU) for s in (1, 0.5))
+        assert torch.equal(finish(whole, 0), finish(own, 0))
+        losses = finish(half, 0)
+        assert torch.equal(losses[:at], in_fp8[:at]) and not torch.equal(losses[at:], in_fp8[at:])
+        assert torch.equal(finish(half, 0), losses)  # it begins in FP8 again
+
+
+def test_a_run_that_ends_by_another_recipe_is_scored_by_both(lanes: dict[str, Lane]) -> None:
+    lane = Lane("folded+run.last_share=0.5", TINY, text(), CPU)
+    finish(lane, 0)
+    found = score_together([lane], lanes[BF16])[0]
+    assert [*found] == ["heldout", "heldout_bf16", "heldout_fp8", "heldout_of_bf16"]
+    assert found["heldout"] == found["heldout_bf16"] != found["heldout_fp8"]  # an evaluation is fprop alone
+    assert found["heldout_of_bf16"] == score_together([lanes["folded"]], lanes[BF16])[0]["heldout_of_bf16"]
+
+
+def test_the_options_of_a_run_that_an_arm_may_change() -> None:
+    assert schedule_of("folded+run.last_share=0.2", 10).is_last(8) and not schedule_of("folded", 10).is_last(9)
     for wrong in ("2", "much"):
-        with pytest.raises(ConfigError, match=r"run\.bf16_last_share"):
-            schedule_of(f"folded+run.bf16_last_share={wrong}", 10)
-    with pytest.raises(ConfigError, match="bf16_first_steps"):
-        schedule_of("folded+run.bf16_first_steps=2", 10)
+        with pytest.raises(ConfigError, match=r"run\.last_share"):
+            schedule_of(f"folded+run.last_share={wrong}", 10)
+    for wrong in ("bf16_first_steps=2", "last_recipe=nonsense"):
+        with pytest.raises(ConfigError, match=wrong.split("=")[0] if "first" in wrong else "nonsense"):
+            schedule_of(f"folded+run.{wrong}", 10)
 
 
 def test_an_arm_may_leave_blocks_and_layers_in_bf16() -> None:

@@ -94,7 +94,7 @@ def test_errors_name_the_layer_the_key_and_what_was_meant() -> None:
         ("optimizer", "lr_factors", {"*.wq": -1.0}, r"optimizer.lr_factors.'\*.wq'"),
         ("optimizer", "lr_factors", {"*.wq": "half"}, r"lr_factors.\*.wq: expected float"),
         ("run", "bf16_first_steps", -1, "run.bf16_first_steps"),
-        ("run", "bf16_last_share", 1.5, "run.bf16_last_share"),
+        ("run", "last_share", 1.5, "run.last_share"),
         ("model", "heads", 5, "model.heads"),
         ("model", "sequence", 8, "exceeds model.sequence 8"),
     ],
@@ -259,9 +259,15 @@ def test_all_warm_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last_share", "bf16"),
-    [(0, 0.0, []), (3, 0.0, [0, 1, 2]), (0, 0.2, [8, 9]), (1, 0.04, [0]), (1, 0.06, [0, 9]), (99, 0.0, range(10))],
+    ("first", "share", "bf16", "last"),
+    [(0, 0.0, [], []), (3, 0.0, [0, 1, 2], []), (0, 0.2, [], [8, 9]), (1, 0.04, [0], []), (99, 0.06, range(10), [9])],
 )
-def test_the_precision_of_each_step(first: int, last_share: float, bf16: Sequence[int]) -> None:
-    run = LoopConfig(steps=10, bf16_first_steps=first, bf16_last_share=last_share)
+def test_the_precision_of_each_step(first: int, share: float, bf16: Sequence[int], last: Sequence[int]) -> None:
+    run = LoopConfig(steps=10, bf16_first_steps=first, last_share=share)
     assert [step for step in range(10) if run.is_bf16(step)] == list(bf16)
+    assert [step for step in range(10) if run.is_last(step)] == list(last)
+
+
+def test_a_last_recipe_needs_weights_that_it_can_read_in_bf16() -> None:
+    with pytest.raises(ConfigError, match=r"run\.last_share.*'bf16'"):
+        LoopConfig(weights="fp8", last_share=0.2)

@@ -194,7 +194,7 @@ def test_a_single_lane_shows_no_gap() -> None:
 def test_a_change_of_precision_and_skipped_steps_are_told() -> None:
     stream = io.StringIO()
     reporter = ConsoleReporter(Console(file=stream, width=100))
-    reporter.report(Switched(step=4, precision="bf16"))
+    reporter.report(Switched(step=4, recipe="bf16"))
     line = {
         "gradient_norm": {"fp8": 1.0},
         "milliseconds": {"fp8": 1.0},
@@ -208,7 +208,7 @@ def test_a_change_of_precision_and_skipped_steps_are_told() -> None:
     reporter.report(GuardEvent(6, "warning", "overflow", text, "loss scale 64", value=2))
     told = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
     assert told == [
-        "step 4: the FP8 model computes in BF16 from here on",
+        "step 4: the FP8 model computes by 'bf16' from here on",
         "step 6: FP8 gradients overflowed, 2 steps skipped so far -> loss scale 64",
     ]
     assert event.record()["loss_fp8"] is None and event.record()["overflows_fp8"] == 2

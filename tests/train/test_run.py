@@ -371,38 +371,65 @@ def rewrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     (file.parent / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
+LAST = "rowwise_bf16_fprop"
 PRODUCTS = 14 + 8 + 8
 """A step's in FP8: in backward q, k and v are one, and so are gate and up."""
 
 
-def precisions(out: Path) -> list[str]:
-    """Return the precision that the FP8 model computed each logged step in, as the schedule's events tell it."""
-    precision, steps = "fp8", []
+def scheduled(out: Path) -> list[str]:
+    """Return the recipe that the FP8 model computed each logged step by, as the schedule's events tell it."""
+    recipe, steps = "folded", []
     for line in measured(out):
-        precision = line.get("precision_fp8", precision)
-        steps += [precision] if "loss_fp8" in line else []
+        recipe = line.get("recipe_fp8", recipe)
+        steps += [recipe] if "loss_fp8" in line else []
     return steps
 
 
-def test_the_first_steps_and_the_last_share_in_bf16(configure: Configure) -> None:
-    config = configure(run={**EVERY_STEP, "steps": 8, "bf16_first_steps": 2, "bf16_last_share": 0.25})
+def test_the_first_steps_in_bf16_and_the_last_share_by_another_recipe(configure: Configure) -> None:
+    config = configure(run={**EVERY_STEP, "steps": 8, "bf16_first_steps": 2, "last_share": 0.25})
     listener = Listener()
     with kernels.record() as ledger:
         train(config, reporters=[listener])
-    switched = [(event.step, event.precision) for event in listener.events if isinstance(event, Switched)]
-    assert switched == [(1, "bf16"), (3, "fp8"), (7, "bf16")]
-    assert precisions(config.run.out) == 2 * ["bf16"] + 4 * ["fp8"] + 2 * ["bf16"]
-    assert ledger.gemms.total() == 4 * PRODUCTS  # the evaluation at the end is in BF16 too
+    switched = [(event.step, event.recipe) for event in listener.events if isinstance(event, Switched)]
+    assert switched == [(1, "bf16"), (3, "folded"), (7, LAST)]
+    assert scheduled(config.run.out) == 2 * ["bf16"] + 4 * ["folded"] + 2 * [LAST]
+    in_backward = ledger.gemms.total() - 4 * PRODUCTS  # of two steps; the evaluation at the end has none
+    assert 0 < in_backward < 2 * PRODUCTS
     lines = [line for line in measured(config.run.out) if "loss_fp8" in line]
     same = [line["loss_fp8"] == line["loss_bf16"] for line in lines]
     assert same[:2] == [True, True] and not any(same[2:])  # until FP8 begins, the two are one model
+    plan = RunReader(config.run.out).document("plan")
+    assert {layer["precision"] for layer in plan["layers"]} == {"bf16 / fp8 / fp8", "bf16 / bf16 / bf16"}
+
+
+@pytest.mark.parametrize("last", ["bf16", "rowwise_bf16_fprop", "block"])
+def test_a_run_whose_whole_schedule_is_the_last_share_is_one_of_that_recipe(
+    configure: Configure, tmp_path: Path, last: str
+) -> None:
+    own = configure(run={**EVERY_STEP, "recipe": last, "out": str(tmp_path / "own")})
+    ending = configure(run={**EVERY_STEP, "last_share": 1.0, "last_recipe": last, "out": str(tmp_path / "ending")})
+    kind = "bf16" if last == "bf16" else "fp8"
+    train(own)
+    train(ending)
+    losses = [
+        [line[f"loss_{model}"] for line in measured(config.run.out) if f"loss_{model}" in line]
+        for model, config in ((kind, own), ("fp8", ending))
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) > 5
+
+
+def test_a_last_recipe_that_cannot_run_is_refused_before_the_first_step(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=r"run\.last_recipe 'rowwise_bf16_frop'\. Did you mean 'rowwise_bf16_fprop'"):
+        train(configure(run={"last_share": 0.2, "last_recipe": "rowwise_bf16_frop"}))
+    with pytest.raises(ConfigError, match="scales"):
+        train(configure(run={"last_share": 0.2, "last_recipe": "static"}))
 
 
 def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, tmp_path: Path) -> None:
-    run = {**EVERY_STEP, "steps": 7, "bf16_first_steps": 2, "bf16_last_share": 0.28, "twin": False}
+    run = {**EVERY_STEP, "steps": 7, "bf16_first_steps": 2, "last_share": 0.28, "twin": False, "recipe": "delayed"}
     straight = configure(run={**run, "out": str(tmp_path / "straight")})
     train(straight)
-    for stop in (1, 2, 5, 7):  # within BF16, where FP8 begins, where it ends, at the end
+    for stop in (1, 2, 5, 6, 7):  # within BF16, where FP8 begins, where the last recipe does, within, at the end
         broken = configure(run={**run, "out": str(tmp_path / f"broken {stop}")})
         stopped_after(stop, broken)
         train(broken, resume=True)

@@ -78,7 +78,7 @@ class Guard:
         self.config = config or GuardConfig()
         self._run = run
         self._rules = AlarmRules(self.config, run.rows)
-        self._ladder = None if recipe is None or not recipe.is_fp8 else Ladder(recipe, self.config.quiet)
+        self._ladder = _ladder(recipe, self.config)
         self._saved: deque[Snapshot] = deque(maxlen=SNAPSHOTS)
         self._record: deque[Observation] = deque(maxlen=SNAPSHOTS * self.config.snapshot_every)
         self._incident: Incident | None = None
@@ -150,6 +150,13 @@ class Guard:
         for over in self._rules.over_budget(step) if self._rules.rows is rows else ():
             self._over_budget(over)
         return False
+
+    def change_recipe(self, recipe: Recipe) -> str:
+        """Convert the model to another recipe, which alarms refine from now on; return why that is impossible."""
+        self._ladder = _ladder(recipe, self.config)
+        reason = self._run.refine(recipe)
+        self._rules.rows = self._run.rows
+        return reason
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values."""
@@ -553,6 +560,10 @@ class Guard:
 
     def _emit(self, alarm: Alarm, text: str, **details: Any) -> None:
         self._run.emit(alarm.event(text, **details))
+
+
+def _ladder(recipe: Recipe | None, config: GuardConfig) -> Ladder | None:
+    return None if recipe is None or not recipe.is_fp8 else Ladder(recipe, config.quiet)
 
 
 def _name(layer: str) -> str:

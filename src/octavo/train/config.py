@@ -155,8 +155,10 @@ class LoopConfig:
     """Numbers of blocks at the start and at the end of the FP8 model that stay in BF16."""
     bf16_first_steps: int = 0
     """Number of initial steps that the FP8 model makes in BF16."""
-    bf16_last_share: float = 0.0
-    """Share of the steps, at the end, that the FP8 model makes in BF16."""
+    last_share: float = 0.0
+    """Share of the steps, at the end, that the FP8 model makes by `last_recipe`."""
+    last_recipe: str = "rowwise_bf16_fprop"
+    """Recipe of the last share of the steps: by default only fprop is in BF16. `bf16` for all three GEMMs."""
     twin: bool = True
     """Train a BF16 baseline as well, on the same batches from the same initial weights."""
     seed: int = 0
@@ -198,16 +200,22 @@ class LoopConfig:
         or_zero = ["eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "tracker_tensors", "seed"]
         or_zero += ["bf16_first_steps"]
         _within("run", self, *or_zero, low=0, high=2**63 - 1)
-        _within("run", self, "bf16_last_share", low=0, high=1)
+        _within("run", self, "last_share", low=0, high=1)
+        if self.last_share and self.weights == "fp8":
+            raise ConfigError(
+                "run.last_share: with run.weights = 'fp8' a weight has the format of run.recipe to the end. Take weights"
+                " = 'bf16', or leave it at 0."
+            )
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
 
     def is_bf16(self, step: int) -> bool:
-        """Return True if the FP8 model makes `step`, counted from 0, in BF16.
+        """Return True if the FP8 model makes `step`, counted from 0, in BF16: one of the first, which change most."""
+        return step < self.bf16_first_steps
 
-        These are the first steps, in which a model changes most, and the last, which recover the loss that FP8 cost.
-        """
-        return step < self.bf16_first_steps or step >= self.steps - round(self.bf16_last_share * self.steps)
+    def is_last(self, step: int) -> bool:
+        """Return True if the FP8 model makes `step`, counted from 0, by `last_recipe`, which recovers loss of FP8."""
+        return step >= self.steps - round(self.last_share * self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

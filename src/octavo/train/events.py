@@ -114,16 +114,16 @@ class TensorsChanged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switched:
-    """The FP8 model computes in another precision from this step on."""
+    """The schedule has the FP8 model compute by another recipe from this step on."""
 
     step: int
-    """The first step in that precision."""
-    precision: str
-    """`bf16` or `fp8`."""
+    """The first step by that recipe."""
+    recipe: str
+    """Its name."""
 
     def record(self) -> dict[str, Any]:
         """Return the line of `metrics.jsonl`."""
-        return {"step": self.step, "precision_fp8": self.precision}
+        return {"step": self.step, "recipe_fp8": self.recipe}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

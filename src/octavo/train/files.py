@@ -26,7 +26,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one line per logged step, change of precision or evaluation, written as it happens."""
+    """`metrics.jsonl`: one line per logged step, change of recipe or evaluation, written as it happens."""
 
     def __init__(self, path: Path, *, keep_until: int, keep_lines: int | None = None) -> None:
         """Open `path` and keep the lines up to step `keep_until`: a resumed run writes the others again.
@@ -96,7 +96,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise RunError(f"{where}: a line of metrics is an object with a whole number 'step'. {remedy}")
     for key, value in record.items():
-        if key != "precision_fp8" and not (value is None or (isinstance(value, int | float) and math.isfinite(value))):
+        if key != "recipe_fp8" and not (value is None or (isinstance(value, int | float) and math.isfinite(value))):
             raise RunError(f"{where}: '{key}' is {config_reader.shown(value)}, not a number or null. {remedy}")
     return record
 

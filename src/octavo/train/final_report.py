@@ -24,7 +24,7 @@ def final_report(console: Console, event: Finished) -> None:
         for model, title in _MODELS.items()
     }
     console.print()
-    switches = [line["step"] for line in event.history if "precision_fp8" in line]
+    switches = [line["step"] for line in event.history if "recipe_fp8" in line]
     drawn = plot({name: points for name, points in curves.items() if points}, marks={"FP8 to BF16 or back": switches})
     console.print(drawn, soft_wrap=True)
     console.print()

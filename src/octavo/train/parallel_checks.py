@@ -38,9 +38,9 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
         )
     check_tensor(config, shards)
     check_pipeline(config)
-    if run.bf16_first_steps or run.bf16_last_share:
+    if run.bf16_first_steps or run.last_share:
         raise ConfigError(
-            "run.bf16_first_steps, run.bf16_last_share: on several ranks the weights of FP8 layers are gathered as FP8"
+            "run.bf16_first_steps, run.last_share: on several ranks the weights of FP8 layers are gathered as FP8"
             " codes, in BF16 steps too. Leave both at 0, or train in one process."
         )
     if parallel.zero == "greedy":

@@ -70,8 +70,8 @@ class StoreReporter:
             case events.Evaluated():
                 self._recorder.step(event.step, _numbers(event.record()))
             case events.Switched():
-                text = f"the FP8 model computes in {event.precision.upper()} from here on"
-                self._recorder.event(event.step, "precision", text, action=event.precision)
+                text = f"the FP8 model computes by '{event.recipe}' from here on"
+                self._recorder.event(event.step, "precision", text, action=event.recipe)
             case GuardEvent():
                 self._guard_event(event)
             case events.Saved():

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo import kernels
+from octavo import kernels, recipes
 from octavo._util import config_reader
 from octavo._util.config_reader import blaming
 from octavo._util.files import os_errors
@@ -118,6 +118,8 @@ class Trainer:
         self.start_telemetry()
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
         self._guarded = GuardedRun(self)
+        self._is_ending = False
+        """Whether the model computes by the last recipe of the schedule."""
 
     def start_telemetry(self) -> None:
         """Start telemetry of the FP8 layers as they are now, from the next step on."""
@@ -153,6 +155,7 @@ class Trainer:
             )
         if found.step > self.config.run.steps:
             raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
+        self._set_precision(found.step - 1)  # before what the checkpoint holds of that step's recipe
         if "guard" in found.state:
             with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to their recipes
                 self._guarded.guard.load_state_dict(found.state["guard"])
@@ -321,14 +324,25 @@ class Trainer:
     def _apply_precision_schedule(self) -> None:
         """Set the scheduled precision of the next step and emit a change."""
         self._set_precision(self.done)
-        now, before = self.is_bf16(self.done), self.is_bf16(self.done - 1)
+        now, before = self._scheduled_recipe(self.done), self._scheduled_recipe(self.done - 1)
         if now != before:
-            self.emit(events.Switched(step=self.done + 1, precision="bf16" if now else "fp8"))
+            self.emit(events.Switched(step=self.done + 1, recipe=now))
 
     def _set_precision(self, step: int) -> None:
-        for state in self.setup.states:
-            if state.name == "fp8":
-                enable(state.model, not self.is_bf16(step))
+        """Compute by the recipe of a step. The last recipe stays, also after a rollback to a step before it."""
+        if self.setup.plan is None:
+            return
+        if not self._is_ending and step >= 0 and self.config.run.is_last(step):
+            self._is_ending = True
+            if reason := self._guarded.guard.change_recipe(recipes.load(self.config.run.last_recipe)):
+                raise RunError(f"run.last_recipe: the model cannot go on by '{self.config.run.last_recipe}': {reason}.")
+        enable(self.setup.states[0].model, not self.is_bf16(step))
+
+    def _scheduled_recipe(self, step: int) -> str:
+        run = self.config.run
+        if self.setup.plan is None or step < 0:
+            return run.recipe
+        return "bf16" if run.is_bf16(step) else run.last_recipe if run.is_last(step) else run.recipe
 
     def is_bf16(self, step: int) -> bool:
         """Return True if the FP8 model makes `step`, counted from 0, in BF16; False before the first step."""

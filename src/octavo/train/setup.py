@@ -126,6 +126,8 @@ def make_states(
     graphs = Graphs() if replays(config, device, ranks) else None
     if not recipe.is_fp8:
         return (_state("bf16", model, config, device, ranks, graphs),), None
+    if config.run.last_share:  # what it refuses is to be known before the first step, not after thousands
+        convert_as(config, model, recipes.load(config.run.last_recipe, "run.last_recipe"), ranks)
     plan = convert_as(config, model, recipe, ranks)
     states = [_state("fp8", model, config, device, ranks, graphs)]
     if baseline is not None:
