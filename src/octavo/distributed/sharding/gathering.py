@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from octavo._util.terminal import columns
 from octavo.conversion.fusion_patterns import full_name
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
@@ -74,11 +75,8 @@ class ShardPlan:
         for p in self.parameters:
             shape = " x ".join(map(str, p.shape))
             rows.append((p.name, shape, p.sent, f"{p.bytes / 1e6:.2f}", p.reason))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(row, (*widths, 0), strict=True)) for row in rows]
         total = f"{self.bytes / 1e6:.2f} MB per gather on {self.ranks} ranks"
-        total += f", {self.in_high_precision / 1e6:.2f} without FP8"
-        return "\n".join([*(line.rstrip() for line in lines), total])
+        return "\n".join([*columns(rows), f"{total}, {self.in_high_precision / 1e6:.2f} without FP8"])
 
 
 def uses_of(model: nn.Module) -> list[tuple[nn.Parameter, list[ParameterUse]]]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
+from octavo._util.terminal import columns
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.functional import spec_of
@@ -45,9 +46,7 @@ class TensorParallelPlan:
     def __str__(self) -> str:
         table = [("layer", "weight", "cut by", "sent as", "why")]
         table += [(x.name, " x ".join(map(str, x.shape)), x.cut, x.sent, x.reason) for x in self.layers]
-        widths = [max(len(row[column]) for row in table) for column in range(4)]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(row, (*widths, 0), strict=True)) for row in table]
-        return "\n".join([*(line.rstrip() for line in lines), f"on {self.ranks} ranks"])
+        return "\n".join([*columns(table), f"on {self.ranks} ranks"])
 
 
 def codes_or_reason(layer: nn.Module) -> QuantSpec | str:
