@@ -195,14 +195,14 @@ def test_memory_can_be_kept_for_a_graph_and_gradients_set_by_hand():
     net = model()
     optimizer = AdamW(net.parameters(), **FP8)
     backward(net, 0)
-    at = [optimizer._gradients.get(e.number).codes.data_ptr() for e in optimizer.entries()]
+    at = [optimizer._gradients.stored[e.number].codes.data_ptr() for e in optimizer.entries()]
     optimizer.zero_grad(set_to_none=False)
     optimizer.zero_grad(set_to_none=False)
     assert all(optimizer.gradient(p) is None for p in net.parameters())
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert at == [optimizer._gradients.get(e.number).codes.data_ptr() for e in optimizer.entries()]
+    assert at == [optimizer._gradients.stored[e.number].codes.data_ptr() for e in optimizer.entries()]
     assert all(torch.equal(optimizer.gradient(p), torch.ones_like(p)) for p in net.parameters())
 
 

@@ -20,7 +20,7 @@ from octavo.kernels.coefficients import ParamSettings, StepInputs, coefficients,
 from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
 from octavo.kernels.transfers import PinnedStaging
 from octavo.optim import convert
-from octavo.optim.gradients import GradientStore, StoredGradient, check_format
+from octavo.optim.gradients import GradientStore, StoredGradient
 from octavo.optim.settings import OptimizerOptions, check_group, group_table, largest_update, parameter_table
 from octavo.optim.sharded import spread, sum_over_ranks
 from octavo.optim.states import RuleName, States, bytes_by_kind, state_tensors, states_named
@@ -98,10 +98,9 @@ class Optimizer(torch.optim.Optimizer):
         self._entries = []
         group = self.param_groups[-1]
         states_named(group["states"])
-        check_format(group["gradients"])
+        check_group(group)
         if self.release and group["gradients"] != "wide":
             raise ConfigError("optimizer: release=True frees every gradient at once: none is left to store in FP8.")
-        check_group(group)
         for entry in self.entries():
             if entry.group == len(self.param_groups) - 1:
                 check(entry.parameter, f"optimizer: parameter '{entry.name}'")
@@ -141,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of a parameter that the next step uses, dequantised to FP32 if stored in FP8; or None."""
         entry = next((entry for entry in self.entries() if entry.parameter is parameter), None)
-        codes = None if entry is None else self._gradients.get(entry.number)
+        codes = None if entry is None else self._gradients.stored.get(entry.number)
         return parameter.grad if codes is None else codes.dequantize(parameter)
 
     @property
@@ -150,11 +149,11 @@ class Optimizer(torch.optim.Optimizer):
 
         After `zero_grad`, set it to its value at the capture of a CUDA graph of backward: replays write there.
         """
-        return self._gradients.all()
+        return dict(self._gradients.stored)
 
     @stored_gradients.setter
     def stored_gradients(self, gradients: Mapping[int, StoredGradient]) -> None:
-        self._gradients.put_back(gradients)
+        self._gradients.stored = dict(gradients)
 
     def layout_of(self, entry: Entry, gradient: torch.dtype | None = None) -> Layout:
         """Return the layout of a parameter and its state."""
@@ -176,7 +175,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._collect()
-        self._update([e for e in self.entries() if e.parameter.grad is not None or self._gradients.get(e.number)])
+        self._update([e for e in self.entries() if e.parameter.grad is not None or e.number in self._gradients.stored])
         return loss
 
     @contextmanager
@@ -196,7 +195,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._accumulates:
             yield
             return
-        if self._gradients:
+        if self._gradients.stored:
             raise UnsupportedError(
                 "optimizer.accumulating(): gradients of an earlier backward pass are stored in FP8, where accumulation"
                 " would round. Call optimizer.zero_grad() after each step, and run all passes of a step inside."
@@ -251,7 +250,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _gradient(self, entry: Entry) -> tuple[Tensor, Tensor | None]:
         """Return a gradient as a matrix, and its scales if it is stored in FP8."""
-        codes = self._gradients.get(entry.number)
+        codes = self._gradients.stored.get(entry.number)
         if codes is None:
             return gradient_of(entry.parameter, entry.name), None
         return as_matrix(codes.codes, entry.parameter), codes.scale
@@ -260,7 +259,7 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self, entries: Sequence[Entry]) -> None:
         if not entries and (self.over_ranks is None or not self._needs_norm):
             return
-        if self._gradients and getattr(self, "found_inf", None) is not None:
+        if self._gradients.stored and getattr(self, "found_inf", None) is not None:
             raise UnsupportedError(_SCALED)
         settings = [self._settings_of(group) for group in self.param_groups]
         placed = [self._place(row, entry, settings[entry.group]) for row, entry in enumerate(entries)]
@@ -414,7 +413,7 @@ class Optimizer(torch.optim.Optimizer):
             UnsupportedError: gradients are stored in FP8, in the format of the current tier.
         """
         states_named(states)
-        if self._gradients:
+        if self._gradients.stored:
             raise UnsupportedError(
                 "optimizer.convert_states(): gradients are stored in FP8: step, then zero_grad(), first."
             )

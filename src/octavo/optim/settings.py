@@ -15,6 +15,8 @@ from octavo.kernels.coefficients import HYPER, ParamSettings
 from octavo.kernels.transfers import PinnedStaging
 from octavo.optim.states import DEFAULT, States, keep_small
 
+GRADIENTS = ("wide", "fp8")
+"""Storage of gradients, see `OptimizerOptions.gradients`."""
 Keep = Callable[[str, Tensor], str | States | None]
 """(name, parameter) -> the tier of a parameter that overrides its group's, or None."""
 
@@ -62,26 +64,23 @@ class OptimizerOptions:
                 "optimizer: release=True steps a parameter before the others have gradients, so the global norm that"
                 " clip needs is not known. Give groups limits of one parameter each, or take release=False."
             )
-        check_limit("clip", self.clip)
+        _check_clip(self.clip)
 
 
-def check_limit(name: str, value: float | None) -> float | None:
-    """Return a limit unchanged.
-
-    Raises:
-        ConfigError: it is not positive.
-    """
+def _check_clip(value: float | None) -> None:
     if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"optimizer {name}: {value} is not a positive number. None leaves gradients as they are.")
-    return value
+        raise ConfigError(f"optimizer clip: {value} is not a positive number. None leaves gradients as they are.")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Check the settings of a group.
 
     Raises:
-        ConfigError: one is out of range.
+        ConfigError: one is unknown, or out of range.
     """
+    if group["gradients"] not in GRADIENTS:
+        near = did_you_mean(group["gradients"], GRADIENTS)
+        raise ConfigError(f"optimizer gradients: '{group['gradients']}' is none of {', '.join(GRADIENTS)}.{near}")
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
@@ -93,7 +92,7 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name in ("eps", "weight_decay"):
         if not 0 <= group.get(name, 0) < math.inf:
             raise ConfigError(f"optimizer {name}: {group[name]} is not at least 0.")
-    check_limit("clip", group["clip"])
+    _check_clip(group["clip"])
 
 
 def group_table(

@@ -206,7 +206,7 @@ def bytes_by_kind(optimizer: Optimizer, gradients: GradientStore) -> dict[str, f
         count += weight.numel()
         parts = (weight.codes, weight.scale) if isinstance(weight, FP8Tensor) else (weight,)
         taken["weight"] += sum(map(_bytes, parts))
-        taken["gradient"] += sum(map(_bytes, gradients.get(entry.number) or ()))
+        taken["gradient"] += sum(map(_bytes, gradients.stored.get(entry.number) or ()))
         taken["gradient"] += 0 if parameter.grad is None else _bytes(local(parameter.grad))
         for name, tensor in optimizer.state.get(parameter, {}).items():
             if name != "step":
