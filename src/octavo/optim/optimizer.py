@@ -23,7 +23,7 @@ from octavo.optim import convert
 from octavo.optim.gradients import GradientStore, StoredGradient
 from octavo.optim.settings import OptimizerOptions, check_group, group_table, largest_update, parameter_table
 from octavo.optim.sharded import spread, sum_over_ranks
-from octavo.optim.states import RuleName, States, bytes_by_kind, state_tensors, states_named
+from octavo.optim.states import RuleName, States, kind_of, state_tensors, states_named
 from octavo.optim.tensors import as_matrix, check, gradient_of, like, matrix_shape, slot_of, value_of, weight_dtype
 from octavo.tensor import FP8Tensor, is_distributed, local
 
@@ -218,7 +218,18 @@ class Optimizer(torch.optim.Optimizer):
 
     def report(self) -> dict[str, float]:
         """Return the bytes per parameter of weights, gradients and states, by kind, counted in their tensors."""
-        return bytes_by_kind(self, self._gradients)
+        taken = dict.fromkeys(("weight", "gradient", "master", "first", "second"), 0)
+        count = 0
+        for entry in self.entries():
+            parameter, weight = entry.parameter, local(entry.parameter)
+            count += weight.numel()
+            taken["weight"] += weight.nbytes
+            taken["gradient"] += sum(part.nbytes for part in self._gradients.stored.get(entry.number, ()))
+            taken["gradient"] += 0 if parameter.grad is None else local(parameter.grad).nbytes
+            for name, tensor in self.state.get(parameter, {}).items():
+                if name != "step":
+                    taken[kind_of(name)] += tensor.nbytes
+        return {kind: size / count for kind, size in taken.items()} | {"total": sum(taken.values()) / count}
 
     def _kept(self, entry: Entry) -> str | States | None:
         return self.keep(entry.name, entry.parameter) if self.param_groups[entry.group]["keeps"] else None
@@ -362,10 +373,8 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def master_weights(self) -> list[Tensor]:
         """Return the FP32 value of every parameter, in order: that of its master, once it has made a step."""
-        stepped = [bool(self.state[e.parameter]) for e in self.entries()]
-        pairs = zip(self.entries(), stepped, strict=True)
-        held = ((e, convert.master(self, e) if known else value_of(e.parameter)) for e, known in pairs)
-        return [spread("master", value, entry.parameter) for entry, value in held]
+        held = [convert.master(self, e) if self.state[e.parameter] else value_of(e.parameter) for e in self.entries()]
+        return [spread("master", value, e.parameter) for e, value in zip(self.entries(), held, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stored state, tensors only, and the settings; see `flatten` for files without pickle."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +12,6 @@ from torch import Tensor
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.optimizer import Layout, Rule
 from octavo.kernels.storage import E4M3, FP32, Storage
-from octavo.tensor import FP8Tensor, local
-
-if TYPE_CHECKING:
-    from octavo.optim.gradients import GradientStore
-    from octavo.optim.optimizer import Optimizer
 
 RuleName = Literal["adamw", "adam", "lion", "muon"]
 """Update rule of a parameter. The kernels know Muon's rule as `given`."""
@@ -161,8 +156,10 @@ def state_tensors(layout: Layout, rows: int, cols: int) -> dict[str, tuple[tuple
     return shapes
 
 
-_KINDS = {"remainder": "master", "master": "master", "exp_avg": "first", "exp_avg_sq": "second"}
-"""Kind of each tensor of a parameter's state."""
+def kind_of(name: str) -> str:
+    """Return the kind of a state tensor of that name; scales count with their tensors."""
+    kinds = {"remainder": "master", "master": "master", "exp_avg": "first", "exp_avg_sq": "second"}
+    return kinds[name.removesuffix("_scale")]
 
 
 def bytes_per_parameter(
@@ -188,31 +185,6 @@ def bytes_per_parameter(
     if weight == E4M3.dtype:
         taken["weight"] += shape[0] * FP32.dtype.itemsize / count
     for name, (extent, dtype) in state_tensors(layout, *shape).items():
-        kind = _KINDS[name.removesuffix("_scale")]
+        kind = kind_of(name)
         taken[kind] = taken.get(kind, 0.0) + extent[0] * extent[1] * dtype.itemsize / count
     return {**taken, "total": sum(taken.values())}
-
-
-def bytes_by_kind(optimizer: Optimizer, gradients: GradientStore) -> dict[str, float]:
-    """See `Optimizer.report`.
-
-    Args:
-        gradients: those stored in FP8.
-    """
-    taken = dict.fromkeys(("weight", "gradient", "master", "first", "second"), 0)
-    count = 0
-    for entry in optimizer.entries():
-        parameter, weight = entry.parameter, local(entry.parameter)
-        count += weight.numel()
-        parts = (weight.codes, weight.scale) if isinstance(weight, FP8Tensor) else (weight,)
-        taken["weight"] += sum(map(_bytes, parts))
-        taken["gradient"] += sum(map(_bytes, gradients.stored.get(entry.number) or ()))
-        taken["gradient"] += 0 if parameter.grad is None else _bytes(local(parameter.grad))
-        for name, tensor in optimizer.state.get(parameter, {}).items():
-            if name != "step":
-                taken[_KINDS[name.removesuffix("_scale")]] += _bytes(tensor)
-    return {kind: size / count for kind, size in taken.items()} | {"total": sum(taken.values()) / count}
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
