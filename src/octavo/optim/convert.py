@@ -37,29 +37,15 @@ def master(optimizer: Optimizer, entry: Entry) -> Tensor:
 def set_master(optimizer: Optimizer, entry: Entry, value: Tensor) -> None:
     """Set the FP32 master of a parameter, and its weight, rounded to nearest."""
     slot, layout = _slot(optimizer, entry)
-    reference.write_weight(codec.to_groups(as_matrix(_like(value, entry), entry.parameter)), slot, layout, None)
-
-
-def moment(optimizer: Optimizer, entry: Entry, name: str) -> Tensor:
-    """Return a moment, `exp_avg` or `exp_avg_sq`, in FP32, in the parameter's shape."""
-    state = optimizer.state[entry.parameter]
-    codes = as_matrix(state[name], entry.parameter)
-    return _from_groups(reference.read(codes, state.get(f"{name}_scale"), _storage(optimizer, entry, name)), entry)
-
-
-def set_moment(optimizer: Optimizer, entry: Entry, name: str, value: Tensor) -> None:
-    """Store a moment, rounded to nearest."""
-    state = optimizer.state[entry.parameter]
-    codes = as_matrix(state[name], entry.parameter)
-    groups = codec.to_groups(as_matrix(_like(value, entry), entry.parameter))
-    reference.write(groups, codes, state.get(f"{name}_scale"), _storage(optimizer, entry, name), None)
+    reference.write_weight(_to_groups(value, entry), slot, layout, None)
 
 
 def values(optimizer: Optimizer, entry: Entry) -> dict[str, Tensor]:
     """Return a parameter's state in FP32: `step`, the moments, and `master`."""
     state = optimizer.state[entry.parameter]
-    found = {name: moment(optimizer, entry, name) for name in MOMENTS if name in state}
-    return {"step": state["step"].clone(), "master": master(optimizer, entry), **found}
+    stored = {name: _moment(optimizer, entry, name) for name in MOMENTS if name in state}
+    moments = {name: _from_groups(reference.read(*moment), entry) for name, moment in stored.items()}
+    return {"step": state["step"].clone(), "master": master(optimizer, entry), **moments}
 
 
 def set_values(optimizer: Optimizer, entry: Entry, known: Mapping[str, Tensor]) -> None:
@@ -74,7 +60,7 @@ def set_values(optimizer: Optimizer, entry: Entry, known: Mapping[str, Tensor]) 
         optimizer.initialise_master(entry)
     for name in MOMENTS:
         if name in state:
-            set_moment(optimizer, entry, name, known[name])
+            reference.write(_to_groups(known[name], entry), *_moment(optimizer, entry, name), None)
 
 
 def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -85,7 +71,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"optimizer state: its rule is '{state_dict['rule']}', that of this optimizer '{optimizer.rule}'."
         )
-    entries = _matched(optimizer, state_dict)
+    entries = _matched(optimizer, state_dict, range(len(optimizer.param_groups)))
     for entry, saved in entries:
         check_state(optimizer, entry, saved)
     for entry, saved in entries:
@@ -98,10 +84,9 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         after(optimizer)
 
 
-def export(optimizer: Optimizer, groups: Sequence[int] | None = None) -> dict[str, Any]:
-    """See `Optimizer.export_state_dict`; optionally for some groups only, with parameters numbered from 0."""
-    chosen = range(len(optimizer.param_groups)) if groups is None else groups
-    entries = [entry for entry in optimizer.entries() if entry.group in chosen]
+def export(optimizer: Optimizer, groups: Sequence[int]) -> dict[str, Any]:
+    """See `Optimizer.export_state_dict`; for these groups, with parameters numbered from 0."""
+    entries = [entry for entry in optimizer.entries() if entry.group in groups]
     numbers = {entry.number: place for place, entry in enumerate(entries)}
     state = {}
     for entry in entries:
@@ -112,7 +97,7 @@ def export(optimizer: Optimizer, groups: Sequence[int] | None = None) -> dict[st
             state[numbers[entry.number]] = {names[name]: value for name, value in known.items() if name in names}
     packed = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
     exported = []
-    for index in chosen:
+    for index in groups:
         rule = optimizer.param_groups[index].get("rule", optimizer.rule)
         settings = _PYTORCHS.get(rule, torch.optim.AdamW)([torch.zeros(1, 1, dtype=torch.float32)]).param_groups[0]
         own = {key: value for key, value in packed[index].items() if key not in (*_OWN, "clip", "rule")}
@@ -120,8 +105,8 @@ def export(optimizer: Optimizer, groups: Sequence[int] | None = None) -> dict[st
     return {"state": state, "param_groups": exported}
 
 
-def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None) -> None:
-    """See `Optimizer.import_state_dict`; optionally for some groups only."""
+def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int]) -> None:
+    """See `Optimizer.import_state_dict`; for these groups."""
     check_import(optimizer, state_dict, groups)
     for entry, saved in _matched(optimizer, state_dict, groups):
         names = _exported_names(optimizer.rule_of(entry))
@@ -130,12 +115,11 @@ def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequenc
         # PyTorch's Muon does not count steps; the number affects only the random bits.
         known.setdefault("step", state["step"].clone() if state else torch.zeros((), dtype=torch.float32))
         set_values(optimizer, entry, {**known, **({"master": master(optimizer, entry)} if state else {})})
-    chosen = range(len(optimizer.param_groups)) if groups is None else groups
-    for index, other in zip(chosen, state_dict["param_groups"], strict=True):
+    for index, other in zip(groups, state_dict["param_groups"], strict=True):
         optimizer.param_groups[index].update({key: other[key] for key in _EXPORTED if key in other})
 
 
-def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None) -> None:
+def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int]) -> None:
     """Check that `import_` can read a state dict.
 
     Raises:
@@ -166,16 +150,15 @@ def _exported_names(rule: RuleName) -> dict[str, str]:
 
 
 def _matched(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None
+    optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int]
 ) -> list[tuple[Entry, Mapping[str, Any]]]:
-    """Return the parameters with a saved state, and the state, for some groups or all.
+    """Return the parameters with a saved state, and the state, for these groups.
 
     Raises:
         CheckpointError: the number of groups or of their parameters differs.
     """
     there = [len(group["params"]) for group in state_dict["param_groups"]]
-    chosen = range(len(optimizer.param_groups)) if groups is None else groups
-    here = [len(optimizer.param_groups[index]["params"]) for index in chosen]
+    here = [len(optimizer.param_groups[index]["params"]) for index in groups]
     if there != here:
         raise CheckpointError(
             f"optimizer state: its groups have {there} parameters, those of this optimizer {here}: it belongs to"
@@ -183,7 +166,7 @@ def _matched(
         )
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     saved = state_dict["state"]
-    entries = [entry for entry in optimizer.entries() if entry.group in chosen]
+    entries = [entry for entry in optimizer.entries() if entry.group in groups]
     found = [(entry, saved[n]) for entry, n in zip(entries, numbers, strict=True) if n in saved]
     return [(entry, unspread(state, optimizer, entry)) for entry, state in found]
 
@@ -248,11 +231,12 @@ def _slot(optimizer: Optimizer, entry: Entry) -> tuple[Slot, Layout]:
     return slot_of(0, entry.number, parameter, nothing, optimizer.state[parameter], layout), layout
 
 
-def _storage(optimizer: Optimizer, entry: Entry, name: str) -> Storage:
-    layout = optimizer.layout_of(entry)
+def _moment(optimizer: Optimizer, entry: Entry, name: str) -> tuple[Tensor, Tensor | None, Storage]:
+    """Return codes, scales and storage of a moment, `exp_avg` or `exp_avg_sq`."""
+    state, layout = optimizer.state[entry.parameter], optimizer.layout_of(entry)
     storage = layout.first if name == "exp_avg" else layout.second
     assert storage is not None
-    return storage
+    return as_matrix(state[name], entry.parameter), state.get(f"{name}_scale"), storage
 
 
 def _from_groups(groups: Tensor, entry: Entry) -> Tensor:
@@ -261,5 +245,5 @@ def _from_groups(groups: Tensor, entry: Entry) -> Tensor:
     return result
 
 
-def _like(value: Tensor, entry: Entry) -> Tensor:
-    return like(entry.parameter, torch.float32).copy_(value)
+def _to_groups(value: Tensor, entry: Entry) -> Tensor:
+    return codec.to_groups(as_matrix(like(entry.parameter, torch.float32).copy_(value), entry.parameter))

@@ -400,7 +400,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Masters are not included: see `master_weights`.
         """
-        return convert.export(self)
+        return convert.export(self, range(len(self.param_groups)))
 
     @torch.no_grad()
     def import_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -411,7 +411,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: the number of parameters or a tensor's shape differs.
         """
-        convert.import_(self, state_dict)
+        convert.import_(self, state_dict, range(len(self.param_groups)))
 
     @torch.no_grad()
     def convert_states(self, states: str | States) -> None:
