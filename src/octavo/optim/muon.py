@@ -49,6 +49,11 @@ class _BatchKey(NamedTuple):
     steps: int
     eps: float
 
+    @property
+    def padded_rows(self) -> int:
+        """Rows per rank, padding included where rows are sharded unevenly."""
+        return next((layout.each for layout in self.layouts if layout.axis == 0), self.shape[0])
+
 
 class Muon(Optimizer):
     """Muon (kellerjordan.github.io/posts/muon; at scale arXiv 2502.16982), as `torch.optim.Muon` computes it.
@@ -102,9 +107,9 @@ class Muon(Optimizer):
             "adamw": {**both, **_ADAMW, **(adamw or {})},
         }
         self._lr_is_shared = "lr" not in (adamw or {})
+        known = (*both, *_ADAMW)
         for name in adamw or {}:
-            if name not in (*both, *_ADAMW):
-                known = (*both, *_ADAMW)
+            if name not in known:
                 raise ConfigError(f"Muon adamw: unknown setting '{name}'.{did_you_mean(name, known)}")
         super().__init__(params, {}, **settings)
 
@@ -134,18 +139,15 @@ class Muon(Optimizer):
         left_out = _MUON.keys() - {"eps"} if rule == "adamw" else {"betas"}
         given = {key: value for key, value in group.items() if key not in left_out}
         group = {**self._settings[rule], **given, "rule": rule}
-        if rule == "adamw" and "lr" not in given and self._lr_is_shared:
-            self._check_shared_lr()
-        super().add_param_group(group)
-        if rule == "muon":
-            _check(self.param_groups[-1], [e for e in self.entries() if e.group == len(self.param_groups) - 1])
-
-    def _check_shared_lr(self) -> None:
-        if self._settings["muon"]["adjust_lr_fn"] != "match_rms_adamw":
+        is_muons_lr = rule == "adamw" and "lr" not in given and self._lr_is_shared
+        if is_muons_lr and self._settings["muon"]["adjust_lr_fn"] != "match_rms_adamw":
             raise ConfigError(
                 "Muon: with adjust_lr_fn 'original' its learning rate is about 50 times AdamW's. Set AdamW's by"
                 " adamw={'lr': 3e-4}, or take 'match_rms_adamw'."
             )
+        super().add_param_group(group)
+        if rule == "muon":
+            _check(self.param_groups[-1], [e for e in self.entries() if e.group == len(self.param_groups) - 1])
 
     @torch.no_grad()
     def export_state_dict(self) -> dict[str, Any]:
@@ -197,7 +199,9 @@ class Muon(Optimizer):
         unscaled = control._replace(coefficients=rows)
         for key, batch in self._batches(slots, entries):
             height = key.shape[0]
-            updates = self._empty(len(batch), key)
+            make = torch.empty if key.padded_rows == height else torch.zeros
+            shape = len(batch), key.padded_rows, key.shape[1]
+            updates = make(shape, dtype=torch.bfloat16, device=self.device)
             momentum(batch, layout, control, updates[:, :height].unbind(), self._uploads, nesterov=key.nesterov)
             whole = gather_full(updates, key.layouts)
             whole = orthogonalise(whole, coefficients=key.coefficients, steps=key.steps, eps=key.eps)
@@ -205,13 +209,6 @@ class Muon(Optimizer):
             pairs = zip(batch, updates[:, :height].unbind(), strict=True)
             dropped: dict[str, Any] = {"gradient_scale": None, "first": None, "first_scale": None}
             update([slot._replace(gradient=x, **dropped) for slot, x in pairs], given, unscaled, self._uploads)
-
-    def _empty(self, count: int, key: _BatchKey) -> Tensor:
-        """Return memory for updates, zero where rows are padding."""
-        height, cols = key.shape
-        padded = _padded_rows(key)
-        make = torch.empty if padded == height else torch.zeros
-        return make(count, padded, cols, dtype=torch.bfloat16, device=self.device)
 
     def _batches(self, slots: Sequence[Slot], entries: Sequence[Entry]) -> Iterator[tuple[_BatchKey, list[Slot]]]:
         """Yield batches of matrices of one shape, up to `CHUNK` elements per rank, or one larger matrix."""
@@ -222,14 +219,9 @@ class Muon(Optimizer):
             settings = (group["nesterov"], group["ns_coefficients"], group["ns_steps"], group["eps"])
             batches.setdefault(_BatchKey(slot.weight.shape, layouts, *settings), []).append(slot)
         for key, members in batches.items():
-            size = max(CHUNK // max(_padded_rows(key) * key.shape[1], 1), 1)
+            size = max(CHUNK // max(key.padded_rows * key.shape[1], 1), 1)
             for start in range(0, len(members), size):
                 yield key, members[start : start + size]
-
-
-def _padded_rows(key: _BatchKey) -> int:
-    """Return the rows per rank, padding included where rows are sharded unevenly."""
-    return next((layout.each for layout in key.layouts if layout.axis == 0), key.shape[0])
 
 
 def _check(group: dict[str, Any], entries: Sequence[Entry]) -> None:
