@@ -24,6 +24,7 @@ from octavo.errors import CheckpointError
 from octavo.optim import Optimizer, flatten, unflatten
 from octavo.optim.sharded import along_rows
 from octavo.tensor import FP8Tensor, WrapperTensor, local
+from octavo.tensor.local import dtensor_like
 
 SETTINGS = "octavo.json"
 
@@ -173,10 +174,3 @@ def plain_values_hook(module: nn.Module, state: dict[str, Any], prefix: str, _: 
         if isinstance(found, DTensor) and isinstance(found._local_tensor, (WrapperTensor, FP8Tensor)):
             values = local(found)
             state[prefix + name] = dtensor_like(found, values.dequantize() if isinstance(values, FP8Tensor) else values)
-
-
-def dtensor_like(like: DTensor, values: Tensor) -> DTensor:
-    """Return this rank's values as a DTensor with the global shape, mesh and placements of `like`."""
-    return DTensor.from_local(
-        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

@@ -19,12 +19,15 @@ from octavo.errors import UnsupportedError
 from octavo.kernels.storage import GROUP, groups_of
 from octavo.kernels.transfers import PinnedStaging
 from octavo.tensor import is_distributed, local
+from octavo.tensor.local import dtensor_like
 
 if TYPE_CHECKING:
     from octavo.optim.optimizer import Entry, Optimizer
 
 SHARDS = 1 << 10
 """Largest number of shards of a parameter, each with its own random stream."""
+_SENT = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+"""Dtypes that every collective supports."""
 
 
 def stream_of(number: int, parameter: Tensor) -> int:
@@ -71,14 +74,17 @@ def spread(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
     if name == "step" or not is_distributed(parameter):
         return tensor
     if tensor.shape == local(parameter).shape:
-        tensor, widening = _as_bytes(tensor)
-        return _distributed(tensor, parameter, (*parameter.shape[:-1], parameter.shape[-1] * widening))
+        if tensor.dtype in _SENT:
+            return dtensor_like(parameter, tensor, parameter.shape)
+        shape = (*parameter.shape[:-1], parameter.shape[-1] * tensor.element_size())
+        return dtensor_like(parameter, tensor.view(torch.uint8), shape)
     if _lies_along_rows(tensor, parameter):
-        return along_rows(tensor.reshape(-1, _scales_of_row(tensor, parameter)), parameter)
+        rows = local(parameter).shape[0]
+        return along_rows(tensor.reshape(-1, tensor.numel() // rows if rows else tensor.shape[1]), parameter)
     parts = _ranks_along(0, parameter)
     width = max(tensor.numel(), 1 if parameter.dim() > 1 else groups_of(-(-parameter.shape[0] // parts)))
     row = F.pad(tensor.reshape(1, -1), (0, width - tensor.numel()))
-    return _distributed(row, parameter, (parts, width * _ranks_along(1, parameter)))
+    return dtensor_like(parameter, row, (parts, width * _ranks_along(1, parameter)))
 
 
 def along_rows(part: Tensor, parameter: Tensor) -> Tensor:
@@ -86,7 +92,7 @@ def along_rows(part: Tensor, parameter: Tensor) -> Tensor:
 
     Where columns are sharded, each rank has its own scales of a row, which are placed side by side.
     """
-    return _distributed(part, parameter, (parameter.shape[0], part.shape[1] * _ranks_along(1, parameter)))
+    return dtensor_like(parameter, part, (parameter.shape[0], part.shape[1] * _ranks_along(1, parameter)))
 
 
 def unspread(saved: Mapping[str, Any], optimizer: Optimizer, entry: Entry) -> Mapping[str, Any]:
@@ -130,23 +136,3 @@ def _ranks_along(axis: int, parameter: Tensor) -> int:
     """Return the number of ranks over which one dimension of a DTensor is sharded."""
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     return prod(mesh.size(dim) for dim in _sharded_dims(parameter) if placements[dim].dim == axis)
-
-
-def _scales_of_row(scales: Tensor, parameter: Tensor) -> int:
-    rows = local(parameter).shape[0]
-    return scales.numel() // rows if rows else scales.shape[1]
-
-
-def _as_bytes(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return a tensor in a dtype that every collective supports, and the factor by which its width grows."""
-    if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
-        return tensor, 1
-    return tensor.view(torch.uint8), tensor.element_size()
-
-
-def _distributed(part: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    stride = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +34,20 @@ def is_distributed(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def dtensor_like(like: Any, values: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return this rank's values as a DTensor with the mesh and placements of `like`; nothing is sent.
+
+    Args:
+        shape: the global shape, in contiguous strides; by default shape and strides of `like`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    whole = like if shape is None else torch.empty(shape, device="meta")
+    return DTensor.from_local(
+        values, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def non_finite(tensor: Tensor) -> Tensor:

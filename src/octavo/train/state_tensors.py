@@ -14,6 +14,7 @@ from octavo.nn.scaling_state import scales
 from octavo.optim import Optimizer
 from octavo.optim.sharded import along_rows, spread
 from octavo.tensor import FP8Tensor, is_distributed, local
+from octavo.tensor.local import dtensor_like
 from octavo.train.train_state import TrainState
 
 _MODEL, _OPTIMIZER, _LOSS_SCALE, _REDUCTION = "model.", "optimizer.", "loss_scale.", "reduction."
@@ -104,18 +105,10 @@ def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     own = local(tensor)
     parts = {f"{name}.{part}": plain for part, plain in own.to_tensors().items()} if isinstance(own, FP8Tensor) else {}
     for full_name, part in (parts or {name: own}).items():
-        yield full_name, _of_all_ranks(part.detach(), tensor) if is_distributed(tensor) else part
-
-
-def _of_all_ranks(part: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's part of a parameter, or of the codes or scales of its rows, as a DTensor."""
-    if part.shape != local(parameter).shape:
-        return along_rows(part, parameter)
-    from torch.distributed.tensor import DTensor
-
-    shape, mesh, placements = parameter.shape, parameter.device_mesh, parameter.placements
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+        if is_distributed(tensor):
+            part, is_whole = part.detach(), part.shape == own.shape
+            part = dtensor_like(tensor, part, tensor.shape) if is_whole else along_rows(part, tensor)
+        yield full_name, part
 
 
 def _part(saved: Tensor, like: Any) -> Tensor:

@@ -146,9 +146,3 @@ def gather_plan(
     size = ranks * prod(shape) * (dtype or parameter.dtype).itemsize
     text = str(dtype or parameter.dtype).removeprefix("torch.")
     return GatherPlan(name=name, shape=tuple(parameter.shape), sent=text, bytes=size, reason=sent or "")
-
-
-def rows_plan(parameter: Tensor, name: str, dtype: torch.dtype | None) -> GatherPlan:
-    """Return the plan of an embedding that is not gathered: only looked-up rows are sent."""
-    text = str(dtype or parameter.dtype).removeprefix("torch.")
-    return GatherPlan(name=name, shape=tuple(parameter.shape), sent=f"{text}, rows looked up", bytes=0, reason="")

@@ -6,8 +6,9 @@ each block and on the model, and keeps state dicts free of FP8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from octavo.conversion.policy import blocks_of
-from octavo.distributed.checkpoint import dtensor_like, plain_values_hook
+from octavo.distributed.checkpoint import plain_values_hook
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.batched_scales import UnitCodes
@@ -30,7 +31,6 @@ from octavo.distributed.sharding.gathering import (
     codes_or_reason,
     gather_plan,
     is_fp8_weight,
-    rows_plan,
     uses_of,
 )
 from octavo.distributed.sharding.weights import GatherSpec, WeightShard
@@ -39,6 +39,7 @@ from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
 from octavo.tensor import FP8Tensor, local
+from octavo.tensor.local import dtensor_like
 
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 """Parameters not in FP8 are gathered in BF16, gradients are reduced in FP32. Inputs are not cast: a rotary table in
@@ -101,7 +102,7 @@ def shard(
     _check(model, parts, options.reshard_after_forward)
     embeddings = _row_embeddings(model, by_rows, offload)
     plan = _prepare(model, parts, mesh, options.mp_policy.param_dtype, ignored, embeddings)
-    ignored |= set(_row_embeddings(model, by_rows, offload))  # new parameter objects now
+    ignored |= {module.weight for module in by_rows}
     settings = vars(options) | {"offload_policy": offload or OffloadPolicy(), "ignored_params": ignored or None}
     for module in (*parts, model):
         fully_shard(module, mesh=mesh, **settings)
@@ -212,20 +213,21 @@ def _prepare(
     for parameter, uses in uses_of(model):
         if parameter in ignored:
             continue
+        name = uses[0].full_name
+        in_high_precision = gather_plan(parameter, name, None, dtype, ranks)
+        plain += in_high_precision.bytes
         if parameter in embeddings:
-            rows.append(rows_plan(parameter, uses[0].full_name, dtype))
-            plain += gather_plan(parameter, uses[0].full_name, None, dtype, ranks).bytes
+            looked_up = f"{in_high_precision.sent}, rows looked up"
+            rows.append(replace(in_high_precision, sent=looked_up, bytes=0))
             send_rows(embeddings[parameter], mesh, dtype)
             continue
         sent = codes_or_reason(parameter, uses, ranks) if is_fp8_weight(uses) else None
         if isinstance(parameter, FP8Tensor) and not (isinstance(sent, QuantSpec) and sent.tile.rows == 1):
             raise UnsupportedError(
-                f"shard: {uses[0].full_name} is {parameter!r}: an FP8 weight needs row-wise scales, and may be read by "
+                f"shard: {name} is {parameter!r}: an FP8 weight needs row-wise scales, and may be read by "
                 "FP8 layers only."
             )
-        name = uses[0].full_name
         rows.append(gather_plan(parameter, name, sent, dtype, ranks))
-        plain += gather_plan(parameter, name, None, dtype, ranks).bytes
         if isinstance(sent, QuantSpec):
             module, attribute, count = uses[0].module, uses[0].attribute, local(parameter).shape[0]
             unit = units[owners[module]]
@@ -241,23 +243,22 @@ def _groups(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def _wrap(parameter: nn.Parameter, uses: Sequence[ParameterUse], gather: GatherSpec) -> None:
-    values: Tensor = WeightShard(local(parameter).detach(), gather)
-    if isinstance(parameter, DTensor):  # sharded by tensor parallel
-        values = dtensor_like(parameter, values)
-    wrapped = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    wrapped = _wrapped(parameter, gather)
     for use in uses:
         use.module._parameters[use.attribute] = wrapped
         use.module.register_state_dict_post_hook(plain_values_hook)
-        use.module.register_load_state_dict_post_hook(_wrap_again(use.attribute, gather))
+        use.module.register_load_state_dict_post_hook(partial(_wrap_again, use.attribute, gather))
 
 
-def _wrap_again(name: str, gather: GatherSpec) -> Callable[..., None]:
-    """Return a hook that wraps parameters again after `load_state_dict(assign=True)` replaced them by plain tensors."""
+def _wrap_again(name: str, gather: GatherSpec, module: nn.Module, _: Any) -> None:
+    """Wrap a parameter again after `load_state_dict(assign=True)` replaced it by a plain tensor: a hook."""
+    parameter = module._parameters[name]
+    if isinstance(parameter, DTensor) and not isinstance(parameter._local_tensor, WeightShard):
+        module._parameters[name] = _wrapped(parameter, gather)
 
-    def wrap(module: nn.Module, _: Any) -> None:
-        parameter = module._parameters[name]
-        if isinstance(parameter, DTensor) and not isinstance(parameter._local_tensor, WeightShard):
-            wrapped = dtensor_like(parameter, WeightShard(parameter._local_tensor, gather))
-            module._parameters[name] = nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
 
-    return wrap
+def _wrapped(parameter: nn.Parameter, gather: GatherSpec) -> nn.Parameter:
+    values: Tensor = WeightShard(local(parameter).detach(), gather)
+    if isinstance(parameter, DTensor):
+        values = dtensor_like(parameter, values)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
