@@ -7,11 +7,14 @@
 
 ZeRO stage 2 (arXiv 1910.02054, section 5), partitioned by tensors as in FP8-LM. All state of a tensor is on one rank,
 so a step is bitwise that of one process, also with per-tensor scales, and with Muon's whole matrices.
+
+Sent are streams: the tensors of each rank concatenated, and split into pieces of equal size. With a greedy assignment
+they are of about equal length, so that almost no padding is sent; the size of a piece bounds the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -22,7 +25,6 @@ from torch import Tensor
 from octavo.distributed.reduce import reduction as reduction_named
 from octavo.distributed.reduce.scheme import Scheme, Wire
 from octavo.distributed.zero.greedy import Assignment
-from octavo.distributed.zero.streams import gather_from_owners, reduce_to_owners
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.kernels.transfers import PinnedStaging
 from octavo.optim import Optimizer
@@ -30,6 +32,9 @@ from octavo.optim.optimizer import Entry
 from octavo.optim.states import state_tensors
 from octavo.optim.tensors import like, matrix_shape
 from octavo.tensor import FP8Tensor, is_distributed
+
+Streams = Sequence[Sequence[Tensor]]
+"""Tensors (n,) of each rank, with the same sizes on all ranks."""
 
 
 class GreedyZeRO(torch.optim.Optimizer):
@@ -300,3 +305,67 @@ def _check(optimizer: Optimizer) -> None:
             raise ConfigError(
                 f"GreedyZeRO: parameter '{entry.name}' is sharded, and its states are distributed already."
             )
+
+
+def reduce_to_owners(streams: Streams, scheme: Scheme, group: dist.ProcessGroup, piece: int, name: str) -> None:
+    """Replace this rank's stream by its mean over the ranks; other streams stay unchanged.
+
+    Args:
+        streams: all of one dtype: FP32, BF16 or FP16.
+        scheme: gradient reduction.
+        group: the ranks.
+        piece: values per rank in one collective.
+        name: name of this gradient for the scheme; the number of the piece is appended.
+    """
+    some = next(tensor for tensors in streams for tensor in tensors)
+    for number, (start, length) in enumerate(_pieces(streams, piece)):
+        sent = some.new_zeros(group.size(), length)
+        for row, tensors in zip(sent, streams, strict=True):
+            _copy(*_inside(row, tensors, start))
+        mean = some.new_empty(length)
+        scheme.reduce_scatter(mean, sent.view(-1), group, name=f"{name}.{number}")
+        into, values = _inside(mean, streams[dist.get_rank(group)], start)
+        _copy(values, into)
+
+
+def gather_from_owners(streams: Streams, wire: Wire, group: dist.ProcessGroup, piece: int) -> None:
+    """Replace every stream by that of its owner.
+
+    Args:
+        streams: uint8.
+        wire: counts the bytes sent.
+        group: the ranks.
+        piece: bytes per rank in one collective.
+    """
+    rank = dist.get_rank(group)
+    some = next(tensor for tensors in streams for tensor in tensors)
+    for start, length in _pieces(streams, piece):
+        mine = some.new_zeros(length)
+        _copy(*_inside(mine, streams[rank], start))
+        for other, row in enumerate(wire.all_gather(mine, group)):
+            if other != rank:
+                received, here = _inside(row, streams[other], start)
+                _copy(here, received)
+
+
+def _pieces(streams: Streams, piece: int) -> Iterator[tuple[int, int]]:
+    """Yield start and length of each piece, up to the length of the longest stream."""
+    longest = max(sum(tensor.numel() for tensor in tensors) for tensors in streams)
+    return ((start, min(piece, longest - start)) for start in range(0, longest, piece))
+
+
+def _inside(row: Tensor, tensors: Sequence[Tensor], start: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a piece split into parts, and the views of the concatenated tensors that correspond to them."""
+    views, offset = [], -start
+    for tensor in tensors:
+        first, last = max(-offset, 0), min(row.numel() - offset, tensor.numel())
+        if first < last:
+            views.append(tensor[first:last])
+        offset += tensor.numel()
+    sizes = [view.numel() for view in views]
+    return list(row[: sum(sizes)].split(sizes)), views
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(into, values)
