@@ -102,7 +102,7 @@ def shard(
     _check(model, parts, options.reshard_after_forward)
     embeddings = _row_embeddings(model, by_rows, offload)
     plan = _prepare(model, parts, mesh, options.mp_policy.param_dtype, ignored, embeddings)
-    ignored |= {module.weight for module in by_rows}
+    ignored.update(parameter for module in by_rows for parameter in module.parameters())  # new ones by now
     settings = vars(options) | {"offload_policy": offload or OffloadPolicy(), "ignored_params": ignored or None}
     for module in (*parts, model):
         fully_shard(module, mesh=mesh, **settings)
