@@ -23,7 +23,6 @@ from octavo.conversion.policy import blocks_of
 from octavo.distributed.checkpoint import plain_values_hook
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
-from octavo.distributed.sharding.batched_scales import UnitCodes
 from octavo.distributed.sharding.embedding import send_rows
 from octavo.distributed.sharding.gathering import (
     ParameterUse,
@@ -33,7 +32,7 @@ from octavo.distributed.sharding.gathering import (
     is_fp8_weight,
     uses_of,
 )
-from octavo.distributed.sharding.weights import GatherSpec, WeightShard
+from octavo.distributed.sharding.weights import GatherSpec, UnitCodes, WeightShard
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear

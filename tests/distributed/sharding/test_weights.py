@@ -85,16 +85,16 @@ def test_what_is_gathered_is_the_whole_weight_quantised(device: str, reduce: str
 
 @pytest.mark.gpu
 def test_a_gather_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.distributed.sharding import batched_scales
+    from octavo.distributed.sharding import weights
 
     gc.collect()  # models of other tests
     model = sharded("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer, 0)
     made: list[int] = []
-    plain = batched_scales.quantize_stack
+    plain = weights.quantize_stack
     counted = lambda w, *others: (made.append(len(w)), plain(w, *others))[1]  # noqa: E731
-    monkeypatch.setattr(batched_scales, "quantize_stack", counted)
+    monkeypatch.setattr(weights, "quantize_stack", counted)
     monkeypatch.setattr(kernels, "quantize", None)  # none is quantised by itself
     optimizer.step()
     for _ in range(2):
