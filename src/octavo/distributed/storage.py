@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -36,8 +37,6 @@ INDEX = "index.json"
 FILE_BYTES = 1 << 30
 """Tensors are written into a new file beyond this size: writing takes twice the memory of a file."""
 
-T = TypeVar("T")
-
 
 def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors into a folder that all ranks share. All ranks call it.
@@ -45,9 +44,8 @@ def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: a rank could not write.
     """
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about writing in one process
-        writer = _Writer(folder, tensors)
-        _raised(folder, lambda: state_dict_saver.save(dict(tensors), storage_writer=writer, planner=_SavePlanner()))
+    with _errors(folder), warnings.catch_warnings(action="ignore", category=UserWarning):  # about one process
+        state_dict_saver.save(dict(tensors), storage_writer=_Writer(folder, tensors), planner=_SavePlanner())
 
 
 def write_async(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Any:
@@ -70,16 +68,9 @@ def read(folder: Path, tensors: Mapping[str, Tensor], finite: Callable[[str], bo
         CheckpointError: a tensor is missing, incomplete, or of another shape or dtype, on any rank.
         NonFiniteError: a tensor that must be finite is not.
     """
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about reading in one process
-        _raised(
-            folder,
-            lambda: state_dict_loader.load(
-                dict(tensors),
-                storage_reader=HuggingFaceStorageReader(str(folder)),
-                planner=_Planner(finite),
-                no_dist=alone,
-            ),
-        )
+    reader = HuggingFaceStorageReader(str(folder))
+    with _errors(folder), warnings.catch_warnings(action="ignore", category=UserWarning):  # about one process
+        state_dict_loader.load(dict(tensors), storage_reader=reader, planner=_Planner(finite), no_dist=alone)
 
 
 def read_index(folder: Path) -> dict[str, dict[str, Any]]:
@@ -124,7 +115,8 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     Raises:
         CheckpointError: a file is malformed, or a tensor is incomplete.
     """
-    metadata = _raised(folder, HuggingFaceStorageReader(str(folder)).read_metadata)
+    with _errors(folder):
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     _check_complete(metadata)
     known: Mapping[str, Any] = metadata.state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in known.items()}
@@ -217,10 +209,11 @@ def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return numbers
 
 
-def _raised(folder: Path, action: Callable[[], T]) -> T:
-    """Run an action of torch.distributed.checkpoint, with its errors as Octavo's."""
+@contextmanager
+def _errors(folder: Path) -> Iterator[None]:
+    """Raise errors of torch.distributed.checkpoint in this block as Octavo's."""
     try:
-        return action()
+        yield
     except CheckpointException as error:
         rank, (reason, _) = next(iter(error.failures.items()))
         if isinstance(reason, OctavoError):
