@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -184,7 +183,7 @@ class Heartbeat:
         note = ""
         if self.rank in failure.blamed:
             frame = sys._current_frames()[threading.main_thread().ident or 0]
-            note = f"{self.where}, is here:\n{_stack(frame)}"
+            note = "".join([f"{self.where}, is here:\n", *traceback.format_stack(frame)[-6:]])
         end(failure.text if prints else "", note=note)
 
     def _record(self, failure: RankFailure) -> bool:
@@ -265,7 +264,3 @@ def end(error: str, code: int = 1, *, note: str = "") -> None:
         cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a live table hides it
         print(cursor + "\n".join(map(printable, words)), file=sys.stderr, flush=True)
     os._exit(code)
-
-
-def _stack(frame: FrameType) -> str:
-    return "".join(traceback.format_stack(frame)[-6:])

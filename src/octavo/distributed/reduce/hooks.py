@@ -3,6 +3,7 @@
 Annotations are not postponed here: DDP inspects those of a hook.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -91,13 +92,8 @@ def _done(gradient: Tensor) -> Future[Tensor]:
     return future
 
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]
+_side_stream = functools.cache(torch.cuda.Stream)
+"""(device) -> one stream per device."""
 
 
 class ShardReduction:
