@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from octavo._util.autograd import first_order
+from octavo.distributed.sharding.embedding import all_to_all_rows
 from octavo.errors import ConfigError
 from octavo.kernels.experts import Routing, combine, quantize_tokens, route
 from octavo.nn.experts import (
@@ -126,10 +127,7 @@ class Exchange:
 
     def send(self, rows: Tensor, sizes: Sizes) -> Tensor:
         """Send rows, ordered by rank, and return those that arrive, ordered by the rank that they come from."""
-        sent = rows.contiguous().view(torch.uint8)
-        arrived = sent.new_empty(sum(sizes.arriving), sent.shape[1])
-        dist.all_to_all_single(arrived, sent, sizes.arriving, sizes.sent, group=self.group)
-        return arrived.view(rows.dtype)
+        return all_to_all_rows(rows, sizes.sent, sizes.arriving, self.group)
 
     def _agree(self, routing: Routing) -> tuple[Sizes, Routing]:
         """Return how many rows travel, and where arriving rows go among the experts here. Waits for the device."""

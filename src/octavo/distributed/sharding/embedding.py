@@ -49,9 +49,11 @@ class RowLayout:
         return self.each * dist.get_rank(self.group)
 
 
-class _Routes(NamedTuple):
-    """Rows to send to, and to receive from, each rank."""
+class _Lookup(NamedTuple):
+    """Rows that a batch of tokens looks up, and those to send to each rank for its own batch."""
 
+    place: Tensor
+    """Index of each token's row among the U rows; int64, shape of the tokens."""
     rows: Tensor
     """(S,) int64, relative to this rank's first row: those requested by rank 0, then by rank 1, and so on."""
     to: list[int]
@@ -59,17 +61,9 @@ class _Routes(NamedTuple):
     back: list[int]
     """Number of this rank's U rows that each rank owns."""
 
-
-class _Lookup(NamedTuple):
-    """Row indices and routes of one batch of tokens."""
-
-    place: Tensor
-    """Index of each token's row among the U rows; int64, shape of the tokens."""
-    sent: _Routes
-
     def on(self, device: torch.device) -> _Lookup:
         """Return a copy on the device."""
-        return _Lookup(upload(self.place, device), self.sent._replace(rows=upload(self.sent.rows, device)))
+        return self._replace(place=upload(self.place, device), rows=upload(self.rows, device))
 
 
 class RowGatheredEmbedding(nn.Embedding):
@@ -93,10 +87,10 @@ class RowGatheredEmbedding(nn.Embedding):
                 " Shard it as a whole, or run without a graph."
             )
         _, known = self.ahead.pop(_token_key(input), (None, None))
-        place, sent = _look_up(input, self.layout) if known is None else known
+        lookup = known or _look_up(input, self.layout)
         weight = cast(DTensor, self.weight).to_local()
-        rows = _Exchange.apply(weight, sent, self.layout)  # type: ignore[no-untyped-call]
-        return F.embedding(place, rows)
+        rows = _Exchange.apply(weight, lookup, self.layout)  # type: ignore[no-untyped-call]
+        return F.embedding(lookup.place, rows)
 
 
 def send_tokens(tokens: Tensor, device: torch.device, *models: nn.Module, parts: int = 1) -> Tensor:
@@ -132,7 +126,7 @@ def _look_up(tokens: Tensor, layout: RowLayout) -> _Lookup:
     """Find the distinct rows that tokens need, and request them from their owners."""
     looked_up, place = torch.unique(tokens.long(), return_inverse=True)
     try:
-        return _Lookup(place, _exchange_requests(looked_up, layout))
+        return _Lookup(place, *_exchange_requests(looked_up, layout))
     except RuntimeError as error:
         if "No backend type associated with device type cpu" not in str(error):
             raise
@@ -177,8 +171,8 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _exchange_requests(looked_up: Tensor, layout: RowLayout) -> _Routes:
-    """Exchange row requests with all ranks; `looked_up`: (U,), ascending."""
+def _exchange_requests(looked_up: Tensor, layout: RowLayout) -> tuple[Tensor, list[int], list[int]]:
+    """Request rows, (U,) ascending, from their owners; return `rows`, `to` and `back` of a lookup."""
     count = dist.get_world_size(layout.group)
     span = torch.cat([looked_up[:1], looked_up[-1:]]).tolist()
     if span and not 0 <= span[0] <= span[1] < layout.count:
@@ -193,21 +187,22 @@ def _exchange_requests(looked_up: Tensor, layout: RowLayout) -> _Routes:
     to, back = torch.stack([asked, wanted]).tolist()
     rows = looked_up.new_empty(sum(to))
     dist.all_to_all_single(rows, looked_up, to, back, group=layout.group)
-    return _Routes(rows - layout.first, to, back)
+    return rows - layout.first, to, back
 
 
 class _Exchange(torch.autograd.Function):
     """Fetch the U looked-up rows (U, D) from their owners; backward returns the gradients to them."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, sent: _Routes, layout: RowLayout) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, sent: _Lookup, layout: RowLayout) -> Tensor:
         ctx.sent, ctx.layout, ctx.weight_like = sent, layout, (weight.shape, weight.dtype)
-        return _all_to_all_rows(weight[sent.rows].to(layout.dtype or weight.dtype), sent.to, sent.back, layout.group)
+        rows = weight[sent.rows].to(layout.dtype or weight.dtype)
+        return all_to_all_rows(rows, sent.to, sent.back, layout.group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         sent, layout, (shape, dtype) = ctx.sent, ctx.layout, ctx.weight_like
-        total = _sum_by_row(sent.rows, _all_to_all_rows(gradient, sent.back, sent.to, layout.group), shape[0])
+        total = _sum_by_row(sent.rows, all_to_all_rows(gradient, sent.back, sent.to, layout.group), shape[0])
         copies = 1
         if layout.copies is not None:
             dist.all_reduce(total, group=layout.copies)
@@ -225,10 +220,8 @@ def _sum_by_row(rows: Tensor, values: Tensor, count: int) -> Tensor:
     return torch.segment_reduce(values[order].float(), "sum", offsets=begins, unsafe=True)  # unchecked: without waiting
 
 
-def _all_to_all_rows(rows: Tensor, to: Sequence[int], back: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all_rows(rows: Tensor, to: list[int], back: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send `to[r]` rows to each rank r and receive `back[r]`, as bytes: gloo supports few dtypes."""
     received = rows.new_empty(sum(back), rows.shape[1])
-    dist.all_to_all_single(
-        received.view(torch.uint8), rows.contiguous().view(torch.uint8), list(back), list(to), group=group
-    )
+    dist.all_to_all_single(received.view(torch.uint8), rows.contiguous().view(torch.uint8), back, to, group=group)
     return received
