@@ -21,7 +21,7 @@ from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
 from octavo.kernels.transfers import PinnedStaging
 from octavo.optim import convert
 from octavo.optim.gradients import GradientStore, StoredGradient
-from octavo.optim.settings import OptimizerOptions, check_group, group_table, largest_update, parameter_table
+from octavo.optim.settings import OptimizerOptions, check_group, group_table, largest_update
 from octavo.optim.sharded import spread, sum_over_ranks
 from octavo.optim.states import RuleName, States, kind_of, state_tensors, states_named
 from octavo.optim.tensors import as_matrix, check, gradient_of, like, matrix_shape, slot_of, value_of, weight_dtype
@@ -327,7 +327,8 @@ class Optimizer(torch.optim.Optimizer):
         """Return the control values of a step, from all gradients, and count the step."""
         name = entries[0].number if entries else -1
         hyper = group_table(self.param_groups, self.clip, self._uploads, self.device)
-        table = parameter_table(own, self._uploads, name, self.device)
+        size, staged = (len(own), len(ParamSettings._fields)), ("own", name)
+        table = self._uploads(staged, own, lambda: torch.tensor(own, dtype=torch.float64).view(size), self.device)
         sums = self._group_squares(entries, slots, table) if self._needs_norm else None
         amp = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         inputs = StepInputs(hyper, table, sums, self.rule != "adam", **amp)

@@ -1,4 +1,4 @@
-"""Settings of an optimizer and its groups: validation, and the tables that a step reads on the device."""
+"""Settings of an optimizer and its groups: validation, and the table that a step reads on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.coefficients import HYPER, ParamSettings
+from octavo.kernels.coefficients import HYPER
 from octavo.kernels.transfers import PinnedStaging
 from octavo.optim.states import DEFAULT, States, keep_small
 
@@ -133,14 +133,3 @@ def largest_update(betas: tuple[float, float] | None) -> float:
     beta1, beta2 = betas
     ratio = beta1**2 / beta2 if beta2 else math.inf
     return max(10.0, (1 - beta1) / math.sqrt((1 - beta2) * (1 - ratio))) if ratio < 1 and beta2 < 1 else math.inf
-
-
-def parameter_table(
-    settings: tuple[ParamSettings, ...], uploads: PinnedStaging, name: int, device: torch.device
-) -> Tensor:
-    """Return the settings of each parameter, FP64 (P, len(ParamSettings._fields))."""
-
-    def table() -> Tensor:
-        return torch.tensor(settings, dtype=torch.float64).reshape(-1, len(ParamSettings._fields))
-
-    return uploads(("own", name), settings, table, device)
