@@ -85,7 +85,7 @@ class FP8LM(Scheme):
         amax = torch.cat([tile_amax(tensor[None], PER_TENSOR).view(1) for tensor in tensors])
         saturated = torch.stack([self.saturated[name] for name in names])
         agreed = torch.cat([amax, saturated])
-        self.wire.maximum(agreed, group)
+        self.wire.all_reduce(agreed, group, dist.ReduceOp.MAX)
         amax, saturated = agreed.split(len(names))
         mu = torch.stack([self.mu[name] for name in names])
         mu = torch.where(saturated > THRESHOLD, mu * 0.5, mu * GROWTH).clamp(1 / LIMIT, LIMIT)

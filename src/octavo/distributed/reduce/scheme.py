@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,9 @@ class Wire:
         _reduce_scatter(output, input, group=group)
         self.sent += input.nbytes * (group.size() - 1) // group.size()
 
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Sum in place by the backend, in the dtype of the tensor."""
-        dist.all_reduce(tensor, group=group)
-        self.sent += 2 * tensor.nbytes * (group.size() - 1) // group.size()
-
-    def maximum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Replace each element by its maximum over the ranks."""
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce in place by the backend, in the dtype of the tensor."""
+        dist.all_reduce(tensor, op, group=group)
         self.sent += 2 * tensor.nbytes * (group.size() - 1) // group.size()
 
 

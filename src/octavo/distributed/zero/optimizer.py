@@ -127,7 +127,7 @@ class GreedyZeRO(torch.optim.Optimizer):
             if self.scheme is not None and self.ranks > 1:
                 self._reduce(self.scheme)
             for entry in self.optimizer.entries():
-                if self.assignment.owners[entry.number] != self.rank:
+                if not self._is_own(entry):
                     entry.parameter.grad = None
             self.optimizer.step()
             if self.ranks > 1:
@@ -188,7 +188,7 @@ class GreedyZeRO(torch.optim.Optimizer):
             return
         has = tuple(entry.parameter.grad is not None for entry in trained)
         seen = self._uploads("seen", has, lambda: torch.tensor(has, dtype=torch.uint8), self.optimizer.device).clone()
-        self._wire.maximum(seen, self.group)
+        self._wire.all_reduce(seen, self.group, dist.ReduceOp.MAX)
         lacking = [self._is_own(entry) and not known for entry, known in zip(trained, has, strict=True)]
         for dtype in dict.fromkeys(entry.parameter.dtype for entry in trained):
             streams = self._streams([e for e in trained if e.parameter.dtype == dtype], self._gradient)
