@@ -5,7 +5,7 @@ Shapes: B sequences in a batch, T tokens in a sequence, D width of the residual 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,6 @@ class Schedule:
         """Return the rank of each stage, in order."""
         down = list(range(ranks))
         return down + down[::-1] if self.is_v else down * self.stages
-
-    def make(self, stages: Sequence[PipelineStage], microbatches: int, loss: Callable[..., Tensor]) -> Any:
-        """Return PyTorch's schedule for the stages of this rank. Gradients of `loss` are not scaled."""
-        own = stages[0] if self.stages == 1 else list(stages)
-        return self.kind(own, microbatches, loss_fn=loss, scale_grads=False)
 
 
 SCHEDULES = {
@@ -147,8 +142,11 @@ class Pipeline:
         """Return PyTorch's schedule for batches of this shape."""
         if (parts, shape) not in self._made:
             part = (shape[0] // parts, shape[1])
-            own = [self._prepared(index, stage, part) for index, stage in self.stages.items()]
-            self._made[parts, shape] = self.schedule.make(own, parts, lambda loss, _: self._noted(loss.sum() / parts))
+            stages = [self._prepared(index, stage, part) for index, stage in self.stages.items()]
+            own = stages[0] if self.schedule.stages == 1 else stages
+            self._made[parts, shape] = self.schedule.kind(
+                own, parts, loss_fn=lambda loss, _: self._noted(loss.sum() / parts), scale_grads=False
+            )
         return self._made[parts, shape]
 
     def _noted(self, loss: Tensor) -> Tensor:
@@ -159,10 +157,8 @@ class Pipeline:
     def _prepared(self, index: int, stage: nn.Module, shape: tuple[int, int]) -> PipelineStage:
         """Return a stage for schedules, with its shapes, so that PyTorch need not run it to infer them."""
         stream_BTD = torch.empty((*shape, self._width), dtype=self._stream, device="meta", requires_grad=True)
-        tokens_BT, loss = (
-            torch.empty(shape, dtype=torch.int64, device="meta"),
-            torch.empty(1, device="meta", dtype=torch.float32),
-        )
+        tokens_BT = torch.empty(shape, dtype=torch.int64, device="meta")
+        loss = torch.empty(1, dtype=torch.float32, device="meta")
         return PipelineStage(
             stage,
             index,
