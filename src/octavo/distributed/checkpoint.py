@@ -8,6 +8,7 @@ tensor parallel, where scales belong to parts of rows. Everything else is in `oc
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,9 +48,8 @@ def save_async(folder: str | Path, model: nn.Module, optimizer: Optimizer | None
     Returns:
         A future; `result()` waits until the checkpoint is written, and raises its errors.
     """
-    return storage.write_async(
-        Path(folder), _write_settings(Path(folder), model, optimizer, extra), _background_group()
-    )
+    tensors = _write_settings(Path(folder), model, optimizer, extra)
+    return storage.write_async(Path(folder), tensors, _background_group(dist.group.WORLD))
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -79,15 +79,10 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
     return extra
 
 
-_background: list[Any] = []
-"""The default group, and the group of the same ranks for checkpoints in the background."""
-
-
-def _background_group() -> Any:
-    """Return a separate CPU group, so that its messages do not mix with those of training."""
-    if not _background or _background[0] is not dist.group.WORLD:
-        _background[:] = dist.group.WORLD, dist.new_group(backend="gloo")
-    return _background[1]
+@functools.lru_cache(maxsize=1)
+def _background_group(_world: Any) -> Any:
+    """Return a separate CPU group of all ranks, so that its messages do not mix with those of training."""
+    return dist.new_group(backend="gloo")
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str, Tensor]]:
@@ -110,12 +105,8 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str,
 
 def _fp8_shards(model: nn.Module) -> dict[str, FP8Tensor]:
     """Return this rank's shards of FP8 parameters."""
-    shards = {}
-    for name, parameter in model.named_parameters():
-        shard = local(parameter)
-        if isinstance(parameter, DTensor) and isinstance(shard, FP8Tensor):
-            shards[name] = shard
-    return shards
+    parameters = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    return {name: shard for name, p in parameters.items() if isinstance(shard := local(p), FP8Tensor)}
 
 
 def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -156,14 +147,12 @@ def _check_tiers(optimizer: Optimizer, saved: Mapping[str, Any] | None, folder: 
     if saved is None:
         raise CheckpointError(f"{folder} holds no state of an optimizer: call load(folder, model) for the model alone.")
     here = flatten(optimizer.state_dict())[1]
-    for name in ("rule", "param_groups"):
-        ours, theirs = here[name], saved[name]
-        if name == "param_groups":
-            ours, theirs = [group["states"] for group in ours], [group["states"] for group in theirs]
+    tiers = [[group["states"] for group in each["param_groups"]] for each in (here, saved)]
+    for what, ours, theirs in (("rule is", here["rule"], saved["rule"]), ("states are", *tiers)):
         if ours != theirs:
             raise CheckpointError(
-                f"{folder}: the optimizer's {'states are' if name == 'param_groups' else 'rule is'} {theirs} there and "
-                f"{ours} here. Make it as it was saved; convert_states() changes the tier after that."
+                f"{folder}: the optimizer's {what} {theirs} there and {ours} here. Make it as it was saved; "
+                "convert_states() changes the tier after that."
             )
 
 

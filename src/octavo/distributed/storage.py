@@ -117,9 +117,7 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """
     with _errors(folder):
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
-    _check_complete(metadata)
-    known: Mapping[str, Any] = metadata.state_dict_metadata
-    return {name: (entry.size, entry.properties.dtype) for name, entry in known.items()}
+    return {name: (entry.size, entry.properties.dtype) for name, entry in _complete(metadata).items()}
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -177,8 +175,7 @@ class _Planner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
-        _check_complete(metadata)
-        known: Mapping[str, Any] = metadata.state_dict_metadata
+        known = _complete(metadata)
         for name, tensor in state_dict.items():
             if name in known and (dtype := known[name].properties.dtype) != tensor.dtype:
                 raise CheckpointError(f"'{name}' is {dtype} there and {tensor.dtype} here.")
@@ -192,12 +189,14 @@ class _Planner(DefaultLoadPlanner):
             )
 
 
-def _check_complete(metadata: Metadata) -> None:
+def _complete(metadata: Metadata) -> Mapping[str, Any]:
+    """Return the entry of each tensor, all of whose values are there."""
     known: Mapping[str, Any] = metadata.state_dict_metadata
     for name, entry in known.items():
         found, size = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.size)
         if found != size:
             raise CheckpointError(f"'{name}' is incomplete: {found} of {size} values.")
+    return known
 
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
