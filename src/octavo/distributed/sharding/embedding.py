@@ -13,7 +13,7 @@ U rows that this rank looks up, S rows that it sends, D dim, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 

@@ -139,10 +139,9 @@ def gather_plan(
     if isinstance(sent, QuantSpec):
         assert len(shape) == 2
         scales = prod(sent.tile.scale_shape(*shape)) if sent.tile.rows is not None else 0
-        size = ranks * (prod(shape) * sent.fmt.dtype.itemsize + scales * torch.float32.itemsize)
-        return GatherPlan(
-            name=name, shape=tuple(parameter.shape), sent=f"{sent.format} {sent.granularity}", bytes=size, reason=""
-        )
-    size = ranks * prod(shape) * (dtype or parameter.dtype).itemsize
-    text = str(dtype or parameter.dtype).removeprefix("torch.")
-    return GatherPlan(name=name, shape=tuple(parameter.shape), sent=text, bytes=size, reason=sent or "")
+        size = prod(shape) * sent.fmt.dtype.itemsize + scales * torch.float32.itemsize
+        text, reason = f"{sent.format} {sent.granularity}", ""
+    else:
+        dtype = dtype or parameter.dtype
+        size, text, reason = prod(shape) * dtype.itemsize, str(dtype).removeprefix("torch."), sent or ""
+    return GatherPlan(name=name, shape=tuple(parameter.shape), sent=text, bytes=ranks * size, reason=reason)

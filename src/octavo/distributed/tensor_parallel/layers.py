@@ -45,7 +45,6 @@ from octavo.distributed.tensor_parallel.weights import (
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
-from octavo.recipes import Recipe
 
 IGNORED = -100
 """QuantSpec of a token that the loss ignores."""
@@ -174,17 +173,13 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
         "ffn_norm": Replicated(sequence=sequence),
         "feed_forward": Parallel(["w1", "w3"], ["w2"], sequence=sequence),
     }
-    for block in blocks.values():  # check all blocks before changing one
-        for name, style in styles.items():
-            for layer in (*style.columns, *style.rows) if isinstance(style, Parallel) else ():
-                _check_recipe(block.get_submodule(full_name(name, layer)), full_name(name, layer))
-    rows = [
-        _row(block.get_submodule(full_name(part, layer)), full_name(prefix, full_name(part, layer)), style, layer)
-        for prefix, block in blocks.items()
-        for part, style in styles.items()
-        if isinstance(style, Parallel)
-        for layer in (*style.columns, *style.rows)
-    ]
+    rows, sharded = [], {part: style for part, style in styles.items() if isinstance(style, Parallel)}
+    for prefix, block in blocks.items():  # check all blocks before changing one
+        for part, style in sharded.items():
+            for layer in (*style.columns, *style.rows):
+                name = full_name(part, layer)
+                _check_recipe(block.get_submodule(name), name)
+                rows.append(_row(block.get_submodule(name), full_name(prefix, name), style, layer))
     for block in blocks.values():
         parallelize_module(block, mesh, styles)
         inside = [one for name in styles for one in block.get_submodule(name).modules() if one._parameters]
@@ -310,9 +305,8 @@ def _rounds_gradient(layer: nn.Module) -> bool:
 
 
 def _check_recipe(layer: nn.Module, name: str) -> None:
-    recipe: Recipe | None = layer.recipe if isinstance(layer, Linear) else None
-    if recipe is not None and recipe.has_stored_scales:
+    if isinstance(layer, Linear) and layer.recipe.has_stored_scales:
         raise UnsupportedError(
-            f"tensor parallel: {name}: recipe '{recipe.name}' has stored per-tensor scales, and a rank has parts of "
-            "tensors. Take 'folded', 'rowwise', 'block' or 'tensorwise'."
+            f"tensor parallel: {name}: recipe '{layer.recipe.name}' has stored per-tensor scales, and a rank has parts "
+            "of tensors. Take 'folded', 'rowwise', 'block' or 'tensorwise'."
         )
