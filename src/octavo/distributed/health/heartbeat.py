@@ -69,9 +69,8 @@ class Heartbeat:
         """Whether the main thread stops all ranks after SIGTERM, once it has saved a checkpoint."""
         self.rank, self.ranks = rank, ranks
         self._store, self._groups, self._host = store, groups, host
-        self._monitor = RankMonitor(
-            ranks=ranks, timeout=timeout, beat=max(BEAT, ranks / 100)
-        )  # limits the load of the store
+        beat = max(BEAT, ranks / 100)  # limits the load of the store
+        self._monitor = RankMonitor(ranks=ranks, timeout=timeout, beat=beat)
         self._beats = self._rounds = 0
         self._all_began = self._is_failing = False
         self._closing, self._closed = threading.Event(), threading.Event()

@@ -31,10 +31,6 @@ class Report(NamedTuple):
     """Whether the rank has finished."""
 
 
-NOTHING = Report(0, 0, 0, False)
-"""Report of a rank that has not begun."""
-
-
 @dataclass(frozen=True, slots=True)
 class RankState:
     """Last report of a rank, with times in seconds."""
@@ -85,7 +81,7 @@ class RankMonitor:
         slept = self.updated is not None and now - self.updated > self.patience / 2
         self.updated = now
         for rank in range(self.ranks):
-            report, known = reports.get(rank, NOTHING), self.seen.get(rank)
+            report, known = reports.get(rank, Report(0, 0, 0, left=False)), self.seen.get(rank)
             if known is None or slept:
                 self.seen[rank] = RankState(report, now, now)
                 continue
