@@ -58,8 +58,7 @@ def all_gather_codes(x: Tensor, target: QuantSpec, group: dist.ProcessGroup) -> 
 
 def all_gather_values(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tokens of all ranks (B, T, K), in the layers' compute dtype, from those of each (B, t, K)."""
-    result: Tensor = _Collective.apply(x.to(compute_dtype(x)), group, _all_gather, _reduce_scatter)  # type: ignore[no-untyped-call]
-    return result
+    return _collective(x.to(compute_dtype(x)), group, _all_gather, _reduce_scatter)
 
 
 def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup, *, codes: bool = False) -> Tensor:
@@ -75,18 +74,20 @@ def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup, *, codes: bool = 
     Raises:
         UnsupportedError: the ranks do not divide T.
     """
-    backward = _all_gather_rounded if codes else _all_gather
-    result: Tensor = _Collective.apply(x, group, _reduce_scatter, backward)  # type: ignore[no-untyped-call]
-    return result
+    return _collective(x, group, _reduce_scatter, _all_gather_rounded if codes else _all_gather)
 
 
 def copy_to_region(x: Tensor, target: QuantSpec | None, group: dist.ProcessGroup) -> Tensor:
-    """Return x in the layers' compute dtype; its gradient is summed over the ranks.
+    """Return x; its gradient is summed over the ranks, in the layers' compute dtype.
 
     Codes of `target` attached to x are attached to the result too.
     """
-    ready = None if target is None else attached_codes(x, target)
-    y: Tensor = _CopyToRegion.apply(x, group, compute_dtype(x))  # type: ignore[no-untyped-call]
+    ready, dtype = None if target is None else attached_codes(x, target), compute_dtype(x)
+
+    def total(dy: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce_sum(dy.to(dtype), group).to(dy.dtype)
+
+    y = _collective(x, group, lambda x, _: x.view_as(x), total)
     if ready is not None and target is not None:
         attach_codes(y, ready, target)
     return y
@@ -94,8 +95,7 @@ def copy_to_region(x: Tensor, target: QuantSpec | None, group: dist.ProcessGroup
 
 def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of x over the ranks; its gradient is the same on all ranks."""
-    result: Tensor = _Collective.apply(x, group, all_reduce_sum, lambda grad, _: grad)  # type: ignore[no-untyped-call]
-    return result
+    return _collective(x, group, all_reduce_sum, lambda grad, _: grad)
 
 
 def local_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -110,8 +110,7 @@ def local_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tokens of all ranks, for replicated computation: a rank's gradient is that of its own tokens."""
-    result: Tensor = _Collective.apply(x, group, _all_gather, local_tokens)  # type: ignore[no-untyped-call]
-    return result
+    return _collective(x, group, _all_gather, local_tokens)
 
 
 def mean_of_tokens(loss: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -167,16 +166,9 @@ class _Collective(torch.autograd.Function):
         return ctx.backward_move(grads[0], ctx.group), None, None, None
 
 
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
-        ctx.group, ctx.dtype = group, dtype
-        return x.view_as(x)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_reduce_sum(grads[0].to(ctx.dtype), ctx.group).to(grads[0].dtype), None, None
+def _collective(x: Tensor, group: dist.ProcessGroup, forward: Move, backward: Move) -> Tensor:
+    result: Tensor = _Collective.apply(x, group, forward, backward)  # type: ignore[no-untyped-call]
+    return result
 
 
 def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
