@@ -48,13 +48,12 @@ def stream_of(number: int, parameter: Tensor) -> int:
 
 def sum_over_ranks(sums: Tensor, parameters: Sequence[Tensor], uploads: PinnedStaging, name: Any) -> Tensor:
     """Return the sums (P,) over whole parameters, from the sums over this rank's shards."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[tuple[Any, ...], set[int]] = {}
     for index, parameter in enumerate(parameters):
         if is_distributed(parameter):
             for dim in _sharded_dims(parameter):
-                groups.setdefault((parameter.device_mesh, dim), []).append(index)  # type: ignore[attr-defined]
-    for (mesh, dim), indices in groups.items():
-        members = set(indices)
+                groups.setdefault((parameter.device_mesh, dim), set()).add(index)  # type: ignore[attr-defined]
+    for (mesh, dim), members in groups.items():
         sharded = tuple(index in members for index in range(len(parameters)))
         mask = uploads(("sharded", name, dim), sharded, partial(torch.tensor, sharded), sums.device)
         total = torch.where(mask, sums, 0.0)

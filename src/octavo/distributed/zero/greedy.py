@@ -45,9 +45,12 @@ class Assignment:
         """Return this assignment extended by further tensors, assigned in the same way to the least loaded ranks.
 
         Raises:
-            ConfigError: a size is negative.
+            ConfigError: there are no ranks, or a size is negative.
         """
-        _check(sizes, self.ranks)
+        if self.ranks < 1:
+            raise ConfigError(f"an assignment over {self.ranks} ranks: at least one is needed.")
+        if any(size < 0 for size in sizes):
+            raise ConfigError("an assignment: the size of a tensor cannot be negative.")
         loads, owners = list(self.loads), [0] * len(sizes)
         for tensor in sorted(range(len(sizes)), key=lambda tensor: -sizes[tensor]):
             least = min(range(self.ranks), key=loads.__getitem__)
@@ -69,12 +72,4 @@ def greedy_assignment(sizes: Sequence[int], ranks: int) -> Assignment:
     Raises:
         ConfigError: there are no ranks, or a size is negative.
     """
-    _check(sizes, ranks)
     return Assignment((), (), ranks).with_more(sizes)
-
-
-def _check(sizes: Sequence[int], ranks: int) -> None:
-    if ranks < 1:
-        raise ConfigError(f"an assignment over {ranks} ranks: at least one is needed.")
-    if any(size < 0 for size in sizes):
-        raise ConfigError("an assignment: the size of a tensor cannot be negative.")
