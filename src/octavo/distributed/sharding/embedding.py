@@ -156,19 +156,13 @@ def send_rows(module: nn.Embedding, mesh: DeviceMesh, dtype: torch.dtype | None)
     layout = RowLayout(group, mesh.get_group(0) if mesh.ndim > 1 else None, whole.shape[0], each, dtype)
     own = whole.detach()[layout.first : layout.first + each].clone()
     if not own.is_meta:
-        own = own.to(_device(mesh))
+        own = own.to(mesh.device_type)
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     sharded = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
     module.weight = nn.Parameter(sharded, requires_grad=whole.requires_grad)
     module.__class__ = RowGatheredEmbedding  # like `fully_shard`: hooks and references survive
     made = cast(RowGatheredEmbedding, module)
     made.layout, made.ahead = layout, {}
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _exchange_requests(looked_up: Tensor, layout: RowLayout) -> tuple[Tensor, list[int], list[int]]:

@@ -25,14 +25,9 @@ class ParameterUse:
     """One occurrence of a parameter in a model."""
 
     module: nn.Module
-    name: str
-    """Full name of the module."""
     attribute: str
-
-    @property
-    def full_name(self) -> str:
-        """Full name of the parameter at this place."""
-        return full_name(self.name, self.attribute)
+    full_name: str
+    """Full name of the parameter at this place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,17 +80,14 @@ def uses_of(model: nn.Module) -> list[tuple[nn.Parameter, list[ParameterUse]]]:
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(parameter, []).append(ParameterUse(module, name, attribute))
+                found.setdefault(parameter, []).append(ParameterUse(module, attribute, full_name(name, attribute)))
     return list(found.items())
 
 
-def is_fp8_weight(uses: Sequence[ParameterUse]) -> bool:
-    """Return whether a converted layer reads this parameter as its weight."""
-    return any(isinstance(use.module, Linear) and use.attribute == "weight" for use in uses)
-
-
-def codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], ranks: int) -> QuantSpec | str:
-    """Return the codes that the weight of an FP8 layer is sent as, or the reason why its values are sent."""
+def codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], ranks: int) -> QuantSpec | str | None:
+    """Return the codes that a weight is sent as, or the reason why its values are; None outside of FP8 layers."""
+    if not any(isinstance(use.module, Linear) and use.attribute == "weight" for use in uses):
+        return None
     others = [use.full_name for use in uses if not (is_adopted(use.module) and use.attribute == "weight")]
     if others:
         return f"shared with {others[0]}, which reads its values"

@@ -29,7 +29,6 @@ from octavo.distributed.sharding.gathering import (
     ShardPlan,
     codes_or_reason,
     gather_plan,
-    is_fp8_weight,
     uses_of,
 )
 from octavo.distributed.sharding.weights import GatherSpec, UnitCodes, WeightShard
@@ -117,7 +116,7 @@ def _all_ranks() -> DeviceMesh:
             "shard: there is no process group. Start the program with torchrun, and call "
             "torch.distributed.init_process_group() first."
         )
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh("cpu" if device is None else device.type, (dist.get_world_size(),))
 
 
@@ -220,7 +219,7 @@ def _prepare(
             rows.append(replace(in_high_precision, sent=looked_up, bytes=0))
             send_rows(embeddings[parameter], mesh, dtype)
             continue
-        sent = codes_or_reason(parameter, uses, ranks) if is_fp8_weight(uses) else None
+        sent = codes_or_reason(parameter, uses, ranks)
         if isinstance(parameter, FP8Tensor) and not (isinstance(sent, QuantSpec) and sent.tile.rows == 1):
             raise UnsupportedError(
                 f"shard: {name} is {parameter!r}: an FP8 weight needs row-wise scales, and may be read by "
