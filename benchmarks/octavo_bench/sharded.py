@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import octavo
 from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, shard, tensor_parallel
-from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
-from octavo.distributed.pipeline.stage import Sent
+from octavo.distributed.pipeline import SCHEDULES, Pipeline, Sent
 from octavo.distributed.sharding.shard import gather_ahead
 from octavo.kernels.transfers import upload
 from octavo.models.config import ModelConfig

@@ -2,7 +2,7 @@
 
 from octavo.distributed.checkpoint import load, save, save_async
 from octavo.distributed.expert_parallel import expert_parallel, rank_loads
-from octavo.distributed.pipeline.stage import PipelineStage, given_loss
+from octavo.distributed.pipeline import PipelineStage, given_loss
 from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.distributed import ShardPlan, TensorParallelPlan
-from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
+from octavo.distributed.pipeline import SCHEDULES, Pipeline
 from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages
 from octavo.train.parallel import whole

@@ -11,7 +11,7 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 import octavo
 from octavo.distributed import shard
-from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
+from octavo.distributed.pipeline import SCHEDULES, Pipeline
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import stages

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 import octavo
 from octavo import kernels
 from octavo.distributed import PipelineStage, given_loss, shard
-from octavo.distributed.pipeline.stage import pack, unpack
+from octavo.distributed.pipeline import pack, unpack
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 
 import octavo
-from octavo.distributed.pipeline.run import SCHEDULES, Pipeline
+from octavo.distributed.pipeline import SCHEDULES, Pipeline
 from octavo.kernels.sample import BINS, SAMPLED, STATS, WIDTH
 from octavo.models.stages import Stage, stages
 from octavo.nn import Linear

@@ -1,1 +1,0 @@
-"""Pipeline parallel: stages with compressed communication, PyTorch's schedules, and their execution."""
