@@ -74,7 +74,6 @@ class Optimizer(torch.optim.Optimizer):
         """Sums squares of gradients, FP64 (G,), over ranks that step other parameters (`GreedyZeRO`)."""
         self._step_supports_amp_scaling = True
         self._uploads = PinnedStaging()
-        self._hooks: list[Any] = []
         self._gradients = GradientStore()
         self._accumulates = False
         self._entries: list[Entry] = []
@@ -110,7 +109,7 @@ class Optimizer(torch.optim.Optimizer):
                         " Make an optimizer for each device."
                     )
                 if (self.release or self.keeps_codes(entry)) and entry.parameter.requires_grad:
-                    self._hooks.append(entry.parameter.register_post_accumulate_grad_hook(self._hook(entry)))
+                    entry.parameter.register_post_accumulate_grad_hook(self._hook(entry))
 
     def entries(self) -> list[Entry]:
         """Return all parameters in order, with their names, or numbers where names are not known."""
