@@ -25,8 +25,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from octavo._util.dist import is_first_rank
 from octavo.distributed.reduce import REDUCTIONS, reduction
-from octavo.distributed.reduce.scheme import Scheme
-from octavo.distributed.reduce.two_level import TwoLevel
+from octavo.distributed.reduce.scheme import Scheme, TwoLevel
 from octavo.errors import ConfigError, RunError, did_you_mean
 from octavo.train.timing import milliseconds
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, positive

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from octavo.distributed.reduce.flat import BF16, FP32, FP8Block, PlainBF16
 from octavo.distributed.reduce.fp8_lm import FP8LM
-from octavo.distributed.reduce.scheme import Scheme
-from octavo.distributed.reduce.two_level import TwoLevel
+from octavo.distributed.reduce.scheme import BF16, FP32, FP8Block, PlainBF16, Scheme, TwoLevel
 from octavo.errors import ConfigError, did_you_mean
 
 FLAT: dict[str, type[Scheme]] = {scheme.name: scheme for scheme in (FP32, BF16, PlainBF16, FP8Block, FP8LM)}

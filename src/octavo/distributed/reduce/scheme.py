@@ -1,4 +1,10 @@
-"""Base of gradient reductions: two collectives on flat gradients, and a state. `Wire` counts the bytes sent."""
+"""Gradient reductions: two collectives on flat gradients, and a state. `Wire` counts the bytes sent.
+
+Over one group of ranks sums are made by the backend, or by an all-to-all and a kernel that sums in FP32. A sum computed
+along the way is rounded at every hop. In a `LocalSum` each contribution is rounded once, before it is sent, and the
+errors average out with more ranks. The bytes are those of a reduce-scatter of the same width. The pattern is that of
+ZeRO++ (arXiv 2306.10209, section 3.3). `TwoLevel` reduces within a host at higher precision, across hosts in FP8.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.errors import ConfigError
+from octavo.kernels.wire import add, pack
 
 ALIGNMENT = 16
 """A rank's part of an all-reduce is a multiple of this many values, so that parts are aligned for vector loads."""
@@ -163,6 +171,148 @@ class Scheme(ABC):
     def _all_reduce(
         self, gradient: Tensor, group: dist.ProcessGroup, factor: float, parts: Mapping[str, int]
     ) -> None: ...
+
+
+class FP32(Scheme):
+    """FP32 on the wire, FP32 sums."""
+
+    name = "fp32"
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    def _reduce_scatter(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup, factor: float, name: str
+    ) -> None:
+        part = output if output.dtype == self.dtype else torch.empty_like(output, dtype=self.dtype)
+        self.wire.reduce_scatter(part, input.to(self.dtype), group)
+        torch.mul(part, factor, out=part)
+        if part is not output:
+            output.copy_(part)
+
+    def _all_reduce(self, gradient: Tensor, group: dist.ProcessGroup, factor: float, parts: Mapping[str, int]) -> None:
+        summed = gradient.to(self.dtype)
+        self.wire.all_reduce(summed, group)
+        gradient.copy_(summed.mul_(factor))
+
+
+class PlainBF16(FP32):
+    """BF16 on the wire, sums rounded to BF16 at each hop: PyTorch's behaviour with BF16 gradients."""
+
+    name = "bf16-plain"
+    dtype = torch.bfloat16
+
+
+class LocalSum(Scheme):
+    """Each rank sums its part, in the order of ranks; an all-reduce then gathers the encoded sums."""
+
+    def _reduce_scatter(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup, factor: float, name: str
+    ) -> None:
+        length = output.numel()
+        received = self.wire.all_to_all(self._encode(input, group.size(), length), group)
+        add(received[None], length, output, factor)
+
+    def _all_reduce(self, gradient: Tensor, group: dist.ProcessGroup, factor: float, parts: Mapping[str, int]) -> None:
+        length = part_length(gradient.numel(), group.size())
+        received = self.wire.all_to_all(self._encode(gradient, group.size(), length), group)
+        mine = gradient.new_empty(length, dtype=torch.float32)
+        add(received[None], length, mine, factor)
+        gathered = self.wire.all_gather(self._encode(mine, 1, length)[0], group)
+        add(gathered[:, None], length, gradient)
+
+    @abstractmethod
+    def _encode(self, x: Tensor, messages: int, length: int) -> Tensor:
+        """Return x as messages of `length` values, (messages, width), as `kernels.wire.add` reads them."""
+
+
+class BF16(LocalSum):
+    """BF16 on the wire, FP32 sums."""
+
+    name = "bf16"
+
+    def _encode(self, x: Tensor, messages: int, length: int) -> Tensor:
+        return padded(x, messages * length, torch.bfloat16).view(messages, length)
+
+
+class FP8Block(LocalSum):
+    """E4M3 on the wire, one scale per 128 values, local to the sender; FP32 sums."""
+
+    name = "fp8-block"
+
+    def _encode(self, x: Tensor, messages: int, length: int) -> Tensor:
+        return pack(x, messages, length)
+
+
+class TwoLevel(Scheme):
+    """Reduce-scatter within each host, reduce across hosts, gather within the host.
+
+    Across hosts a rank sends only its part of the host's sum: 1 / (ranks per host) of the gradient.
+    """
+
+    name = "two-level"
+
+    def __init__(self, mesh: DeviceMesh, inner: Scheme | None = None, outer: Scheme | None = None) -> None:
+        """Reduce over all ranks of a mesh (hosts, ranks of a host), `bf16` within a host and `fp8-block` across.
+
+        Raises:
+            ConfigError: the mesh is not 2-D.
+        """
+        super().__init__()
+        if mesh.ndim != 2:
+            raise ConfigError(
+                f"reduction 'two-level' takes a mesh (hosts, ranks of a host), got {mesh.ndim} dimension(s): "
+                "init_device_mesh(device, (hosts, ranks))."
+            )
+        self.mesh = mesh
+        self.inner, self.outer = inner or BF16(), outer or FP8Block()
+        self._across, self._within = mesh.get_group(0), mesh.get_group(1)
+        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank has sent to others; `outer.sent` are those that left the host."""
+        return self.wire.sent + self.inner.sent + self.outer.sent
+
+    def _reduce_scatter(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup, factor: float, name: str
+    ) -> None:
+        self._check(group)
+        hosts, ranks = self._across.size(), self._within.size()
+        # Group the values of one local rank on all hosts, so that the host's reduce-scatter delivers them to it.
+        turned = input.view(hosts, ranks, -1).transpose(0, 1).reshape(-1)
+        part = input.new_empty(hosts * output.numel(), dtype=torch.float32)
+        mean = factor != 1  # of two ranks at least
+        self.inner.reduce_scatter(part, turned, self._within, mean=mean, name=name)
+        self.outer.reduce_scatter(output, part, self._across, mean=mean, name=name)
+
+    def _all_reduce(self, gradient: Tensor, group: dist.ProcessGroup, factor: float, parts: Mapping[str, int]) -> None:
+        self._check(group)
+        ranks, mean = self._within.size(), factor != 1  # of two ranks at least
+        length = part_length(gradient.numel(), ranks)
+        part = gradient.new_empty(length, dtype=torch.float32)
+        self.inner.reduce_scatter(part, padded(gradient, ranks * length, gradient.dtype), self._within, mean=mean)
+        self.outer.all_reduce(part, self._across, mean=mean)
+        gathered = self.wire.all_gather(part.to(gradient.dtype), self._within)
+        gradient.copy_(gathered.view(-1)[: gradient.numel()])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the states of both levels, as `inner.<name>` and `outer.<name>`."""
+        kept: dict[str, Tensor] = {}
+        for level, scheme in (("inner", self.inner), ("outer", self.outer)):
+            kept |= {f"{level}.{key}": value for key, value in scheme.state_dict().items()}
+        return kept
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the states of both levels."""
+        for level, scheme in (("inner.", self.inner), ("outer.", self.outer)):
+            scheme.load_state_dict({key.removeprefix(level): v for key, v in state.items() if key.startswith(level)})
+
+    def _check(self, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        if ranks != self._ranks:
+            raise ConfigError(
+                f"reduction 'two-level' was made for the ranks {self._ranks}, but is used for {ranks}: shard over all "
+                "ranks of its mesh, in that order."
+            )
 
 
 def part_length(count: int, ranks: int) -> int:
