@@ -80,7 +80,8 @@ class Optimizer(torch.optim.Optimizer):
         self._placed: dict[int, CachedSlot] = {}
         self._layouts: dict[Layout, Layout] = {}
         """Interned layouts, compared by identity: hashing each one in every step is slow."""
-        super().__init__(params, {**defaults, **_SHARED, "states": options.states, "gradients": options.gradients})
+        shared = {"maximize": False, "clip": None, "states": options.states, "gradients": options.gradients}
+        super().__init__(params, {**defaults, **shared})
         self.skipped = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.clamped = torch.zeros(1, dtype=torch.int64, device=self.device)
 
@@ -434,8 +435,6 @@ class Optimizer(torch.optim.Optimizer):
                 convert.set_values(self, entry, known[entry.number])
 
 
-_SHARED = {"maximize": False, "clip": None}
-"""Settings of every group."""
 _SCALED = (
     "optimizer: a torch.amp.GradScaler cannot see gradients that are stored in FP8: it would neither unscale them nor"
     " find an overflow. Take gradients='wide' with it; or no scaler, as BF16 and FP32 need none. For a constant loss"
