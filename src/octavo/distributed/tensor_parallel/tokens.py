@@ -14,7 +14,6 @@ B: batch, T: tokens, t: tokens of a rank, K and N: features. Tokens are distribu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -120,20 +119,17 @@ def mean_of_tokens(loss: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Te
         loss: any shape.
         counts: number of tokens behind each element of `loss`.
     """
-    total = counts.to(loss.dtype)
-    own = total.clone()
-    dist.all_reduce(total, group=group)
-    return reduce_from_region(loss * (own / total), group)
+    own = counts.to(loss.dtype)
+    return reduce_from_region(loss * (own / all_reduce_sum(own, group)), group)
 
 
 class _GatherCodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, codes, scale, target, group, dtype = arguments
-        rows = math.prod(x.shape[:-1])
         made = Quantized(codes, scale, target.tile)
         if codes is None:
-            made = quantize_matrix(x.reshape(rows, x.shape[-1]), target)
+            made = quantize_matrix(x.reshape(-1, x.shape[-1]), target)
         all_codes, all_scales, _ = _all_gather_quantized(made, x.shape[:-1], group)
         ctx.group, ctx.x_dtype = group, x.dtype
         wide = (x.shape[0], x.shape[1] * group.size(), x.shape[2])
