@@ -3,14 +3,13 @@
 from octavo.distributed.checkpoint import load, save, save_async
 from octavo.distributed.expert_parallel import expert_parallel, rank_loads
 from octavo.distributed.pipeline import PipelineStage, given_loss
+from octavo.distributed.plans import GatherPlan, LayerPlan, ShardPlan, TensorParallelPlan
 from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.embedding import send_tokens
-from octavo.distributed.sharding.gathering import GatherPlan, ShardPlan
 from octavo.distributed.sharding.shard import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
 from octavo.distributed.tensor_parallel.layers import ColumnParallel, Parallel, Replicated, RowParallel, tensor_parallel
-from octavo.distributed.tensor_parallel.plan import LayerPlan, TensorParallelPlan
 from octavo.distributed.zero.greedy import Assignment, greedy_assignment
 from octavo.distributed.zero.optimizer import GreedyZeRO, merge_state_dicts
 

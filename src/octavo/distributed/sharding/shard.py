@@ -21,16 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from octavo.conversion.policy import blocks_of
 from octavo.distributed.checkpoint import plain_values_hook
+from octavo.distributed.plans import ParameterUse, ShardPlan, gather_plan, uses_of, weight_codes_or_reason
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.embedding import send_rows
-from octavo.distributed.sharding.gathering import (
-    ParameterUse,
-    ShardPlan,
-    codes_or_reason,
-    gather_plan,
-    uses_of,
-)
 from octavo.distributed.sharding.weights import GatherSpec, UnitCodes, WeightShard
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
@@ -172,15 +166,13 @@ def _row_embeddings(
     model: nn.Module, by_rows: Sequence[nn.Embedding], offload: OffloadPolicy | None
 ) -> dict[nn.Parameter, nn.Embedding]:
     """Return the embeddings of `by_rows`, by weight."""
-    found = {}
+    found, known = {}, dict(uses_of(model))
     for module in by_rows:
-        weight, uses = next(
-            ((weight, uses) for weight, uses in uses_of(model) if any(use.module is module for use in uses)), (None, [])
-        )
+        weight = next((p for p, uses in known.items() if any(use.module is module for use in uses)), None)
         if weight is None:
             raise ConfigError(f"shard: by_rows: {type(module).__name__} is not an embedding of the model.")
-        if len(uses) > 1:
-            names = " and ".join(use.full_name for use in uses)
+        if len(known[weight]) > 1:
+            names = " and ".join(use.full_name for use in known[weight])
             raise UnsupportedError(f"shard: by_rows: {names} share one parameter. Leave it out.")
         found[weight] = module
     if by_rows and isinstance(offload, CPUOffloadPolicy):
@@ -219,7 +211,7 @@ def _prepare(
             rows.append(replace(in_high_precision, sent=looked_up, bytes=0))
             send_rows(embeddings[parameter], mesh, dtype)
             continue
-        sent = codes_or_reason(parameter, uses, ranks)
+        sent = weight_codes_or_reason(parameter, uses, ranks)
         if isinstance(parameter, FP8Tensor) and not (isinstance(sent, QuantSpec) and sent.tile.rows == 1):
             raise UnsupportedError(
                 f"shard: {name} is {parameter!r}: an FP8 weight needs row-wise scales, and may be read by "

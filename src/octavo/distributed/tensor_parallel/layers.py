@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from octavo.conversion.fusion_patterns import full_name
-from octavo.distributed.tensor_parallel.plan import LayerPlan, TensorParallelPlan, codes_or_reason
+from octavo.distributed.plans import LayerPlan, TensorParallelPlan, input_codes_or_reason
 from octavo.distributed.tensor_parallel.tokens import (
     all_gather_codes,
     all_gather_replicated,
@@ -63,7 +63,7 @@ class Parallel(ParallelStyle):
         columns: column-parallel children; "" is the module itself. They read the module's first argument.
         rows: row-parallel children; the module returns their sum over the ranks.
         sequence: sequence parallel: tokens are sharded outside of the module. Codes are then gathered, where the recipe
-            allows it (`octavo.distributed.tensor_parallel.plan`), and sums are scattered.
+            allows it (`octavo.distributed.plans`), and sums are scattered.
 
     Raises:
         UnsupportedError: a layer that cannot be sharded, or a recipe with stored scales.
@@ -272,7 +272,7 @@ def _place_ends(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
 def _row(layer: nn.Module, name: str, style: Parallel, attribute: str) -> LayerPlan:
     assert isinstance(layer, nn.Linear)
     by_columns = attribute in style.columns
-    sent = codes_or_reason(layer) if by_columns and style.sequence else ""
+    sent = input_codes_or_reason(layer) if by_columns and style.sequence else ""
     return LayerPlan(
         name=name,
         shape=(layer.out_features, layer.in_features),
@@ -286,7 +286,7 @@ def _target_now(columns: Sequence[nn.Module]) -> QuantSpec | None:
     """Return the codes in which layers currently read their input, or None where they read its values."""
     if any(isinstance(layer, Linear) and not layer.enabled for layer in columns):
         return None
-    found = {codes_or_reason(layer) for layer in columns}
+    found = {input_codes_or_reason(layer) for layer in columns}
     one = found.pop() if len(found) == 1 else None
     return one if isinstance(one, QuantSpec) else None
 
