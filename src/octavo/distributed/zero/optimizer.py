@@ -123,15 +123,18 @@ class GreedyZeRO(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        trained = [entry for entry in self.optimizer.entries() if entry.parameter.requires_grad]
+        is_shared = bool(trained) and self.ranks > 1
         with torch.no_grad():
-            if self.scheme is not None and self.ranks > 1:
-                self._reduce(self.scheme)
+            if self.scheme is not None and is_shared:
+                self._reduce(trained, self.scheme)
             for entry in self.optimizer.entries():
                 if not self._is_own(entry):
                     entry.parameter.grad = None
             self.optimizer.step()
-            if self.ranks > 1:
-                self._gather()
+            if is_shared:  # receive the weights that other ranks have stepped
+                piece = max(int(self.bucket_mb * 1e6) // self.ranks, 1)
+                gather_from_owners(self._streams(trained, _stored), self._wire, self.group, piece)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -181,11 +184,8 @@ class GreedyZeRO(torch.optim.Optimizer):
         own = {number: state for number, state in state_dict["state"].items() if number in numbers}
         self.optimizer.load_state_dict(_whole({**state_dict, "state": own}))
 
-    def _reduce(self, scheme: Scheme) -> None:
+    def _reduce(self, trained: Sequence[Entry], scheme: Scheme) -> None:
         """Set the gradients of this rank's parameters to the mean over the ranks."""
-        trained = [entry for entry in self.optimizer.entries() if entry.parameter.requires_grad]
-        if not trained:
-            return
         has = tuple(entry.parameter.grad is not None for entry in trained)
         seen = self._uploads("seen", has, lambda: torch.tensor(has, dtype=torch.uint8), self.optimizer.device).clone()
         self._wire.all_reduce(seen, self.group, dist.ReduceOp.MAX)
@@ -198,13 +198,6 @@ class GreedyZeRO(torch.optim.Optimizer):
             for entry, lacked, found in zip(trained, lacking, seen.tolist(), strict=True):
                 if lacked and not found:
                     entry.parameter.grad = None
-
-    def _gather(self) -> None:
-        """Receive the weights that other ranks have stepped."""
-        trained = [entry for entry in self.optimizer.entries() if entry.parameter.requires_grad]
-        if trained:
-            piece = max(int(self.bucket_mb * 1e6) // self.ranks, 1)
-            gather_from_owners(self._streams(trained, _stored), self._wire, self.group, piece)
 
     def _streams(self, entries: Iterable[Entry], tensors_of: Callable[[Entry], Sequence[Tensor]]) -> list[list[Tensor]]:
         streams: list[list[Tensor]] = [[] for _ in range(self.ranks)]
@@ -312,8 +305,6 @@ def reduce_to_owners(streams: Streams, scheme: Scheme, group: dist.ProcessGroup,
 
     Args:
         streams: all of one dtype: FP32, BF16 or FP16.
-        scheme: gradient reduction.
-        group: the ranks.
         piece: values per rank in one collective.
         name: name of this gradient for the scheme; the number of the piece is appended.
     """
@@ -333,8 +324,6 @@ def gather_from_owners(streams: Streams, wire: Wire, group: dist.ProcessGroup, p
 
     Args:
         streams: uint8.
-        wire: counts the bytes sent.
-        group: the ranks.
         piece: bytes per rank in one collective.
     """
     rank = dist.get_rank(group)
