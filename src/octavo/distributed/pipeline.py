@@ -202,8 +202,6 @@ class Pipeline:
     Args:
         stages: this rank's stages, as `octavo.models.stages` makes them, by their number in the model; sharded or not.
         schedule: the schedule, which also determines the rank of each stage.
-        group: the ranks of the pipeline.
-        device: device of this rank.
         width: width of the residual stream.
         stream: dtype of the residual stream.
         sent: format in which it is sent, see `PipelineStage`.

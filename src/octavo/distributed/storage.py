@@ -59,7 +59,6 @@ def read(folder: Path, tensors: Mapping[str, Tensor], finite: Callable[[str], bo
     """Read into these tensors, sharded or not; files must have been checked. All ranks call it, unless `alone`.
 
     Args:
-        folder: where they are.
         tensors: by name, to be overwritten.
         finite: (name) -> whether the tensor may have neither a NaN nor an infinity.
         alone: read in this process only.

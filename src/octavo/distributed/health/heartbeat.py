@@ -57,8 +57,6 @@ class Heartbeat:
 
         Args:
             store: store of these ranks only, on its own connection: a waiting call blocks the connection.
-            rank: this rank.
-            ranks: number of ranks.
             timeout: seconds without a report of a rank, or without progress of any, after which all stop.
             groups: process groups whose collectives are counted.
             host: rank that hosts the store; None if torchrun does.

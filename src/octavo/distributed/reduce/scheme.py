@@ -91,8 +91,6 @@ class Scheme(ABC):
         Args:
             output: (n,), FP32, BF16 or FP16: values rank * n to (rank + 1) * n - 1 of the result.
             input: (ranks * n,), FP32, BF16 or FP16; may be overwritten.
-            group: the ranks.
-            mean: divide by the number of ranks.
             name: name of this gradient, for schemes with state.
 
         Raises:
@@ -122,8 +120,6 @@ class Scheme(ABC):
 
         Args:
             gradient: (n,), FP32, BF16 or FP16, contiguous; any n.
-            group: the ranks.
-            mean: divide by the number of ranks.
             parts: names and sizes of the consecutive tensors that it consists of, for schemes with state. By default a
                 single one, `gradient`.
 

@@ -61,11 +61,9 @@ def all_gather_values(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup, *, codes: bool = False) -> Tensor:
-    """Return this rank's tokens (B, t, N) of the sum over the ranks of x (B, T, N).
+    """Return this rank's tokens (B, t, N) of the sum over the ranks of x (B, T, N), a partial sum.
 
     Args:
-        x: a partial sum.
-        group: the ranks.
         codes: gather its gradient as E4M3 codes with a power-of-two scale per token, one byte per value. Layers whose
             recipe rounds it to such codes lose nothing: rounding again is exact, but for values that a folded scale
             moves below the format's smallest normal.
