@@ -24,8 +24,8 @@ from octavo.optim.gradients import GradientStore, StoredGradient
 from octavo.optim.settings import OptimizerOptions, check_group, group_table, largest_update
 from octavo.optim.sharded import spread, sum_over_ranks
 from octavo.optim.states import RuleName, States, kind_of, state_tensors, states_named
-from octavo.optim.tensors import as_matrix, check, gradient_of, like, matrix_shape, slot_of, value_of, weight_dtype
-from octavo.tensor import FP8Tensor, is_distributed, local
+from octavo.optim.tensors import as_matrix, check, gradient_of, like, matrix_shape, slot_of, stored_weight, value_of
+from octavo.tensor import is_distributed, local
 
 
 class Entry(NamedTuple):
@@ -157,9 +157,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def layout_of(self, entry: Entry, gradient: torch.dtype | None = None) -> Layout:
         """Return the layout of a parameter and its state."""
-        dtype = gradient or entry.parameter.dtype
-        stochastic = self.rounding == "stochastic"
-        return self.states_of(entry).layout(self.rule_of(entry), weight_dtype(entry.parameter), dtype, stochastic)
+        weight, stochastic = stored_weight(entry.parameter).dtype, self.rounding == "stochastic"
+        return self.states_of(entry).layout(self.rule_of(entry), weight, gradient or entry.parameter.dtype, stochastic)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -312,9 +311,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the layout and the kernel arguments of a parameter, cached until its memory moves."""
         parameter, state = entry.parameter, self.prepare(entry)
         gradient, scale = self._gradient(entry)
-        weight = local(parameter)
-        weight = weight.codes if type(weight) is FP8Tensor else weight
-        key = (gradient.dtype, settings, weight.data_ptr(), [t.data_ptr() for t in state.values()])
+        key = (gradient.dtype, settings, stored_weight(parameter).data_ptr(), [t.data_ptr() for t in state.values()])
         known = self._placed.get(entry.number)
         if known is None or known.key != key:
             layout = self.layout_of(entry, gradient.dtype)

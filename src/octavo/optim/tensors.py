@@ -37,10 +37,10 @@ def check(parameter: Tensor, where: str) -> None:
         raise ConfigError(f"{where}: it has gaps in memory: pass a contiguous parameter.")
 
 
-def weight_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in memory; for an FP8 weight, that of its codes."""
+def stored_weight(parameter: Tensor) -> Tensor:
+    """Return a weight as it is stored on this rank; for an FP8 weight, its codes."""
     parameter = local(parameter)
-    return parameter.codes.dtype if isinstance(parameter, FP8Tensor) else parameter.dtype
+    return parameter.codes if isinstance(parameter, FP8Tensor) else parameter
 
 
 def value_of(parameter: Tensor) -> Tensor:
@@ -72,9 +72,7 @@ def as_matrix(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return zeros with the shape and strides of a parameter."""
-    parameter = local(parameter)
-    source = parameter.codes if isinstance(parameter, FP8Tensor) else parameter
-    zeros: Tensor = torch.zeros_like(source, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    zeros: Tensor = torch.zeros_like(stored_weight(parameter), dtype=dtype, memory_format=torch.preserve_format)
     return zeros
 
 
@@ -107,11 +105,10 @@ def slot_of(
         return as_matrix(state[name], parameter) if name in state else None
 
     stream, parameter = stream_of(number, parameter), local(parameter)
-    weight = parameter.codes if isinstance(parameter, FP8Tensor) else parameter.detach()
     return Slot(
         row=row,
         number=stream,
-        weight=as_matrix(weight, parameter),
+        weight=as_matrix(stored_weight(parameter).detach(), parameter),
         weight_scale=parameter.scale if isinstance(parameter, FP8Tensor) else None,
         gradient=gradient,
         master=found("remainder" if layout.remainder_bits else "master"),
