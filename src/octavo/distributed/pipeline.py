@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized, dequantize
 
 Sent = Literal["as is", "bf16", "fp8"]
-_SENT = ("as is", "bf16", "fp8")
 _CODES = QuantSpec("e4m3", "row", "power_of_two")
 _SCALE_BYTES = 4
 
@@ -69,8 +68,8 @@ class PipelineStage(TorchPipelineStage):
         sent: Sent = "bf16",
         **kwargs: Any,
     ) -> None:
-        if sent not in _SENT:
-            raise ConfigError(f"PipelineStage: sent = {sent!r} is none of {', '.join(map(repr, _SENT))}.")
+        if sent not in get_args(Sent):
+            raise ConfigError(f"PipelineStage: sent = {sent!r} is none of {', '.join(map(repr, get_args(Sent)))}.")
         super().__init__(submodule, stage_index, num_stages, device, **kwargs)
         self.sent, self.sent_bytes = sent, 0
         self._pending: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}

@@ -180,12 +180,11 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
                 name = full_name(part, layer)
                 _check_recipe(block.get_submodule(name), name)
                 rows.append(_row(block.get_submodule(name), full_name(prefix, name), style, layer))
+    kinds = {part: ADDED_BY_ALL if part in sharded else (SUMMED if sequence else SAME) for part in styles}
     for block in blocks.values():
         parallelize_module(block, mesh, styles)
-        inside = [one for name in styles for one in block.get_submodule(name).modules() if one._parameters]
-        norms = {one for name in styles if name.endswith("norm") for one in block.get_submodule(name).modules()}
-        for_norms = SUMMED if sequence else SAME
-        LocalParameters(block, [(one, for_norms if one in norms else ADDED_BY_ALL) for one in inside], mesh)
+        inside = [(one, kinds[part]) for part in styles for one in block.get_submodule(part).modules()]
+        LocalParameters(block, [(one, kind) for one, kind in inside if one._parameters], mesh)
     _place_ends(model, mesh, sequence)
     return TensorParallelPlan(ranks=mesh.size(), sequence=sequence, layers=tuple(rows))
 
