@@ -56,7 +56,7 @@ def set_values(optimizer: Optimizer, entry: Entry, known: Mapping[str, Tensor]) 
     state["step"].copy_(known["step"])
     if "master" in known:
         set_master(optimizer, entry, known["master"])
-    elif "master" in state:
+    else:
         optimizer.initialise_master(entry)
     for name in MOMENTS:
         if name in state:
