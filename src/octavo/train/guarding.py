@@ -131,6 +131,10 @@ class GuardedRun(Guarded):
             return "its weights are sharded over ranks and gathered in the format of its recipe"
         if self._trainer.config.run.weights == "fp8":
             return "its weight is stored in FP8, in the format of its recipe"
+        return self.change_recipe(recipe)
+
+    def change_recipe(self, recipe: recipes.Recipe) -> str:
+        """Convert the FP8 model to another recipe, as the schedule has it, and emit the change; return why it cannot."""
         reason = super().refine(recipe)
         if not reason:
             plan = self._trainer.setup.plan

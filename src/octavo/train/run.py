@@ -333,9 +333,10 @@ class Trainer:
         if self.setup.plan is None:
             return
         if not self._is_ending and step >= 0 and self.config.run.is_last(step):
-            self._is_ending = True
-            if reason := self._guarded.guard.change_recipe(recipes.load(self.config.run.last_recipe)):
-                raise RunError(f"run.last_recipe: the model cannot go on by '{self.config.run.last_recipe}': {reason}.")
+            self._is_ending, last = True, recipes.load(self.config.run.last_recipe)
+            if reason := self._guarded.change_recipe(last):
+                raise RunError(f"run.last_recipe: the model cannot go on by '{last.name}': {reason}.")
+            self._guarded.guard.change_recipe(last)
         enable(self.setup.states[0].model, not self.is_bf16(step))
 
     def _scheduled_recipe(self, step: int) -> str:

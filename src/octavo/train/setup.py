@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.conversion import Plan, Policy, convert
+from octavo.conversion import Plan, Policy, convert, revert
 from octavo.conversion.weights import Weights
 from octavo.data import (
     CorpusStatistics,
@@ -129,7 +129,12 @@ def make_states(
     if config.run.last_share:  # what it refuses is to be known before the first step, not after thousands
         convert_as(config, model, recipes.load(config.run.last_recipe, "run.last_recipe"), ranks)
     plan = convert_as(config, model, recipe, ranks)
+    reads_values = ranks.count > 1 and (config.run.bf16_first_steps or config.run.last_share)
+    if reads_values:  # steps with fprop in BF16: a model that is sharded as it was gathers values, not codes
+        revert(model)
     states = [_state("fp8", model, config, device, ranks, graphs)]
+    if reads_values:
+        plan = convert_as(config, model, recipe, ranks)
     if baseline is not None:
         states.append(_state("bf16", baseline, config, device, ranks, graphs))
     return tuple(states), plan
