@@ -9,9 +9,10 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers (octavo[clients])")
 pytest.importorskip("accelerate", reason="needs accelerate (octavo[clients])")
 
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import octavo
+from octavo.errors import ConfigError
 from octavo.integrations.transformers import OctavoCallback
 from octavo.nn import Linear
 
@@ -96,3 +97,75 @@ def test_weights_in_fp8_with_their_optimizer(llama, sequences, tmp_path):
     run.train()
     assert losses(run)[-1] < 0.7 * losses(run)[0]
     assert sum(isinstance(p, octavo.FP8Tensor) for p in model.parameters()) == FP8_LAYERS
+
+
+LAST = "rowwise_bf16_fprop"
+
+
+class ByHand(TrainerCallback):
+    """What a user without `last_share` writes."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 4:
+            octavo.convert(given["model"], LAST)
+
+
+def gemms(run: Trainer) -> list[int]:
+    return [entry["fp8_gemms"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_the_last_share_is_that_of_a_model_converted_by_hand(llama, sequences, tmp_path):
+    expected = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(), ByHand(), logging_steps=1)
+    plain = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(), logging_steps=1)
+    run = trainer(llama(), sequences, tmp_path, 8, callback := OctavoCallback(last_share=0.5), logging_steps=1)
+    for each in (expected, plain, run):
+        each.train()
+    assert losses(run) == losses(expected)
+    assert losses(run)[:4] == losses(plain)[:4] and not {*losses(run)[4:]} & {*losses(plain)[4:]}
+    assert gemms(run) == 4 * [2 * 15] + 4 * [2 * 8], "those of fprop are gone"
+    assert callback.plan.recipe.name == LAST and run.state.log_history[-2]["fp8_layers"] == FP8_LAYERS
+
+
+def test_a_compiled_trainer_compiles_once_more_for_the_last_share(llama, sequences, tmp_path):
+    torch._dynamo.reset()
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager", "logging_steps": 1}
+    run = trainer(llama(), sequences, tmp_path, 4, OctavoCallback(last_share=0.5, count=True), **compiled)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    run.train()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
+    assert gemms(run) == 2 * [2 * 15] + 2 * [2 * 8]
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6])
+def test_a_run_resumes_before_and_inside_the_last_share(stop, llama, sequences, tmp_path):
+    options = {"logging_steps": 1, "save_strategy": "steps", "save_steps": stop}
+    whole = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(last_share=0.5), **options)
+    whole.train()
+    resumed = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(last_share=0.5), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    assert losses(resumed) == losses(whole)
+    assert all(torch.equal(p, q) for p, q in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_a_second_run_begins_by_the_first_recipe(llama, sequences, tmp_path):
+    run = trainer(llama(), sequences, tmp_path, 2, OctavoCallback(last_share=0.5), logging_steps=1)
+    for _ in range(2):
+        run.train()
+        assert gemms(run) == [2 * 15, 2 * 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": octavo.Policy(weights="fp8")}, "weights stored in FP8"),
+        ({"last_recipe": "rowwise_bf16_frop"}, "Did you mean 'rowwise_bf16_fprop'"),
+        ({"last_recipe": "static"}, "scales"),
+    ],
+)
+def test_what_refuses_the_last_recipe_is_raised_before_the_first_step(options, message, llama, sequences, tmp_path):
+    run = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(last_share=0.25, **options))
+    with pytest.raises(ConfigError, match=message):
+        run.train()
+    assert run.state.global_step == 0
+    with pytest.raises(ConfigError, match=r"last_share: 25 is not between 0 and 1"):
+        OctavoCallback(last_share=25)

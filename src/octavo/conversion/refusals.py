@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from octavo.errors import UnsupportedError
 from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import architecture, is_planning, planning_for, triton_unsupported_reason
+from octavo.tensor import WrapperTensor
 
 if TYPE_CHECKING:
     from octavo.conversion.plan import Plan
@@ -63,4 +66,18 @@ def refuse_reference(plan: Plan) -> None:
             raise UnsupportedError(
                 f"{layer.name}: recipe '{layer.recipe}' has no fast kernel on {plan.device} ({layer.reason}). "
                 f"Choose another recipe; {instead}"
+            )
+
+
+def refuse_gathered_codes(layers: Mapping[str, nn.Module]) -> None:
+    """Raise where `octavo.distributed.shard` has wrapped a weight: it is gathered as codes of the recipe of that time.
+
+    Raises:
+        UnsupportedError: naming the first such layer.
+    """
+    for name, layer in layers.items():
+        if isinstance(getattr(layer.weight, "_local_tensor", None), WrapperTensor):
+            raise UnsupportedError(
+                f"{name}.weight is gathered as FP8 codes, in the format of its recipe (octavo.distributed.shard), which"
+                " cannot change now. Convert the model before it is sharded, or shard it by PyTorch's fully_shard."
             )
