@@ -32,7 +32,7 @@ from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike, load
-from octavo.tensor import FP8Tensor
+from octavo.tensor import FP8Tensor, is_distributed
 
 
 def convert(
@@ -208,12 +208,13 @@ def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Linear |
 
 def _check_weight(name: str, weight: Tensor) -> None:
     weight = getattr(weight, "ds_tensor", weight)  # ZeRO-3 of DeepSpeed keeps this rank's part there, in one row
-    weight = torch.atleast_2d(values(weight.detach(), weight.dtype)).flatten(1)
-    if weight.is_meta or bool(torch.isfinite(weight).all()):
+    finite = torch.isfinite(torch.atleast_2d(values(weight.detach(), weight.dtype)).flatten(1))
+    if weight.is_meta or bool(finite.all()):
         return
-    count = int((~torch.isfinite(weight)).sum())
-    row, column = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
+    whole: Tensor = finite.full_tensor() if is_distributed(finite) else finite  # type: ignore[operator]
+    places = torch.nonzero(~whole)
+    row, column = places[0].tolist()
     raise NonFiniteError(
-        f"{name} holds {count} value(s) that are NaN or infinite, the first at row {row}, column {column}. Load a good "
+        f"{name} holds {len(places)} value(s) that are NaN or infinite, the first at row {row}, column {column}. Load a good "
         "checkpoint, or find the step that produced them; nothing was converted."
     )
