@@ -54,7 +54,7 @@ class OctavoCallback(TrainerCallback):
             ConfigError: `last_share` is not between 0 and 1.
         """
         self.recipe, self.policy, self.strict, self.count = recipe, policy, strict, count
-        self._switch = RecipeSwitch(last_share, last_recipe)
+        self.switch = RecipeSwitch(last_share, last_recipe)
         self._ledger: Ledger | None = None
         self._recording = ExitStack()
         self._converted: nn.Module | None = None
@@ -74,8 +74,8 @@ class OctavoCallback(TrainerCallback):
             UnsupportedError: the device cannot run it, or the model is sharded so that its recipe cannot change.
         """
         model: nn.Module = given["model"]
-        if self._switch.last_share:
-            self._switch.rehearse(self.recipe, partial(self._convert, model, args))
+        if self.switch.last_share:
+            self.switch.rehearse(self.recipe, partial(self._convert, model, args))
         elif self._converted not in model.modules():  # FSDP1 passes its wrapper here
             self._convert(model, args, self.recipe)
 
@@ -83,8 +83,8 @@ class OctavoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Begin the last share of the steps; count the GEMMs of this step, if it is the first since the last log."""
-        if self._switch.is_due(state.global_step, state.max_steps):
-            self._convert(given["model"], args, self._switch.last_recipe)
+        if self.switch.is_due(state.global_step, state.max_steps):
+            self._convert(given["model"], args, self.switch.last_recipe)
         if self._ledger is None and (not args.torch_compile if self.count is None else self.count):
             self._ledger = self._recording.enter_context(record())
 
