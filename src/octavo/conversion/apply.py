@@ -15,7 +15,7 @@ from octavo.conversion.fusion_patterns import FusionPattern, full_name, reader_o
 from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, layers_of, make_plan
 from octavo.conversion.policy import Policy
-from octavo.conversion.refusals import refuse_gathered_codes, refuse_reference, refuse_unapplied
+from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
@@ -63,7 +63,7 @@ def convert(
         ConfigError: an unknown recipe, a pattern that matches no layer, or a static scale that is missing.
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
         UnsupportedError: the device cannot run the recipe in FP8, and `allow_reference` is false; under `strict`, an
-            option of the policy does nothing somewhere; or `octavo.distributed.shard` gathers a weight as codes.
+            option of the policy does nothing somewhere; or FSDP1 or `octavo.distributed.shard` has sharded the model.
     """
     plan = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
     plan = replace(plan, allow_reference=allow_reference)
@@ -75,7 +75,7 @@ def convert(
         for note in plan.notes:
             warn_once(f"octavo.convert: {note}")
     layers = layers_of(model)
-    refuse_gathered_codes(layers)
+    refuse_sharded(model, layers)
     _check_finite(model, plan, layers)
     calibrated = None if scales is None else calibration.read(Path(scales))
     calibration.check(plan.recipes, calibrated)

@@ -69,15 +69,18 @@ def refuse_reference(plan: Plan) -> None:
             )
 
 
-def refuse_gathered_codes(layers: Mapping[str, nn.Module]) -> None:
-    """Raise where `octavo.distributed.shard` has wrapped a weight: it is gathered as codes of the recipe of that time.
+def refuse_sharded(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise where layers cannot change any more: wrapped by FSDP1, or gathered as codes by `octavo.distributed.shard`.
 
     Raises:
-        UnsupportedError: naming the first such layer.
+        UnsupportedError: naming what sharded the model, and what does instead.
     """
+    before = "Convert the model before it is sharded, or shard it by PyTorch's fully_shard."
+    if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
+        raise UnsupportedError(f"FullyShardedDataParallel (FSDP1) has taken the weights out of their layers. {before}")
     for name, layer in layers.items():
         if isinstance(getattr(layer.weight, "_local_tensor", None), WrapperTensor):
             raise UnsupportedError(
                 f"{name}.weight is gathered as FP8 codes, in the format of its recipe (octavo.distributed.shard), which"
-                " cannot change now. Convert the model before it is sharded, or shard it by PyTorch's fully_shard."
+                f" cannot change now. {before}"
             )

@@ -9,6 +9,7 @@ from sharded import FP32, batch, full_state, llama, loss_of, reshard, step_alone
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 import octavo
 from octavo import kernels
@@ -302,6 +303,7 @@ def refusals():
         lambda: shard(model, by_rows=[model.tok_embeddings], offload_policy=CPUOffloadPolicy()),
         lambda: (shard(model), shard(model)),
         lambda: octavo.convert(model, "rowwise_bf16_fprop"),
+        lambda: octavo.convert(FSDP1(nn.Linear(64, 64), device_id=torch.device("cpu"))),
     ]
     return [ranks.refusal((ConfigError, UnsupportedError), attempt) for attempt in attempts]
 
@@ -446,6 +448,7 @@ def test_what_cannot_be_sharded_is_refused(two):
         "on the device",
         "already",
         "layers.0.attention.wq.weight is gathered as FP8 codes",
+        "(FSDP1) has taken the weights",
     ]
     assert len(two[0]["refused"]) == len(words)
     assert all(word in said for word, said in zip(words, two[0]["refused"], strict=True))
