@@ -203,8 +203,8 @@ class LoopConfig:
         _within("run", self, "last_share", low=0, high=1)
         if self.last_share and self.weights == "fp8":
             raise ConfigError(
-                "run.last_share: with run.weights = 'fp8' a weight has the format of run.recipe to the end. Take weights"
-                " = 'bf16', or leave it at 0."
+                "run.last_share: with run.weights = 'fp8' a weight has the format of run.recipe to the end. Take"
+                " run.weights = 'bf16', or leave run.last_share at 0."
             )
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
