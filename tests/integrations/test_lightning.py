@@ -131,6 +131,8 @@ def test_the_last_share_is_that_of_a_model_converted_by_hand_also_resumed(llama,
         ({"max_steps": 4, "plugins": OctavoPrecision(device="cpu")}, LastShare(recipe="static"), "scales"),
     ],
 )
-def test_what_refuses_the_last_share_is_raised_before_the_first_step(options, last, message, llama, sequences, tmp_path):
+def test_what_refuses_the_last_share_is_raised_before_the_first_step(
+    options, last, message, llama, sequences, tmp_path
+):
     with pytest.raises(ConfigError, match=message):
         fit(llama(), sequences, tmp_path, callbacks=[last], **options)

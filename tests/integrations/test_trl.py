@@ -145,7 +145,7 @@ def test_grpo_whose_engine_gets_the_codes_of_each_step(llama, tokenizer, tmp_pat
     logged = [entry for entry in run.state.log_history if "loss" in entry]
     assert all(entry["fp8_layers"] == FP8_LAYERS and entry["fp8_gemms"] > 0 for entry in logged)
 
-    with pytest.raises(ConfigError, match="last_share: the engine keeps the recipe"):
+    with pytest.raises(ConfigError, match="last_share: the engine keeps the recipe it started with"):
         grpo(llama().bfloat16(), tokenizer, tmp_path, 3, last_share=0.5, rollout_func=Rollouts(engine, 8))
     assert len(engine.pushes) == 3
 

@@ -211,10 +211,11 @@ def _check_weight(name: str, weight: Tensor) -> None:
     finite = torch.isfinite(torch.atleast_2d(values(weight.detach(), weight.dtype)).flatten(1))
     if weight.is_meta or bool(finite.all()):
         return
-    whole: Tensor = finite.full_tensor() if is_distributed(finite) else finite  # type: ignore[operator]
-    places = torch.nonzero(~whole)
-    row, column = places[0].tolist()
+    if is_distributed(finite):
+        finite = finite.full_tensor()  # type: ignore[attr-defined]
+    places = torch.nonzero(~finite)
+    (row, column), count = places[0].tolist(), len(places)
     raise NonFiniteError(
-        f"{name} holds {len(places)} value(s) that are NaN or infinite, the first at row {row}, column {column}. Load a good "
+        f"{name} holds {count} value(s) that are NaN or infinite, the first at row {row}, column {column}. Load a good "
         "checkpoint, or find the step that produced them; nothing was converted."
     )

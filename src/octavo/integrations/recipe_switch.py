@@ -1,7 +1,4 @@
-"""Change of recipe for the last share of a run's steps: when it is due, and whether anything refuses it.
-
-Most of the loss that FP8 costs comes from fprop. Steps at the end with fprop in BF16 recover it.
-"""
+"""Change of recipe for the last share of a run's steps, which recovers loss of FP8."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from octavo.train.config import in_last_share
 
 
 class RecipeSwitch:
-    """The one change of recipe in a run."""
+    """The one change of recipe in a run: when it is due, and a rehearsal that finds what refuses it."""
 
     def __init__(self, last_share: float, last_recipe: RecipeLike) -> None:
         """Take the share of the steps, at the end, and their recipe. With a share of 0 it is never due.
@@ -28,11 +25,7 @@ class RecipeSwitch:
         self._is_done = False
 
     def rehearse(self, recipe: RecipeLike, convert: Callable[[RecipeLike], Plan]) -> None:
-        """Convert to both recipes and back, so that what refuses one is known before the first step.
-
-        Args:
-            recipe: recipe of the steps before.
-            convert: converts the model, which is wrapped and sharded as in training, to a recipe.
+        """Convert a model, wrapped and sharded as in training, to `recipe`, the last recipe and back, before step 1.
 
         Raises:
             ConfigError: weights are stored in FP8.

@@ -76,7 +76,7 @@ class OctavoCallback(TrainerCallback):
         model: nn.Module = given["model"]
         if self.switch.last_share:
             self.switch.rehearse(self.recipe, partial(self._convert, model, args))
-        elif self._converted not in model.modules():  # FSDP1 passes its wrapper here
+        elif all(module is not self._converted for module in model.modules()):  # FSDP1 passes its wrapper here
             self._convert(model, args, self.recipe)
 
     def on_step_begin(

@@ -41,7 +41,7 @@ class Rollouts:
         """
         callbacks = trainer.callback_handler.callbacks
         if any(isinstance(callback, OctavoCallback) and callback.switch.last_share for callback in callbacks):
-            raise ConfigError("last_share: the engine keeps the recipe that it started with. Leave it out with Rollouts.")
+            raise ConfigError("last_share: the engine keeps the recipe it started with. Leave it out with Rollouts.")
         policy = trainer.accelerator.unwrap_model(trainer.model)
         self._push = self._push or WeightPush(policy)
         self._push.to_vllm(self.llm)

@@ -274,7 +274,7 @@ def load_again(rank, count):
 
 
 def converted_again(rank, count):
-    """Return the losses of a run by PyTorch's FSDP2 whose recipe changes half-way, those of one process, and a NaN's message."""
+    """Return losses of FSDP2 with a change of recipe, each before that of one process; and the message for a NaN."""
     model, alone = llama(), llama()
     for module in (*model.layers, model):
         fully_shard(module, mp_policy=FP32)
