@@ -17,6 +17,7 @@ from octavo.integrations.transformers import OctavoCallback
 from octavo.nn import Linear
 
 FP8_LAYERS = 14
+LAST = "rowwise_bf16_fprop"
 
 
 def trainer(model: Any, data: Any, out: Path, steps: int, *callbacks: Any, **options: Any) -> Trainer:
@@ -48,18 +49,23 @@ def test_one_line_more_trains_in_fp8_with_the_loss_of_bf16_and_says_what_ran(lla
     assert all(entry["fp8_fallbacks"] == 0 for entry in logged)
 
 
-@pytest.mark.parametrize(("count", "graphs"), [(None, 1), (True, 2)])
-def test_a_compiled_trainer_compiles_a_second_graph_only_where_its_steps_are_counted(
-    count, graphs, llama, sequences, tmp_path
+@pytest.mark.parametrize(
+    ("options", "backend", "recipe"),
+    [({"count": True}, "eager", "folded"), ({"last_share": 0.5}, "aot_eager", LAST)],
+    ids=["count", "last share"],
+)
+def test_a_compiled_trainer_compiles_a_graph_per_recipe_and_another_where_its_steps_are_counted(
+    options, backend, recipe, llama, sequences, tmp_path
 ):
     torch._dynamo.reset()
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "logging_steps": 2}
-    run = trainer(llama(), sequences, tmp_path, 4, OctavoCallback(count=count), **compiled)
+    compiled = {"torch_compile": True, "torch_compile_backend": backend, "logging_steps": 2}
+    run = trainer(llama(), sequences, tmp_path, 4, callback := OctavoCallback(**options), **compiled)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     run.train()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == graphs
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert graphs == 2 and callback.plan.recipe.name == recipe
     logged = [entry for entry in run.state.log_history if "loss" in entry]
-    assert all(entry["fp8_layers"] == FP8_LAYERS and ("fp8_gemms" in entry) == (graphs == 2) for entry in logged)
+    assert all(e["fp8_layers"] == FP8_LAYERS and ("fp8_gemms" in e) == ("count" in options) for e in logged)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(llama, sequences, tmp_path):
@@ -99,9 +105,6 @@ def test_weights_in_fp8_with_their_optimizer(llama, sequences, tmp_path):
     assert sum(isinstance(p, octavo.FP8Tensor) for p in model.parameters()) == FP8_LAYERS
 
 
-LAST = "rowwise_bf16_fprop"
-
-
 class ByHand(TrainerCallback):
     """What a user without `last_share` writes."""
 
@@ -124,16 +127,6 @@ def test_the_last_share_is_that_of_a_model_converted_by_hand(llama, sequences, t
     assert losses(run)[:4] == losses(plain)[:4] and not {*losses(run)[4:]} & {*losses(plain)[4:]}
     assert gemms(run) == 4 * [2 * 15] + 4 * [2 * 8], "those of fprop are gone"
     assert callback.plan.recipe.name == LAST and run.state.log_history[-2]["fp8_layers"] == FP8_LAYERS
-
-
-def test_a_compiled_trainer_compiles_once_more_for_the_last_share(llama, sequences, tmp_path):
-    torch._dynamo.reset()
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager", "logging_steps": 1}
-    run = trainer(llama(), sequences, tmp_path, 4, OctavoCallback(last_share=0.5, count=True), **compiled)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    run.train()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
-    assert gemms(run) == 2 * [2 * 15] + 2 * [2 * 8]
 
 
 @pytest.mark.parametrize("stop", [2, 4, 6])
