@@ -64,7 +64,7 @@ class FabricPrecision(_Converting, FabricMixed):
 class LastShare(lightning.Callback):
     """Conversion of a model of `OctavoPrecision` to another recipe for the last share of the optimizer steps."""
 
-    def __init__(self, share: float = 0.2, recipe: RecipeLike = "rowwise_bf16_fprop") -> None:
+    def __init__(self, share: float = 0.3, recipe: RecipeLike = "rowwise_bf16_fprop") -> None:
         """Take that share, from 0 to 1, and its recipe: by default with fprop in BF16."""
         self._switch = RecipeSwitch(share, recipe)
 
