@@ -75,12 +75,14 @@ def refuse_sharded(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     Raises:
         UnsupportedError: naming what sharded the model, and what does instead.
     """
-    before = "Convert the model before it is sharded, or shard it by PyTorch's fully_shard."
     if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
-        raise UnsupportedError(f"FullyShardedDataParallel (FSDP1) has taken the weights out of their layers. {before}")
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) has taken the weights out of their layers. Convert the model before it is"
+            " sharded, or shard it by PyTorch's fully_shard."
+        )
     for name, layer in layers.items():
         if isinstance(getattr(layer.weight, "_local_tensor", None), WrapperTensor):
             raise UnsupportedError(
                 f"{name}.weight is gathered as FP8 codes, in the format of its recipe (octavo.distributed.shard), which"
-                f" cannot change now. {before}"
+                " cannot change now. Shard the model before it is converted: it then gathers values, for any recipe."
             )
