@@ -67,14 +67,11 @@ OPTIONAL = {
     "versions",
     symptom="an error or wrong numbers right after installation",
     remedy="Install versions that were tested together: torch 2.11 to 2.13 with triton 3.6.",
+    read=lambda machine: (versions(), machine.device.type == "cuda"),
 )
-def software(machine: Machine) -> Finding:
-    """Compare the installed versions with `KNOWN`."""
-    return judge_versions(versions(), on_gpu=machine.device.type == "cuda")
-
-
-def judge_versions(found: Mapping[str, str | None], *, on_gpu: bool = True) -> Finding:
-    """Return the finding for versions by package; None for a missing one. Without a GPU no Triton compiles anything."""
+def software(read: tuple[Mapping[str, str | None], bool]) -> Finding:
+    """Judge versions by package, None for a missing one, by `KNOWN`. Without a GPU no Triton compiles anything."""
+    found, on_gpu = read
     judged = [k for k in KNOWN if on_gpu or k.package != "triton"]
     known = [(k, found[k.package]) for k in judged if _is_between(k, found.get(k.package))]
     bad = [(k, version) for k, version in known if k.verdict != Verdict.OK]
