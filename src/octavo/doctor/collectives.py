@@ -32,10 +32,6 @@ class Answers(NamedTuple):
     """Bandwidth of a gather, of the slowest rank."""
 
 
-def _several_gpus(machine: Machine) -> str:
-    return a_gpu(machine) or ("there is only one GPU" if torch.cuda.device_count() < 2 else "")
-
-
 @check(
     "collectives",
     symptom="training on several GPUs hangs in its first step, or differs from one GPU",
@@ -43,7 +39,7 @@ def _several_gpus(machine: Machine) -> str:
         "Run again with NCCL_DEBUG=INFO. Hangs that NCCL_P2P_DISABLE=1 fixes are caused by PCIe access control (ACS) "
         "or an IOMMU: disable it on the host."
     ),
-    needs=_several_gpus,
+    needs=lambda machine: a_gpu(machine) or ("there is only one GPU" if torch.cuda.device_count() < 2 else ""),
 )
 def collectives(machine: Machine) -> Finding:
     """Start a process per GPU; sum, gather, scatter and exchange known numbers between them, and time a gather."""

@@ -213,35 +213,18 @@ def selfcheck(device: torch.device | str) -> list[dict[str, Any]]:
     )
     exact = {"fprop": x @ weight.t(), "dgrad": gradient @ weight, "wgrad": gradient.t() @ x}
     rows = []
-    for name in names():
-        recipe = load(name)
-        if not recipe.is_fp8:
-            continue
+    for recipe in (recipe for recipe in map(load, names()) if recipe.is_fp8):
         leaf_x, leaf_weight = (t.float().to(device).requires_grad_() for t in (x, weight))
         with kernels.record() as ledger:
             y = linear(leaf_x, leaf_weight, None, recipe)
             y.backward(gradient.float().to(device))
         got = {"fprop": y.detach(), "dgrad": leaf_x.grad, "wgrad": leaf_weight.grad}
         for gemm, a, b in recipe.gemms():
-            floor = FLOOR_DB["e5m2" if "e5m2" in (a.format, b.format) else "e4m3"]
-            rows.append(
-                {
-                    "recipe": name,
-                    "gemm": gemm,
-                    "kernel": "+".join(ledger.gemms),
-                    **_compare(exact[gemm], got[gemm], floor),
-                }
-            )
+            floor, result = FLOOR_DB["e5m2" if "e5m2" in (a.format, b.format) else "e4m3"], got[gemm]
+            assert result is not None
+            pair = exact[gemm], result.double().cpu()
+            whole, worst = sqnr_db(*pair), float(sqnr_per_row_db(*pair).min())
+            how = {"recipe": recipe.name, "gemm": gemm, "kernel": "+".join(ledger.gemms)}
+            limits = {"floor_db": floor, "passed": whole >= floor and worst >= floor - 2}
+            rows.append({**how, "sqnr_db": whole, "worst_row_db": worst, **limits})
     return rows
-
-
-def _compare(exact: torch.Tensor, got: torch.Tensor | None, floor: float) -> dict[str, Any]:
-    assert got is not None
-    result = got.double().cpu()
-    whole, worst = sqnr_db(exact, result), float(sqnr_per_row_db(exact, result).min())
-    return {
-        "sqnr_db": whole,
-        "worst_row_db": worst,
-        "floor_db": floor,
-        "passed": whole >= floor and worst >= floor - 2,
-    }
