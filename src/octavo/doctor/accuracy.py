@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo import kernels, observed
 from octavo._util.rng import untouched_generators
-from octavo._util.terminal import quantity
+from octavo._util.terminal import and_more, quantity
 from octavo.conversion import disabled
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, fp8_layers
@@ -46,40 +46,34 @@ def nonfinite(trial: Trial) -> Finding:
     """Check every parameter, every GEMM operand of one forward and backward, the loss and the gradients."""
     if bad := _in_parameters(trial.model):
         rows = [{"parameter": name, "values": count} for name, count in bad]
-        seen = f"{bad[0][0]} contains {quantity(bad[0][1], 'non-finite value')}{_more(bad)}"
+        seen = f"{bad[0][0]} contains {quantity(bad[0][1], 'non-finite value')}{and_more(bad)}"
         return failure(seen, remedy=NONFINITE_REMEDIES["weight"], rows=rows)
     trial.model.zero_grad(set_to_none=True)
     with observed(trial.model) if trial.layers else nullcontext() as report:
         loss = trial.loss()
         loss.backward()
-    gradients = [name for name, p in trial.model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+    gradients = [
+        name for name, p in trial.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+    ]
     trial.model.zero_grad(set_to_none=True)
     faults = report.faults() if report is not None else []
     if faults:
         layer, role, count = faults[0]
-        seen = f"{role} of {layer} was the first non-finite tensor: {quantity(count, 'value')}{_more(faults)}"
+        seen = f"{role} of {layer} was the first non-finite tensor: {quantity(count, 'value')}{and_more(faults)}"
         return failure(seen, remedy=NONFINITE_REMEDIES[role], rows=[fault._asdict() for fault in faults])
     value = float(loss.detach())
     if not math.isfinite(value):
         return failure(f"the loss is {value}, but every operand of the FP8 layers is finite", remedy=OUTSIDE)
     if gradients:
         rows = [{"gradient": name} for name in gradients]
-        return failure(f"the gradient of {gradients[0]} is not finite{_more(gradients)}", rows=rows)
+        return failure(f"the gradient of {gradients[0]} is not finite{and_more(gradients)}", rows=rows)
     return ok(f"loss {value:.4f}; parameters, operands and gradients are finite", loss=value)
 
 
 def _in_parameters(model: nn.Module) -> list[tuple[str, int]]:
     """Return the non-finite parameters, with the number of non-finite values."""
     found = {name: values(p.detach(), p.dtype) for name, p in model.named_parameters()}
-    return [(name, int((~x.isfinite()).sum())) for name, x in found.items() if not _is_finite(x)]
-
-
-def _is_finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x).all())
-
-
-def _more(found: Sequence[object]) -> str:
-    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return [(name, count) for name, x in found.items() if (count := int((~x.isfinite()).sum()))]
 
 
 COSINE = 0.9

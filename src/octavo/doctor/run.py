@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo._util.terminal import quantity
+from octavo._util.terminal import and_more, quantity
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.monitor.dashboard import verdict
 from octavo.monitor.store import RunReader
@@ -128,8 +128,7 @@ def judge_findings(findings: Iterable[verdict.RunFinding], well: str, unhealthy:
     if not found:
         return ok(well)
     rows = [{"level": finding.level, "layer": finding.layer, "finding": finding.text} for finding in found]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    seen = f"{found[0].text}{more}"
+    seen = f"{found[0].text}{and_more(found)}"
     if found[0].level == "unhealthy":
         return failure(seen, remedy=unhealthy, rows=rows)
     return (warning if found[0].level == "watch" else ok)(seen, rows=rows)

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo._util.terminal import quantity
+from octavo._util.terminal import and_more, quantity
 from octavo.conversion.gain import predicted_gain
 from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
@@ -61,8 +62,8 @@ def fallback(trial: Trial) -> Finding:
     ran = dict(ledger.gemms)
     rows = [{"kernel": kernel, "products": count} for kernel, count in ran.items()]
     if ledger.fallbacks:
-        more = f" (and {len(ledger.fallbacks) - 1} more)" if len(ledger.fallbacks) > 1 else ""
-        return failure(f"{ledger.fallbacks[0]}{more}", rows=rows, fallbacks=list(ledger.fallbacks), products=ran)
+        seen = f"{ledger.fallbacks[0]}{and_more(ledger.fallbacks)}"
+        return failure(seen, rows=rows, fallbacks=list(ledger.fallbacks), products=ran)
     if not ran:
         remedy = "Call octavo.convert, outside octavo.disabled. Layers whose class was changed since are not FP8."
         return failure(f"{quantity(len(trial.layers), 'layer')} converted, but no GEMM ran in FP8", remedy=remedy)
@@ -108,13 +109,10 @@ def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
     """Return one row per layer that ran."""
     tokens: dict[str, int] = {}
 
-    def count(name: str, layer: Layer) -> Callable[..., None]:
-        def hook(module: object, inputs: object, y: Tensor) -> None:
-            tokens[name] = y.numel() // layer.weight.shape[0]
+    def count(name: str, layer: Layer, inputs: object, y: Tensor) -> None:
+        tokens[name] = y.numel() // layer.weight.shape[0]
 
-        return hook
-
-    hooks = (layer.register_forward_hook(count(name, layer)) for name, layer in trial.layers.items())
+    hooks = (layer.register_forward_hook(partial(count, name)) for name, layer in trial.layers.items())
     with hooked(hooks), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         trial.loss()
     known = rates(trial.device) or H200

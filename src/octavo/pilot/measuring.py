@@ -7,6 +7,7 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -223,16 +224,13 @@ def _errors(model: nn.Module, workload: Workload, how: Conditions, found: Measur
     rows = run_check(drift, trial).finding.rows
     found.gradient_cosines = {str(row["layer"]): float(row["cosine"]) for row in rows}
 
-    def compare(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-            weight, bias = values(layer.get_parameter("weight"), torch.float32), cast(Tensor | None, layer.bias)
-            exact = nn.functional.linear(inputs[0].float(), weight, None if bias is None else bias.float())
-            found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))
-
-        return hook
+    def compare(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        weight, bias = values(layer.get_parameter("weight"), torch.float32), cast(Tensor | None, layer.bias)
+        exact = nn.functional.linear(inputs[0].float(), weight, None if bias is None else bias.float())
+        found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))
 
     layers = {name: layer for name, layer in trial.layers.items() if isinstance(layer, Linear)}
-    with hooked(layer.register_forward_hook(compare(name)) for name, layer in layers.items()), torch.no_grad():
+    with hooked(layer.register_forward_hook(partial(compare, name)) for name, layer in layers.items()), torch.no_grad():
         loss()
 
 
