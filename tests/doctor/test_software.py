@@ -45,7 +45,7 @@ def test_the_fault_of_triton_that_octavo_avoids_is_known() -> None:
 
 
 def test_only_a_gpu_misses_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_version", lambda name: None)
+    monkeypatch.setattr(software, "version_of", lambda name: None)
     here, there = (software.packages.look(Machine(torch.device(kind))) for kind in ("cpu", "cuda"))
     assert here.verdict == "ok" and "tokenizers (BPE tokenizers)" in here.seen, here
     assert there.verdict == "warning" and there.remedy == 'pip install triton; pip install "octavo[energy]".', there

@@ -224,7 +224,7 @@ def selfcheck(device: torch.device | str) -> list[dict[str, Any]]:
             assert result is not None
             pair = exact[gemm], result.double().cpu()
             whole, worst = sqnr_db(*pair), float(sqnr_per_row_db(*pair).min())
-            how = {"recipe": recipe.name, "gemm": gemm, "kernel": "+".join(ledger.gemms)}
+            how: dict[str, Any] = {"recipe": recipe.name, "gemm": gemm, "kernel": "+".join(ledger.gemms)}
             limits = {"floor_db": floor, "passed": whole >= floor and worst >= floor - 2}
             rows.append({**how, "sqnr_db": whole, "worst_row_db": worst, **limits})
     return rows

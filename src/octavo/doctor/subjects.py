@@ -17,7 +17,7 @@ from octavo.conversion import convert, disabled
 from octavo.errors import UnsupportedError
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.train import RunConfig, checkpoint, load_run
-from octavo.train.setup import Setup, set_up
+from octavo.train.setup import set_up
 from octavo.train.workload import load_workload, to_device
 
 
@@ -102,10 +102,6 @@ def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
     setup = set_up(config) if newest is None else load_run.restore(checkpoint.load(newest), config)
     if setup.plan is None:
         raise UnsupportedError("the run trains in BF16 only: there are no FP8 layers to check.")
-    return _of_setup(setup, trace)
-
-
-def _of_setup(setup: Setup, trace: Path | None) -> Trial:
     lane, run = setup.states[0], setup.config.run
     inputs_BT, targets_BT = (part.to(setup.device) for part in next(setup.loader))
     first = [part.chunk(run.accumulate)[0] for part in (inputs_BT, targets_BT)]

@@ -132,7 +132,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
     }
 
 
@@ -166,7 +166,8 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None for a missing one."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
