@@ -18,7 +18,7 @@ from octavo.errors import UnsupportedError
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.train import RunConfig, checkpoint, load_run
 from octavo.train.setup import set_up
-from octavo.train.workload import load_workload, to_device
+from octavo.train.workload import Workload, load_workload, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,16 @@ def trial_of_workload(file: Path, *, recipe: str, device: torch.device, trace: P
         NonFiniteError: a weight to convert contains a NaN or an infinity.
     """
     workload = load_workload(file)
-    model, batch = workload.build().to(device), to_device(next(workload.batches()), device)
+    trial = trial_of(workload.build().to(device), workload, trace)
+    if not trial.layers:
+        convert(trial.model, recipe, allow_reference=True)  # the check of kernels says it
+    return trial
+
+
+def trial_of(model: nn.Module, workload: Workload, trace: Path | None = None) -> Trial:
+    """Return a trial of a model under BF16 autocast on the first batch of a workload; its step has no optimizer."""
+    device = next(model.parameters()).device
+    batch = to_device(next(workload.batches()), device)
 
     def loss() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
@@ -137,7 +146,4 @@ def trial_of_workload(file: Path, *, recipe: str, device: torch.device, trace: P
         loss().backward()
         model.zero_grad(set_to_none=True)
 
-    trial = Trial(model, loss, step, trace)
-    if not trial.layers:
-        convert(model, recipe, allow_reference=True)  # the check of kernels says it
-    return trial
+    return Trial(model, loss, step, trace)

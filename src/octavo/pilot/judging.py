@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 from octavo._util.terminal import quantity
@@ -13,7 +14,7 @@ from octavo.conversion.plan_text import commonest_reason
 from octavo.doctor.accuracy import COSINE
 from octavo.kernels.devices import Rates
 from octavo.monitor.gap import GAP_LIMIT
-from octavo.pilot.measuring import Measurement, losses_apart
+from octavo.pilot.measuring import Measurement
 from octavo.pilot.predicting import products_ms
 
 WORTH = 1.05
@@ -70,9 +71,15 @@ class Pilot:
         return {kind: ms / own[kind] for kind, ms in base.items() if ms and own.get(kind)}
 
     def gap(self, precision: str) -> tuple[float, float] | None:
-        """Return how far the loss is above BF16's, in percent, and its standard error; None without losses."""
-        found = self.measured[precision].losses
-        return losses_apart(self.measured[precision], self.base) if found and self.base.losses else None
+        """Return how far the loss is above BF16's, in percent, and its standard error; None without losses.
+
+        The second half of the steps counts.
+        """
+        found, base = self.measured[precision].losses, self.base.losses
+        pairs = list(zip(found, base, strict=True))[len(base) // 2 :] if found and base else []
+        gaps = [100 * (one - other) / abs(other) for one, other in pairs if other]
+        error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("inf")
+        return (fmean(gaps), error) if gaps else None
 
     def trains(self, precision: str) -> bool:
         """Return whether the loss follows BF16's, as far as can be seen, on fast kernels."""
