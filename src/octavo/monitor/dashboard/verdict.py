@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo._util.terminal import and_more, quantity
+from octavo._util.terminal import quantity
 from octavo.data.quality import judge
 from octavo.errors import StoreError
 from octavo.guard import GuardConfig
@@ -82,7 +82,7 @@ def verdict(run: RunReader) -> RunVerdict:
     level = found[0].level if found else "healthy"
     opening = {"healthy": "Healthy", "watch": "Check", "unhealthy": "Unhealthy"}[level]
     reasons = [finding.text for finding in found if finding.level == level != "healthy"]
-    reason = f"{reasons[0]}{and_more(reasons)}." if reasons else ""
+    reason = f"{reasons[0]}{f' (and {len(reasons) - 1} more)' * (len(reasons) > 1)}." if reasons else ""
     facts = _facts(run, losses, last)
     facts = f"{facts[0].upper()}{facts[1:]}" if reason else facts
     return RunVerdict(level, " ".join(part for part in (f"{opening}:", reason, f"{facts}.") if part), found)
