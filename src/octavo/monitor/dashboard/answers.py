@@ -105,11 +105,7 @@ def run(known: RunCollection, query: Query) -> Answer:
 def scalars(known: RunCollection, query: Query) -> Answer:
     """Scalars over steps: `key/x`, `key/y` for each requested `key`; by default all."""
     opened = known.open(query.text("run"))
-    series = opened.scalars(query.several("key") or None, points=query.number("points", POINTS))
-    arrays: dict[str, Any] = {}
-    for key, found in series.items():
-        arrays[f"{key}/x"], arrays[f"{key}/y"] = found.points()
-    return pack(arrays)
+    return _curves(opened.scalars(query.several("key") or None, points=query.number("points", POINTS)))
 
 
 def heatmap(known: RunCollection, query: Query) -> Answer:
@@ -126,17 +122,24 @@ def series(known: RunCollection, query: Query) -> Answer:
     """One statistic of one layer, by role: `ROLE/x`, `ROLE/y`."""
     opened = known.open(query.text("run"))
     stat, points = query.text("stat", opened.stats), query.number("points", POINTS)
+    return _curves(opened.series_by_role(query.text("layer"), stat, points=points))
+
+
+def _curves(series: Mapping[str, Series]) -> bytes:
     arrays: dict[str, Any] = {}
-    for role, found in opened.series_by_role(query.text("layer"), stat, points=points).items():
-        arrays[f"{role}/x"], arrays[f"{role}/y"] = found.points()
+    for name, found in series.items():
+        arrays[f"{name}/x"], arrays[f"{name}/y"] = found.points()
     return pack(arrays)
 
 
 def histograms(known: RunCollection, query: Query) -> Answer:
     """The newest histogram of each role of a layer, with the range of its format and the SQNR of that step."""
-    opened = known.open(query.text("run"))
-    layer = _layer(opened, query)
-    return {role: _histogram(opened, layer, role) for role in _roles(opened, layer)}
+    opened, layer = known.open(query.text("run")), query.text("layer")
+    measured = {row.role for row in opened.tensors if row.layer == layer}
+    if not measured:
+        near = did_you_mean(layer, {row.layer for row in opened.tensors})
+        raise StoreError(f"this run has no telemetry of layer '{layer}'.{near}")
+    return {role: _histogram(opened, layer, role) for role in ROLES if role in measured}
 
 
 def events(known: RunCollection, query: Query) -> Answer:
@@ -268,19 +271,6 @@ def _layers(opened: RunReader) -> list[dict[str, Any]]:
         layer = found.setdefault(row.layer, {"name": row.layer, "roles": {}})
         layer["roles"][row.role] = {"operand": row.operand, "shape": list(row.shape)}
     return list(found.values())
-
-
-def _layer(opened: RunReader, query: Query) -> str:
-    layer = query.text("layer")
-    names = {row.layer for row in opened.tensors}
-    if layer not in names:
-        raise StoreError(f"this run has no telemetry of layer '{layer}'.{did_you_mean(layer, names)}")
-    return layer
-
-
-def _roles(opened: RunReader, layer: str) -> list[str]:
-    measured = {row.role for row in opened.tensors if row.layer == layer}
-    return [role for role in ROLES if role in measured]
 
 
 def _histogram(opened: RunReader, layer: str, role: str) -> dict[str, Any] | None:
