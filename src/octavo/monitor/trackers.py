@@ -11,6 +11,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,8 +84,8 @@ class Tracker(Protocol):
 class _RunObject:
     """Run object of Weights & Biases or trackio: `log(values, step=)` and `finish`, thread-safe."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, package: str, name: str, config: Mapping[str, Any], **options: Any) -> None:
+        self._run = import_module(package).init(project=PROJECT, name=name, config=dict(config), **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -117,23 +119,9 @@ class _MlFlow:
         self._client.set_terminated(self._id, {"finished": "FINISHED", "interrupted": "KILLED"}.get(outcome, "FAILED"))
 
 
-def _wandb(name: str, config: Mapping[str, Any]) -> Tracker:
-    import wandb
-
-    return _RunObject(wandb.init(project=PROJECT, name=name, config=dict(config)))
-
-
-def _trackio(name: str, config: Mapping[str, Any]) -> Tracker:
-    import trackio
-
-    return _RunObject(
-        trackio.init(project=PROJECT, name=name, config=dict(config), resume="allow", embed=False, auto_log_gpu=False)
-    )
-
-
 TRACKERS: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
-    "wandb": _wandb,
-    "trackio": _trackio,
+    "wandb": partial(_RunObject, "wandb"),
+    "trackio": partial(_RunObject, "trackio", resume="allow", embed=False, auto_log_gpu=False),
     "mlflow": _MlFlow,
 }
 """Functions that open a run, from its name and configuration. To add a tracker, add a line."""
