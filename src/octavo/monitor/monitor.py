@@ -78,15 +78,13 @@ class MonitorAlarms:
             scalars, values = self._scalars.pop(step), self._tensors.pop(step, None)
             if self._config.mode == "watch":
                 loss, norm, lr = (_first(scalars, names) for names in (LOSS, GRADIENT_NORM, LEARNING_RATE))
-                self._check_one(Observation(step, loss, norm, lr, values))
+                seen = Observation(step, loss, norm, lr, values)
+                alarm = self._watch.check(seen)
+                for each in ([] if alarm is None else [alarm]) + self._watch.over_budget(seen):
+                    if self._watch.is_news(each):
+                        self._on_alarm(each)
         if self._scalars:
             self._tensors = {step: values for step, values in self._tensors.items() if step >= min(self._scalars)}
-
-    def _check_one(self, seen: Observation) -> None:
-        alarm = self._watch.check(seen)
-        for each in ([] if alarm is None else [alarm]) + self._watch.over_budget(seen):
-            if self._watch.is_news(each):
-                self._on_alarm(each)
 
 
 def _first(values: Mapping[str, float], names: Sequence[str]) -> float:
@@ -140,7 +138,7 @@ class Monitor:
         if not is_first_rank():
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._recorder = Recorder(
+        self._recorder = recorder = Recorder(
             directory,
             keep_until=resume_from or None,
             overwrite=resume_from == 0,
@@ -148,14 +146,21 @@ class Monitor:
             trackers=trackers,
             config=config or {},
         )
-        self._describe(model, device, plan)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        recorder.document("env", {**environment(device), "parameters": parameters}, step=self.done)
+        if plan is not None:
+            recorder.document("plan", json.loads(plan.to_json()), step=self.done)
         if isinstance(telemetry, str):
             self._source = telemetry_of(model, histograms_every=100)
         if self._source is not None:
             self._source.done = self.done
-            self._recorder.tensors(self._source.rows)
+            recorder.tensors(self._source.rows)
         rows = () if self._source is None else self._source.rows
-        self._rules = MonitorAlarms(guard or GuardConfig(), rows, self._record_alarm)
+
+        def record(alarm: Alarm) -> None:
+            recorder.guard_event(alarm.event(str(alarm), level="error" if alarm.rule == "nonfinite" else "warning"))
+
+        self._rules = MonitorAlarms(guard or GuardConfig(), rows, record)
 
     def step(self, step: int | None = None, /, **scalars: float | Tensor) -> None:
         """Record a step with its scalars: numbers, or tensors of one element on any device.
@@ -198,8 +203,7 @@ class Monitor:
         if recorder is None:
             return
         while self._pending:
-            scalars = self._pending.popleft()
-            self._write(recorder, scalars)
+            self._write(recorder, self._pending.popleft())
         if self._source is not None:
             self._source.wait()
             self._write_tensors(recorder)
@@ -223,16 +227,3 @@ class Monitor:
         for measured, values, histograms in arrived(self._source):
             recorder.step(measured, None, values, histograms)
             self._rules.tensors(measured, values)
-
-    def _record_alarm(self, alarm: Alarm) -> None:
-        level = "error" if alarm.rule == "nonfinite" else "warning"
-        if self._recorder is not None:
-            self._recorder.guard_event(alarm.event(str(alarm), level=level))
-
-    def _describe(self, model: nn.Module, device: torch.device, plan: Any) -> None:
-        if self._recorder is None:
-            return
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._recorder.document("env", {**environment(device), "parameters": parameters}, step=self.done)
-        if plan is not None:
-            self._recorder.document("plan", json.loads(plan.to_json()), step=self.done)

@@ -60,7 +60,7 @@ class Recorder:
         self._all: dict[str, float] = {}
         self._rows: list[tuple[str, str]] = []
         self._step = keep_until or 0
-        self._store = Background("run store", capacity=CAPACITY, idle=lambda: self._sample(), every=system_every)
+        self._store = Background("run store", capacity=CAPACITY, idle=self._sample, every=system_every)
         if config is not None:
             self.document("config", config)
         if self._probe.missing and keep_until is None:  # a run that goes on has the event
