@@ -154,9 +154,7 @@ class Guard:
     def change_recipe(self, recipe: Recipe) -> str:
         """Convert the model to another recipe, which alarms refine from now on; return why that is impossible."""
         self._ladder = _ladder(recipe, self.config)
-        reason = self._run.refine(recipe)
-        self._rules.rows = self._run.rows
-        return reason
+        return self._convert(recipe)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values."""
@@ -185,7 +183,7 @@ class Guard:
         self._fingerprints, self._has_begun = state.get("fingerprints", {}), False
         if self._ladder is not None and state["ladder"]:
             self._ladder.load_state_dict(state["ladder"])
-            self._apply_ladder()
+            self._convert(self._ladder.recipe())
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
@@ -266,16 +264,13 @@ class Guard:
             reach = alarms.UPDATE * sum(each.lr for each in record.values())
             diff = self._run.weight_diff(alarm.layer, target, reach)
         self._incident = Incident(alarm, since, diff, alarms.worst_layers(self._rules.rows, step.values), record)
-        self._incident.suspect = self._suspect(step)
         # The batch is not to blame for what only rules on parameters and slow rules see.
         self._incident.is_probed = alarm.rule in (*alarms.OF_UPDATES, *alarms.SLOW)
-
-    def _suspect(self, step: Observation) -> Alarm | None:
         checked = self._run.parameters
         if checked is not None and step.parameters is None:
             checked.measure(self._run.done, now=True)
             step = step._replace(parameters=checked.arrived(self._run.done))
-        return self._rules.suspect(step)
+        self._incident.suspect = self._rules.suspect(step)
 
     def _roll_back(self, target: Snapshot) -> None:
         while self._saved[-1] is not target:
@@ -413,9 +408,8 @@ class Guard:
         if oldest.step >= incident.since:
             self._give_up(incident.alarm, why, "model")
             return
-        back = oldest.step
-        action = f"back to step {back}"
-        self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", action=action, layer=layer, back_to=back)
+        details = {"action": f"back to step {oldest.step}", "back_to": oldest.step}
+        self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", layer=layer, **details)
         self._incident = None
         self._roll_back(oldest)
 
@@ -505,7 +499,7 @@ class Guard:
         if move is None:
             return False
         name = _name(layer)
-        if reason := self._apply_ladder():
+        if reason := self._convert(self._ladder.recipe()):
             self._ladder.load_state_dict(before)
             if self._rules.is_news(alarm._replace(rule="refused")):
                 self._emit(alarm, f"{alarm}: {name} cannot leave {move.before}: {reason}", level="error")
@@ -520,17 +514,16 @@ class Guard:
             return
         step, before = self._run.done, self._ladder.state_dict()
         moves = self._ladder.down(step)
-        if moves and self._apply_ladder():
+        if moves and self._convert(self._ladder.recipe()):
             self._ladder.load_state_dict(before)
             return
         for move in moves:
             text = f"{_name(move.layer)} raised no alarm by {move.before}"
             self._run.emit(GuardEvent(step, "info", "guard", text, f"back to {move.after}", move.layer))
 
-    def _apply_ladder(self) -> str:
-        """Convert the model to the recipe of the ladder; return why that is impossible, or an empty string."""
-        assert self._ladder is not None
-        reason = self._run.refine(self._ladder.recipe())
+    def _convert(self, recipe: Recipe) -> str:
+        """Convert the model to another recipe; return why that is impossible, or an empty string."""
+        reason = self._run.refine(recipe)
         self._rules.rows = self._run.rows
         return reason
 

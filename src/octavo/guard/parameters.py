@@ -124,12 +124,10 @@ class ParameterCheck:
     def nonfinite(self) -> str:
         """Return the first parameter that holds a NaN or infinity; empty if there is none. Waits for the device."""
         names, weights = _weights(self._model)
-        norms = _norms(weights)
+        is_bad = _norms(weights).isfinite().logical_not().double()
         if self._group is not None:
-            norms = norms.isfinite().logical_not().double()
-            dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=self._group)
-            return next((name for name, is_bad in zip(names, norms.tolist(), strict=True) if is_bad), "")
-        return next((name for name, norm in zip(names, norms.tolist(), strict=True) if not np.isfinite(norm)), "")
+            dist.all_reduce(is_bad, op=dist.ReduceOp.MAX, group=self._group)
+        return next((name for name, bad in zip(names, is_bad.tolist(), strict=True) if bad), "")
 
     def fingerprints(self) -> dict[str, list[float]]:
         """Return norm and some elements of each parameter, for `is_same`; empty if the model is sharded."""
@@ -173,13 +171,10 @@ class ParameterCheck:
 
 def _weights(model: nn.Module) -> tuple[list[str], list[Tensor]]:
     """Return the trained parameters that this rank holds some of, as plain tensors."""
-    named = [(name, _plain(p)) for name, p in model.named_parameters() if p.requires_grad]
-    return [name for name, tensor in named if tensor.numel()], [tensor for _, tensor in named if tensor.numel()]
-
-
-def _plain(parameter: Tensor) -> Tensor:
-    own = local(parameter.detach())
-    return own.scale if isinstance(own, FP8Tensor) else own
+    own = {name: local(p.detach()) for name, p in model.named_parameters() if p.requires_grad}
+    plain = {name: tensor.scale if isinstance(tensor, FP8Tensor) else tensor for name, tensor in own.items()}
+    held = {name: tensor for name, tensor in plain.items() if tensor.numel()}
+    return [*held], [*held.values()]
 
 
 def _moments(
