@@ -8,7 +8,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode
 
 from octavo._util.files import write_text
 from octavo.errors import StoreError
@@ -91,10 +91,7 @@ def _requests(known: RunCollection, readable: Sequence[str]) -> Iterator[Request
 
 
 def _answer(known: RunCollection, name: str, parameters: list[tuple[str, str]]) -> dict[str, object]:
-    values: dict[str, list[str]] = {}
-    for key, value in parameters:
-        values.setdefault(key, []).append(value)
-    found = answer(known, name, values)
+    found = answer(known, name, parse_qs(urlencode(parameters), keep_blank_values=True))
     return {"arrays": base64.b64encode(found).decode()} if isinstance(found, bytes) else {"json": found}
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.monitor.dashboard import answers, page
-from octavo.monitor.dashboard.packing import to_json
 from octavo.monitor.dashboard.runs import RunCollection, runs_below
+from octavo.monitor.store.writer import to_json
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
