@@ -177,8 +177,10 @@ def answer(known: RunCollection, name: str, values: Mapping[str, Sequence[str]])
 
     Raises:
         ConfigError: a value of the request is missing or invalid.
-        StoreError: there is no such run, or it cannot be read, or is damaged.
+        StoreError: there is no such answer or run, or it cannot be read, or is damaged.
     """
+    if name not in ANSWERS:
+        raise StoreError(f"unknown request '{name}'")
     with blaming(", ".join(values.get("run", ["the folder"])), StoreError):
         found = ANSWERS[name](known, Query(values))
         return found if isinstance(found, bytes) else dict(plain(found))
