@@ -22,10 +22,9 @@ from octavo._util.config_reader import blaming, shown
 from octavo.errors import StoreError, did_you_mean
 from octavo.monitor.store import schema
 from octavo.monitor.store.schema import TensorRow
-from octavo.monitor.store.series import Series, Steps, gaps
+from octavo.monitor.store.series import Floats, Series, Steps, gaps
 from octavo.monitor.store.writer import file_of, unusable
 
-Floats = NDArray[np.float32]
 JOULES_PER_KWH = 3.6e6
 _FOREVER = 2**62
 

@@ -23,9 +23,9 @@ from octavo._util.config_reader import blaming, shown
 from octavo.errors import StoreError
 from octavo.monitor.store import schema
 from octavo.monitor.store.schema import TensorRow
+from octavo.monitor.store.series import Floats
 
 Outcome = Literal["finished", "failed", "interrupted"]
-Floats = NDArray[np.float32]
 
 
 class RunWriter:
