@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -442,21 +441,18 @@ class RunReader:
             return tuple(found)
 
     def _all(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._querying():
-            return self._connection.execute(query, values).fetchall()
+        return list(self._each(query, values))
 
     def _each(self, query: str, values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield large rows one by one. The reader stays locked until the last one."""
-        with self._querying():
-            yield from self._connection.execute(query, values)
+        """Yield rows one by one, within the limit of time. The reader stays locked until the last one.
 
-    @contextlib.contextmanager
-    def _querying(self) -> Iterator[None]:
-        """Lock the connection, limit the time, and raise errors of SQLite as those of this file."""
+        Raises:
+            StoreError: SQLite cannot read the file.
+        """
         try:
             with self._lock:
                 self._deadline = math.inf if self._seconds is None else time.monotonic() + self._seconds
-                yield
+                yield from self._connection.execute(query, values)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             if "interrupted" in str(error):
                 raise StoreError(f"{self.path}: too large to be shown: a query took {self._seconds:g} s.") from error

@@ -114,7 +114,7 @@ class RunWriter:
             if scalars:
                 values = {"time": now, **scalars}
                 rows = [(step, key, float(value)) for key, value in values.items()]  # SQLite stores NaN as NULL
-                self._guarded(lambda c: c.executemany("INSERT OR REPLACE INTO scalars VALUES (?, ?, ?)", rows))
+                self._execute("INSERT OR REPLACE INTO scalars VALUES (?, ?, ?)", rows, many=True)
             if snapshot is not None:
                 self._write_snapshot(step, np.asarray(snapshot, dtype="<f4"), now)
 
@@ -147,7 +147,7 @@ class RunWriter:
                 kept = bins[used[0] : used[-1] + 1]
                 rows.append((step, index, low + int(used[0]), kept.astype("<u4").tobytes()))
         with self.batch():
-            self._guarded(lambda c: c.executemany("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", rows))
+            self._execute("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", rows, many=True)
 
     def write_system(self, values: Mapping[str, float], *, t: float | None = None) -> None:
         """Write a reading of the machine."""
@@ -288,15 +288,11 @@ class RunWriter:
         placed[self._order] = values
         return placed
 
-    def _execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
-        return self._guarded(lambda connection: connection.execute(statement, values))
-
-    def _guarded(self, action: Any) -> sqlite3.Cursor:
+    def _execute(self, statement: str, values: Sequence[Any] = (), *, many: bool = False) -> sqlite3.Cursor:
         try:
-            cursor: sqlite3.Cursor = action(self._connection)
+            return (self._connection.executemany if many else self._connection.execute)(statement, values)
         except sqlite3.Error as error:
             raise unusable(self.path, error, "written") from error
-        return cursor
 
 
 class _Span:
