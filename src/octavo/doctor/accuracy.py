@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels, observed
-from octavo._util.rng import untouched_generators
 from octavo._util.terminal import and_more, quantity
-from octavo.conversion import disabled
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, fp8_layers
 from octavo.kernels import QuantSpec
@@ -104,12 +102,7 @@ def drift(read: tuple[float, float, Mapping[str, float]]) -> Finding:
 def _cosines(trial: Trial) -> dict[str, float]:
     """Return the cosine of each FP8 weight's gradients in FP8 and in high precision."""
     wanted = {f"{name}.weight" for name in trial.layers}
-    with untouched_generators():
-        torch.manual_seed(0)
-        fp8 = trial.gradients(wanted)
-        torch.manual_seed(0)
-        with disabled(trial.model):
-            high = trial.gradients(wanted)
+    fp8, high = trial.in_both(lambda: trial.gradients(wanted))
     both = {name.removesuffix(".weight"): (fp8[name], high[name]) for name in fp8 if name in high}
     return {name: cosine_of(inner_products(*gradients)) for name, gradients in both.items()}
 
@@ -121,19 +114,16 @@ def _cosines(trial: Trial) -> dict[str, float]:
 )
 def fast_sums(trial: Trial) -> Finding:
     """If a recipe accumulates fast, compute the loss with slow accumulation too."""
-    fast = [
-        name
-        for name, layer in trial.layers.items()
-        if any(layer.recipe.gemm(gemm).accumulate == "fast" for gemm in GEMMS)
-    ]
+    recipes = [layer.recipe for layer in trial.layers.values()]
+    fast = sum(any(recipe.gemm(gemm).accumulate == "fast" for gemm in GEMMS) for recipe in recipes)
     if not fast:
         return skipped("all recipes in use accumulate slow")
     if trial.device.type != "cuda":
-        return skipped(f"fast accumulation in {quantity(len(fast), 'layer')}, on GPUs only")
+        return skipped(f"fast accumulation in {quantity(fast, 'layer')}, on GPUs only")
     as_is, _ = trial.losses()
     with kernels.gemm_by("slow"):
         slow, _ = trial.losses()
-    return judge_sums(float(as_is), float(slow), len(fast))
+    return judge_sums(float(as_is), float(slow), fast)
 
 
 def judge_sums(fast: float, slow: float, layers: int) -> Finding:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.train import RunConfig, checkpoint, load_run
 from octavo.train.setup import set_up
 from octavo.train.workload import Workload, load_workload, to_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +60,19 @@ class Trial:
         found = self.model.named_modules()
         return {name: m for name, m in found if isinstance(m, Linear | Conv1d | Conv2d) and m.recipe.is_fp8}
 
-    def losses(self) -> tuple[Tensor, Tensor]:
-        """Return the loss in FP8 and in high precision, with the same random seed; shape ()."""
-        with untouched_generators(), torch.no_grad():
+    def in_both(self, compute: Callable[[], T]) -> tuple[T, T]:
+        """Return a result in FP8 and in high precision, with the same random seed."""
+        with untouched_generators():
             torch.manual_seed(0)
-            fp8 = self.loss()
+            fp8 = compute()
             torch.manual_seed(0)
             with disabled(self.model):
-                return fp8, self.loss()
+                return fp8, compute()
+
+    def losses(self) -> tuple[Tensor, Tensor]:
+        """Return the loss in FP8 and in high precision, with the same random seed; shape ()."""
+        with torch.no_grad():
+            return self.in_both(self.loss)
 
     def gradients(self, wanted: Collection[str]) -> dict[str, Tensor]:
         """Return the gradients of some parameters after one backward, then clear them all."""
