@@ -177,13 +177,11 @@ def _policy(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
 
 
 def _batch(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
-    gains, reason = {1: 1.0, 4: 1.0}, "no rates of this GPU are known"
+    gains, reason = dict.fromkeys((1, 2, 4), 1.0), "no rates of this GPU are known"
     if (rates := pilot.rates) is not None:
-        rows = {times: times * pilot.rows for times in (1, 2, 4)}
-        gains = {
-            times: products_ms(plan, count, rates, in_bf16=True) / products_ms(plan, count, rates)
-            for times, count in rows.items()
-        }
+        for times in (1, 2, 4):
+            rows = times * pilot.rows
+            gains[times] = products_ms(plan, rows, rates, in_bf16=True) / products_ms(plan, rows, rates)
         said = ", ".join(f"{gain:.2f} at {times} times" for times, gain in gains.items())
         reason = f"predicted gain of the linear layers by tokens: {said}"
     if found.peak_gib is None:

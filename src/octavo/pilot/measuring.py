@@ -106,9 +106,18 @@ def measure(
         flops: floating-point operations per step.
     """
     found = Measurement(precision=precision)
-    plan = None
+    plan = made = None
     try:
-        plan = _measure(copy.deepcopy(model).to(how.device), workload, how, found, flops)
+        model = copy.deepcopy(model).to(how.device)
+        if precision not in PRECISIONS:
+            made = convert(model, precision, tokens=how.rows)
+            _errors(model, workload, found)
+        run = _Training(model, workload, how, PRECISIONS.get(precision, torch.bfloat16))
+        _train(run, workload, how, found, flops)
+        if how.device.type == "cuda" and workload.decode is not None:
+            batch = next(workload.batches())
+            found.decode_ms, found.decode_batch_ms = (_decode(run, workload, each) for each in (one_of(batch), batch))
+        plan = made
     except (RuntimeError, NotImplementedError, UnsupportedError) as error:  # RuntimeError includes out of memory
         found.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     torch.compiler.reset()
@@ -116,21 +125,6 @@ def measure(
     if how.device.type == "cuda":
         torch.cuda.empty_cache()
     return found, plan
-
-
-def _measure(
-    model: nn.Module, workload: Workload, how: Conditions, found: Measurement, flops: float | None
-) -> Plan | None:
-    is_recipe = found.precision not in PRECISIONS
-    plan = convert(model, found.precision, tokens=how.rows) if is_recipe else None
-    if is_recipe:
-        _errors(model, workload, found)
-    run = _Training(model, workload, how, PRECISIONS.get(found.precision, torch.bfloat16))
-    _train(run, workload, how, found, flops)
-    if how.device.type == "cuda" and workload.decode is not None:
-        batch = next(workload.batches())
-        found.decode_ms, found.decode_batch_ms = _decode(run, workload, one_of(batch)), _decode(run, workload, batch)
-    return plan
 
 
 class _Training:
