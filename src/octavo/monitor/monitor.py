@@ -30,8 +30,8 @@ from octavo.monitor.store.writer import outcome_of
 from octavo.monitor.system import environment
 from octavo.nn.telemetry import Telemetry
 
-LOSS, GRADIENT_NORM, LEARNING_RATE = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
-"""Names of the scalars that alarms check; others are only stored."""
+CHECKED = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
+"""Names of the scalars that alarms check, the first one present of each; others are only stored."""
 
 
 class MonitorAlarms:
@@ -77,7 +77,8 @@ class MonitorAlarms:
         for step in sorted(step for step in self._scalars if step <= complete):
             scalars, values = self._scalars.pop(step), self._tensors.pop(step, None)
             if self._config.mode == "watch":
-                loss, norm, lr = (_first(scalars, names) for names in (LOSS, GRADIENT_NORM, LEARNING_RATE))
+                named = [[scalars[name] for name in names if name in scalars] for names in CHECKED]
+                loss, norm, lr = (given[0] if given else 0.0 for given in named)  # 0 breaks no rule
                 seen = Observation(step, loss, norm, lr, values)
                 alarm = self._watch.check(seen)
                 for each in ([] if alarm is None else [alarm]) + self._watch.over_budget(seen):
@@ -85,11 +86,6 @@ class MonitorAlarms:
                         self._on_alarm(each)
         if self._scalars:
             self._tensors = {step: values for step, values in self._tensors.items() if step >= min(self._scalars)}
-
-
-def _first(values: Mapping[str, float], names: Sequence[str]) -> float:
-    """Return the first scalar present; 0, which breaks no rule, if none is."""
-    return next((values[name] for name in names if name in values), 0.0)
 
 
 class Monitor:

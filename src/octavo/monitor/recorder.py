@@ -29,9 +29,8 @@ class Recorder:
 
     Args:
         directory: directory of the run; `run.sqlite` is written there.
-        keep_until: append to the existing run, after deleting its records past this step.
+        keep_until, overwrite: as of `RunWriter`.
         keep_events: what `flush` returned at that step, to delete later events of the same step.
-        overwrite: replace an existing run.
         gpu: index of the CUDA device whose power and memory are measured; None on a CPU.
         system_every: seconds between two system readings.
         trackers: names in `TRACKERS`, to be sent aggregates, and with `:N` all statistics every N steps.
@@ -70,11 +69,6 @@ class Recorder:
         self.sample()
 
     @property
-    def path(self) -> Path:
-        """Path of the file."""
-        return self._writer.path
-
-    @property
     def dropped(self) -> int:
         """Number of steps not written because the queue was full."""
         return self._store.dropped
@@ -85,7 +79,12 @@ class Recorder:
 
     def tensors(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
         """Set the row labels of the following snapshots."""
-        self._store.submit(lambda: self._label(rows), may_drop=False)
+
+        def label() -> None:
+            self._writer.set_tensors(rows)
+            self._rows = [(row[0], row[1]) for row in rows]
+
+        self._store.submit(label, may_drop=False)
 
     def step(
         self,
@@ -98,10 +97,8 @@ class Recorder:
         self._step, now = max(self._step, step), time.time()
         values = dict(scalars or {})
         if not self._store.submit(lambda: self._write(step, values, snapshot, histograms, now)) and self.dropped == 1:
-            warnings.warn(
-                f"{self.path}: the disk is too slow; steps are missing from the run store. Training is not slowed.",
-                stacklevel=2,
-            )
+            missing = "the disk is too slow; steps are missing from the run store. Training is not slowed."
+            warnings.warn(f"{self._writer.path}: {missing}", stacklevel=2)
 
     def event(self, step: int, rule: str, text: str, **details: Any) -> None:
         """Write an event; `details` as of `RunWriter.write_event`."""
@@ -165,10 +162,6 @@ class Recorder:
         for tracker in self._trackers if values else ():
             tensors = self._all if self._all and tracker.sends_tensors(step) else {}
             tracker.log(step, {**tracked_scalars(values), **self._newest, **tensors})
-
-    def _label(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
-        self._writer.set_tensors(rows)
-        self._rows = [(row[0], row[1]) for row in rows]
 
     def _sample(self) -> None:
         self._writer.write_system(self._probe.sample())

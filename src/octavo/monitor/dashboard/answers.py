@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -283,19 +284,13 @@ def _histogram(opened: RunReader, layer: str, role: str) -> dict[str, Any] | Non
     index = next(i for i, row in enumerate(opened.tensors) if (row.layer, row.role) == (layer, role))
     held = format_range(opened.tensors[index].operand)
     body: dict[str, Any] = {"step": step, "low": low, "counts": counts.tolist(), "window": held}
-    body["sqnr"] = _sqnr(opened, step, index)
+    body["sqnr"] = math.nan
+    if "sqnr" in opened.stats:
+        with contextlib.suppress(StoreError):  # no snapshot that early
+            body["sqnr"] = float(opened.snapshot(step)[1][index, opened.stats.index("sqnr")])
     if held is not None:
         body["below"], body["above"] = outside(counts, low, held)
     return body
-
-
-def _sqnr(opened: RunReader, step: int, index: int) -> float:
-    """Return the signal-to-quantisation-noise ratio of a tensor at a step in dB; NaN if not measured."""
-    try:
-        _, values = opened.snapshot(step)
-    except StoreError:
-        return float("nan")
-    return float(values[index, opened.stats.index("sqnr")]) if "sqnr" in opened.stats else float("nan")
 
 
 RANGES = {"e4m3": (448.0, 2.0**-6, 2.0**-9), "e5m2": (57344.0, 2.0**-14, 2.0**-16)}
