@@ -26,7 +26,7 @@ from octavo.guard import Alarm, GuardConfig, GuardEvent, Observation
 from octavo.guard.alarms import AlarmRules
 from octavo.monitor.measurements import AsyncScalars, arrived, telemetry_of
 from octavo.monitor.recorder import Recorder
-from octavo.monitor.store.writer import outcome_of
+from octavo.monitor.store.writer import RunWriter, outcome_of
 from octavo.monitor.system import environment
 from octavo.nn.telemetry import Telemetry
 
@@ -135,9 +135,7 @@ class Monitor:
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._recorder = recorder = Recorder(
-            directory,
-            keep_until=resume_from or None,
-            overwrite=resume_from == 0,
+            RunWriter(directory, keep_until=resume_from or None, overwrite=resume_from == 0),
             gpu=(device.index or 0) if device.type == "cuda" else None,
             trackers=trackers,
             config=config or {},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,41 +27,35 @@ class Recorder:
     """Records a run without blocking it.
 
     Args:
-        directory: directory of the run; `run.sqlite` is written there.
-        keep_until, overwrite: as of `RunWriter`.
-        keep_events: what `flush` returned at that step, to delete later events of the same step.
+        writer: of the run's store; the recorder closes it.
         gpu: index of the CUDA device whose power and memory are measured; None on a CPU.
         system_every: seconds between two system readings.
         trackers: names in `TRACKERS`, to be sent aggregates, and with `:N` all statistics every N steps.
         config: stored as the document `config`, and sent to the trackers.
 
     Raises:
-        StoreError: the store cannot be opened. Later errors are warnings, and the run continues.
-        ConfigError: an unknown tracker.
+        ConfigError: an unknown tracker. Errors of the store are warnings, and the run continues.
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        writer: RunWriter,
         *,
-        keep_until: int | None = None,
-        keep_events: int | None = None,
-        overwrite: bool = False,
         gpu: int | None = None,
         system_every: float = 5.0,
         trackers: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._writer = RunWriter(directory, keep_until=keep_until, keep_events=keep_events, overwrite=overwrite)
+        self._writer = writer
         self._probe = SystemProbe(gpu)
         self._newest: dict[str, float] = {}
         self._all: dict[str, float] = {}
         self._rows: list[tuple[str, str]] = []
-        self._step = keep_until or 0
+        self._step = writer.first_step
         self._store = Background("run store", capacity=CAPACITY, idle=self._sample, every=system_every)
         if config is not None:
             self.document("config", config)
-        if self._probe.missing and keep_until is None:  # a run that goes on has the event
+        if self._probe.missing and not writer.first_step:  # a run that goes on has the event
             self.event(self._step, "system", self._probe.missing)
         name = self._writer.path.parent.resolve().name
         self._trackers = [TrackerThread(kind, name, config or {}, on_failure=self._tracker_failed) for kind in trackers]

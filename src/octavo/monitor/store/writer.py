@@ -34,7 +34,7 @@ class RunWriter:
     Args:
         path: the file, or its directory (for `run.sqlite`); created if missing.
         keep_until: append to an existing run, after deleting its records past this step.
-        keep_events: number of the last event to keep, of those up to that step.
+        keep_events: number of the last event to keep, of those up to that step: what `Recorder.flush` returned there.
         overwrite: replace an existing run. Open readers see the new one.
         stats: column names of a snapshot.
 
@@ -54,6 +54,8 @@ class RunWriter:
     ) -> None:
         self.path = file_of(path)
         self.stats = tuple(stats)
+        self.first_step = keep_until or 0
+        """Steps completed before."""
         self._rows: dict[tuple[str, str], int] = {}
         self._order: NDArray[np.int64] | None = None
         self._span: _Span | None = None
@@ -237,7 +239,7 @@ class RunWriter:
                     f"{self.path}: contains a run already. Append to it (keep_until=), replace it (overwrite=True), or"
                     " name another directory."
                 )
-            row = (time.time(), keep_until or 0, os.getpid())
+            row = (time.time(), self.first_step, os.getpid())
             new = "INSERT INTO sessions (started, first_step, pid) VALUES (?, ?, ?)"
             self._session = self._execute(new, row).lastrowid
 
