@@ -25,7 +25,6 @@ from octavo.kernels.devices import H200, Rates
 from octavo.kernels.dispatch import rates
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.hooks import hooked
-from octavo.recipes import Recipe
 from octavo.train.timing import busy, kernels_of
 
 
@@ -123,15 +122,10 @@ def _shape_row(name: str, layer: Layer, tokens: int, known: Rates) -> dict[str, 
     out, features = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
     taps = 0 if isinstance(layer, Linear) else math.prod(layer.kernel_size)
     gain = predicted_gain(layer.recipe, out, features, tokens, taps, rates=known)
-    multiple = _multiple(layer.recipe)
+    operands = (operand for _, a, b in layer.recipe.gemms() for operand in (a, b))
+    multiple = 16 if all(operand.granularity in ("tensor", "row", "column") for operand in operands) else 128
     pads = multiple if any(size % multiple for size in (out, features, tokens)) else 0
     return {"layer": name, "shape": f"{out} x {features}", "tokens": tokens, "gain": round(gain, 3), "pads": pads}
-
-
-def _multiple(recipe: Recipe) -> int:
-    """Return the multiple that GEMM dimensions are padded to."""
-    tiled = any(not {a.granularity, b.granularity} <= {"tensor", "row", "column"} for _, a, b in recipe.gemms())
-    return 128 if tiled else 16
 
 
 STEPS = 5

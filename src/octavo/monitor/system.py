@@ -141,12 +141,13 @@ def _commit() -> str | None:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the document `env` of a process with its model on `device`."""
+    is_gpu = device.type == "cuda"
     return {
         "versions": versions(),
         "platform": platform.platform(),
-        "device": _name(device),
+        "device": torch.cuda.get_device_name(device) if is_gpu else platform.processor() or platform.machine(),
         "device_type": device.type,
-        "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+        "gpus": torch.cuda.device_count() if is_gpu else 0,
         "world_size": dist.get_world_size() if in_process_group() else 1,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -154,10 +155,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "commit": _commit(),
         "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(PREFIXES)},
     }
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
 def version_of(package: str) -> str | None:

@@ -74,11 +74,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a step."""
-        ...
 
     def finish(self, outcome: str) -> None:
         """Report the outcome and close the run."""
-        ...
 
 
 class _RunObject:
