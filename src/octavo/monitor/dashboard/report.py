@@ -41,12 +41,17 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
     script = page.plotly().read_text("utf-8")
     known = runs_named(*runs)
     try:
-        failures = known.failures()
-        readable = [name for name in known.names() if name not in failures]
+        readable, failures = [], []
+        for name in known.names():
+            try:
+                known.open(name)
+                readable.append(name)
+            except StoreError as error:
+                failures.append(error)
         if not readable:
-            raise failures[known.names()[0]]
-        for error in failures.values():
-            warnings.warn(f"{error} The report says so in its place.", stacklevel=2)
+            raise failures[0]
+        for failure in failures:
+            warnings.warn(f"{failure} The report says so in its place.", stacklevel=2)
         held = {_request_key(*request): _answer(known, *request) for request in _requests(known, readable)}
     finally:
         known.close()

@@ -282,13 +282,11 @@ class RunReader:
             )
         return found[0][0], self._matrix(found[0][1], len(self.tensors))
 
-    def snapshots(
-        self, *, first: int = 0, last: int | None = None, at_once: int = 64
-    ) -> Iterator[tuple[Steps, Floats]]:
-        """Yield the snapshots between two steps in batches: steps (n,), values (n, tensors, statistics)."""
-        rows = len(self.tensors)
-        query = "SELECT step, blob FROM telemetry WHERE step BETWEEN ? AND ? ORDER BY step LIMIT ?"
-        while found := self._all(query, (first, _FOREVER if last is None else last, at_once)):
+    def snapshots(self, *, at_once: int = 64) -> Iterator[tuple[Steps, Floats]]:
+        """Yield all snapshots in batches: steps (n,), values (n, tensors, statistics)."""
+        rows, first = len(self.tensors), 0
+        query = "SELECT step, blob FROM telemetry WHERE step >= ? ORDER BY step LIMIT ?"
+        while found := self._all(query, (first, at_once)):
             steps = np.array([step for step, _ in found], dtype=np.int64)
             yield steps, np.stack([self._matrix(blob, rows) for _, blob in found])
             first = int(steps[-1]) + 1
@@ -319,16 +317,8 @@ class RunReader:
         buckets = None if points is None else max(points // 2, 1)
         return self._ranges(first, last, buckets, np.array([index]), column).number(0).drawn(points)
 
-    def series_by_role(
-        self,
-        layer: str,
-        stat: str,
-        *,
-        first: int = 0,
-        last: int | None = None,
-        points: int | None = 1500,
-    ) -> dict[str, Series]:
-        """Return the `series` of each role of a layer, in one read.
+    def series_by_role(self, layer: str, stat: str, *, points: int | None = 1500) -> dict[str, Series]:
+        """Return the `series` of each role of a layer over the whole run, in one read.
 
         Raises:
             StoreError: unknown layer or statistic.
@@ -338,7 +328,7 @@ class RunReader:
             near = did_you_mean(layer, {row.layer for row in self.tensors})
             raise StoreError(f"{self.path}: no layer '{layer}' was measured.{near}")
         buckets = None if points is None else max(points // 2, 1)
-        taken = self._ranges(first, last, buckets, np.array(list(rows.values())), self._column(stat))
+        taken = self._ranges(0, None, buckets, np.array(list(rows.values())), self._column(stat))
         return {role: taken.number(place).drawn(points) for place, role in enumerate(rows)}
 
     def heatmap(

@@ -36,7 +36,6 @@ class RunWriter:
         keep_until: append to an existing run, after deleting its records past this step.
         keep_events: number of the last event to keep, of those up to that step: what `Recorder.flush` returned there.
         overwrite: replace an existing run. Open readers see the new one.
-        stats: column names of a snapshot.
 
     Raises:
         StoreError: the file contains a run and neither `keep_until` nor `overwrite` is given. From any method: the file
@@ -50,10 +49,9 @@ class RunWriter:
         keep_until: int | None = None,
         keep_events: int | None = None,
         overwrite: bool = False,
-        stats: Sequence[str] = schema.STATS,
     ) -> None:
         self.path = file_of(path)
-        self.stats = tuple(stats)
+        self.stats = schema.STATS
         self.first_step = keep_until or 0
         """Steps completed before."""
         self._rows: dict[tuple[str, str], int] = {}
@@ -272,7 +270,10 @@ class RunWriter:
             raise StoreError(
                 f"{self.path}: a snapshot of step {step} after step {self._last}; call cut({step - 1}) first."
             )
-        placed = self._placed(values)
+        placed = values
+        if self._order is not None:  # as in the file
+            placed = np.full((len(self._rows), len(self.stats)), np.nan, dtype="<f4")
+            placed[self._order] = values
         self._execute("INSERT INTO telemetry VALUES (?, ?, ?, ?)", (step, now, 0, placed.tobytes()))
         self._last = step
         span = self._span = self._span or _Span(step, placed)
@@ -281,14 +282,6 @@ class RunWriter:
             row = (0, span.first, span.last, span.count, span.low.tobytes(), span.high.tobytes())
             self._execute("INSERT INTO telemetry_span VALUES (?, ?, ?, ?, ?, ?)", row)
             self._span = None
-
-    def _placed(self, values: Floats) -> Floats:
-        """Reorder rows as in the file."""
-        if self._order is None:
-            return values
-        placed = np.full((len(self._rows), len(self.stats)), np.nan, dtype="<f4")
-        placed[self._order] = values
-        return placed
 
     def _execute(self, statement: str, values: Sequence[Any] = (), *, many: bool = False) -> sqlite3.Cursor:
         try:
