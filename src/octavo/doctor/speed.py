@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from octavo.kernels.devices import H200, Rates
 from octavo.kernels.dispatch import rates
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.hooks import hooked
-from octavo.train.timing import busy, kernels_of
+from octavo.train.timing import busy, kernels_of, synchronize
 
 
 @check(
@@ -148,35 +148,20 @@ class Timing(NamedTuple):
     """With at least one kernel running."""
 
 
-class Clock:
-    """Clock of host and device; tests replace it."""
-
-    def now(self) -> float:
-        """Return the host's time in seconds."""
-        return time.perf_counter()
-
-    def wait(self) -> None:
-        """Wait until the device is idle."""
-        torch.cuda.synchronize()
-
-    def busy(self, step: Callable[[], Any], trace: Path | None) -> float:
-        """Return the mean seconds per step with at least one kernel running, and write a trace."""
-        return busy(kernels_of(step, STEPS, None if trace is None else trace / TRACE)) / 1e6 / STEPS
-
-
-def measure(step: Callable[[], Any], clock: Clock, trace: Path | None = None) -> Timing:
+def measure(step: Callable[[], Any], trace: Path | None = None) -> Timing:
     """Time steps that each start on an idle device, so that the host cannot run ahead."""
     for _ in range(WARM_UP):
         step()
     host = whole = 0.0
     for _ in range(STEPS):
-        clock.wait()
-        start = clock.now()
+        synchronize("cuda")
+        start = perf_counter()
         step()
-        host += clock.now() - start
-        clock.wait()
-        whole += clock.now() - start
-    return Timing(host / STEPS, whole / STEPS, clock.busy(step, trace))
+        host += perf_counter() - start
+        synchronize("cuda")
+        whole += perf_counter() - start
+    kernels = kernels_of(step, STEPS, None if trace is None else trace / TRACE)
+    return Timing(host / STEPS, whole / STEPS, busy(kernels) / 1e6 / STEPS)
 
 
 @check(
@@ -184,7 +169,7 @@ def measure(step: Callable[[], Any], clock: Clock, trace: Path | None = None) ->
     symptom="the GPU is underused; a larger batch takes no more time",
     remedy="Compile (--compile on), use more tokens per step, or capture the step in a CUDA graph.",
     needs=a_gpu,
-    read=lambda trial: measure(trial.step, Clock(), trial.trace),
+    read=lambda trial: measure(trial.step, trial.trace),
 )
 def launches(timing: Timing) -> Finding:
     """Judge the time of a few steps on host and device; with `--trace DIR`, a Chrome trace is written."""
