@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import kernels, observed
 from octavo._util.terminal import and_more, quantity
@@ -42,7 +42,8 @@ OUTSIDE = "It arises outside the FP8 layers, in the loss or before it: it remain
 )
 def nonfinite(trial: Trial) -> Finding:
     """Check every parameter, every GEMM operand of one forward and backward, the loss and the gradients."""
-    if bad := _in_parameters(trial.model):
+    parameters = ((name, values(p.detach(), p.dtype)) for name, p in trial.model.named_parameters())
+    if bad := [(name, count) for name, x in parameters if (count := int((~x.isfinite()).sum()))]:
         rows = [{"parameter": name, "values": count} for name, count in bad]
         seen = f"{bad[0][0]} contains {quantity(bad[0][1], 'non-finite value')}{and_more(bad)}"
         return failure(seen, remedy=NONFINITE_REMEDIES["weight"], rows=rows)
@@ -66,12 +67,6 @@ def nonfinite(trial: Trial) -> Finding:
         rows = [{"gradient": name} for name in gradients]
         return failure(f"the gradient of {gradients[0]} is not finite{and_more(gradients)}", rows=rows)
     return ok(f"loss {value:.4f}; parameters, operands and gradients are finite", loss=value)
-
-
-def _in_parameters(model: nn.Module) -> list[tuple[str, int]]:
-    """Return the non-finite parameters, with the number of non-finite values."""
-    found = {name: values(p.detach(), p.dtype) for name, p in model.named_parameters()}
-    return [(name, count) for name, x in found.items() if (count := int((~x.isfinite()).sum()))]
 
 
 COSINE = 0.9

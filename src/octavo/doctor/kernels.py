@@ -155,7 +155,6 @@ ROW = 64
 """Terms per sum."""
 
 Outputs = tuple[Tensor, Tensor]
-Function = Callable[[Tensor], Tensor]
 
 
 @check(
@@ -181,7 +180,7 @@ def inputs(device: torch.device) -> Tensor:
     return torch.linspace(1, 4, 64 * ROW, device=device).reshape(64, ROW)
 
 
-def outputs(function: Function, x: Tensor) -> Outputs:
+def outputs(function: Callable[[Tensor], Tensor], x: Tensor) -> Outputs:
     """Return y = function(x) and the gradient of its sum of squares, both shaped as x."""
     leaf = x.clone().requires_grad_()
     y = function(leaf)

@@ -160,8 +160,8 @@ def measure(step: Callable[[], Any], trace: Path | None = None) -> Timing:
         host += perf_counter() - start
         synchronize("cuda")
         whole += perf_counter() - start
-    kernels = kernels_of(step, STEPS, None if trace is None else trace / TRACE)
-    return Timing(host / STEPS, whole / STEPS, busy(kernels) / 1e6 / STEPS)
+    ran = kernels_of(step, STEPS, None if trace is None else trace / TRACE)
+    return Timing(host / STEPS, whole / STEPS, busy(ran) / 1e6 / STEPS)
 
 
 @check(
