@@ -89,7 +89,15 @@ class Recorder:
         """Write the measurements of a step; histograms as of `Telemetry`. Arrays must not change afterwards."""
         self._step, now = max(self._step, step), time.time()
         values = dict(scalars or {})
-        if not self._store.submit(lambda: self._write(step, values, snapshot, histograms, now)) and self.dropped == 1:
+
+        def write() -> None:
+            self._writer.write_step(step, values, snapshot, t=now)
+            if histograms is not None:
+                self._writer.write_histograms(step, LOWEST, histograms)
+            if self._trackers:
+                self._track(step, values, snapshot)
+
+        if not self._store.submit(write) and self.dropped == 1:
             missing = "the disk is too slow; steps are missing from the run store. Training is not slowed."
             warnings.warn(f"{self._writer.path}: {missing}", stacklevel=2)
 
@@ -99,9 +107,13 @@ class Recorder:
         self._store.submit(lambda: self._writer.write_event(step, rule, text, **{"t": now, **details}), may_drop=False)
 
     def guard_event(self, event: GuardEvent) -> None:
-        """Write an event of guardrails; if it rolled the run back, delete the measurements of the steps undone."""
-        if event.back_to is not None:
-            self.go_back(event.back_to)
+        """Write an event of guardrails; if it rolled the run back, delete the measurements of the steps undone.
+
+        Events of these steps stay, since they give the reason.
+        """
+        if (back_to := event.back_to) is not None:
+            self._step = back_to
+            self._store.submit(lambda: self._writer.cut(back_to, keep_events=True), may_drop=False)
         text = f"{event.cause}: {event.text}" if event.cause else event.text
         where = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
         numbers = {"level": event.level, "value": event.value, "limit": event.limit}
@@ -110,11 +122,6 @@ class Recorder:
     def sample(self) -> None:
         """Read the machine now, beside the readings at their interval."""
         self._store.submit(self._sample, may_drop=False)
-
-    def go_back(self, step: int) -> None:
-        """Delete the measurements past a step. Events stay, since they give the reason."""
-        self._step = step
-        self._store.submit(lambda: self._writer.cut(step, keep_events=True), may_drop=False)
 
     def flush(self) -> int | None:
         """Wait until all that was recorded is committed; return the number of the last event, None if that failed."""
@@ -135,20 +142,8 @@ class Recorder:
         self.sample()
         self._store.close(lambda: self._writer.close(outcome, text))
 
-    def _write(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        snapshot: NDArray[np.float32] | None,
-        histograms: NDArray[np.float32] | None,
-        now: float,
-    ) -> None:
-        """Store a step. Trackers need steps in order, so the newest aggregates go with the next scalars."""
-        self._writer.write_step(step, values, snapshot, t=now)
-        if histograms is not None:
-            self._writer.write_histograms(step, LOWEST, histograms)
-        if not self._trackers:
-            return
+    def _track(self, step: int, values: Mapping[str, float], snapshot: NDArray[np.float32] | None) -> None:
+        """Send a step to the trackers, which need steps in order: the newest aggregates go with the next scalars."""
         if snapshot is not None:
             self._newest = aggregates(snapshot, self._writer.stats)
             self._all = all_statistics(snapshot, self._rows, self._writer.stats)
