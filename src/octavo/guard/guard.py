@@ -243,9 +243,8 @@ class Guard:
             self._give_up(alarm, f"{quantity(self.config.rollbacks, 'rollback')} without success (guard.rollbacks)")
             return False
         target = self._newest_before(alarm)
-        self._emit(alarm, str(alarm), action=f"back to step {target.step}", back_to=target.step)
         self._open_incident(alarm, step, target)
-        self._roll_back(target)
+        self._roll_back(target, alarm, str(alarm))
         return True
 
     def _newest_before(self, alarm: Alarm) -> Snapshot:
@@ -272,7 +271,8 @@ class Guard:
             step = step._replace(parameters=checked.arrived(self._run.done))
         self._incident.suspect = self._rules.suspect(step)
 
-    def _roll_back(self, target: Snapshot) -> None:
+    def _roll_back(self, target: Snapshot, alarm: Alarm, text: str, action: str = "", **details: Any) -> None:
+        self._emit(alarm, text, action=f"back to step {target.step}{action}", back_to=target.step, **details)
         while self._saved[-1] is not target:
             self._saved.pop()
         self._run.restore(target)
@@ -408,10 +408,8 @@ class Guard:
         if oldest.step >= incident.since:
             self._give_up(incident.alarm, why, "model")
             return
-        details = {"action": f"back to step {oldest.step}", "back_to": oldest.step}
-        self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", layer=layer, **details)
         self._incident = None
-        self._roll_back(oldest)
+        self._roll_back(oldest, incident.alarm, f"{incident.alarm}: {why}", cause="model", layer=layer)
 
     def _has_risen(self, incident: Incident) -> bool:
         """Return True if the learning rate rose by more than `HOLD` within the steps on record."""
@@ -428,15 +426,14 @@ class Guard:
             return False
         rates = [each.lr for each in (*incident.first_run.values(), *self._record)]
         worst, has_risen = max(rates), self._has_risen(incident)
-        action, text = f"back to step {oldest.step}", f"{alarm}: {why}: the weights are bad, not FP8"
+        action, text = "", f"{alarm}: {why}: the weights are bad, not FP8"
         if has_risen or self._tried["optimizer"] > 1:
             self._lr_limit = max((rate for rate in rates if 0 < rate <= worst / HOLD), default=worst / HOLD)
             self._lr_limited_at = oldest.step
-            action += f", learning rate at most {self._lr_limit:.3g}"
+            action = f", learning rate at most {self._lr_limit:.3g}"
         if has_risen and self._lr_limit:
             text += f"; the learning rate had risen to {worst:.3g}, {worst / self._lr_limit:.3g} times its limit now"
-        self._emit(alarm, text, cause="optimizer", action=action, back_to=oldest.step)
-        self._roll_back(oldest)
+        self._roll_back(oldest, alarm, text, action, cause="optimizer")
         return True
 
     def _refine_until_well(self, alarm: Alarm, harmed: Sequence[str], is_well: IsWell) -> None:
