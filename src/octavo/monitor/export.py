@@ -183,7 +183,7 @@ FORMATS: dict[str, Callable[[RunReader, Path], Iterator[Path]]] = {
 """Functions that write a run into a folder and yield the files. To add a format, add a line."""
 
 
-def export(run: str | Path | RunReader, to: str, folder: str | Path) -> list[Path]:
+def export(run: str | Path, to: str, folder: str | Path) -> list[Path]:
     """Write a run as files of another format and return their paths. The run may still be training.
 
     Raises:
@@ -194,13 +194,10 @@ def export(run: str | Path | RunReader, to: str, folder: str | Path) -> list[Pat
     if to not in FORMATS:
         raise ConfigError(f"unknown format '{to}'.{did_you_mean(to, FORMATS)} Known: {', '.join(FORMATS)}.")
     folder = Path(folder)
-    reader = run if isinstance(run, RunReader) else RunReader(run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with blaming(reader.path, StoreError):
-            return list(FORMATS[to](reader, folder))
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be written ({error.strerror}).") from error
-    finally:
-        if reader is not run:
-            reader.close()
+    with RunReader(run) as reader:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with blaming(reader.path, StoreError):
+                return list(FORMATS[to](reader, folder))
+        except OSError as error:
+            raise StoreError(f"{folder}: cannot be written ({error.strerror}).") from error

@@ -115,8 +115,7 @@ def heatmap(known: RunCollection, query: Query) -> Answer:
     stat, role = query.text("stat", opened.stats), query.text("role", ROLES)
     pool = query.text("pool", ("max", "min")) if query.several("pool") else "max"
     found = opened.heatmap(stat, role, pool=pool, buckets=query.number("buckets", BUCKETS))
-    arrays: dict[str, Any] = {"values": found.values, "first": found.first, "last": found.last}
-    return pack(arrays, {"layers": found.layers})
+    return pack({"values": found.values, "first": found.first, "last": found.last}, {"layers": found.layers})
 
 
 def series(known: RunCollection, query: Query) -> Answer:

@@ -160,8 +160,8 @@ def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
 
 def _memory(run: RunReader, machine: Mapping[str, Values]) -> dict[str, Any]:
     """Return the newest memory in bytes by kind, and the forecast of the peak if the summary has one."""
-    newest = {key: float(values[-1]) for key in machine if (values := machine[key]).size and key.endswith("bytes/y")}
-    known = {key.removesuffix("/y"): value for key, value in newest.items()}
+    memory = {key.removesuffix("/y"): values for key, values in machine.items() if key.endswith("bytes/y")}
+    known = {key: float(values[-1]) for key, values in memory.items() if values.size}
     kinds: dict[str, float] = {}
     if "torch_allocated_bytes" in known:
         kinds["tensors"] = known["torch_allocated_bytes"]
