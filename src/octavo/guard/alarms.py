@@ -229,11 +229,9 @@ class AlarmRules:
         worst: dict[str, Alarm] = {}
         for key, alarm in self._budgets(seen):
             self._over[key] = self._over.get(key, 0) + 1 if alarm is not None else 0
-            if alarm is None or self._over[key] < self._config.patience:
-                continue
-            known = worst.get(alarm.layer)
-            if known is None or alarm.value / alarm.limit > known.value / known.limit:
-                worst[alarm.layer] = alarm
+            if alarm is not None and self._over[key] >= self._config.patience:
+                known = worst.get(alarm.layer, alarm)
+                worst[alarm.layer] = max(known, alarm, key=lambda each: each.value / each.limit)
         return list(worst.values())
 
     def shares_over(self, seen: Observation, layer: str) -> list[Alarm]:
@@ -242,8 +240,7 @@ class AlarmRules:
 
     def forgive(self, layer: str) -> None:
         """Reset the count of steps above a limit for a layer, after a remedy."""
-        for key in [key for key in self._over if key.startswith(f"{layer} ")]:
-            del self._over[key]
+        self._over = {key: count for key, count in self._over.items() if not key.startswith(f"{layer} ")}
 
     @property
     def loss_limit(self) -> float:
