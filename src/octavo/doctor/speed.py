@@ -246,10 +246,7 @@ def recorded_syncs() -> Iterator[Counter[CodeLine]]:
 def _caller() -> CodeLine:
     """Return the innermost line that is neither in PyTorch, nor in Python, nor in this file."""
     stack = traceback.extract_stack()
-    frame = ([frame for frame in stack if _is_user_code(frame.filename)] or stack)[-1]
+    others = [each for each in stack if each.filename != __file__ and not each.filename.startswith(_TORCH)]
+    users = [each for each in others if not each.filename.startswith(_PYTHON) or "site-packages" in each.filename]
+    frame = (users or stack)[-1]
     return CodeLine(frame.filename, frame.lineno or 0, frame.line or "")
-
-
-def _is_user_code(file: str) -> bool:
-    is_pythons = file.startswith(_PYTHON) and "site-packages" not in file
-    return file != __file__ and not file.startswith(_TORCH) and not is_pythons

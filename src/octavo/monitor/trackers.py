@@ -151,11 +151,6 @@ class TrackerThread:
         self._thread = Background(f"tracker {kind}", capacity=64, on_error=self._give_up)
         self._thread.submit(lambda: self._open(name, config), may_drop=False)
 
-    @property
-    def dropped(self) -> int:
-        """Number of steps not sent because the queue was full."""
-        return self._thread.dropped
-
     def sends_tensors(self, step: int) -> bool:
         """Return True, and count it, if all statistics of tensors are to be sent with this step."""
         is_due = self._every > 0 and step >= self._due

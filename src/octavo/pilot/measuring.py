@@ -232,8 +232,7 @@ def count_flops(workload: Workload) -> tuple[float, float, int] | None:
 
     def note(layer: nn.Module, inputs: object, y: Tensor) -> None:
         nonlocal inside
-        count = y.numel() // y.shape[-1]
-        rows.append(count)
+        rows.append(y.numel() // y.shape[-1])
         inside += 2.0 * y.numel() * layer.get_parameter("weight").shape[1] * (3 if y.requires_grad else 1)
 
     try:

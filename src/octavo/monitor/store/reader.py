@@ -502,8 +502,7 @@ class RunReader:
 
 def find_runs(root: str | Path) -> list[Path]:
     """Return the directories at or below `root` that contain a run, sorted. Links are not followed."""
-    found = [Path(folder) for folder, _, files in os.walk(root) if schema.FILE in files]
-    return sorted(found)
+    return sorted(Path(folder) for folder, _, files in os.walk(root) if schema.FILE in files)
 
 
 class ConfigDifference(NamedTuple):
