@@ -311,8 +311,9 @@ class Guard:
     def _probe(self, incident: Incident) -> None:
         """Probe the batch that raised the alarm, with the weights of that step, and act on the cause."""
         incident.is_probed = True
-        evidence = self._evidence(incident)
-        limits = evidence.loss_limit, evidence.gradient_limit
+        limits = self._rules.loss_limit, self._rules.gradient_limit
+        evidence = Evidence(self._run.probe(), self._run.probe(fp8=False), *limits)
+        evidence = self._with_earlier(evidence, incident.alarm.step)
         cause = diagnosis.diagnose(evidence)
         if cause is None:
             return
@@ -337,11 +338,6 @@ class Guard:
         following = self._run.probe_following(alarms.LASTING, fp8=False)
         bad = sum(probe.is_bad(evidence.loss_limit, evidence.gradient_limit) for probe in following)
         return f"{bad} of the next {len(following)} batches are as bad" if 2 * bad > len(following) else ""
-
-    def _evidence(self, incident: Incident) -> Evidence:
-        limits = self._rules.loss_limit, self._rules.gradient_limit
-        evidence = Evidence(self._run.probe(), self._run.probe(fp8=False), *limits)
-        return self._with_earlier(evidence, incident.alarm.step)
 
     def _with_earlier(self, evidence: Evidence, before: int) -> Evidence:
         """Add a probe of a batch that was trained on before a step."""
