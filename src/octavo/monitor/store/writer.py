@@ -58,7 +58,6 @@ class RunWriter:
         self._order: NDArray[np.int64] | None = None
         self._span: _Span | None = None
         self._last = -1
-        self._depth = 0
         self._closed = False
         self._connection = self._open()
         self._begin(keep_until, keep_events, overwrite)
@@ -174,19 +173,17 @@ class RunWriter:
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Commit all writes within the block together; an exception rolls them back."""
-        self._depth += 1
-        try:
-            if self._depth == 1:
-                self._execute("BEGIN IMMEDIATE")
+        if not self._closed and self._connection.in_transaction:  # within another batch, which commits
             yield
-            if self._depth == 1:
-                self._execute("COMMIT")
+            return
+        self._execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._execute("COMMIT")
         except BaseException:
-            if self._depth == 1 and self._connection.in_transaction:
+            if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
-        finally:
-            self._depth -= 1
 
     def close(self, outcome: Outcome = "finished", text: str = "") -> None:
         """Write the outcome of the run and close the file. Idempotent."""
