@@ -194,8 +194,9 @@ def gaps(
     if len(studies := [*grouped(rows, *STUDY)]) > 1:
         raise ConfigError(f"gaps of several studies are not pooled: {studies}. Take them one by one.")
     loss = loss or decisive(rows)
-    recipes = [recipe for recipe in dict.fromkeys(row["recipe"] for row in rows) if recipe not in (BF16, NULL)]
-    unchanged = [recipe for recipe in recipes if "+" not in recipe]
+    named = [recipe for recipe in dict.fromkeys(row["recipe"] for row in rows) if recipe not in (BF16, NULL)]
+    unchanged = [recipe for recipe in named if "+" not in recipe]
+    recipes = [*unchanged, *sorted(recipe for recipe in named if "+" in recipe)]
     found: dict[str, list[float]] = {arm: [] for arm in (NULL, ALL, *recipes)}
     failures = dict.fromkeys(found, 0)
     for block in blocks(rows):

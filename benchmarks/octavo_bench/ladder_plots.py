@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -21,14 +22,16 @@ from octavo_bench.results import Row
 TEXT, LINE, FP8, NULL_TONE = "#6b7787", "#98a3b1", "#0a84c6", "#d9722b"
 """Tones that are read on white and on black."""
 FEWEST = 4
-"""Blocks from which a band is drawn: with fewer it hides the curves."""
+"""Blocks from which a band is drawn, and an arm's own curve: with fewer they hide the others."""
+ENDING, ENDING_TONES = re.compile(r"[a-z_]+\+run\.last_share=[0-9.]+"), ("#2f9e6e", "#8c6bb1")
+"""Arms that end with fprop in BF16, and the tones of their curves."""
 Data = list[dict[str, Any]]
 
 
 def shown_studies(directory: Path) -> list[tuple[str, list[Row]]]:
-    """Return the pilot's studies and those of the protocol, each with a title."""
+    """Return the studies of the protocol and those of its pilot, each with a title."""
     found = []
-    for mark, pilot in (("pilot: ", True), ("", False)):
+    for mark, pilot in (("", False), ("pilot: ", True)):
         for own in ladder.studies(ladder.read_rows(directory, pilot=pilot)):
             condition = "" if own[0]["condition"] == "whole" else f", {own[0]['condition']}"
             found.append((f"{mark}{own[0]['model']}{condition}", own))
@@ -55,10 +58,13 @@ def gaps_data(directory: Path) -> Data:
 
 
 def time_data(directory: Path) -> Data:
-    """Return, per study, the difference of training losses by share of the run: null pairs, and the recipes' mean."""
+    """Return, per study, the difference of training losses by share of the run: null pairs, and means of FP8 arms.
+
+    The arms are the recipes together, and each that ends with fprop in BF16.
+    """
     panels = []
     for title, own in shown_studies(directory):
-        null, mean = [], []
+        null, mean, ending = [], [], dict[str, list[list[float]]]()
         for block in ladder.blocks(own):
             curves = {arm: row["training_loss"] for arm, row in block.items() if "error" not in row}
             if BF16 not in curves:
@@ -70,11 +76,23 @@ def time_data(directory: Path) -> Data:
                 null.append(_percent(curves[NULL], curves[BF16]))
             recipes = [_percent(curve, base) for arm, curve in curves.items() if "+" not in arm and arm != BF16]
             if recipes:
-                mean.append([fmean(values) for values in zip(*recipes, strict=True)])
+                mean.append(_mean(recipes))
+            for arm in sorted(arm for arm in curves if ENDING.fullmatch(arm)):
+                ending.setdefault(arm, []).append(_percent(curves[arm], base))
         points = [over_seeds(values) for values in zip(*mean, strict=True)]
         band = [[point.mean, point.half_width if len(mean) >= FEWEST else None] for point in points]
-        panels.append({"title": title, "null": null, "recipes": band, "pairs": len(mean)})
+        ends = {label_of(arm): _mean(parts) for arm, parts in ending.items() if len(parts) >= FEWEST}
+        panels.append({"title": title, "null": null, "recipes": band, "pairs": len(mean), "ending": ends})
     return panels
+
+
+def label_of(arm: str) -> str:
+    """Return an arm's name without the tables of its keys, which its keys tell."""
+    return re.sub(r" ?\+ ?(run\.|policy\.)?", " + ", arm)
+
+
+def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [fmean(values) for values in zip(*curves, strict=True)]
 
 
 def _percent(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
@@ -89,8 +107,9 @@ def _gap_panel(axes: Any, panel: dict[str, Any]) -> None:
             if width is not None:
                 axes.plot([gap["mean"] - width, gap["mean"] + width], [place, place], color=tone, lw=line, alpha=0.8)
         axes.plot(gap["mean"], place, "o", color=tone, ms=5)
-    axes.set_yticks(range(len(panel["gaps"])), [f"{gap['arm']} ({gap['pairs']})" for gap in reversed(panel["gaps"])])
-    axes.set_xlabel("gap to BF16, %; thick: 95 % for one look,\nthin: at any time; shaded: the gate")
+    labels = [f"{label_of(gap['arm'])} ({gap['pairs']})" for gap in reversed(panel["gaps"])]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel("gap to BF16, % (shaded: the gate)\n95 %: for one look (thick), at any time (thin)")
 
 
 def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
@@ -107,6 +126,8 @@ def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
         if widths[0] is not None:
             low, high = ([m + sign * w for m, w in zip(means, widths, strict=True)] for sign in (-1, 1))
             axes.fill_between(share, low, high, color=FP8, alpha=0.25, lw=0, label="95 % at each point")
+    for (arm, curve), tone in zip(panel["ending"].items(), ENDING_TONES, strict=False):
+        axes.plot(share, curve, color=tone, lw=1.4, label=arm)
     axes.axhline(0, color=LINE, lw=0.8)
     axes.set_xlabel("% of the run")
     axes.set_ylabel("training loss less BF16's, %")
@@ -144,11 +165,14 @@ def draw(directory: Path, out: Path) -> list[Path]:
         columns = min(2, len(panels))
         rows = -(-len(panels) // columns)
         with plt.rc_context(style):
-            figure, grid = plt.subplots(rows, columns, figsize=(5.4 * columns, 3.3 * rows), squeeze=False)
+            arms = [len(panel.get("gaps", ())) for panel in panels]
+            heights = [max(3.3, 1.2 + 0.22 * max(arms[at : at + columns])) for at in range(0, len(panels), columns)]
+            size = 6.2 * columns, sum(heights)
+            figure, grid = plt.subplots(rows, columns, figsize=size, height_ratios=heights, squeeze=False)
             for axes in grid.flat[len(panels) :]:
                 axes.axis("off")
             for axes, panel in zip(grid.flat, panels, strict=False):
-                axes.set_title(panel["title"], fontsize=10)
+                axes.set_title(panel["title"], fontsize=9.5)
                 panel_of(axes, panel)
                 for side in ("top", "right"):
                     axes.spines[side].set_visible(False)

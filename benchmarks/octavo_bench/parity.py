@@ -143,8 +143,7 @@ def parity(
     check_recipes(own_recipes)
     arms = [BF16, NULL, *own_recipes]
     found = read_rows(COMMITTED, *([output.write] if output.write else []))
-    flags = {"sizes": sizes, "conditions": conditions, "recipes": recipes, "minutes": session.minutes}
-    line = command_line("octavo bench parity", **flags)
+    line = command_line("octavo bench parity", sizes=sizes, conditions=conditions, recipes=recipes)
     added: list[Row] = []
     if session.minutes > 0:
         trained = [(name, condition) for name in names for condition in conditions.split(",")]

@@ -279,8 +279,8 @@ def _sizes(measured: Measured) -> Iterator[Sequence[str]]:
 def _losses(measured: Measured) -> Iterator[Sequence[str]]:
     if study := _study(measured):
         gap, rows = study
-        runs = ([row[ladder.decisive(rows)] for row in rows if row["recipe"] == recipe] for recipe in (BF16, "folded"))
-        bf16, own = (f"{fmean(losses):.4f}" for losses in runs)
+        blocks = [block for block in ladder.blocks(rows) if "folded" in block]
+        bf16, own = (f"{fmean(block[arm][ladder.decisive(rows)] for block in blocks):.4f}" for arm in (BF16, "folded"))
         name = f"{_loss_of(rows)}, {_parameters(rows[0]['model'])}, {rows[0]['tokens'] / 1e6:.0f} M tokens"
         yield name, bf16, "", "", own, f"{gap.mean:+z.2f} % ± {gap.half_width:.2f} %, {len(gap.differences)} pairs"
     for model, tokens, pairs in _pairs(measured)[-1:]:

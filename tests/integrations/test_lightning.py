@@ -12,7 +12,8 @@ import lightning
 from lightning.fabric import Fabric
 
 import octavo
-from octavo.integrations.lightning import FabricPrecision, OctavoPrecision
+from octavo.errors import ConfigError
+from octavo.integrations.lightning import FabricPrecision, LastShare, OctavoPrecision
 from octavo.nn import Linear
 
 FP8_LAYERS = 14
@@ -94,3 +95,44 @@ def test_fabric(llama, sequences):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert plugin.plan is not None and plugin.plan.fp8_layers == FP8_LAYERS and losses[-1] < 0.7 * losses[0]
+
+
+LAST = "rowwise_bf16_fprop"
+
+
+class ByHand(lightning.Callback):
+    """What a user without `LastShare` writes."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_step, batch_idx) == (4, 8):
+            octavo.convert(pl_module, LAST)
+
+
+def test_the_last_share_is_that_of_a_model_converted_by_hand_also_resumed(llama, sequences, tmp_path):
+    sequences = torch.utils.data.Subset(sequences, range(48))  # Lightning resumes where an epoch ends
+    given = {"accumulate_grad_batches": 2, "max_epochs": 2}  # 12 steps of two batches
+    expected = fit(llama(), sequences, tmp_path, callbacks=[ByHand()], plugins=OctavoPrecision(device="cpu"), **given)
+    plugin = OctavoPrecision(device="cpu")
+    whole = fit(llama(), sequences, tmp_path, callbacks=[LastShare(0.67)], plugins=plugin, **given)
+    assert plugin.plan.recipe.name == LAST and whole.losses == expected.losses and len(whole.losses) == 24
+
+    cut = {**given, "max_epochs": 1}
+    fit(llama(), sequences, tmp_path, callbacks=[LastShare(0.33)], plugins=OctavoPrecision(device="cpu"), **cut)
+    again = {"callbacks": [LastShare(0.67)], "plugins": OctavoPrecision(device="cpu"), **given}
+    resumed = fit(llama(), sequences, tmp_path, tmp_path / "last.ckpt", **again)
+    assert resumed.losses == whole.losses[12:]
+
+
+@pytest.mark.parametrize(
+    ("options", "last", "message"),
+    [
+        ({"max_steps": 4}, LastShare(), "OctavoPrecision"),
+        ({"max_epochs": -1, "plugins": OctavoPrecision(device="cpu")}, LastShare(), "max_steps"),
+        ({"max_steps": 4, "plugins": OctavoPrecision(device="cpu")}, LastShare(recipe="static"), "scales"),
+    ],
+)
+def test_what_refuses_the_last_share_is_raised_before_the_first_step(
+    options, last, message, llama, sequences, tmp_path
+):
+    with pytest.raises(ConfigError, match=message):
+        fit(llama(), sequences, tmp_path, callbacks=[last], **options)

@@ -9,13 +9,15 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers (octavo[clients])")
 pytest.importorskip("accelerate", reason="needs accelerate (octavo[clients])")
 
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import octavo
+from octavo.errors import ConfigError
 from octavo.integrations.transformers import OctavoCallback
 from octavo.nn import Linear
 
 FP8_LAYERS = 14
+LAST = "rowwise_bf16_fprop"
 
 
 def trainer(model: Any, data: Any, out: Path, steps: int, *callbacks: Any, **options: Any) -> Trainer:
@@ -47,18 +49,23 @@ def test_one_line_more_trains_in_fp8_with_the_loss_of_bf16_and_says_what_ran(lla
     assert all(entry["fp8_fallbacks"] == 0 for entry in logged)
 
 
-@pytest.mark.parametrize(("count", "graphs"), [(None, 1), (True, 2)])
-def test_a_compiled_trainer_compiles_a_second_graph_only_where_its_steps_are_counted(
-    count, graphs, llama, sequences, tmp_path
+@pytest.mark.parametrize(
+    ("options", "backend", "recipe"),
+    [({"count": True}, "eager", "folded"), ({"last_share": 0.5}, "aot_eager", LAST)],
+    ids=["count", "last share"],
+)
+def test_a_compiled_trainer_compiles_a_graph_per_recipe_and_another_where_its_steps_are_counted(
+    options, backend, recipe, llama, sequences, tmp_path
 ):
     torch._dynamo.reset()
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "logging_steps": 2}
-    run = trainer(llama(), sequences, tmp_path, 4, OctavoCallback(count=count), **compiled)
+    compiled = {"torch_compile": True, "torch_compile_backend": backend, "logging_steps": 2}
+    run = trainer(llama(), sequences, tmp_path, 4, callback := OctavoCallback(**options), **compiled)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     run.train()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == graphs
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert graphs == 2 and callback.plan.recipe.name == recipe
     logged = [entry for entry in run.state.log_history if "loss" in entry]
-    assert all(entry["fp8_layers"] == FP8_LAYERS and ("fp8_gemms" in entry) == (graphs == 2) for entry in logged)
+    assert all(e["fp8_layers"] == FP8_LAYERS and ("fp8_gemms" in e) == ("count" in options) for e in logged)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(llama, sequences, tmp_path):
@@ -96,3 +103,62 @@ def test_weights_in_fp8_with_their_optimizer(llama, sequences, tmp_path):
     run.train()
     assert losses(run)[-1] < 0.7 * losses(run)[0]
     assert sum(isinstance(p, octavo.FP8Tensor) for p in model.parameters()) == FP8_LAYERS
+
+
+class ByHand(TrainerCallback):
+    """What a user without `last_share` writes."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 4:
+            octavo.convert(given["model"], LAST)
+
+
+def gemms(run: Trainer) -> list[int]:
+    return [entry["fp8_gemms"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_the_last_share_is_that_of_a_model_converted_by_hand(llama, sequences, tmp_path):
+    expected = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(), ByHand(), logging_steps=1)
+    plain = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(), logging_steps=1)
+    run = trainer(llama(), sequences, tmp_path, 8, callback := OctavoCallback(last_share=0.5), logging_steps=1)
+    for each in (expected, plain, run):
+        each.train()
+    assert losses(run) == losses(expected)
+    assert losses(run)[:4] == losses(plain)[:4] and not {*losses(run)[4:]} & {*losses(plain)[4:]}
+    assert gemms(run) == 4 * [2 * 15] + 4 * [2 * 8], "those of fprop are gone"
+    assert callback.plan.recipe.name == LAST and run.state.log_history[-2]["fp8_layers"] == FP8_LAYERS
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6])
+def test_a_run_resumes_before_and_inside_the_last_share(stop, llama, sequences, tmp_path):
+    options = {"logging_steps": 1, "save_strategy": "steps", "save_steps": stop}
+    whole = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(last_share=0.5), **options)
+    whole.train()
+    resumed = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(last_share=0.5), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    assert losses(resumed) == losses(whole)
+    assert all(torch.equal(p, q) for p, q in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_a_second_run_begins_by_the_first_recipe(llama, sequences, tmp_path):
+    run = trainer(llama(), sequences, tmp_path, 2, OctavoCallback(last_share=0.5), logging_steps=1)
+    for _ in range(2):
+        run.train()
+        assert gemms(run) == [2 * 15, 2 * 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": octavo.Policy(weights="fp8")}, "weights stored in FP8"),
+        ({"last_recipe": "rowwise_bf16_frop"}, "Did you mean 'rowwise_bf16_fprop'"),
+        ({"last_recipe": "static"}, "scales"),
+    ],
+)
+def test_what_refuses_the_last_recipe_is_raised_before_the_first_step(options, message, llama, sequences, tmp_path):
+    run = trainer(llama(), sequences, tmp_path, 8, OctavoCallback(last_share=0.25, **options))
+    with pytest.raises(ConfigError, match=message):
+        run.train()
+    assert run.state.global_step == 0
+    with pytest.raises(ConfigError, match=r"last_share: 25 is not between 0 and 1"):
+        OctavoCallback(last_share=25)

@@ -16,6 +16,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from trl.generation import vllm_generation
 
 import octavo
+from octavo.errors import ConfigError
 from octavo.integrations.transformers import OctavoCallback
 from octavo.integrations.trl import Rollouts
 from octavo.nn import Linear
@@ -51,12 +52,12 @@ def test_supervised_fine_tuning(llama, tokenizer, tmp_path):
     data = Dataset.from_list([{"text": text(i)} for i in range(48)])
     run = SFTTrainer(
         model=llama(), args=SFTConfig(output_dir=str(tmp_path), max_length=32, **SETTINGS), train_dataset=data,
-        processing_class=tokenizer, callbacks=[OctavoCallback()],
+        processing_class=tokenizer, callbacks=[OctavoCallback(last_share=0.5)],
     )  # fmt: skip
     run.train()
     logged = [entry for entry in run.state.log_history if "loss" in entry]
-    assert logged[-1]["loss"] < logged[0]["loss"]
-    assert all(entry["fp8_layers"] == FP8_LAYERS and entry["fp8_gemms"] >= 2 * 15 for entry in logged)
+    assert logged[-1]["loss"] < logged[0]["loss"] and all(entry["fp8_layers"] == FP8_LAYERS for entry in logged)
+    assert [entry["fp8_gemms"] for entry in logged] == 3 * [2 * 15] + 3 * [2 * 8]
 
 
 def test_dpo_whose_reference_is_converted_too_starts_without_a_margin(llama, tokenizer, tmp_path):
@@ -75,8 +76,11 @@ def test_dpo_whose_reference_is_converted_too_starts_without_a_margin(llama, tok
     assert logged[0]["fp8_layers"] == FP8_LAYERS
 
 
-def grpo(model: Any, tokenizer: Any, out: Any, steps: int, **given: Any) -> tuple[Any, list[float]]:
+def grpo(
+    model: Any, tokenizer: Any, out: Any, steps: int, last_share: float = 0.0, **given: Any
+) -> tuple[Any, list[float]]:
     """Reward completions for their share of even tokens; return the trainer and the mean reward of each step."""
+    callback = OctavoCallback("served", octavo.Policy(min_gain=0), last_share=last_share)
     more = {"max_steps": steps, "per_device_train_batch_size": 16, "learning_rate": 1e-2}
     settings = SETTINGS | more | {"lr_scheduler_type": "constant"}
     args = GRPOConfig(
@@ -85,7 +89,7 @@ def grpo(model: Any, tokenizer: Any, out: Any, steps: int, **given: Any) -> tupl
     run = GRPOTrainer(
         model=model, args=args, train_dataset=Dataset.from_list([{"prompt": text(i)} for i in range(8)]),
         reward_funcs=lambda completion_ids, **_: [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids],
-        processing_class=tokenizer, callbacks=[OctavoCallback("served", octavo.Policy(min_gain=0))], **given,
+        processing_class=tokenizer, callbacks=[callback], **given,
     )  # fmt: skip
     run.train()
     return run, [entry["reward"] for entry in run.state.log_history if "reward" in entry]
@@ -140,6 +144,10 @@ def test_grpo_whose_engine_gets_the_codes_of_each_step(llama, tokenizer, tmp_pat
 
     logged = [entry for entry in run.state.log_history if "loss" in entry]
     assert all(entry["fp8_layers"] == FP8_LAYERS and entry["fp8_gemms"] > 0 for entry in logged)
+
+    with pytest.raises(ConfigError, match="last_share: the engine keeps the recipe it started with"):
+        grpo(llama().bfloat16(), tokenizer, tmp_path, 3, last_share=0.5, rollout_func=Rollouts(engine, 8))
+    assert len(engine.pushes) == 3
 
     engine.collective_rpc = lambda method, kwargs: None  # a push that is lost
     rollouts([text(0)], run)

@@ -153,14 +153,17 @@ def test_a_layer_that_changed_its_recipe_goes_back_with_the_others(configure: Co
     assert summary["heldout_loss_fp8"] == pytest.approx(summary["heldout_loss_bf16"], rel=0.01)
 
 
-def test_a_layer_of_a_run_with_static_scales_takes_another_recipe(configure: Configure, tmp_path: Any) -> None:
+@pytest.mark.parametrize("layer", ["layers.0.feed_forward.w2", "*"])
+def test_layers_of_a_run_with_static_scales_take_another_recipe(
+    configure: Configure, tmp_path: Any, layer: str
+) -> None:
     carry_out(guarded(configure, str(tmp_path / "delayed"), run={"recipe": "delayed", "steps": 2}))
     scales = tmp_path / "delayed" / "scales.json"
 
     def strike(run: Struck) -> None:
-        alarm = Alarm(AT, "flushed", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
+        alarm = Alarm(AT, "flushed", layer, "input", 1.0, 0.5)
         assert run._guarded.guard._refine(alarm.layer, alarm)
-        assert octavo.scales(run.setup.states[0].model) is not None
+        assert (octavo.scales(run.setup.states[0].model) is None) == (layer == "*")
 
     static = guarded(configure, str(tmp_path / "run"), run={"recipe": "static", "scales": str(scales)})
     _, keeper = carry_out(static, strike)

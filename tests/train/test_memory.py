@@ -37,6 +37,19 @@ def test_a_run_is_forecast_with_all_its_models() -> None:
     assert both.by_kind["states"] == pytest.approx(2 * alone.by_kind["states"], rel=0.01)
 
 
+def test_a_forecast_is_of_the_steps_that_need_most() -> None:
+    config = CONFIG.with_run(recipe="folded", batch=64, min_gain=0.0)
+    shares: list[float] = []
+    peaks = {"folded": forecast_run(config).peak}
+    for recipe in ("rowwise_bf16_fprop", "bf16"):
+        peaks[recipe] = forecast_run(config.with_run(recipe=recipe)).peak
+        ends = config.with_run(last_share=0.3, last_recipe=recipe)
+        assert forecast_run(ends, report=lambda _, share: shares.append(share)).peak == peaks[recipe]
+    assert peaks["folded"] < peaks["rowwise_bf16_fprop"] < peaks["bf16"]
+    assert forecast_run(config.with_run(bf16_first_steps=1)).peak == peaks["bf16"]
+    assert shares[:6] == sorted(shares[:6]) and shares[0] == 0.0 and 0.5 < shares[5] < 1.0
+
+
 def test_a_forecast_leaves_a_model_that_trains_alone() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     convert(model, "delayed", policy=Policy(min_gain=0))

@@ -96,7 +96,7 @@ def two(make: Configure) -> tuple[RunConfig, Ended]:
 
 def losses(config: RunConfig) -> list[float]:
     lines = read_metrics(config.run.out / "metrics.jsonl")
-    return [line.get("loss_fp8", line.get("heldout_loss_fp8")) for line in lines]
+    return [line.get("loss_fp8", line.get("heldout_loss_fp8")) for line in lines if "recipe_fp8" not in line]
 
 
 def test_after_the_death_of_a_rank_the_others_name_it_and_the_run_goes_on(two: tuple[RunConfig, Ended]) -> None:
@@ -125,6 +125,18 @@ def test_the_losses_are_those_of_one_process_that_takes_as_large_parts(
     sharding = json.loads((config.run.out / "sharding.json").read_text())
     assert sharding["ranks"] == 2
     assert "e4m3 row" in {parameter["sent"] for parameter in sharding["parameters"]}
+
+
+def test_a_sharded_run_begins_in_bf16_and_ends_by_another_recipe(make: Configure) -> None:
+    run = {"bf16_first_steps": 1, "last_share": 0.5}
+    config, alone = make("ending", run=run), make("one that ends so", run={**run, "accumulate": 2})
+    ended = two_ranks("kill", 1, 6, config, restarts=1)
+    assert ended.code == 0, ended.errors
+    assert "resumed after step 4" in ended.errors  # by the last recipe
+    train(alone)
+    assert losses(config) == pytest.approx(losses(alone), rel=ERROR)
+    sharding = json.loads((config.run.out / "sharding.json").read_text())
+    assert {parameter["sent"] for parameter in sharding["parameters"]} == {"float32", "float32, rows looked up"}
 
 
 def test_states_that_are_whole_on_one_rank_train_as_one_process_and_resume(make: Configure) -> None:
@@ -281,7 +293,12 @@ STAGED: dict[str, Any] = {"run": {"accumulate": 2}}
         ({"parallel": {"shard": 2}}, 1, r"want 2 ranks, and 1 was started"),
         ({"parallel": {"data": 3}}, 4, r"data = 3, shard = all others want 3 ranks, and 4 were started"),
         ({"run": {"batch": 6}}, 4, r"run.batch: 6 sequences cannot be split evenly over 4 ranks.*multiple of 4"),
-        ({"run": {"bf16_first_steps": 1}}, 2, r"bf16_first_steps"),
+        ({"run": {"bf16_first_steps": 1, "weights": "fp8"}}, 2, r"bf16_first_steps.*keep one recipe"),
+        (
+            {"run": {"last_share": 0.1}, "parallel": {"tensor": 2, "embedding": "whole"}},
+            2,
+            r"last_share.*by FSDP2 alone",
+        ),
         ({"run": {"device": "cuda:1"}}, 2, r"run.device: 'cuda:1' is one device, but 2 ranks"),
         ({"parallel": {"data": 2, "reduce": "bf16"}}, 2, r"parallel.reduce: 'bf16' .* on 2 ranks nothing is sharded"),
         (

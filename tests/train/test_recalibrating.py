@@ -41,6 +41,15 @@ def test_every_few_steps(configure: Configure, scales: str, tmp_path: Path) -> N
     assert len(changed) == len(calibration.read(config.run.out / "calibration.json"))
 
 
+def test_scales_end_with_the_recipe_that_has_them(configure: Configure, scales: str) -> None:
+    config = configure(run={**STATIC, "steps": 8, "scales": scales, "recalibrate_every": 3, "last_share": 0.5})
+    train(config)
+    told = [event.step for event in RunReader(config.run.out).events() if event.rule == "recalibration"]
+    assert told == [3]
+    last, known = (calibration.read(path) for path in (config.run.out / "scales.json", Path(scales)))
+    assert last.keys() == known.keys() and last != known
+
+
 def test_where_a_tensor_saturates(configure: Configure, scales: str) -> None:
     config = configure(run={**STATIC, "steps": 20, "scales": scales, "recalibrate_above": 1e-9})
     train(config)

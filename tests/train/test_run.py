@@ -418,6 +418,16 @@ def test_a_run_whose_whole_schedule_is_the_last_share_is_one_of_that_recipe(
     assert losses[0] == losses[1] and len(losses[0]) > 5
 
 
+def test_a_run_may_be_given_another_end_when_it_resumes(configure: Configure, tmp_path: Path) -> None:
+    run = {**EVERY_STEP, "twin": False}
+    straight = configure(run={**run, "last_share": 0.5, "out": str(tmp_path / "straight")})
+    train(straight)
+    broken = configure(run={**run, "out": str(tmp_path / "broken")})
+    stopped_after(2, broken)
+    train(configure(run={**run, "last_share": 0.5, "out": str(tmp_path / "broken")}), resume=True)
+    assert measured(broken.run.out) == measured(straight.run.out)
+
+
 def test_a_last_recipe_that_cannot_run_is_refused_before_the_first_step(configure: Configure) -> None:
     with pytest.raises(ConfigError, match=r"run\.last_recipe 'rowwise_bf16_frop'\. Did you mean 'rowwise_bf16_fprop'"):
         train(configure(run={"last_share": 0.2, "last_recipe": "rowwise_bf16_frop"}))

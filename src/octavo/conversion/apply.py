@@ -15,7 +15,7 @@ from octavo.conversion.fusion_patterns import FusionPattern, full_name, reader_o
 from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, layers_of, make_plan
 from octavo.conversion.policy import Policy
-from octavo.conversion.refusals import refuse_reference, refuse_unapplied
+from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
@@ -32,7 +32,7 @@ from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike, load
-from octavo.tensor import FP8Tensor
+from octavo.tensor import FP8Tensor, is_distributed
 
 
 def convert(
@@ -62,8 +62,8 @@ def convert(
     Raises:
         ConfigError: an unknown recipe, a pattern that matches no layer, or a static scale that is missing.
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
-        UnsupportedError: the device cannot run the recipe in FP8, and `allow_reference` is false; or under `strict`,
-            an option of the policy does nothing somewhere.
+        UnsupportedError: the device cannot run the recipe in FP8, and `allow_reference` is false; under `strict`, an
+            option of the policy does nothing somewhere; or FSDP1 or `octavo.distributed.shard` has sharded the model.
     """
     plan = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
     plan = replace(plan, allow_reference=allow_reference)
@@ -75,6 +75,7 @@ def convert(
         for note in plan.notes:
             warn_once(f"octavo.convert: {note}")
     layers = layers_of(model)
+    refuse_sharded(model, layers)
     _check_finite(model, plan, layers)
     calibrated = None if scales is None else calibration.read(Path(scales))
     calibration.check(plan.recipes, calibrated)
@@ -206,11 +207,14 @@ def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Linear |
 
 
 def _check_weight(name: str, weight: Tensor) -> None:
-    weight = values(weight.detach(), weight.dtype).flatten(1)
-    if weight.is_meta or bool(torch.isfinite(weight).all()):
+    weight = getattr(weight, "ds_tensor", weight)  # ZeRO-3 of DeepSpeed keeps this rank's part there, in one row
+    finite = torch.isfinite(torch.atleast_2d(values(weight.detach(), weight.dtype)).flatten(1))
+    if weight.is_meta or bool(finite.all()):
         return
-    count = int((~torch.isfinite(weight)).sum())
-    row, column = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
+    if is_distributed(finite):
+        finite = finite.full_tensor()  # type: ignore[attr-defined]
+    places = torch.nonzero(~finite)
+    (row, column), count = places[0].tolist(), len(places)
     raise NonFiniteError(
         f"{name} holds {count} value(s) that are NaN or infinite, the first at row {row}, column {column}. Load a good "
         "checkpoint, or find the step that produced them; nothing was converted."

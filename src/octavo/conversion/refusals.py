@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from octavo.errors import UnsupportedError
 from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import architecture, is_planning, planning_for, triton_unsupported_reason
+from octavo.tensor import WrapperTensor
 
 if TYPE_CHECKING:
     from octavo.conversion.plan import Plan
@@ -63,4 +66,23 @@ def refuse_reference(plan: Plan) -> None:
             raise UnsupportedError(
                 f"{layer.name}: recipe '{layer.recipe}' has no fast kernel on {plan.device} ({layer.reason}). "
                 f"Choose another recipe; {instead}"
+            )
+
+
+def refuse_sharded(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise where layers cannot change any more: wrapped by FSDP1, or gathered as codes by `octavo.distributed.shard`.
+
+    Raises:
+        UnsupportedError: naming what sharded the model, and what does instead.
+    """
+    if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) has taken the weights out of their layers. Convert the model before it is"
+            " sharded, or shard it by PyTorch's fully_shard."
+        )
+    for name, layer in layers.items():
+        if isinstance(getattr(layer.weight, "_local_tensor", None), WrapperTensor):
+            raise UnsupportedError(
+                f"{name}.weight is gathered as FP8 codes, in the format of its recipe (octavo.distributed.shard), which"
+                " cannot change now. Shard the model before it is converted: it then gathers values, for any recipe."
             )

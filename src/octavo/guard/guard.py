@@ -151,10 +151,10 @@ class Guard:
             self._over_budget(over)
         return False
 
-    def change_recipe(self, recipe: Recipe) -> str:
-        """Convert the model to another recipe, which alarms refine from now on; return why that is impossible."""
+    def change_recipe(self, recipe: Recipe) -> None:
+        """Refine another recipe from now on: the model has been converted to it."""
         self._ladder = _ladder(recipe, self.config)
-        return self._convert(recipe)
+        self._rules.rows = self._run.rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values."""

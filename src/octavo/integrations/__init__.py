@@ -1,7 +1,8 @@
 """Octavo inside other libraries' training loops: one module per library, which imports that library and nothing else.
 
     octavo.integrations.transformers    `OctavoCallback`, for the Trainer of transformers and those of TRL
-    octavo.integrations.lightning       `OctavoPrecision`, a precision plugin of Lightning; `FabricPrecision`, of Fabric
+    octavo.integrations.lightning       `OctavoPrecision` and `LastShare`, a plugin and a callback of Lightning;
+                                        `FabricPrecision`, a plugin of Fabric
     octavo.integrations.trl             `Rollouts`, for TRL's GRPO with an engine that computes with the policy's codes
     octavo.integrations.megatron        `fp8_spec`, the layer spec of a Megatron-Core model in FP8
     octavo.integrations.torchtitan      `OctavoConverter`, a converter of torchtitan's model config

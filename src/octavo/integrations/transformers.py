@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from octavo.conversion import Plan, Policy, convert
+from octavo.integrations.recipe_switch import RecipeSwitch
 from octavo.kernels import record
 from octavo.kernels.ledger import Ledger
 from octavo.recipes import RecipeLike
@@ -24,6 +26,9 @@ class OctavoCallback(TrainerCallback):
     last log on this rank; and `fp8_fallbacks`, the number of reasons why any of these ran on a slow kernel, which the
     log of `octavo` names. With `torch_compile` the last two are left out, unless `count=True`: steps that are counted
     are a second graph to compile.
+
+    With `last_share` the last steps run by another recipe, which a resumed run knows from its step. What refuses it is
+    raised when training starts. Compiled code is compiled once more.
     """
 
     plan: Plan | None = None
@@ -36,27 +41,50 @@ class OctavoCallback(TrainerCallback):
         *,
         strict: bool = False,
         count: bool | None = None,
+        last_share: float = 0.0,
+        last_recipe: RecipeLike = "rowwise_bf16_fprop",
     ) -> None:
-        """Take what `octavo.convert` takes, and whether GEMMs are counted: by default without `torch_compile`."""
+        """Take what `octavo.convert` takes, and options of a run.
+
+        Args:
+            count: whether GEMMs are counted; by default without `torch_compile`.
+            last_share: share of the steps, at the end, by `last_recipe`: by default with fprop in BF16.
+
+        Raises:
+            ConfigError: `last_share` is not between 0 and 1.
+        """
         self.recipe, self.policy, self.strict, self.count = recipe, policy, strict, count
+        self.switch = RecipeSwitch(last_share, last_recipe)
         self._ledger: Ledger | None = None
         self._recording = ExitStack()
         self._converted: nn.Module | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Convert the model."""
-        self._convert(given.get("model"), args)
+        if (model := given.get("model")) is not None:
+            self._convert(model, args, self.recipe)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Convert a model that is not the one of `on_init_end`: of `model_init`, or of a callback that came later."""
-        self._convert(given.get("model"), args)
+        """Convert a model that is not the one of `on_init_end`: of `model_init`, or of a callback that came later.
+
+        Raises:
+            ConfigError: `last_share` with weights stored in FP8, or a `last_recipe` that is unknown.
+            UnsupportedError: the device cannot run it, or the model is sharded so that its recipe cannot change.
+        """
+        model: nn.Module = given["model"]
+        if self.switch.last_share:
+            self.switch.rehearse(self.recipe, partial(self._convert, model, args))
+        elif all(module is not self._converted for module in model.modules()):  # FSDP1 passes its wrapper here
+            self._convert(model, args, self.recipe)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Count the GEMMs of this step, if it is the first since the last log."""
+        """Begin the last share of the steps; count the GEMMs of this step, if it is the first since the last log."""
+        if self.switch.is_due(state.global_step, state.max_steps):
+            self._convert(given["model"], args, self.switch.last_recipe)
         if self._ledger is None and (not args.torch_compile if self.count is None else self.count):
             self._ledger = self._recording.enter_context(record())
 
@@ -81,7 +109,7 @@ class OctavoCallback(TrainerCallback):
         self._recording.close()
         self._ledger = None
 
-    def _convert(self, model: nn.Module | None, args: TrainingArguments) -> None:
-        if model is not None and model is not self._converted:
-            self.plan = convert(model, self.recipe, policy=self.policy, strict=self.strict, device=args.device)
-            self._converted = model
+    def _convert(self, model: nn.Module, args: TrainingArguments, recipe: RecipeLike) -> Plan:
+        self.plan = convert(model, recipe, policy=self.policy, strict=self.strict, device=args.device)
+        self._converted = model
+        return self.plan

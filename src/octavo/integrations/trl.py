@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from octavo.errors import ConfigError
+from octavo.integrations.transformers import OctavoCallback
 from octavo.serving import Mismatch, WeightPush, mismatch
 
 
@@ -32,7 +34,14 @@ class Rollouts:
         self._push: WeightPush | None = None
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        """Return a completion of each prompt, a text or a conversation, as tokens with their log-probabilities."""
+        """Return a completion of each prompt, a text or a conversation, as tokens with their log-probabilities.
+
+        Raises:
+            ConfigError: the trainer's `OctavoCallback` has a `last_share`, whose recipe is not the engine's.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if any(isinstance(callback, OctavoCallback) and callback.switch.last_share for callback in callbacks):
+            raise ConfigError("last_share: the engine keeps the recipe it started with. Leave it out with Rollouts.")
         policy = trainer.accelerator.unwrap_model(trainer.model)
         self._push = self._push or WeightPush(policy)
         self._push.to_vllm(self.llm)

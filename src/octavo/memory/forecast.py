@@ -206,8 +206,8 @@ class Shards:
 
 
 def _gathered_in_fp8(model: nn.Module) -> set[int]:
-    layers = (module for module in model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8)
-    return {id(layer.weight) for layer in layers}
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    return {id(layer.weight) for layer in layers if layer.enabled and layer.recipe.fprop.is_fp8}
 
 
 def _sent(parameter: nn.Parameter, fp8: set[int]) -> int:

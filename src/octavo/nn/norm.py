@@ -191,6 +191,8 @@ def _is_rms_norm(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters())
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or _eps_of(module) is None:
         return False
+    if not parameters["weight"].numel():  # partitioned by ZeRO-3 of DeepSpeed: nothing can be tried out
+        return False
     if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return False
     return _gives_rms_norm(module, torch.float32, 1e-5) and _gives_rms_norm(module, torch.bfloat16, 2e-2)

@@ -203,8 +203,8 @@ class LoopConfig:
         _within("run", self, "last_share", low=0, high=1)
         if self.last_share and self.weights == "fp8":
             raise ConfigError(
-                "run.last_share: with run.weights = 'fp8' a weight has the format of run.recipe to the end. Take weights"
-                " = 'bf16', or leave it at 0."
+                "run.last_share: with run.weights = 'fp8' a weight has the format of run.recipe to the end. Take"
+                " run.weights = 'bf16', or leave run.last_share at 0."
             )
         if self.batch % self.accumulate:
             raise ConfigError(f"run.accumulate: {self.accumulate} does not divide run.batch {self.batch}.")
@@ -215,7 +215,7 @@ class LoopConfig:
 
     def is_last(self, step: int) -> bool:
         """Return True if the FP8 model makes `step`, counted from 0, by `last_recipe`, which recovers loss of FP8."""
-        return step >= self.steps - round(self.last_share * self.steps)
+        return in_last_share(step, self.steps, self.last_share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -377,6 +377,11 @@ def load_file(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a run file as a layer for `assemble`. The default output directory is `runs/<name of the file>`."""
     settings = config_reader.read_file(path)
     return str(path), _merge({"run": {"out": f"runs/{path.stem}"}}, settings)
+
+
+def in_last_share(step: int, steps: int, share: float) -> bool:
+    """Return True if `step`, counted from 0, is in the last share of the steps."""
+    return step >= steps - round(share * steps)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int, heldout: Sequence[float] = ()) -> float:

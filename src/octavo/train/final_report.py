@@ -25,7 +25,7 @@ def final_report(console: Console, event: Finished) -> None:
     }
     console.print()
     switches = [line["step"] for line in event.history if "recipe_fp8" in line]
-    drawn = plot({name: points for name, points in curves.items() if points}, marks={"FP8 to BF16 or back": switches})
+    drawn = plot({name: points for name, points in curves.items() if points}, marks={"change of recipe": switches})
     console.print(drawn, soft_wrap=True)
     console.print()
     for label, value in _facts(event):

@@ -7,26 +7,36 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from octavo import memory, recipes
 from octavo._util.terminal import Report, quantity, silent
+from octavo.conversion import enable
 from octavo.memory.forecast import largest
 from octavo.models.config import ModelConfig
 from octavo.train.config import RunConfig
-from octavo.train.setup import make_states
+from octavo.train.setup import convert_as, make_states
 
 
 def forecast_run(config: RunConfig, *, gpus: int = 1, report: Report = silent) -> memory.Forecast:
     """Return the predicted peak memory of a run on a GPU, per GPU with FSDP2 over several.
 
-    The batch is that of one GPU. Blocks are compiled unless the configuration disables it. `report` is called before
-    each part of the forecast.
+    The batch is that of one GPU. Blocks are compiled unless the configuration disables it. Of a run whose first or last
+    steps compute otherwise the forecast is that of the steps that need most. `report` is called before each part.
 
     Raises:
         ConfigError: unknown recipe, or fewer than one GPU.
     """
     planned = config.with_run(compile="off" if config.run.compile == "off" else "on", graph="off")
-    return memory.forecast(lambda: _program(planned), gpus=gpus, report=report)
+    phases = _phases(planned)
+
+    def forecast(number: int) -> memory.Forecast:
+        def told(doing: str, done: float) -> None:
+            report(doing, (number + done) / len(phases))
+
+        return memory.forecast(lambda: _program(planned, phases[number]), gpus=gpus, report=told)
+
+    return max((forecast(number) for number in range(len(phases))), key=lambda found: found.peak)
 
 
 def largest_model(
@@ -95,9 +105,22 @@ def peaks(config: RunConfig, device: torch.device, *, ranks: int = 1) -> dict[st
     return {"peak_gib": peak, "predicted_peak_gib": predicted, "predicted_gib_by_kind": by_kind}
 
 
-def _program(config: RunConfig) -> memory.Program:
+def _phases(config: RunConfig) -> list[Callable[[nn.Module], object]]:
+    """Return what the schedule makes of the FP8 model, phase by phase."""
+    run = config.run
+    phases: list[Callable[[nn.Module], object]] = [lambda model: None]
+    if run.bf16_first_steps:
+        phases.append(lambda model: enable(model, False))
+    if run.last_share:
+        phases.append(lambda model: convert_as(config, model, recipes.load(run.last_recipe)))
+    return phases
+
+
+def _program(config: RunConfig, phase: Callable[[nn.Module], object]) -> memory.Program:
     config = config.with_run(start_from="")  # values do not matter
-    states, _ = make_states(config, recipes.load(config.run.recipe), torch.device("cpu"))
+    states, plan = make_states(config, recipes.load(config.run.recipe), torch.device("cpu"))
+    if plan is not None:
+        phase(states[0].model)
     shape = config.run.batch, config.data.sequence
     tokens, targets = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 

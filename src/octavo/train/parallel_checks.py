@@ -38,10 +38,10 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
         )
     check_tensor(config, shards)
     check_pipeline(config)
-    if run.bf16_first_steps or run.last_share:
+    if (run.bf16_first_steps or run.last_share) and (group > 1 or parallel.zero == "greedy" or run.weights == "fp8"):
         raise ConfigError(
-            "run.bf16_first_steps, run.last_share: on several ranks the weights of FP8 layers are gathered as FP8"
-            " codes, in BF16 steps too. Leave both at 0, or train in one process."
+            "run.bf16_first_steps, run.last_share: ranks that share layers, parallel.zero = 'greedy' and FP8 weights on"
+            " several ranks keep one recipe for the whole run. Leave both at 0, or train by FSDP2 alone."
         )
     if parallel.zero == "greedy":
         _raise_first(_greedy_conflicts(config, ranks), "parallel.zero = 'greedy'")

@@ -12,7 +12,7 @@ from octavo.monitor.store.reader import flat
 from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
 
 # Keys that may differ between a checkpoint and the resumed run: they do not affect the numbers, or only their last
-# bits (ranks, parts of a batch). `steps` does through the schedule, but changing it is deliberate.
+# bits (ranks, parts of a batch). `steps` and `last_share` do through the schedule, but changing them is deliberate.
 FREE = {
     "data.cache",
     "parallel.data",
@@ -28,6 +28,8 @@ FREE = {
     "run.eval_tokens",
     "run.graph",
     "run.keep",
+    "run.last_recipe",
+    "run.last_share",
     "run.log_every",
     "run.out",
     "run.steps",

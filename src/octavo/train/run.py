@@ -333,10 +333,17 @@ class Trainer:
         if self.setup.plan is None:
             return
         if not self._is_ending and step >= 0 and self.config.run.is_last(step):
-            self._is_ending = True
-            if reason := self._guarded.guard.change_recipe(recipes.load(self.config.run.last_recipe)):
-                raise RunError(f"run.last_recipe: the model cannot go on by '{self.config.run.last_recipe}': {reason}.")
+            self._begin_end(recipes.load(self.config.run.last_recipe))
         enable(self.setup.states[0].model, not self.is_bf16(step))
+
+    def _begin_end(self, recipe: recipes.Recipe) -> None:
+        """Convert the model to the last recipe of the schedule. Stored scales end here, and are written."""
+        if self.done and self.ranks.is_first:
+            self._save_scales()
+        if reason := self._guarded.change_recipe(recipe):
+            raise RunError(f"run.last_recipe: the model cannot go on by '{recipe.name}': {reason}.")
+        self._guarded.guard.change_recipe(recipe)
+        self._recalibration, self._is_ending = None, True
 
     def _scheduled_recipe(self, step: int) -> str:
         run = self.config.run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.conversion import Plan, Policy, convert
+from octavo.conversion import Plan, Policy, convert, make_plan, revert
 from octavo.conversion.weights import Weights
 from octavo.data import (
     CorpusStatistics,
@@ -129,7 +129,14 @@ def make_states(
     if config.run.last_share:  # what it refuses is to be known before the first step, not after thousands
         convert_as(config, model, recipes.load(config.run.last_recipe, "run.last_recipe"), ranks)
     plan = convert_as(config, model, recipe, ranks)
+    if config.run.scales and not any(each.has_stored_scales for each in plan.recipes.values()):
+        raise ConfigError("run.scales: a calibration file was given, and no layer has a recipe that keeps scales.")
+    reads_values = ranks.count > 1 and (config.run.bf16_first_steps or config.run.last_share)
+    if reads_values:  # steps with fprop in BF16: a model that is sharded as it was gathers values, not codes
+        revert(model)
     states = [_state("fp8", model, config, device, ranks, graphs)]
+    if reads_values:
+        plan = convert_as(config, model, recipe, ranks)
     if baseline is not None:
         states.append(_state("bf16", baseline, config, device, ranks, graphs))
     return tuple(states), plan
@@ -142,7 +149,7 @@ def convert_as(
     ranks: Ranks = SINGLE_PROCESS,
     policy: Policy | None = None,
 ) -> Plan:
-    """Convert a model of a run in place, with its tokens and calibration file; return the plan.
+    """Convert a model of a run in place, with its tokens and, where a layer keeps scales, its calibration file.
 
     Args:
         config: the run.
@@ -151,9 +158,11 @@ def convert_as(
         ranks: ranks of the run.
         policy: by default `policy_of`.
     """
-    policy, scales = policy or policy_of(config, recipe), config.run.scales or None
-    allow, tokens = config.run.allow_reference, tokens_of(config, ranks)
-    return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales)
+    policy, tokens = policy or policy_of(config, recipe), tokens_of(config, ranks)
+    plan = make_plan(model, recipe, policy=policy, tokens=tokens)
+    scales = config.run.scales if any(each.has_stored_scales for each in plan.recipes.values()) else None
+    allow = config.run.allow_reference
+    return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales or None)
 
 
 def tokens_of(config: RunConfig, ranks: Ranks) -> int:

@@ -8,14 +8,15 @@ import torch
 from sharded import FP32, batch, full_state, llama, loss_of, reshard, step_alone, step_sharded, unshard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 import octavo
 from octavo import kernels
 from octavo.conversion import Policy
 from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, shard
 from octavo.distributed.sharding import embedding
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
 from octavo.nn.functional import spec_of
 from octavo.nn.scaling_state import scales
 from octavo.tensor import FP8Tensor, local
@@ -89,6 +90,7 @@ def two_ranks(rank, count):
         "reduced": reduced(rank, count),
         "written": written(rank, count),
         "refused": refusals(),
+        "converted again": converted_again(rank, count),
         "books": books(rank, count),
         "rows": rows_only(rank, count),
         "told": told(rank),
@@ -271,6 +273,22 @@ def load_again(rank, count):
     return found
 
 
+def converted_again(rank, count):
+    """Return losses of FSDP2 with a change of recipe, each before that of one process; and the message for a NaN."""
+    model, alone = llama(), llama()
+    for module in (*model.layers, model):
+        fully_shard(module, mp_policy=FP32)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (model, alone)]
+    pairs = []
+    for step in range(2 * STEPS):
+        for net in (model, alone) if step == STEPS else ():
+            octavo.convert(net, "rowwise_bf16_fprop")
+        pairs += [step_sharded(model, optimizers[0], step, rank, count), step_alone(alone, optimizers[1], step, count)]
+    with torch.no_grad():
+        local(model.layers[1].attention.wo.weight)[1, 2] = torch.nan  # a row of each rank
+    return pairs, ranks.refusal(NonFiniteError, lambda: octavo.convert(model))
+
+
 def refusals():
     """Return the messages for models that cannot be sharded."""
     model, tied, padded = llama(), llama(tie_embeddings=True, policy=Policy(keep_defaults=False)), nn.Embedding(4, 4, 0)
@@ -284,6 +302,8 @@ def refusals():
         lambda: shard(nn.Sequential(padded), blocks=[], by_rows=[padded]),
         lambda: shard(model, by_rows=[model.tok_embeddings], offload_policy=CPUOffloadPolicy()),
         lambda: (shard(model), shard(model)),
+        lambda: octavo.convert(model, "rowwise_bf16_fprop"),
+        lambda: octavo.convert(FSDP1(nn.Linear(64, 64), device_id=torch.device("cpu"))),
     ]
     return [ranks.refusal((ConfigError, UnsupportedError), attempt) for attempt in attempts]
 
@@ -413,6 +433,12 @@ def test_gradients_are_reduced_by_a_scheme(two):
     assert 0 < two[0]["reduced"]["error"] < 2**-8
 
 
+def test_a_model_sharded_by_pytorch_is_converted_again(two):
+    for pairs, message in (found["converted again"] for found in two):
+        assert pairs[::2] == pairs[1::2]
+        assert "layers.1.attention.wo.weight holds 2 value(s)" in message and "row 1, column 2" in message
+
+
 def test_what_cannot_be_sharded_is_refused(two):
     words = ["reshard_after_forward = 2", "not a submodule", "is fused with layers", "is fused with layers"]
     words += [
@@ -421,6 +447,8 @@ def test_what_cannot_be_sharded_is_refused(two):
         "padding_idx",
         "on the device",
         "already",
+        "layers.0.attention.wq.weight is gathered as FP8 codes",
+        "(FSDP1) has taken the weights",
     ]
     assert len(two[0]["refused"]) == len(words)
     assert all(word in said for word, said in zip(words, two[0]["refused"], strict=True))

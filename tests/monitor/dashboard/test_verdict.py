@@ -180,3 +180,13 @@ def test_layers_that_have_left_fp8_are_named(tmp_path: Path, left: list[str], sa
             layers = [{"name": name, "precision": "bf16" if name in gone else "fp8/fp8/fp8"} for name in ("a", "b")]
             run.write_document("plan", {"layers": [*layers, {"name": "head", "precision": "bf16"}]}, step=len(gone))
     assert [finding.text for finding in of_precision(RunReader(tmp_path))] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.2, 0), (0.0, 1)])
+def test_layers_that_leave_fp8_by_schedule_are_no_finding(tmp_path: Path, share: float, said: int) -> None:
+    with RunWriter(tmp_path) as run:
+        run.write_document("config", {"run": {"last_share": share, "last_recipe": "bf16"}})
+        for recipe, precision in (("folded", "fp8/fp8/fp8"), ("bf16", "bf16/bf16/bf16")):
+            plan = {"recipe": recipe, "layers": [{"name": "a", "precision": precision}]}
+            run.write_document("plan", plan, step=int(recipe == "bf16"))
+    assert len([*of_precision(RunReader(tmp_path))]) == said

@@ -127,9 +127,13 @@ def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
     return ", ".join(parts)
 
 
-def _steps_of(run: RunReader) -> int:
+def _loop_of(run: RunReader) -> dict[str, Any]:
     loop = run.config.get("run")
-    return int(loop.get("steps") or 0) if isinstance(loop, dict) else 0
+    return loop if isinstance(loop, dict) else {}
+
+
+def _steps_of(run: RunReader) -> int:
+    return int(_loop_of(run).get("steps") or 0)
 
 
 def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
@@ -236,10 +240,13 @@ def of_tensors(run: RunReader) -> Iterator[RunFinding]:
 
 
 def of_precision(run: RunReader) -> Iterator[RunFinding]:
-    """Yield a finding if layers that began in FP8 have left it."""
-    began, now = (run.document("plan", first=is_first).get("layers", []) for is_first in (True, False))
-    in_fp8 = {layer["name"] for layer in now if "fp8" in layer["precision"]}
-    before = [layer["name"] for layer in began if "fp8" in layer["precision"]]
+    """Yield a finding if layers that began in FP8 have left it, other than by the schedule of the run."""
+    began, now = (run.document("plan", first=is_first) for is_first in (True, False))
+    loop = _loop_of(run)
+    if loop.get("last_share") and now.get("recipe") == loop.get("last_recipe"):
+        return
+    in_fp8 = {layer["name"] for layer in now.get("layers", []) if "fp8" in layer["precision"]}
+    before = [layer["name"] for layer in began.get("layers", []) if "fp8" in layer["precision"]]
     left = [name for name in before if name not in in_fp8]
     if left:
         more = f" and {quantity(len(left) - 3, 'more layer')}" if len(left) > 3 else ""
