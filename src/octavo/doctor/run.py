@@ -85,10 +85,9 @@ def advice(run: RunReader) -> list[Advice]:
 
 def remedies(run: RunReader) -> str:
     """Return the advice as text: what has evidence with what was seen, then what has none."""
-    all_of_it = advice(run)
-    with_evidence = [each for each in all_of_it if each.evidence >= 1]
-    rest = ", ".join(each.what for each in all_of_it if each.evidence < 1)
-    lines = [f"{each.what} ({each.seen}): {each.remedy}" for each in with_evidence]
+    found = advice(run)
+    lines = [f"{each.what} ({each.seen}): {each.remedy}" for each in found if each.evidence >= 1]
+    rest = ", ".join(each.what for each in found if each.evidence < 1)
     numbered = "; ".join(f"{number}. {line}" for number, line in enumerate(lines, start=1))
     also = f"Without evidence in this run: {rest}." if rest else ""
     return f"{numbered}. {also} The check 'drift' shows whether FP8 is the cause." if lines else f"{also} Try 'drift'."

@@ -141,7 +141,8 @@ class ParameterCheck:
 
     def _read(self, step: int) -> list[str]:
         names, weights = _weights(self._model)
-        sizes = [_stride(weight)[1] for weight in weights]
+        samples = [_sample(weight) for weight in weights]
+        sizes = [len(sample) for sample in samples]
         self._before, self._at = self._at, step
         if not names:
             return names
@@ -151,8 +152,7 @@ class ParameterCheck:
             elements = torch.tensor([weight.numel() for weight in weights], dtype=torch.float64, device=device)
         else:
             of, elements = self._known.of, self._known.elements
-        sample = torch.cat([_sample(weight) for weight in weights])
-        self._known = _Values(sample, _norms(weights), of, elements)
+        self._known = _Values(torch.cat(samples), _norms(weights), of, elements)
         return names
 
     def _merged(self, table: Tensor) -> Tensor:
@@ -201,11 +201,6 @@ def _norms(tensors: Iterator[Tensor | None] | Sequence[Tensor | None]) -> Tensor
     return torch.stack([missing if tensor is None else next(norms).double() for tensor in given])
 
 
-def _stride(weight: Tensor) -> tuple[int, int]:
-    """Return stride and number of the sampled elements; an odd stride visits all columns of a matrix."""
-    stride = max(weight.numel() // SAMPLE, 1) | 1
-    return stride, -(-weight.numel() // stride)
-
-
 def _sample(weight: Tensor) -> Tensor:
-    return weight.reshape(-1)[:: _stride(weight)[0]].float()
+    """Return about `SAMPLE` elements, FP32; an odd stride visits all columns of a matrix."""
+    return weight.reshape(-1)[:: max(weight.numel() // SAMPLE, 1) | 1].float()

@@ -106,18 +106,9 @@ def measure(
         flops: floating-point operations per step.
     """
     found = Measurement(precision=precision)
-    plan = made = None
+    plan = None
     try:
-        model = copy.deepcopy(model).to(how.device)
-        if precision not in PRECISIONS:
-            made = convert(model, precision, tokens=how.rows)
-            _errors(model, workload, found)
-        run = _Training(model, workload, how, PRECISIONS.get(precision, torch.bfloat16))
-        _train(run, workload, how, found, flops)
-        if how.device.type == "cuda" and workload.decode is not None:
-            batch = next(workload.batches())
-            found.decode_ms, found.decode_batch_ms = (_decode(run, workload, each) for each in (one_of(batch), batch))
-        plan = made
+        plan = _measure(copy.deepcopy(model).to(how.device), workload, how, found, flops)
     except (RuntimeError, NotImplementedError, UnsupportedError) as error:  # RuntimeError includes out of memory
         found.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     torch.compiler.reset()
@@ -125,6 +116,22 @@ def measure(
     if how.device.type == "cuda":
         torch.cuda.empty_cache()
     return found, plan
+
+
+def _measure(
+    model: nn.Module, workload: Workload, how: Conditions, found: Measurement, flops: float | None
+) -> Plan | None:
+    """Train and measure; a function of its own, so that its model and states are freed before the next ones."""
+    plan = None
+    if found.precision not in PRECISIONS:
+        plan = convert(model, found.precision, tokens=how.rows)
+        _errors(model, workload, found)
+    run = _Training(model, workload, how, PRECISIONS.get(found.precision, torch.bfloat16))
+    _train(run, workload, how, found, flops)
+    if how.device.type == "cuda" and workload.decode is not None:
+        batch = next(workload.batches())
+        found.decode_ms, found.decode_batch_ms = (_decode(run, workload, each) for each in (one_of(batch), batch))
+    return plan
 
 
 class _Training:

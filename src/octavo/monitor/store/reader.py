@@ -171,12 +171,12 @@ class RunReader:
 
     def version(self) -> int:
         """Return a number that changes with every write: poll it to follow a run."""
-        return int(self._one("PRAGMA data_version")[0])
+        return int(self._all("PRAGMA data_version")[0][0])
 
     @property
     def last_step(self) -> int:
         """Steps completed; 0 before the first is written."""
-        newest = [self._one(f"SELECT MAX(step) FROM {table}")[0] for table in ("scalars", "telemetry")]
+        newest = [self._all(f"SELECT MAX(step) FROM {table}")[0][0] for table in ("scalars", "telemetry")]
         return max((step for step in newest if step is not None), default=0)
 
     # Scalars, system readings, events
@@ -425,7 +425,7 @@ class RunReader:
 
     def _stats(self) -> tuple[str, ...]:
         with blaming(self.path, StoreError):
-            found = json.loads(self._one("SELECT value FROM meta WHERE key = 'stats'")[0])
+            found = json.loads(self._all("SELECT value FROM meta WHERE key = 'stats'")[0][0])
             if not found or not all(isinstance(name, str) for name in found):
                 raise ValueError(f"statistics {shown(found)}")
             return tuple(found)
@@ -447,9 +447,6 @@ class RunReader:
             if "interrupted" in str(error):
                 raise StoreError(f"{self.path}: too large to be shown: a query took {self._seconds:g} s.") from error
             raise unusable(self.path, error, "read") from error
-
-    def _one(self, query: str) -> tuple[Any, ...]:
-        return self._all(query)[0]
 
     def _index(self, layer: str, role: str) -> int:
         keys = [(row.layer, row.role) for row in self.tensors]
