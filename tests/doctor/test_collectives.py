@@ -40,7 +40,7 @@ def test_bytes_that_arrive_wrongly_are_found_and_nothing_else(monkeypatch: pytes
     assert [line.partition(":")[0] for line in told] == [
         f"{n} of uint8" for n in ("all_gather", "all_to_all", "broadcast")
     ]
-    found = collectives.judge(collectives.Answers(told), 3)
+    found = collectives.collectives.look((3, collectives.Answers(told), None))
     assert found.verdict == "failure" and "all_gather of uint8" in found.seen, found
 
 
@@ -53,7 +53,7 @@ def test_bytes_that_arrive_wrongly_are_found_and_nothing_else(monkeypatch: pytes
     ],
 )
 def test_a_slow_link_is_a_warning(measured: float, nominal: float | None, verdict: str, seen: str) -> None:
-    found = collectives.judge(collectives.Answers([], measured), 8, nominal)
+    found = collectives.collectives.look((8, collectives.Answers([], measured), nominal))
     assert found.verdict == verdict and seen in found.seen, found
     assert ("topo" in found.remedy) == (verdict == "warning")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.doctor import kernels
 from octavo.doctor.check import run_check
-from octavo.doctor.kernels import accumulation, compiler, inputs, judge_compiled, outputs, scaled_silu
+from octavo.doctor.kernels import accumulation, compiler, inputs, outputs, scaled_silu
 from octavo.doctor.subjects import Machine
 from octavo.kernels import gemm_by
 
@@ -123,14 +123,14 @@ def without_the_last_term(x: Tensor) -> Tensor:
     ],
 )
 def test_only_what_rounds_otherwise_is_the_same(function: Callable[[Tensor], Tensor], verdict: str) -> None:
-    finding = judge_compiled(outputs(scaled_silu, inputs(CPU)), outputs(function, inputs(CPU)))
+    finding = compiler.look([outputs(scaled_silu, inputs(CPU)), outputs(function, inputs(CPU))])
     assert finding.verdict == verdict, finding
 
 
 def test_rounded_once_it_is_the_same() -> None:
     """Against FP64, which is rounded to FP32 at its end alone."""
     exact = outputs(scaled_silu, inputs(CPU).double())
-    finding = judge_compiled(outputs(scaled_silu, inputs(CPU)), (exact[0].float(), exact[1].float()))
+    finding = compiler.look([outputs(scaled_silu, inputs(CPU)), (exact[0].float(), exact[1].float())])
     assert finding.verdict == "ok", finding
 
 
@@ -140,7 +140,7 @@ def test_one_wrong_element_is_found(which: int, wrong: float) -> None:
     plain = outputs(scaled_silu, inputs(CPU))
     compiled = tuple(part.clone() for part in plain)
     compiled[which][0, 0] = wrong  # where values are smallest
-    finding = judge_compiled(plain, (compiled[0], compiled[1]))
+    finding = compiler.look([plain, (compiled[0], compiled[1])])
     assert finding.verdict == "failure", finding
 
 

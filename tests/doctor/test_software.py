@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from octavo.doctor import software
+from octavo.doctor.check import run_check
 from octavo.doctor.software import SLOW, variables
 from octavo.doctor.subjects import Machine
 
@@ -28,23 +29,23 @@ GOOD = {"octavo": "0.1.0", "python": "3.12.3", "torch": "2.11.0+cu130", "cuda": 
     ],
 )
 def test_versions_are_held_against_what_is_known(versions: dict[str, str | None], verdict: str, seen: str) -> None:
-    found = software.judge_versions({**GOOD, **versions})
+    found = software.software.look(({**GOOD, **versions}, True))
     assert found.verdict == verdict and seen in found.seen, found
     assert bool(found.remedy) == (verdict != "ok")
 
 
 def test_without_a_gpu_no_triton_is_warned_of() -> None:
-    found = software.judge_versions({**GOOD, "triton": "3.9.0"}, on_gpu=False)
+    found = software.software.look(({**GOOD, "triton": "3.9.0"}, False))
     assert found.verdict == "ok" and "triton 3.9.0" in found.seen
-    assert "not tested" not in software.software.look(Machine(torch.device("cpu"))).seen
+    assert "not tested" not in run_check(software.software, Machine(torch.device("cpu"))).finding.seen
 
 
 def test_the_fault_of_triton_that_octavo_avoids_is_known() -> None:
-    assert any("11111" in row["known"] for row in software.judge_versions(GOOD).rows)
+    assert any("11111" in row["known"] for row in software.software.look((GOOD, True)).rows)
 
 
 def test_only_a_gpu_misses_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_version", lambda name: None)
+    monkeypatch.setattr(software, "version_of", lambda name: None)
     here, there = (software.packages.look(Machine(torch.device(kind))) for kind in ("cpu", "cuda"))
     assert here.verdict == "ok" and "tokenizers (BPE tokenizers)" in here.seen, here
     assert there.verdict == "warning" and there.remedy == 'pip install triton; pip install "octavo[energy]".', there

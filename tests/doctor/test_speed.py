@@ -19,7 +19,6 @@ from octavo.doctor import speed
 from octavo.doctor.check import run_check
 from octavo.doctor.speed import (
     TRACE,
-    Clock,
     Timing,
     fallback,
     launches,
@@ -32,6 +31,7 @@ from octavo.doctor.subjects import Trial
 from octavo.kernels import ledger
 from octavo.kernels.devices import H200
 from octavo.recipes import load
+from octavo.train.timing import Kernel
 
 Try = Callable[..., Trial]
 
@@ -141,7 +141,7 @@ def test_a_tiny_model_does_not_pay_on_a_gpu(attempt: Try) -> None:
 Try = Callable[..., Trial]
 
 
-class FakeClock(Clock):
+class FakeGpu:
     """A host that launches a kernel in 10 us, and a device that runs one in `kernel` us. A wait takes the device's."""
 
     def __init__(self, kernel: float, pause: float = 0.0) -> None:
@@ -153,32 +153,36 @@ class FakeClock(Clock):
         self.device = max(self.device, self.host) + self.kernel + self.pause
         self.worked += self.kernel
 
-    def now(self) -> float:
-        return self.host
-
     def wait(self) -> None:
         self.host = max(self.host, self.device)
 
-    def busy(self, step: Callable[[], Any], trace: Path | None) -> float:
+    def kernels_of(self, step: Callable[[], Any], steps: int, trace: Path | None) -> list[Kernel]:
         before = self.worked
-        step()
-        return self.worked - before
+        for _ in range(steps):
+            step()
+        return [Kernel("all", 0.0, 1e6 * (self.worked - before))]
 
 
 @pytest.mark.parametrize(
-    ("clock", "verdict", "seen"),
+    ("gpu", "verdict", "seen"),
     [
-        (FakeClock(kernel=2), "warning", "launch-bound: a step takes 1.00 ms, with the device busy for 0.20 ms"),
-        (FakeClock(kernel=50), "ok", "the device busy for 5.00 ms"),
-        (FakeClock(kernel=20, pause=30), "warning", "not waiting for the host"),
+        (FakeGpu(kernel=2), "warning", "launch-bound: a step takes 1.00 ms, with the device busy for 0.20 ms"),
+        (FakeGpu(kernel=50), "ok", "the device busy for 5.00 ms"),
+        (FakeGpu(kernel=20, pause=30), "warning", "not waiting for the host"),
     ],
 )
-def test_a_model_of_tiny_kernels_is_launch_bound(clock: FakeClock, verdict: str, seen: str) -> None:
+def test_a_model_of_tiny_kernels_is_launch_bound(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, verdict: str, seen: str
+) -> None:
+    monkeypatch.setattr(speed, "perf_counter", lambda: gpu.host)
+    monkeypatch.setattr(speed, "synchronize", lambda device: gpu.wait())
+    monkeypatch.setattr(speed, "kernels_of", gpu.kernels_of)
+
     def step() -> None:
         for _ in range(100):
-            clock.launch()
+            gpu.launch()
 
-    finding = speed.launches.look(measure(step, clock))
+    finding = speed.launches.look(measure(step))
     assert finding.verdict == verdict and seen in finding.seen, finding
 
 

@@ -50,7 +50,7 @@ def test_csv(run: Path, tmp_path: Path) -> None:
 
 def test_parquet_holds_what_csv_holds(run: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    export(RunReader(run), "parquet", tmp_path)
+    export(run, "parquet", tmp_path)
     reader = RunReader(run)
     telemetry = parquet.read_table(tmp_path / "telemetry.parquet").to_pydict()
     flushed = reader.series("layers.0.attention.wk", "weight", "flushed", points=None).low

@@ -14,7 +14,7 @@ from octavo.monitor.store import STATS, RunReader, RunWriter
 
 
 def test_everything_arrives(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "run", config={"a": 1}, system_every=0.02)
+    recorder = Recorder(RunWriter(tmp_path / "run"), config={"a": 1}, system_every=0.02)
     recorder.tensors([("layer", "input", "e4m3")])
     for step in range(1, 51):
         bins = np.full((1, 64), step, dtype=np.float32) if step % 20 == 0 else None
@@ -42,7 +42,7 @@ def test_a_slow_disk_holds_nobody_up_and_the_loss_is_said(tmp_path: Path, monkey
         write(self, *arguments, **keywords)
 
     monkeypatch.setattr(RunWriter, "write_step", slow)
-    recorder = Recorder(tmp_path)
+    recorder = Recorder(RunWriter(tmp_path))
     with pytest.warns(UserWarning, match="the disk is too slow"):
         for step in range(1, recorders.CAPACITY + 101):
             recorder.step(step, {"loss": 1.0})  # who waited would wait forever
@@ -56,7 +56,7 @@ def test_a_slow_disk_holds_nobody_up_and_the_loss_is_said(tmp_path: Path, monkey
 
 
 def test_a_store_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(tmp_path)
+    recorder = Recorder(RunWriter(tmp_path))
     recorder.tensors([("layer", "input")])
     with pytest.warns(UserWarning, match=r"run store: .* a snapshot has the shape \(1, 10\)"):
         recorder.step(1, {"loss": 1.0}, np.zeros((7, len(STATS)), dtype=np.float32))
@@ -77,7 +77,7 @@ def test_trackers_get_aggregates_with_the_next_scalars(tmp_path: Path, monkeypat
             sent.append((-1, {}))
 
     monkeypatch.setattr("octavo.monitor.trackers.TRACKERS", {"fake": lambda name, config: Tracker()})
-    recorder = Recorder(tmp_path / "name", trackers=["fake"])
+    recorder = Recorder(RunWriter(tmp_path / "name"), trackers=["fake"])
     recorder.tensors([("layer", "input")])
     recorder.step(1, {"loss": 2.0, "other": 7.0})
     recorder.step(1, None, np.ones((1, len(STATS)), dtype=np.float32))
@@ -94,7 +94,7 @@ def test_a_tracker_that_fails_is_an_event(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("octavo.monitor.trackers.TRACKERS", {"fake": broken})
     with pytest.warns(UserWarning, match="fake is disabled"):
-        recorder = Recorder(tmp_path, trackers=["fake"])
+        recorder = Recorder(RunWriter(tmp_path), trackers=["fake"])
         recorder.step(1, {"loss": 1.0})
         recorder.close()
     run = RunReader(tmp_path)

@@ -23,7 +23,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.monitor.recorder import Recorder
-from octavo.monitor.store import STATS
+from octavo.monitor.store import STATS, RunWriter
 from octavo.monitor.trackers import AGGREGATES, TrackerThread, aggregates, all_statistics, flat, tracked_scalars
 
 CONFIG = {"run": {"lr": 1e-3, "out": "x" * 600}, "model": {}}
@@ -122,7 +122,7 @@ def test_one_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None
     tracker = TrackerThread("wandb", "name", {}, on_failure=lambda text: None)
     for step in range(1000):
         tracker.log(step, {"loss": 1.0})  # who waited would wait forever
-    assert tracker.dropped >= 1000 - 65
+    assert tracker._thread.dropped >= 1000 - 65
     gate.set()
     tracker.close("finished")
 
@@ -182,7 +182,7 @@ def test_all_statistics_are_sent_every_so_many_steps(monkeypatch: pytest.MonkeyP
 
 def recorded(directory: Path, kind: str) -> dict[str, float]:
     """Record two steps and close; return the statistics of tensors that a tracker must have by then."""
-    recorder = Recorder(directory, trackers=[f"{kind}:2"], config={"run": {"lr": 0.1}})
+    recorder = Recorder(RunWriter(directory), trackers=[f"{kind}:2"], config={"run": {"lr": 0.1}})
     recorder.tensors([(f"layers.{layer}", role, "x", (1, 1)) for layer in range(60) for role in ("input", "weight")])
     values = np.arange(120 * len(STATS), dtype=np.float32).reshape(120, len(STATS))
     with warnings.catch_warnings():

@@ -73,6 +73,11 @@ def quantity(number: float, noun: str) -> str:
     return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
 
 
+def and_more(found: Sequence[object]) -> str:
+    """Return how many there are beside the first, as ` (and 2 more)`; empty for none."""
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+
+
 def clock(seconds: float) -> str:
     """Format a duration as 0:07, 12:34 or 1:02:03."""
     whole = round(seconds)

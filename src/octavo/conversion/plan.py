@@ -148,7 +148,7 @@ def make_plan(
     layers, experts, mlps = layers_of(model), find_experts(model), find_mlps(model)
     names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
     _check_patterns(recipe, policy, names)
-    recipes = {name: _recipe_for(name, recipe) for name in names}
+    recipes = {name: recipe.for_layer(name) for name in names}
     where = torch.device(device) if device is not None else _device_of(model)
     planner = Planner(model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where)
     rows = plan_weights(model, layers, planner.layers(layers, mlps), recipes, policy.weights)
@@ -213,10 +213,3 @@ def _check_patterns(recipe: Recipe, policy: Policy, names: list[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = did_you_mean(pattern, names)
             raise ConfigError(f"{where}: the pattern '{pattern}' matches no linear layer or convolution.{near}")
-
-
-def _recipe_for(name: str, recipe: Recipe) -> Recipe:
-    chosen = recipe
-    for pattern, other in recipe.modules.items():
-        chosen = other if fnmatchcase(name, pattern) else chosen
-    return chosen

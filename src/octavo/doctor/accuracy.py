@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import kernels, observed
-from octavo._util.rng import untouched_generators
-from octavo._util.terminal import quantity
-from octavo.conversion import disabled
+from octavo._util.terminal import and_more, quantity
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, fp8_layers
 from octavo.kernels import QuantSpec
@@ -44,42 +42,31 @@ OUTSIDE = "It arises outside the FP8 layers, in the loss or before it: it remain
 )
 def nonfinite(trial: Trial) -> Finding:
     """Check every parameter, every GEMM operand of one forward and backward, the loss and the gradients."""
-    if bad := _in_parameters(trial.model):
+    parameters = ((name, values(p.detach(), p.dtype)) for name, p in trial.model.named_parameters())
+    if bad := [(name, count) for name, x in parameters if (count := int((~x.isfinite()).sum()))]:
         rows = [{"parameter": name, "values": count} for name, count in bad]
-        seen = f"{bad[0][0]} contains {quantity(bad[0][1], 'non-finite value')}{_more(bad)}"
+        seen = f"{bad[0][0]} contains {quantity(bad[0][1], 'non-finite value')}{and_more(bad)}"
         return failure(seen, remedy=NONFINITE_REMEDIES["weight"], rows=rows)
     trial.model.zero_grad(set_to_none=True)
     with observed(trial.model) if trial.layers else nullcontext() as report:
         loss = trial.loss()
         loss.backward()
-    gradients = [name for name, p in trial.model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+    gradients = [
+        name for name, p in trial.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+    ]
     trial.model.zero_grad(set_to_none=True)
     faults = report.faults() if report is not None else []
     if faults:
         layer, role, count = faults[0]
-        seen = f"{role} of {layer} was the first non-finite tensor: {quantity(count, 'value')}{_more(faults)}"
+        seen = f"{role} of {layer} was the first non-finite tensor: {quantity(count, 'value')}{and_more(faults)}"
         return failure(seen, remedy=NONFINITE_REMEDIES[role], rows=[fault._asdict() for fault in faults])
     value = float(loss.detach())
     if not math.isfinite(value):
         return failure(f"the loss is {value}, but every operand of the FP8 layers is finite", remedy=OUTSIDE)
     if gradients:
         rows = [{"gradient": name} for name in gradients]
-        return failure(f"the gradient of {gradients[0]} is not finite{_more(gradients)}", rows=rows)
+        return failure(f"the gradient of {gradients[0]} is not finite{and_more(gradients)}", rows=rows)
     return ok(f"loss {value:.4f}; parameters, operands and gradients are finite", loss=value)
-
-
-def _in_parameters(model: nn.Module) -> list[tuple[str, int]]:
-    """Return the non-finite parameters, with the number of non-finite values."""
-    found = {name: values(p.detach(), p.dtype) for name, p in model.named_parameters()}
-    return [(name, int((~x.isfinite()).sum())) for name, x in found.items() if not _is_finite(x)]
-
-
-def _is_finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x).all())
-
-
-def _more(found: Sequence[object]) -> str:
-    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
 
 
 COSINE = 0.9
@@ -110,12 +97,7 @@ def drift(read: tuple[float, float, Mapping[str, float]]) -> Finding:
 def _cosines(trial: Trial) -> dict[str, float]:
     """Return the cosine of each FP8 weight's gradients in FP8 and in high precision."""
     wanted = {f"{name}.weight" for name in trial.layers}
-    with untouched_generators():
-        torch.manual_seed(0)
-        fp8 = trial.gradients(wanted)
-        torch.manual_seed(0)
-        with disabled(trial.model):
-            high = trial.gradients(wanted)
+    fp8, high = trial.in_both(lambda: trial.gradients(wanted))
     both = {name.removesuffix(".weight"): (fp8[name], high[name]) for name in fp8 if name in high}
     return {name: cosine_of(inner_products(*gradients)) for name, gradients in both.items()}
 
@@ -127,19 +109,16 @@ def _cosines(trial: Trial) -> dict[str, float]:
 )
 def fast_sums(trial: Trial) -> Finding:
     """If a recipe accumulates fast, compute the loss with slow accumulation too."""
-    fast = [
-        name
-        for name, layer in trial.layers.items()
-        if any(layer.recipe.gemm(gemm).accumulate == "fast" for gemm in GEMMS)
-    ]
+    recipes = [layer.recipe for layer in trial.layers.values()]
+    fast = sum(any(recipe.gemm(gemm).accumulate == "fast" for gemm in GEMMS) for recipe in recipes)
     if not fast:
         return skipped("all recipes in use accumulate slow")
     if trial.device.type != "cuda":
-        return skipped(f"fast accumulation in {quantity(len(fast), 'layer')}, on GPUs only")
+        return skipped(f"fast accumulation in {quantity(fast, 'layer')}, on GPUs only")
     as_is, _ = trial.losses()
     with kernels.gemm_by("slow"):
         slow, _ = trial.losses()
-    return judge_sums(float(as_is), float(slow), len(fast))
+    return judge_sums(float(as_is), float(slow), fast)
 
 
 def judge_sums(fast: float, slow: float, layers: int) -> Finding:

@@ -18,10 +18,12 @@ import torch
 
 from octavo.doctor.check import Finding, check, failure, ok, warning
 from octavo.doctor.hardware import Gpu
-from octavo.doctor.subjects import Machine, a_gpu
+from octavo.doctor.subjects import a_gpu
 
 TIMEOUT = 120.0
 """Seconds; PyTorch loads and NCCL connects in less."""
+LEAST = 0.4
+"""Share of a link's nominal bandwidth below which a gather is slow. NCCL reaches 0.7 to 0.85 over NVLink."""
 
 
 class Answers(NamedTuple):
@@ -32,10 +34,6 @@ class Answers(NamedTuple):
     """Bandwidth of a gather, of the slowest rank."""
 
 
-def _several_gpus(machine: Machine) -> str:
-    return a_gpu(machine) or ("there is only one GPU" if torch.cuda.device_count() < 2 else "")
-
-
 @check(
     "collectives",
     symptom="training on several GPUs hangs in its first step, or differs from one GPU",
@@ -43,24 +41,15 @@ def _several_gpus(machine: Machine) -> str:
         "Run again with NCCL_DEBUG=INFO. Hangs that NCCL_P2P_DISABLE=1 fixes are caused by PCIe access control (ACS) "
         "or an IOMMU: disable it on the host."
     ),
-    needs=_several_gpus,
+    needs=lambda machine: a_gpu(machine) or ("there is only one GPU" if torch.cuda.device_count() < 2 else ""),
+    read=lambda machine: (gpus := torch.cuda.device_count(), connect(gpus, "nccl"), Gpu.of(machine).link_gb_per_s()),
 )
-def collectives(machine: Machine) -> Finding:
-    """Start a process per GPU; sum, gather, scatter and exchange known numbers between them, and time a gather."""
-    gpus = torch.cuda.device_count()
-    return judge(connect(gpus, "nccl"), gpus, Gpu.of(machine).link_gb_per_s())
+def collectives(read: tuple[int, Answers, float | None]) -> Finding:
+    """Judge the collectives between one process per GPU, and a gather's bandwidth.
 
-
-LEAST = 0.4
-"""Share of a link's nominal bandwidth below which a gather is slow. NCCL reaches 0.7 to 0.85 over NVLink."""
-
-
-def judge(found: Answers, ranks: int, nominal: float | None = None) -> Finding:
-    """Return the finding for the answers of all ranks.
-
-    Args:
-        nominal: GB/s in one direction that a GPU's links are made for; None if NVML does not say.
+    The last reading is the nominal bandwidth of a GPU's links in one direction, GB/s; None if NVML does not say.
     """
+    ranks, found, nominal = read
     if found.errors:
         return failure("; ".join(found.errors[:3]), wrong=list(found.errors), ranks=ranks)
     seen = f"{ranks} GPUs sum, gather, scatter and exchange FP32, BF16 and bytes correctly"

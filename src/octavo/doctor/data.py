@@ -8,16 +8,11 @@ from octavo.doctor.check import Finding, check, ok, warning
 from octavo.doctor.subjects import Trial
 
 
-def a_text(trial: Trial) -> str:
-    """Requirement of a check: the text of a run."""
-    return "" if trial.corpus else "the model has no text; name a run or a run file"
-
-
 @check(
     "data",
     symptom="the loss is low on held-out text and high in use, or a model repeats itself",
     remedy="Remove duplicates and documents that do not belong, or split long ones, then prepare the text again.",
-    needs=a_text,
+    needs=lambda trial: "" if trial.corpus else "the model has no text; name a run or a run file",
 )
 def data(trial: Trial) -> Finding:
     """Check for duplicates, leaks into held-out text, empty, foreign and overlong documents."""

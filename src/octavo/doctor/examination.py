@@ -16,11 +16,10 @@ import torch
 
 from octavo.doctor import accuracy, collectives, data, hardware, kernels, run, software, speed, subjects
 from octavo.doctor.check import Check, Result, Verdict, failure, run_check
-from octavo.doctor.software import SLOW
+from octavo.doctor.software import relevant
 from octavo.doctor.subjects import Machine
 from octavo.errors import ConfigError, OctavoError, did_you_mean
 from octavo.monitor.store import FILE, RunReader
-from octavo.monitor.system import PREFIXES
 from octavo.train import device as devices
 from octavo.train.config import assemble, load_file, load_preset
 from octavo.train.workload import is_run_file
@@ -120,9 +119,6 @@ def system_info() -> dict[str, dict[str, Any]]:
     return {"hardware": hardware, "versions": devices.versions()}
 
 
-Settings = tuple[str, dict[str, Any]]
-
-
 def examination(
     target: Path | None = None,
     *,
@@ -158,7 +154,7 @@ def examination(
     return Examination({"model": partial(subjects.trial_of_config, config, trace=trace)}, only)
 
 
-def _of_run(directory: Path, flags: Settings, trace: Path | None) -> dict[Kind, Callable[[], Any]]:
+def _of_run(directory: Path, flags: tuple[str, dict[str, Any]], trace: Path | None) -> dict[Kind, Callable[[], Any]]:
     """Return the record of a run, and its model unless it is still training."""
     if not (directory / FILE).exists():
         raise ConfigError(f"{directory}: contains no run ({FILE}). Name the directory of a run, or a run file.")
@@ -170,7 +166,7 @@ def _of_run(directory: Path, flags: Settings, trace: Path | None) -> dict[Kind, 
     return found
 
 
-def _flags(recipe: str | None, device: str) -> Settings:
+def _flags(recipe: str | None, device: str) -> tuple[str, dict[str, Any]]:
     run = {"device": device} | ({"recipe": recipe} if recipe is not None else {})
     return "command line", {"run": run}
 
@@ -205,8 +201,7 @@ def markdown(examination: Examination, environ: Mapping[str, str] | None = None)
 
 def variables(environ: Mapping[str, str]) -> list[str]:
     """Return relevant variables as `NAME=value`, or `NAME is set` if the value is not plain."""
-    mine = {name: value for name, value in sorted(environ.items()) if name.startswith(PREFIXES) or name in SLOW}
-    listed = {name: value for name, value in mine.items() if not _SECRET.search(name)}
+    listed = {name: value for name, value in relevant(environ).items() if not _SECRET.search(name)}
     return [f"{name}={value}" if _PLAIN.fullmatch(value) else f"{name} is set" for name, value in listed.items()]
 
 

@@ -17,7 +17,7 @@ from octavo.kernels.gemm import choose
 from octavo.kernels.reference import accumulator
 from octavo.kernels.selfcheck import check_kernels
 from octavo.nn.functional import linear
-from octavo.numerics import Quantized, sqnr_db, sqnr_per_row_db
+from octavo.numerics import sqnr_db, sqnr_per_row_db
 from octavo.recipes import load, names
 from octavo.train.device import versions
 
@@ -135,19 +135,16 @@ def _sum_errors(name: str, device: torch.device) -> dict[str, Any]:
     rows = 1024 if device.type == "cuda" else 16  # cuBLAS splits the sums of smaller matrices
     generator = torch.Generator().manual_seed(0)
     a, b = (kernels.quantize(_of_one_sign(rows, generator).to(device), "e4m3", kind) for kind in _PAIRS[name])
-    errors = {how: _sum_error(a, b, how) for how in ("slow", "fast")}
+    exact = accumulator.exact(a, b, torch.float32).double()
+    errors = {
+        how: float((kernels.gemm(a, b, torch.float32, how).double() / exact - 1).mean()) for how in ("slow", "fast")
+    }
     return {"scales": name, "kernel": choose(a, b)[0].name, **errors}
 
 
 def _of_one_sign(rows: int, generator: torch.Generator) -> Tensor:
     """Return positive numbers in rows of varied magnitude, so that rounding the sums to BF16 cancels in the mean."""
     return (torch.rand(rows, SUM_TERMS, generator=generator) + 0.5) * (1 + torch.rand(rows, 1, generator=generator))
-
-
-def _sum_error(a: Quantized, b: Quantized, accumulate: str) -> float:
-    """Return the mean relative error of the sums."""
-    exact = accumulator.exact(a, b, torch.float32).double()
-    return float((kernels.gemm(a, b, torch.float32, accumulate).double() / exact - 1).mean())
 
 
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
@@ -158,7 +155,6 @@ ROW = 64
 """Terms per sum."""
 
 Outputs = tuple[Tensor, Tensor]
-Function = Callable[[Tensor], Tensor]
 
 
 @check(
@@ -166,17 +162,14 @@ Function = Callable[[Tensor], Tensor]
     symptom="a run stops in its first step with an error from inductor, gcc or ptxas",
     remedy="Install a C compiler (gcc) and Python's headers, or train with --compile off.",
     needs=a_gpu,
+    read=lambda machine: [
+        outputs(function, inputs(machine.device))
+        for function in (scaled_silu, torch.compile(scaled_silu, fullgraph=True))
+    ],
 )
-def compiler(machine: Machine) -> Finding:
-    """Compile a small function, forward and backward, and compare with its eager results."""
-    x = inputs(machine.device)
-    return judge_compiled(outputs(scaled_silu, x), outputs(torch.compile(scaled_silu, fullgraph=True), x))
-
-
-def judge_compiled(plain: Outputs, compiled: Outputs) -> Finding:
-    """Return the finding for the eager and compiled results."""
-    differences = (float((a - b).abs().max() / a.abs().max()) for a, b in zip(plain, compiled, strict=True))
-    forward, backward = differences
+def compiler(read: Sequence[Outputs]) -> Finding:
+    """Judge the eager and compiled results of a small function, forward and backward."""
+    forward, backward = (float((a - b).abs().max() / a.abs().max()) for a, b in zip(*read, strict=True))
     found = ok if forward <= TOLERANCE and backward <= TOLERANCE else failure  # a NaN fails too
     seen = f"compiled results differ by {forward:.1e} of the largest value, gradients by {backward:.1e}"
     return found(seen, forward=forward, backward=backward, limit=TOLERANCE)
@@ -187,7 +180,7 @@ def inputs(device: torch.device) -> Tensor:
     return torch.linspace(1, 4, 64 * ROW, device=device).reshape(64, ROW)
 
 
-def outputs(function: Function, x: Tensor) -> Outputs:
+def outputs(function: Callable[[Tensor], Tensor], x: Tensor) -> Outputs:
     """Return y = function(x) and the gradient of its sum of squares, both shaped as x."""
     leaf = x.clone().requires_grad_()
     y = function(leaf)
@@ -219,35 +212,18 @@ def selfcheck(device: torch.device | str) -> list[dict[str, Any]]:
     )
     exact = {"fprop": x @ weight.t(), "dgrad": gradient @ weight, "wgrad": gradient.t() @ x}
     rows = []
-    for name in names():
-        recipe = load(name)
-        if not recipe.is_fp8:
-            continue
+    for recipe in (recipe for recipe in map(load, names()) if recipe.is_fp8):
         leaf_x, leaf_weight = (t.float().to(device).requires_grad_() for t in (x, weight))
         with kernels.record() as ledger:
             y = linear(leaf_x, leaf_weight, None, recipe)
             y.backward(gradient.float().to(device))
         got = {"fprop": y.detach(), "dgrad": leaf_x.grad, "wgrad": leaf_weight.grad}
         for gemm, a, b in recipe.gemms():
-            floor = FLOOR_DB["e5m2" if "e5m2" in (a.format, b.format) else "e4m3"]
-            rows.append(
-                {
-                    "recipe": name,
-                    "gemm": gemm,
-                    "kernel": "+".join(ledger.gemms),
-                    **_compare(exact[gemm], got[gemm], floor),
-                }
-            )
+            floor, result = FLOOR_DB["e5m2" if "e5m2" in (a.format, b.format) else "e4m3"], got[gemm]
+            assert result is not None
+            pair = exact[gemm], result.double().cpu()
+            whole, worst = sqnr_db(*pair), float(sqnr_per_row_db(*pair).min())
+            how: dict[str, Any] = {"recipe": recipe.name, "gemm": gemm, "kernel": "+".join(ledger.gemms)}
+            limits = {"floor_db": floor, "passed": whole >= floor and worst >= floor - 2}
+            rows.append({**how, "sqnr_db": whole, "worst_row_db": worst, **limits})
     return rows
-
-
-def _compare(exact: torch.Tensor, got: torch.Tensor | None, floor: float) -> dict[str, Any]:
-    assert got is not None
-    result = got.double().cpu()
-    whole, worst = sqnr_db(exact, result), float(sqnr_per_row_db(exact, result).min())
-    return {
-        "sqnr_db": whole,
-        "worst_row_db": worst,
-        "floor_db": floor,
-        "passed": whole >= floor and worst >= floor - 2,
-    }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo._util.terminal import quantity
+from octavo._util.terminal import and_more, quantity
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.monitor.dashboard import verdict
 from octavo.monitor.store import RunReader
@@ -85,10 +85,9 @@ def advice(run: RunReader) -> list[Advice]:
 
 def remedies(run: RunReader) -> str:
     """Return the advice as text: what has evidence with what was seen, then what has none."""
-    all_of_it = advice(run)
-    with_evidence = [each for each in all_of_it if each.evidence >= 1]
-    rest = ", ".join(each.what for each in all_of_it if each.evidence < 1)
-    lines = [f"{each.what} ({each.seen}): {each.remedy}" for each in with_evidence]
+    found = advice(run)
+    lines = [f"{each.what} ({each.seen}): {each.remedy}" for each in found if each.evidence >= 1]
+    rest = ", ".join(each.what for each in found if each.evidence < 1)
     numbered = "; ".join(f"{number}. {line}" for number, line in enumerate(lines, start=1))
     also = f"Without evidence in this run: {rest}." if rest else ""
     return f"{numbered}. {also} The check 'drift' shows whether FP8 is the cause." if lines else f"{also} Try 'drift'."
@@ -128,8 +127,7 @@ def judge_findings(findings: Iterable[verdict.RunFinding], well: str, unhealthy:
     if not found:
         return ok(well)
     rows = [{"level": finding.level, "layer": finding.layer, "finding": finding.text} for finding in found]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    seen = f"{found[0].text}{more}"
+    seen = f"{found[0].text}{and_more(found)}"
     if found[0].level == "unhealthy":
         return failure(seen, remedy=unhealthy, rows=rows)
     return (warning if found[0].level == "watch" else ok)(seen, rows=rows)

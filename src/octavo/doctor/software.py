@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Machine
-from octavo.monitor.system import PREFIXES
+from octavo.monitor.system import PREFIXES, version_of
 from octavo.train.device import versions
 
 
@@ -67,14 +66,11 @@ OPTIONAL = {
     "versions",
     symptom="an error or wrong numbers right after installation",
     remedy="Install versions that were tested together: torch 2.11 to 2.13 with triton 3.6.",
+    read=lambda machine: (versions(), machine.device.type == "cuda"),
 )
-def software(machine: Machine) -> Finding:
-    """Compare the installed versions with `KNOWN`."""
-    return judge_versions(versions(), on_gpu=machine.device.type == "cuda")
-
-
-def judge_versions(found: Mapping[str, str | None], *, on_gpu: bool = True) -> Finding:
-    """Return the finding for versions by package; None for a missing one. Without a GPU no Triton compiles anything."""
+def software(read: tuple[Mapping[str, str | None], bool]) -> Finding:
+    """Judge versions by package, None for a missing one, by `KNOWN`. Without a GPU no Triton compiles anything."""
+    found, on_gpu = read
     judged = [k for k in KNOWN if on_gpu or k.package != "triton"]
     known = [(k, found[k.package]) for k in judged if _is_between(k, found.get(k.package))]
     bad = [(k, version) for k, version in known if k.verdict != Verdict.OK]
@@ -102,7 +98,7 @@ def _is_between(known: Known, version: str | None) -> bool:
 )
 def packages(machine: Machine) -> Finding:
     """List optional packages. Only those needed on a GPU cause a warning."""
-    found = {name: _version(name) for name in OPTIONAL}
+    found = {name: version_of(name) for name in OPTIONAL}
     missing = [name for name, version in found.items() if version is None]
     rows = [{"package": name, "version": found[name] or "-", "for": purpose} for name, purpose in OPTIONAL.items()]
     listed = ", ".join(f"{name} ({OPTIONAL[name]})" for name in missing)
@@ -111,13 +107,6 @@ def packages(machine: Machine) -> Finding:
     if missed:
         return warning(f"missing: {listed}", remedy=f"{'; '.join(needed[name] for name in missed)}.", rows=rows)
     return ok(f"not installed, not needed here: {listed}" if missing else "all installed", rows=rows)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 SLOW: dict[str, tuple[tuple[str, ...], str]] = {
@@ -137,6 +126,11 @@ SLOW: dict[str, tuple[tuple[str, ...], str]] = {
 """Values that slow every step down, with the reason. To add one, add a line."""
 
 
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that affect numbers or speed, by name."""
+    return {name: value for name, value in sorted(environ.items()) if name.startswith(PREFIXES) or name in SLOW}
+
+
 @check(
     "variables",
     symptom="the same run is slower here than elsewhere, or than before",
@@ -145,7 +139,7 @@ SLOW: dict[str, tuple[tuple[str, ...], str]] = {
 )
 def variables(environ: Mapping[str, str]) -> Finding:
     """Find variables that slow a run down."""
-    in_force = {name: value for name, value in sorted(environ.items()) if name in SLOW or name.startswith(PREFIXES)}
+    in_force = relevant(environ)
     slow = [name for name, (values, _) in SLOW.items() if in_force.get(name) in values]
     if slow:
         seen = "; ".join(f"{name}={in_force[name]}: {SLOW[name][1]}" for name in slow)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo._util.terminal import quantity
+from octavo._util.terminal import and_more, quantity
 from octavo.conversion.gain import predicted_gain
 from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
@@ -24,8 +25,7 @@ from octavo.kernels.devices import H200, Rates
 from octavo.kernels.dispatch import rates
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.hooks import hooked
-from octavo.recipes import Recipe
-from octavo.train.timing import busy, kernels_of
+from octavo.train.timing import busy, kernels_of, synchronize
 
 
 @check(
@@ -61,8 +61,8 @@ def fallback(trial: Trial) -> Finding:
     ran = dict(ledger.gemms)
     rows = [{"kernel": kernel, "products": count} for kernel, count in ran.items()]
     if ledger.fallbacks:
-        more = f" (and {len(ledger.fallbacks) - 1} more)" if len(ledger.fallbacks) > 1 else ""
-        return failure(f"{ledger.fallbacks[0]}{more}", rows=rows, fallbacks=list(ledger.fallbacks), products=ran)
+        seen = f"{ledger.fallbacks[0]}{and_more(ledger.fallbacks)}"
+        return failure(seen, rows=rows, fallbacks=list(ledger.fallbacks), products=ran)
     if not ran:
         remedy = "Call octavo.convert, outside octavo.disabled. Layers whose class was changed since are not FP8."
         return failure(f"{quantity(len(trial.layers), 'layer')} converted, but no GEMM ran in FP8", remedy=remedy)
@@ -108,13 +108,10 @@ def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
     """Return one row per layer that ran."""
     tokens: dict[str, int] = {}
 
-    def count(name: str, layer: Layer) -> Callable[..., None]:
-        def hook(module: object, inputs: object, y: Tensor) -> None:
-            tokens[name] = y.numel() // layer.weight.shape[0]
+    def count(name: str, layer: Layer, inputs: object, y: Tensor) -> None:
+        tokens[name] = y.numel() // layer.weight.shape[0]
 
-        return hook
-
-    hooks = (layer.register_forward_hook(count(name, layer)) for name, layer in trial.layers.items())
+    hooks = (layer.register_forward_hook(partial(count, name)) for name, layer in trial.layers.items())
     with hooked(hooks), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         trial.loss()
     known = rates(trial.device) or H200
@@ -125,15 +122,10 @@ def _shape_row(name: str, layer: Layer, tokens: int, known: Rates) -> dict[str, 
     out, features = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
     taps = 0 if isinstance(layer, Linear) else math.prod(layer.kernel_size)
     gain = predicted_gain(layer.recipe, out, features, tokens, taps, rates=known)
-    multiple = _multiple(layer.recipe)
+    operands = (operand for _, a, b in layer.recipe.gemms() for operand in (a, b))
+    multiple = 16 if all(operand.granularity in ("tensor", "row", "column") for operand in operands) else 128
     pads = multiple if any(size % multiple for size in (out, features, tokens)) else 0
     return {"layer": name, "shape": f"{out} x {features}", "tokens": tokens, "gain": round(gain, 3), "pads": pads}
-
-
-def _multiple(recipe: Recipe) -> int:
-    """Return the multiple that GEMM dimensions are padded to."""
-    tiled = any(not {a.granularity, b.granularity} <= {"tensor", "row", "column"} for _, a, b in recipe.gemms())
-    return 128 if tiled else 16
 
 
 STEPS = 5
@@ -156,35 +148,20 @@ class Timing(NamedTuple):
     """With at least one kernel running."""
 
 
-class Clock:
-    """Clock of host and device; tests replace it."""
-
-    def now(self) -> float:
-        """Return the host's time in seconds."""
-        return time.perf_counter()
-
-    def wait(self) -> None:
-        """Wait until the device is idle."""
-        torch.cuda.synchronize()
-
-    def busy(self, step: Callable[[], Any], trace: Path | None) -> float:
-        """Return the mean seconds per step with at least one kernel running, and write a trace."""
-        return busy(kernels_of(step, STEPS, None if trace is None else trace / TRACE)) / 1e6 / STEPS
-
-
-def measure(step: Callable[[], Any], clock: Clock, trace: Path | None = None) -> Timing:
+def measure(step: Callable[[], Any], trace: Path | None = None) -> Timing:
     """Time steps that each start on an idle device, so that the host cannot run ahead."""
     for _ in range(WARM_UP):
         step()
     host = whole = 0.0
     for _ in range(STEPS):
-        clock.wait()
-        start = clock.now()
+        synchronize("cuda")
+        start = perf_counter()
         step()
-        host += clock.now() - start
-        clock.wait()
-        whole += clock.now() - start
-    return Timing(host / STEPS, whole / STEPS, clock.busy(step, trace))
+        host += perf_counter() - start
+        synchronize("cuda")
+        whole += perf_counter() - start
+    ran = kernels_of(step, STEPS, None if trace is None else trace / TRACE)
+    return Timing(host / STEPS, whole / STEPS, busy(ran) / 1e6 / STEPS)
 
 
 @check(
@@ -192,7 +169,7 @@ def measure(step: Callable[[], Any], clock: Clock, trace: Path | None = None) ->
     symptom="the GPU is underused; a larger batch takes no more time",
     remedy="Compile (--compile on), use more tokens per step, or capture the step in a CUDA graph.",
     needs=a_gpu,
-    read=lambda trial: measure(trial.step, Clock(), trial.trace),
+    read=lambda trial: measure(trial.step, trial.trace),
 )
 def launches(timing: Timing) -> Finding:
     """Judge the time of a few steps on host and device; with `--trace DIR`, a Chrome trace is written."""
@@ -269,10 +246,7 @@ def recorded_syncs() -> Iterator[Counter[CodeLine]]:
 def _caller() -> CodeLine:
     """Return the innermost line that is neither in PyTorch, nor in Python, nor in this file."""
     stack = traceback.extract_stack()
-    frame = ([frame for frame in stack if _is_user_code(frame.filename)] or stack)[-1]
+    others = [each for each in stack if each.filename != __file__ and not each.filename.startswith(_TORCH)]
+    users = [each for each in others if not each.filename.startswith(_PYTHON) or "site-packages" in each.filename]
+    frame = (users or stack)[-1]
     return CodeLine(frame.filename, frame.lineno or 0, frame.line or "")
-
-
-def _is_user_code(file: str) -> bool:
-    is_pythons = file.startswith(_PYTHON) and "site-packages" not in file
-    return file != __file__ and not file.startswith(_TORCH) and not is_pythons

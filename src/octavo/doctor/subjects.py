@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from octavo.conversion import convert, disabled
 from octavo.errors import UnsupportedError
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.train import RunConfig, checkpoint, load_run
-from octavo.train.setup import Setup, set_up
-from octavo.train.workload import load_workload, to_device
+from octavo.train.setup import set_up
+from octavo.train.workload import Workload, load_workload, to_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +60,19 @@ class Trial:
         found = self.model.named_modules()
         return {name: m for name, m in found if isinstance(m, Linear | Conv1d | Conv2d) and m.recipe.is_fp8}
 
-    def losses(self) -> tuple[Tensor, Tensor]:
-        """Return the loss in FP8 and in high precision, with the same random seed; shape ()."""
-        with untouched_generators(), torch.no_grad():
+    def in_both(self, compute: Callable[[], T]) -> tuple[T, T]:
+        """Return a result in FP8 and in high precision, with the same random seed."""
+        with untouched_generators():
             torch.manual_seed(0)
-            fp8 = self.loss()
+            fp8 = compute()
             torch.manual_seed(0)
             with disabled(self.model):
-                return fp8, self.loss()
+                return fp8, compute()
+
+    def losses(self) -> tuple[Tensor, Tensor]:
+        """Return the loss in FP8 and in high precision, with the same random seed; shape ()."""
+        with torch.no_grad():
+            return self.in_both(self.loss)
 
     def gradients(self, wanted: Collection[str]) -> dict[str, Tensor]:
         """Return the gradients of some parameters after one backward, then clear them all."""
@@ -102,10 +109,6 @@ def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
     setup = set_up(config) if newest is None else load_run.restore(checkpoint.load(newest), config)
     if setup.plan is None:
         raise UnsupportedError("the run trains in BF16 only: there are no FP8 layers to check.")
-    return _of_setup(setup, trace)
-
-
-def _of_setup(setup: Setup, trace: Path | None) -> Trial:
     lane, run = setup.states[0], setup.config.run
     inputs_BT, targets_BT = (part.to(setup.device) for part in next(setup.loader))
     first = [part.chunk(run.accumulate)[0] for part in (inputs_BT, targets_BT)]
@@ -130,7 +133,16 @@ def trial_of_workload(file: Path, *, recipe: str, device: torch.device, trace: P
         NonFiniteError: a weight to convert contains a NaN or an infinity.
     """
     workload = load_workload(file)
-    model, batch = workload.build().to(device), to_device(next(workload.batches()), device)
+    trial = trial_of(workload.build().to(device), workload, trace)
+    if not trial.layers:
+        convert(trial.model, recipe, allow_reference=True)  # the check of kernels says it
+    return trial
+
+
+def trial_of(model: nn.Module, workload: Workload, trace: Path | None = None) -> Trial:
+    """Return a trial of a model under BF16 autocast on the first batch of a workload; its step has no optimizer."""
+    device = next(model.parameters()).device
+    batch = to_device(next(workload.batches()), device)
 
     def loss() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
@@ -141,7 +153,4 @@ def trial_of_workload(file: Path, *, recipe: str, device: torch.device, trace: P
         loss().backward()
         model.zero_grad(set_to_none=True)
 
-    trial = Trial(model, loss, step, trace)
-    if not trial.layers:
-        convert(model, recipe, allow_reference=True)  # the check of kernels says it
-    return trial
+    return Trial(model, loss, step, trace)

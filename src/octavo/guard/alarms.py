@@ -229,11 +229,9 @@ class AlarmRules:
         worst: dict[str, Alarm] = {}
         for key, alarm in self._budgets(seen):
             self._over[key] = self._over.get(key, 0) + 1 if alarm is not None else 0
-            if alarm is None or self._over[key] < self._config.patience:
-                continue
-            known = worst.get(alarm.layer)
-            if known is None or alarm.value / alarm.limit > known.value / known.limit:
-                worst[alarm.layer] = alarm
+            if alarm is not None and self._over[key] >= self._config.patience:
+                known = worst.get(alarm.layer, alarm)
+                worst[alarm.layer] = max(known, alarm, key=lambda each: each.value / each.limit)
         return list(worst.values())
 
     def shares_over(self, seen: Observation, layer: str) -> list[Alarm]:
@@ -242,8 +240,7 @@ class AlarmRules:
 
     def forgive(self, layer: str) -> None:
         """Reset the count of steps above a limit for a layer, after a remedy."""
-        for key in [key for key in self._over if key.startswith(f"{layer} ")]:
-            del self._over[key]
+        self._over = {key: count for key, count in self._over.items() if not key.startswith(f"{layer} ")}
 
     @property
     def loss_limit(self) -> float:
@@ -294,7 +291,11 @@ class AlarmRules:
 
     def _faults(self, seen: Observation) -> Iterator[Alarm]:
         yield from self._nonfinite(seen)
-        yield from self._jumps(seen)
+        for layer, amax in self._amax_of_weights(seen):
+            before = self._weights.get(layer, 0.0)
+            limit = max(self._config.weight_jump * before, before + UPDATE * seen.lr)
+            if before > 0 and amax > limit:
+                yield Alarm(seen.step, "weight jump", layer, "weight", amax, limit)
         if seen.loss > (limit := self.loss_limit):
             yield Alarm(seen.step, "loss spike", "", "", seen.loss, limit)
         if seen.gradient_norm > (limit := self.gradient_limit):
@@ -325,13 +326,6 @@ class AlarmRules:
             if not math.isfinite(value):
                 yield Alarm(seen.step, "nonfinite", "", "", value, math.inf)
 
-    def _jumps(self, seen: Observation) -> Iterator[Alarm]:
-        for layer, amax in self._amax_of_weights(seen):
-            before = self._weights.get(layer, 0.0)
-            limit = max(self._config.weight_jump * before, before + UPDATE * seen.lr)
-            if before > 0 and amax > limit:
-                yield Alarm(seen.step, "weight jump", layer, "weight", amax, limit)
-
     def _amax_of_weights(self, seen: Observation) -> Iterator[tuple[str, float]]:
         if seen.values is None:
             return
@@ -351,11 +345,8 @@ class AlarmRules:
             for rule, column, limit in (("saturated", _SATURATED, config.saturated), ("flushed", _FLUSHED, flushed)):
                 share = float(values[column])
                 if not math.isnan(share):
-                    is_over = share > limit
-                    yield (
-                        f"{layer} {role} {rule}",
-                        Alarm(seen.step, rule, layer, role, share, limit) if is_over else None,
-                    )
+                    alarm = Alarm(seen.step, rule, layer, role, share, limit)
+                    yield f"{layer} {role} {rule}", alarm if share > limit else None
 
     def _updates(self, seen: Observation) -> Iterator[Alarm]:
         """Yield parameters whose change, and moments that, no update of the optimizer explains."""

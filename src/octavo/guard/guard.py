@@ -183,7 +183,7 @@ class Guard:
         self._fingerprints, self._has_begun = state.get("fingerprints", {}), False
         if self._ladder is not None and state["ladder"]:
             self._ladder.load_state_dict(state["ladder"])
-            self._apply_ladder()
+            self._convert(self._ladder.recipe())
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
@@ -243,9 +243,8 @@ class Guard:
             self._give_up(alarm, f"{quantity(self.config.rollbacks, 'rollback')} without success (guard.rollbacks)")
             return False
         target = self._newest_before(alarm)
-        self._emit(alarm, str(alarm), action=f"back to step {target.step}", back_to=target.step)
         self._open_incident(alarm, step, target)
-        self._roll_back(target)
+        self._roll_back(target, alarm, str(alarm))
         return True
 
     def _newest_before(self, alarm: Alarm) -> Snapshot:
@@ -264,18 +263,16 @@ class Guard:
             reach = alarms.UPDATE * sum(each.lr for each in record.values())
             diff = self._run.weight_diff(alarm.layer, target, reach)
         self._incident = Incident(alarm, since, diff, alarms.worst_layers(self._rules.rows, step.values), record)
-        self._incident.suspect = self._suspect(step)
         # The batch is not to blame for what only rules on parameters and slow rules see.
         self._incident.is_probed = alarm.rule in (*alarms.OF_UPDATES, *alarms.SLOW)
-
-    def _suspect(self, step: Observation) -> Alarm | None:
         checked = self._run.parameters
         if checked is not None and step.parameters is None:
             checked.measure(self._run.done, now=True)
             step = step._replace(parameters=checked.arrived(self._run.done))
-        return self._rules.suspect(step)
+        self._incident.suspect = self._rules.suspect(step)
 
-    def _roll_back(self, target: Snapshot) -> None:
+    def _roll_back(self, target: Snapshot, alarm: Alarm, text: str, action: str = "", **details: Any) -> None:
+        self._emit(alarm, text, action=f"back to step {target.step}{action}", back_to=target.step, **details)
         while self._saved[-1] is not target:
             self._saved.pop()
         self._run.restore(target)
@@ -314,8 +311,9 @@ class Guard:
     def _probe(self, incident: Incident) -> None:
         """Probe the batch that raised the alarm, with the weights of that step, and act on the cause."""
         incident.is_probed = True
-        evidence = self._evidence(incident)
-        limits = evidence.loss_limit, evidence.gradient_limit
+        limits = self._rules.loss_limit, self._rules.gradient_limit
+        evidence = Evidence(self._run.probe(), self._run.probe(fp8=False), *limits)
+        evidence = self._with_earlier(evidence, incident.alarm.step)
         cause = diagnosis.diagnose(evidence)
         if cause is None:
             return
@@ -340,11 +338,6 @@ class Guard:
         following = self._run.probe_following(alarms.LASTING, fp8=False)
         bad = sum(probe.is_bad(evidence.loss_limit, evidence.gradient_limit) for probe in following)
         return f"{bad} of the next {len(following)} batches are as bad" if 2 * bad > len(following) else ""
-
-    def _evidence(self, incident: Incident) -> Evidence:
-        limits = self._rules.loss_limit, self._rules.gradient_limit
-        evidence = Evidence(self._run.probe(), self._run.probe(fp8=False), *limits)
-        return self._with_earlier(evidence, incident.alarm.step)
 
     def _with_earlier(self, evidence: Evidence, before: int) -> Evidence:
         """Add a probe of a batch that was trained on before a step."""
@@ -411,11 +404,8 @@ class Guard:
         if oldest.step >= incident.since:
             self._give_up(incident.alarm, why, "model")
             return
-        back = oldest.step
-        action = f"back to step {back}"
-        self._emit(incident.alarm, f"{incident.alarm}: {why}", cause="model", action=action, layer=layer, back_to=back)
         self._incident = None
-        self._roll_back(oldest)
+        self._roll_back(oldest, incident.alarm, f"{incident.alarm}: {why}", cause="model", layer=layer)
 
     def _has_risen(self, incident: Incident) -> bool:
         """Return True if the learning rate rose by more than `HOLD` within the steps on record."""
@@ -432,15 +422,14 @@ class Guard:
             return False
         rates = [each.lr for each in (*incident.first_run.values(), *self._record)]
         worst, has_risen = max(rates), self._has_risen(incident)
-        action, text = f"back to step {oldest.step}", f"{alarm}: {why}: the weights are bad, not FP8"
+        action, text = "", f"{alarm}: {why}: the weights are bad, not FP8"
         if has_risen or self._tried["optimizer"] > 1:
             self._lr_limit = max((rate for rate in rates if 0 < rate <= worst / HOLD), default=worst / HOLD)
             self._lr_limited_at = oldest.step
-            action += f", learning rate at most {self._lr_limit:.3g}"
+            action = f", learning rate at most {self._lr_limit:.3g}"
         if has_risen and self._lr_limit:
             text += f"; the learning rate had risen to {worst:.3g}, {worst / self._lr_limit:.3g} times its limit now"
-        self._emit(alarm, text, cause="optimizer", action=action, back_to=oldest.step)
-        self._roll_back(oldest)
+        self._roll_back(oldest, alarm, text, action, cause="optimizer")
         return True
 
     def _refine_until_well(self, alarm: Alarm, harmed: Sequence[str], is_well: IsWell) -> None:
@@ -503,7 +492,7 @@ class Guard:
         if move is None:
             return False
         name = _name(layer)
-        if reason := self._apply_ladder():
+        if reason := self._convert(self._ladder.recipe()):
             self._ladder.load_state_dict(before)
             if self._rules.is_news(alarm._replace(rule="refused")):
                 self._emit(alarm, f"{alarm}: {name} cannot leave {move.before}: {reason}", level="error")
@@ -518,17 +507,16 @@ class Guard:
             return
         step, before = self._run.done, self._ladder.state_dict()
         moves = self._ladder.down(step)
-        if moves and self._apply_ladder():
+        if moves and self._convert(self._ladder.recipe()):
             self._ladder.load_state_dict(before)
             return
         for move in moves:
             text = f"{_name(move.layer)} raised no alarm by {move.before}"
             self._run.emit(GuardEvent(step, "info", "guard", text, f"back to {move.after}", move.layer))
 
-    def _apply_ladder(self) -> str:
-        """Convert the model to the recipe of the ladder; return why that is impossible, or an empty string."""
-        assert self._ladder is not None
-        reason = self._run.refine(self._ladder.recipe())
+    def _convert(self, recipe: Recipe) -> str:
+        """Convert the model to another recipe; return why that is impossible, or an empty string."""
+        reason = self._run.refine(recipe)
         self._rules.rows = self._run.rows
         return reason
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -55,15 +55,6 @@ class BatchesEnd(ConfigError):
     """There is no next batch."""
 
 
-class _Pending(NamedTuple):
-    """A step that was made and not checked yet."""
-
-    step: int
-    lr: float
-    scalars: AsyncHostCopy
-    """Loss, gradient norm and the twin's loss, FP64 (3,)."""
-
-
 class Guarded(ABC):
     """A training loop that guardrails can check, roll back, probe and convert."""
 
@@ -74,7 +65,8 @@ class Guarded(ABC):
     def __init__(self, lag: int = 0) -> None:
         """Check each step after `lag` more have been queued, so that a GPU is not waited for."""
         self._lag = lag
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[int, float, AsyncHostCopy]] = deque()
+        """Steps not checked yet, each with its learning rate, and loss, gradient norm and twin's loss in FP64 (3,)."""
         self._values: dict[int, NDArray[np.float32]] = {}
 
     # --- called by the loop -----------------------------------------------------------------------------------------
@@ -91,7 +83,7 @@ class Guarded(ABC):
         scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, twin)])
         if self.parameters is not None:
             self.parameters.measure(self.done)
-        self._pending.append(_Pending(self.done, lr, AsyncHostCopy(scalars)))
+        self._pending.append((self.done, lr, AsyncHostCopy(scalars)))
         return self._check(self._lag)
 
     def check_all(self) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from octavo.recipes import Recipe, load
@@ -58,10 +57,7 @@ class Ladder:
 
     def rungs(self, layer: str, is_flushed: bool = False) -> list[Recipe]:
         """Return the recipes available to a layer, from its own to BF16; without a wider window if it is flushed."""
-        own = self._base
-        for pattern, recipe in self._base.modules.items():
-            own = recipe if fnmatchcase(layer, pattern) else own
-        own = replace(own, modules={})
+        own = replace(self._base.for_layer(layer), modules={})
         if not own.is_fp8:
             return [own]
         finer = [recipe for recipe in map(load, ("folded", "block")) if _coarseness(recipe) < _coarseness(own)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ def locate_nonfinite(model: nn.Module, run: Callable[[], Any]) -> NonFinite | No
     """
     found: list[NonFinite] = []
     hooks = (
-        module.register_forward_hook(_hook(name, found), prepend=True)
+        module.register_forward_hook(partial(_inspect, name, found), prepend=True)
         for name, module in model.named_modules()
         if isinstance(module, _INSPECTED)
     )
@@ -74,16 +75,13 @@ def clip(parameters: Sequence[Tensor], limit: float, norm: Tensor) -> None:
     nn.utils.clip_grads_with_norm_(parameters, limit, torch.where(torch.isfinite(norm), norm, 0.0))
 
 
-def _hook(name: str, found: list[NonFinite]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if found:
-            return
-        for role, tensor in (("input", args[0] if args else None), ("weight", module.weight), ("output", output)):
-            _check(name, role, tensor, found)
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda grad: _check(name, "grad_output", grad, found))
-
-    return hook
+def _inspect(name: str, found: list[NonFinite], module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if found:
+        return
+    for role, tensor in (("input", args[0] if args else None), ("weight", module.weight), ("output", output)):
+        _check(name, role, tensor, found)
+    if isinstance(output, Tensor) and output.requires_grad:
+        output.register_hook(lambda grad: _check(name, "grad_output", grad, found))
 
 
 def _check(name: str, role: str, tensor: Any, found: list[NonFinite]) -> None:

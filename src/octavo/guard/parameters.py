@@ -124,12 +124,10 @@ class ParameterCheck:
     def nonfinite(self) -> str:
         """Return the first parameter that holds a NaN or infinity; empty if there is none. Waits for the device."""
         names, weights = _weights(self._model)
-        norms = _norms(weights)
+        is_bad = _norms(weights).isfinite().logical_not().double()
         if self._group is not None:
-            norms = norms.isfinite().logical_not().double()
-            dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=self._group)
-            return next((name for name, is_bad in zip(names, norms.tolist(), strict=True) if is_bad), "")
-        return next((name for name, norm in zip(names, norms.tolist(), strict=True) if not np.isfinite(norm)), "")
+            dist.all_reduce(is_bad, op=dist.ReduceOp.MAX, group=self._group)
+        return next((name for name, bad in zip(names, is_bad.tolist(), strict=True) if bad), "")
 
     def fingerprints(self) -> dict[str, list[float]]:
         """Return norm and some elements of each parameter, for `is_same`; empty if the model is sharded."""
@@ -143,7 +141,8 @@ class ParameterCheck:
 
     def _read(self, step: int) -> list[str]:
         names, weights = _weights(self._model)
-        sizes = [_stride(weight)[1] for weight in weights]
+        samples = [_sample(weight) for weight in weights]
+        sizes = [len(sample) for sample in samples]
         self._before, self._at = self._at, step
         if not names:
             return names
@@ -153,8 +152,7 @@ class ParameterCheck:
             elements = torch.tensor([weight.numel() for weight in weights], dtype=torch.float64, device=device)
         else:
             of, elements = self._known.of, self._known.elements
-        sample = torch.cat([_sample(weight) for weight in weights])
-        self._known = _Values(sample, _norms(weights), of, elements)
+        self._known = _Values(torch.cat(samples), _norms(weights), of, elements)
         return names
 
     def _merged(self, table: Tensor) -> Tensor:
@@ -173,13 +171,10 @@ class ParameterCheck:
 
 def _weights(model: nn.Module) -> tuple[list[str], list[Tensor]]:
     """Return the trained parameters that this rank holds some of, as plain tensors."""
-    named = [(name, _plain(p)) for name, p in model.named_parameters() if p.requires_grad]
-    return [name for name, tensor in named if tensor.numel()], [tensor for _, tensor in named if tensor.numel()]
-
-
-def _plain(parameter: Tensor) -> Tensor:
-    own = local(parameter.detach())
-    return own.scale if isinstance(own, FP8Tensor) else own
+    own = {name: local(p.detach()) for name, p in model.named_parameters() if p.requires_grad}
+    plain = {name: tensor.scale if isinstance(tensor, FP8Tensor) else tensor for name, tensor in own.items()}
+    held = {name: tensor for name, tensor in plain.items() if tensor.numel()}
+    return [*held], [*held.values()]
 
 
 def _moments(
@@ -206,11 +201,6 @@ def _norms(tensors: Iterator[Tensor | None] | Sequence[Tensor | None]) -> Tensor
     return torch.stack([missing if tensor is None else next(norms).double() for tensor in given])
 
 
-def _stride(weight: Tensor) -> tuple[int, int]:
-    """Return stride and number of the sampled elements; an odd stride visits all columns of a matrix."""
-    stride = max(weight.numel() // SAMPLE, 1) | 1
-    return stride, -(-weight.numel() // stride)
-
-
 def _sample(weight: Tensor) -> Tensor:
-    return weight.reshape(-1)[:: _stride(weight)[0]].float()
+    """Return about `SAMPLE` elements, FP32; an odd stride visits all columns of a matrix."""
+    return weight.reshape(-1)[:: max(weight.numel() // SAMPLE, 1) | 1].float()

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 Action = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    """The end of the queue."""
-
-    last: Action
 
 
 class Background:
@@ -48,7 +41,8 @@ class Background:
         self._capacity = capacity
         self._on_error = on_error or self._warn_once
         self._idle, self._every = idle, every
-        self._queue: queue.SimpleQueue[Action | _Stop] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self._is_done = False
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -77,30 +71,24 @@ class Background:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._queue.put(_Stop(last))
+
+        def end() -> None:
+            self._is_done = True
+            last()
+
+        self._queue.put(end)
         thread.join(timeout)
         if thread.is_alive():
             warnings.warn(f"{self.name}: not done after {timeout:.0f} s; the remaining actions are lost.", stacklevel=2)
 
     def _run(self) -> None:
         due = time.monotonic() + self._every
-        while True:
-            action = self._next(due)
-            if isinstance(action, _Stop):
-                self._execute(action.last)
-                return
-            if action is not None:
-                self._execute(action)
-            if self._idle is not None and time.monotonic() >= due:
+        while not self._is_done:
+            with contextlib.suppress(queue.Empty):  # the idle call is due
+                self._execute(self._queue.get(timeout=None if self._idle is None else max(due - time.monotonic(), 0.0)))
+            if self._idle is not None and time.monotonic() >= due and not self._is_done:
                 due = time.monotonic() + self._every
                 self._execute(self._idle)
-
-    def _next(self, due: float) -> Action | _Stop | None:
-        """Return the next action, or None if none comes before the idle call is due."""
-        try:
-            return self._queue.get(timeout=None if self._idle is None else max(due - time.monotonic(), 0.0))
-        except queue.Empty:
-            return None
 
     def _execute(self, action: Action) -> None:
         try:

@@ -12,7 +12,8 @@ import numpy as np
 
 from octavo._util.config_reader import blaming
 from octavo.errors import ConfigError, StoreError, UnsupportedError, did_you_mean
-from octavo.monitor.store import RunReader
+from octavo.monitor.store import RunReader, TensorRow
+from octavo.monitor.store.reader import RunEvent
 from octavo.monitor.trackers import aggregates
 
 Batch = Mapping[str, Sequence[Any]]
@@ -40,18 +41,21 @@ def tables(run: RunReader) -> dict[str, ExportTable]:
     keys = run.keys()
     readings = run.system()
     measured = sorted({key for reading in readings for key in reading} - {"t"})
-    events = run.events()
-    fields = ("id", "step", "t", "level", "rule", "layer", "role", "value", "limit", "action", "text")
+    labels = [(*row[:3], "x".join(map(str, row.shape))) for row in run.tensors]
     return {
         "scalars": ExportTable(("step", *keys), lambda: iter([_scalars(run, keys)])),
         "telemetry": ExportTable(("step", "layer", "role", *run.stats), lambda: _telemetry(run)),
         "histograms": ExportTable(("step", "layer", "role", "exponent", "count"), lambda: _histograms(run)),
-        "tensors": ExportTable(("layer", "role", "operand", "shape"), lambda: iter([_tensors(run)])),
-        "events": ExportTable(fields, lambda: iter([{key: [getattr(e, key) for e in events] for key in fields}])),
+        "tensors": ExportTable(TensorRow._fields, lambda: iter([_columns(labels, TensorRow._fields)])),
+        "events": ExportTable(RunEvent._fields, lambda: iter([_columns(run.events(), RunEvent._fields)])),
         "system": ExportTable(
             ("t", *measured), lambda: iter([{key: [r.get(key) for r in readings] for key in ("t", *measured)}])
         ),
     }
+
+
+def _columns(rows: Sequence[tuple[Any, ...]], fields: Sequence[str]) -> Batch:
+    return {key: [row[place] for row in rows] for place, key in enumerate(fields)}
 
 
 def _scalars(run: RunReader, keys: Sequence[str]) -> Batch:
@@ -89,23 +93,12 @@ def _histograms(run: RunReader) -> Iterator[Batch]:
         }
 
 
-def _tensors(run: RunReader) -> Batch:
-    rows = run.tensors
-    return {
-        "layer": [row.layer for row in rows],
-        "role": [row.role for row in rows],
-        "operand": [row.operand for row in rows],
-        "shape": ["x".join(map(str, row.shape)) for row in rows],
-    }
-
-
 _TEXT = {"layer", "role", "operand", "shape", "level", "rule", "action", "text"}
 _WHOLE = {"id", "step", "exponent", "count"}
 
 
-def write_csv(run: RunReader, folder: Path) -> list[Path]:
+def write_csv(run: RunReader, folder: Path) -> Iterator[Path]:
     """Write one `<table>.csv` per table; NaN and missing values are empty cells."""
-    written = []
     for name, table in tables(run).items():
         path = folder / f"{name}.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -114,11 +107,10 @@ def write_csv(run: RunReader, folder: Path) -> list[Path]:
             for batch in table.batches():
                 for row in zip(*(batch[key] for key in table.columns), strict=True):
                     writer.writerow("" if isinstance(cell, float) and math.isnan(cell) else cell for cell in row)
-        written.append(path)
-    return written
+        yield path
 
 
-def write_parquet(run: RunReader, folder: Path) -> list[Path]:
+def write_parquet(run: RunReader, folder: Path) -> Iterator[Path]:
     """Write one `<table>.parquet` per table, compressed with zstd.
 
     Raises:
@@ -129,7 +121,6 @@ def write_parquet(run: RunReader, folder: Path) -> list[Path]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise UnsupportedError('Parquet needs the package pyarrow: pip install "octavo[parquet]"') from error
-    written = []
     for name, table in tables(run).items():
         kinds = {key: _kind(arrow, key, name) for key in table.columns}
         schema = arrow.schema(list(kinds.items()))
@@ -138,8 +129,7 @@ def write_parquet(run: RunReader, folder: Path) -> list[Path]:
             for batch in table.batches():
                 arrays = [arrow.array(batch[key], type=kind) for key, kind in kinds.items()]
                 file.write_table(arrow.Table.from_arrays(arrays, schema=schema))
-        written.append(path)
-    return written
+        yield path
 
 
 def _kind(arrow: Any, key: str, table: str) -> Any:
@@ -151,7 +141,7 @@ def _kind(arrow: Any, key: str, table: str) -> Any:
     return arrow.float32() if table == "telemetry" else arrow.float64()
 
 
-def write_tensorboard(run: RunReader, folder: Path) -> list[Path]:
+def write_tensorboard(run: RunReader, folder: Path) -> Iterator[Path]:
     """Write an event file with the scalars and, as there is no series per tensor, the aggregates of the telemetry.
 
     TensorBoard becomes slow with thousands of series.
@@ -168,7 +158,7 @@ def write_tensorboard(run: RunReader, folder: Path) -> list[Path]:
         for step, wall, values in _steps(run):
             for tag, value in values.items():
                 writer.add_scalar(tag, value, step, walltime=wall)
-    return sorted(set(folder.iterdir()) - before)
+    yield from sorted(set(folder.iterdir()) - before)
 
 
 def _steps(run: RunReader) -> Iterator[tuple[int, float, Mapping[str, float]]]:
@@ -185,15 +175,15 @@ def _steps(run: RunReader) -> Iterator[tuple[int, float, Mapping[str, float]]]:
             yield step, times.get(step) or start, aggregates(values_of_step, run.stats)
 
 
-FORMATS: dict[str, Callable[[RunReader, Path], list[Path]]] = {
+FORMATS: dict[str, Callable[[RunReader, Path], Iterator[Path]]] = {
     "parquet": write_parquet,
     "csv": write_csv,
     "tensorboard": write_tensorboard,
 }
-"""Functions that write a run into a folder and return the files. To add a format, add a line."""
+"""Functions that write a run into a folder and yield the files. To add a format, add a line."""
 
 
-def export(run: str | Path | RunReader, to: str, folder: str | Path) -> list[Path]:
+def export(run: str | Path, to: str, folder: str | Path) -> list[Path]:
     """Write a run as files of another format and return their paths. The run may still be training.
 
     Raises:
@@ -204,13 +194,10 @@ def export(run: str | Path | RunReader, to: str, folder: str | Path) -> list[Pat
     if to not in FORMATS:
         raise ConfigError(f"unknown format '{to}'.{did_you_mean(to, FORMATS)} Known: {', '.join(FORMATS)}.")
     folder = Path(folder)
-    reader = run if isinstance(run, RunReader) else RunReader(run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with blaming(reader.path, StoreError):
-            return FORMATS[to](reader, folder)
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be written ({error.strerror}).") from error
-    finally:
-        if reader is not run:
-            reader.close()
+    with RunReader(run) as reader:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with blaming(reader.path, StoreError):
+                return list(FORMATS[to](reader, folder))
+        except OSError as error:
+            raise StoreError(f"{folder}: cannot be written ({error.strerror}).") from error

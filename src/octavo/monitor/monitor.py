@@ -26,12 +26,12 @@ from octavo.guard import Alarm, GuardConfig, GuardEvent, Observation
 from octavo.guard.alarms import AlarmRules
 from octavo.monitor.measurements import AsyncScalars, arrived, telemetry_of
 from octavo.monitor.recorder import Recorder
-from octavo.monitor.store.writer import outcome_of
+from octavo.monitor.store.writer import RunWriter, outcome_of
 from octavo.monitor.system import environment
 from octavo.nn.telemetry import Telemetry
 
-LOSS, GRADIENT_NORM, LEARNING_RATE = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
-"""Names of the scalars that alarms check; others are only stored."""
+CHECKED = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
+"""Names of the scalars that alarms check, the first one present of each; others are only stored."""
 
 
 class MonitorAlarms:
@@ -77,21 +77,15 @@ class MonitorAlarms:
         for step in sorted(step for step in self._scalars if step <= complete):
             scalars, values = self._scalars.pop(step), self._tensors.pop(step, None)
             if self._config.mode == "watch":
-                loss, norm, lr = (_first(scalars, names) for names in (LOSS, GRADIENT_NORM, LEARNING_RATE))
-                self._check_one(Observation(step, loss, norm, lr, values))
+                named = [[scalars[name] for name in names if name in scalars] for names in CHECKED]
+                loss, norm, lr = (given[0] if given else 0.0 for given in named)  # 0 breaks no rule
+                seen = Observation(step, loss, norm, lr, values)
+                alarm = self._watch.check(seen)
+                for each in ([] if alarm is None else [alarm]) + self._watch.over_budget(seen):
+                    if self._watch.is_news(each):
+                        self._on_alarm(each)
         if self._scalars:
             self._tensors = {step: values for step, values in self._tensors.items() if step >= min(self._scalars)}
-
-    def _check_one(self, seen: Observation) -> None:
-        alarm = self._watch.check(seen)
-        for each in ([] if alarm is None else [alarm]) + self._watch.over_budget(seen):
-            if self._watch.is_news(each):
-                self._on_alarm(each)
-
-
-def _first(values: Mapping[str, float], names: Sequence[str]) -> float:
-    """Return the first scalar present; 0, which breaks no rule, if none is."""
-    return next((values[name] for name in names if name in values), 0.0)
 
 
 class Monitor:
@@ -140,22 +134,27 @@ class Monitor:
         if not is_first_rank():
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._recorder = Recorder(
-            directory,
-            keep_until=resume_from or None,
-            overwrite=resume_from == 0,
+        self._recorder = recorder = Recorder(
+            RunWriter(directory, keep_until=resume_from or None, overwrite=resume_from == 0),
             gpu=(device.index or 0) if device.type == "cuda" else None,
             trackers=trackers,
             config=config or {},
         )
-        self._describe(model, device, plan)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        recorder.document("env", {**environment(device), "parameters": parameters}, step=self.done)
+        if plan is not None:
+            recorder.document("plan", json.loads(plan.to_json()), step=self.done)
         if isinstance(telemetry, str):
             self._source = telemetry_of(model, histograms_every=100)
         if self._source is not None:
             self._source.done = self.done
-            self._recorder.tensors(self._source.rows)
+            recorder.tensors(self._source.rows)
         rows = () if self._source is None else self._source.rows
-        self._rules = MonitorAlarms(guard or GuardConfig(), rows, self._record_alarm)
+
+        def record(alarm: Alarm) -> None:
+            recorder.guard_event(alarm.event(str(alarm), level="error" if alarm.rule == "nonfinite" else "warning"))
+
+        self._rules = MonitorAlarms(guard or GuardConfig(), rows, record)
 
     def step(self, step: int | None = None, /, **scalars: float | Tensor) -> None:
         """Record a step with its scalars: numbers, or tensors of one element on any device.
@@ -198,8 +197,7 @@ class Monitor:
         if recorder is None:
             return
         while self._pending:
-            scalars = self._pending.popleft()
-            self._write(recorder, scalars)
+            self._write(recorder, self._pending.popleft())
         if self._source is not None:
             self._source.wait()
             self._write_tensors(recorder)
@@ -223,16 +221,3 @@ class Monitor:
         for measured, values, histograms in arrived(self._source):
             recorder.step(measured, None, values, histograms)
             self._rules.tensors(measured, values)
-
-    def _record_alarm(self, alarm: Alarm) -> None:
-        level = "error" if alarm.rule == "nonfinite" else "warning"
-        if self._recorder is not None:
-            self._recorder.guard_event(alarm.event(str(alarm), level=level))
-
-    def _describe(self, model: nn.Module, device: torch.device, plan: Any) -> None:
-        if self._recorder is None:
-            return
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._recorder.document("env", {**environment(device), "parameters": parameters}, step=self.done)
-        if plan is not None:
-            self._recorder.document("plan", json.loads(plan.to_json()), step=self.done)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,51 +27,39 @@ class Recorder:
     """Records a run without blocking it.
 
     Args:
-        directory: directory of the run; `run.sqlite` is written there.
-        keep_until: append to the existing run, after deleting its records past this step.
-        keep_events: what `flush` returned at that step, to delete later events of the same step.
-        overwrite: replace an existing run.
+        writer: of the run's store; the recorder closes it.
         gpu: index of the CUDA device whose power and memory are measured; None on a CPU.
         system_every: seconds between two system readings.
         trackers: names in `TRACKERS`, to be sent aggregates, and with `:N` all statistics every N steps.
         config: stored as the document `config`, and sent to the trackers.
 
     Raises:
-        StoreError: the store cannot be opened. Later errors are warnings, and the run continues.
-        ConfigError: an unknown tracker.
+        ConfigError: an unknown tracker. Errors of the store are warnings, and the run continues.
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        writer: RunWriter,
         *,
-        keep_until: int | None = None,
-        keep_events: int | None = None,
-        overwrite: bool = False,
         gpu: int | None = None,
         system_every: float = 5.0,
         trackers: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._writer = RunWriter(directory, keep_until=keep_until, keep_events=keep_events, overwrite=overwrite)
+        self._writer = writer
         self._probe = SystemProbe(gpu)
         self._newest: dict[str, float] = {}
         self._all: dict[str, float] = {}
         self._rows: list[tuple[str, str]] = []
-        self._step = keep_until or 0
-        self._store = Background("run store", capacity=CAPACITY, idle=lambda: self._sample(), every=system_every)
+        self._step = writer.first_step
+        self._store = Background("run store", capacity=CAPACITY, idle=self._sample, every=system_every)
         if config is not None:
             self.document("config", config)
-        if self._probe.missing and keep_until is None:  # a run that goes on has the event
+        if self._probe.missing and not writer.first_step:  # a run that goes on has the event
             self.event(self._step, "system", self._probe.missing)
         name = self._writer.path.parent.resolve().name
         self._trackers = [TrackerThread(kind, name, config or {}, on_failure=self._tracker_failed) for kind in trackers]
         self.sample()
-
-    @property
-    def path(self) -> Path:
-        """Path of the file."""
-        return self._writer.path
 
     @property
     def dropped(self) -> int:
@@ -85,7 +72,12 @@ class Recorder:
 
     def tensors(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
         """Set the row labels of the following snapshots."""
-        self._store.submit(lambda: self._label(rows), may_drop=False)
+
+        def label() -> None:
+            self._writer.set_tensors(rows)
+            self._rows = [(row[0], row[1]) for row in rows]
+
+        self._store.submit(label, may_drop=False)
 
     def step(
         self,
@@ -97,11 +89,17 @@ class Recorder:
         """Write the measurements of a step; histograms as of `Telemetry`. Arrays must not change afterwards."""
         self._step, now = max(self._step, step), time.time()
         values = dict(scalars or {})
-        if not self._store.submit(lambda: self._write(step, values, snapshot, histograms, now)) and self.dropped == 1:
-            warnings.warn(
-                f"{self.path}: the disk is too slow; steps are missing from the run store. Training is not slowed.",
-                stacklevel=2,
-            )
+
+        def write() -> None:
+            self._writer.write_step(step, values, snapshot, t=now)
+            if histograms is not None:
+                self._writer.write_histograms(step, LOWEST, histograms)
+            if self._trackers:
+                self._track(step, values, snapshot)
+
+        if not self._store.submit(write) and self.dropped == 1:
+            missing = "the disk is too slow; steps are missing from the run store. Training is not slowed."
+            warnings.warn(f"{self._writer.path}: {missing}", stacklevel=2)
 
     def event(self, step: int, rule: str, text: str, **details: Any) -> None:
         """Write an event; `details` as of `RunWriter.write_event`."""
@@ -109,9 +107,13 @@ class Recorder:
         self._store.submit(lambda: self._writer.write_event(step, rule, text, **{"t": now, **details}), may_drop=False)
 
     def guard_event(self, event: GuardEvent) -> None:
-        """Write an event of guardrails; if it rolled the run back, delete the measurements of the steps undone."""
-        if event.back_to is not None:
-            self.go_back(event.back_to)
+        """Write an event of guardrails; if it rolled the run back, delete the measurements of the steps undone.
+
+        Events of these steps stay, since they give the reason.
+        """
+        if (back_to := event.back_to) is not None:
+            self._step = back_to
+            self._store.submit(lambda: self._writer.cut(back_to, keep_events=True), may_drop=False)
         text = f"{event.cause}: {event.text}" if event.cause else event.text
         where = {"layer": event.layer or None, "role": event.role or None, "action": event.action or None}
         numbers = {"level": event.level, "value": event.value, "limit": event.limit}
@@ -120,11 +122,6 @@ class Recorder:
     def sample(self) -> None:
         """Read the machine now, beside the readings at their interval."""
         self._store.submit(self._sample, may_drop=False)
-
-    def go_back(self, step: int) -> None:
-        """Delete the measurements past a step. Events stay, since they give the reason."""
-        self._step = step
-        self._store.submit(lambda: self._writer.cut(step, keep_events=True), may_drop=False)
 
     def flush(self) -> int | None:
         """Wait until all that was recorded is committed; return the number of the last event, None if that failed."""
@@ -145,30 +142,14 @@ class Recorder:
         self.sample()
         self._store.close(lambda: self._writer.close(outcome, text))
 
-    def _write(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        snapshot: NDArray[np.float32] | None,
-        histograms: NDArray[np.float32] | None,
-        now: float,
-    ) -> None:
-        """Store a step. Trackers need steps in order, so the newest aggregates go with the next scalars."""
-        self._writer.write_step(step, values, snapshot, t=now)
-        if histograms is not None:
-            self._writer.write_histograms(step, LOWEST, histograms)
-        if not self._trackers:
-            return
+    def _track(self, step: int, values: Mapping[str, float], snapshot: NDArray[np.float32] | None) -> None:
+        """Send a step to the trackers, which need steps in order: the newest aggregates go with the next scalars."""
         if snapshot is not None:
             self._newest = aggregates(snapshot, self._writer.stats)
             self._all = all_statistics(snapshot, self._rows, self._writer.stats)
         for tracker in self._trackers if values else ():
             tensors = self._all if self._all and tracker.sends_tensors(step) else {}
             tracker.log(step, {**tracked_scalars(values), **self._newest, **tensors})
-
-    def _label(self, rows: Sequence[TensorRow | tuple[Any, ...]]) -> None:
-        self._writer.set_tensors(rows)
-        self._rows = [(row[0], row[1]) for row in rows]
 
     def _sample(self) -> None:
         self._writer.write_system(self._probe.sample())

@@ -18,18 +18,20 @@ import torch.distributed as dist
 from octavo import __version__
 from octavo._util.dist import in_process_group
 
-_SAMPLES: dict[str, tuple[str, float, str]] = {
-    "gpu_power_watts": ("nvmlDeviceGetPowerUsage", 1e-3, "power drawn by the board"),
-    "gpu_energy_joules": ("nvmlDeviceGetTotalEnergyConsumption", 1e-3, "energy since this process began to measure"),
-    "gpu_temperature": ("nvmlDeviceGetTemperature", 1.0, "temperature of the chip in degrees Celsius"),
-    "gpu_clock_mhz": ("nvmlDeviceGetClockInfo", 1.0, "clock of the multiprocessors"),
-    "gpu_throttle_reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons", 1.0, "NVML's bit mask; 0 is none"),
-}
-_ARGUMENTS = {"gpu_temperature": "NVML_TEMPERATURE_GPU", "gpu_clock_mhz": "NVML_CLOCK_SM"}
+_READINGS: dict[str, tuple[str, str, Callable[[Any], float], str]] = {
+    "gpu_power_watts": ("PowerUsage", "", lambda x: 1e-3 * x, "power drawn by the board"),
+    "gpu_energy_joules": (
+        "TotalEnergyConsumption", "", lambda x: 1e-3 * x, "energy since this process began to measure",
+    ),
+    "gpu_temperature": ("Temperature", "NVML_TEMPERATURE_GPU", float, "temperature of the chip in degrees Celsius"),
+    "gpu_clock_mhz": ("ClockInfo", "NVML_CLOCK_SM", float, "clock of the multiprocessors"),
+    "gpu_throttle_reasons": ("CurrentClocksThrottleReasons", "", float, "NVML's bit mask; 0 is none"),
+    "gpu_utilisation": ("UtilizationRates", "", lambda x: x.gpu / 100, "share of time with a kernel running, 0 to 1"),
+    "gpu_memory_bytes": ("MemoryInfo", "", lambda x: float(x.used), "GPU memory in use by all processes"),
+}  # fmt: skip
+"""By key: NVML's query, its argument, the reading in its answer, and the meaning."""
 SYSTEM_KEYS: dict[str, str] = {
-    **{key: about for key, (_, _, about) in _SAMPLES.items()},
-    "gpu_utilisation": "share of time with a kernel running, 0 to 1",
-    "gpu_memory_bytes": "GPU memory in use by all processes",
+    **{key: about for key, (*_, about) in _READINGS.items()},
     "torch_allocated_bytes": "GPU memory of this process's tensors",
     "torch_reserved_bytes": "GPU memory reserved by PyTorch for this process",
     "torch_peak_bytes": "peak GPU memory of this process's tensors",
@@ -58,10 +60,9 @@ class SystemProbe:
 
     def sample(self) -> dict[str, float]:
         """Return the readings that are available, keyed as `SYSTEM_KEYS`."""
-        found: dict[str, float | None] = {key: self._read(key) for key in _SAMPLES}
+        found: dict[str, float | None] = {key: self._read(key) for key in _READINGS}
         energy = found["gpu_energy_joules"]
         found["gpu_energy_joules"] = None if energy is None else energy - self._energy_before
-        found |= self._usage()
         for name in ("allocated", "reserved", "peak") if self.gpu is not None else ():
             measure = getattr(torch.cuda, {"peak": "max_memory_allocated"}.get(name, f"memory_{name}"))
             found[f"torch_{name}_bytes"] = float(measure(self.gpu))
@@ -84,17 +85,10 @@ class SystemProbe:
             self.missing = f"power and energy are not measured: {error}"
 
     def _read(self, key: str) -> float | None:
-        name, unit, _ = _SAMPLES[key]
-        extra = [getattr(self._nvml, _ARGUMENTS[key])] if self._nvml and key in _ARGUMENTS else []
-        value = self._ask(name, *extra)
-        return None if value is None else unit * float(value)
-
-    def _usage(self) -> dict[str, float | None]:
-        rates, memory = self._ask("nvmlDeviceGetUtilizationRates"), self._ask("nvmlDeviceGetMemoryInfo")
-        return {
-            "gpu_utilisation": None if rates is None else rates.gpu / 100,
-            "gpu_memory_bytes": None if memory is None else float(memory.used),
-        }
+        query, argument, reading, _ = _READINGS[key]
+        given = [getattr(self._nvml, argument)] if self._nvml and argument else []
+        answer = self._ask(f"nvmlDeviceGet{query}", *given)
+        return None if answer is None else reading(answer)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """Query NVML; None without NVML or if the GPU does not support the query."""
@@ -132,7 +126,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
     }
 
 
@@ -147,12 +141,13 @@ def _commit() -> str | None:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the document `env` of a process with its model on `device`."""
+    is_gpu = device.type == "cuda"
     return {
         "versions": versions(),
         "platform": platform.platform(),
-        "device": _name(device),
+        "device": torch.cuda.get_device_name(device) if is_gpu else platform.processor() or platform.machine(),
         "device_type": device.type,
-        "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+        "gpus": torch.cuda.device_count() if is_gpu else 0,
         "world_size": dist.get_world_size() if in_process_group() else 1,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -162,11 +157,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None for a missing one."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

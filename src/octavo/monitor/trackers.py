@@ -11,6 +11,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,18 +74,16 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a step."""
-        ...
 
     def finish(self, outcome: str) -> None:
         """Report the outcome and close the run."""
-        ...
 
 
 class _RunObject:
     """Run object of Weights & Biases or trackio: `log(values, step=)` and `finish`, thread-safe."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, package: str, name: str, config: Mapping[str, Any], **options: Any) -> None:
+        self._run = import_module(package).init(project=PROJECT, name=name, config=dict(config), **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -117,23 +117,9 @@ class _MlFlow:
         self._client.set_terminated(self._id, {"finished": "FINISHED", "interrupted": "KILLED"}.get(outcome, "FAILED"))
 
 
-def _wandb(name: str, config: Mapping[str, Any]) -> Tracker:
-    import wandb
-
-    return _RunObject(wandb.init(project=PROJECT, name=name, config=dict(config)))
-
-
-def _trackio(name: str, config: Mapping[str, Any]) -> Tracker:
-    import trackio
-
-    return _RunObject(
-        trackio.init(project=PROJECT, name=name, config=dict(config), resume="allow", embed=False, auto_log_gpu=False)
-    )
-
-
 TRACKERS: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
-    "wandb": _wandb,
-    "trackio": _trackio,
+    "wandb": partial(_RunObject, "wandb"),
+    "trackio": partial(_RunObject, "trackio", resume="allow", embed=False, auto_log_gpu=False),
     "mlflow": _MlFlow,
 }
 """Functions that open a run, from its name and configuration. To add a tracker, add a line."""
@@ -164,11 +150,6 @@ class TrackerThread:
         self._tracker: Tracker | None = None
         self._thread = Background(f"tracker {kind}", capacity=64, on_error=self._give_up)
         self._thread.submit(lambda: self._open(name, config), may_drop=False)
-
-    @property
-    def dropped(self) -> int:
-        """Number of steps not sent because the queue was full."""
-        return self._thread.dropped
 
     def sends_tensors(self, step: int) -> bool:
         """Return True, and count it, if all statistics of tensors are to be sent with this step."""

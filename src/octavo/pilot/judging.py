@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 from octavo._util.terminal import quantity
@@ -13,7 +14,7 @@ from octavo.conversion.plan_text import commonest_reason
 from octavo.doctor.accuracy import COSINE
 from octavo.kernels.devices import Rates
 from octavo.monitor.gap import GAP_LIMIT
-from octavo.pilot.measuring import Measurement, losses_apart
+from octavo.pilot.measuring import Measurement
 from octavo.pilot.predicting import products_ms
 
 WORTH = 1.05
@@ -70,9 +71,15 @@ class Pilot:
         return {kind: ms / own[kind] for kind, ms in base.items() if ms and own.get(kind)}
 
     def gap(self, precision: str) -> tuple[float, float] | None:
-        """Return how far the loss is above BF16's, in percent, and its standard error; None without losses."""
-        found = self.measured[precision].losses
-        return losses_apart(self.measured[precision], self.base) if found and self.base.losses else None
+        """Return how far the loss is above BF16's, in percent, and its standard error; None without losses.
+
+        The second half of the steps counts.
+        """
+        found, base = self.measured[precision].losses, self.base.losses
+        pairs = list(zip(found, base, strict=True))[len(base) // 2 :] if found and base else []
+        gaps = [100 * (one - other) / abs(other) for one, other in pairs if other]
+        error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("inf")
+        return (fmean(gaps), error) if gaps else None
 
     def trains(self, precision: str) -> bool:
         """Return whether the loss follows BF16's, as far as can be seen, on fast kernels."""
@@ -170,13 +177,11 @@ def _policy(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
 
 
 def _batch(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
-    gains, reason = {1: 1.0, 4: 1.0}, "no rates of this GPU are known"
+    gains, reason = dict.fromkeys((1, 2, 4), 1.0), "no rates of this GPU are known"
     if (rates := pilot.rates) is not None:
-        rows = {times: times * pilot.rows for times in (1, 2, 4)}
-        gains = {
-            times: products_ms(plan, count, rates, in_bf16=True) / products_ms(plan, count, rates)
-            for times, count in rows.items()
-        }
+        for times in (1, 2, 4):
+            rows = times * pilot.rows
+            gains[times] = products_ms(plan, rows, rates, in_bf16=True) / products_ms(plan, rows, rates)
         said = ", ".join(f"{gain:.2f} at {times} times" for times, gain in gains.items())
         reason = f"predicted gain of the linear layers by tokens: {said}"
     if found.peak_gib is None:

@@ -7,6 +7,7 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from octavo import kernels
 from octavo.conversion import Plan, convert
 from octavo.doctor.accuracy import drift
 from octavo.doctor.check import run_check
-from octavo.doctor.subjects import Trial
+from octavo.doctor.subjects import trial_of
 from octavo.errors import UnsupportedError
 from octavo.monitor.system import SystemProbe
 from octavo.nn import Linear, reuse_weight_codes
@@ -120,15 +121,16 @@ def measure(
 def _measure(
     model: nn.Module, workload: Workload, how: Conditions, found: Measurement, flops: float | None
 ) -> Plan | None:
-    is_recipe = found.precision not in PRECISIONS
-    plan = convert(model, found.precision, tokens=how.rows) if is_recipe else None
-    if is_recipe:
-        _errors(model, workload, how, found)
+    """Train and measure; a function of its own, so that its model and states are freed before the next ones."""
+    plan = None
+    if found.precision not in PRECISIONS:
+        plan = convert(model, found.precision, tokens=how.rows)
+        _errors(model, workload, found)
     run = _Training(model, workload, how, PRECISIONS.get(found.precision, torch.bfloat16))
     _train(run, workload, how, found, flops)
     if how.device.type == "cuda" and workload.decode is not None:
         batch = next(workload.batches())
-        found.decode_ms, found.decode_batch_ms = _decode(run, workload, one_of(batch)), _decode(run, workload, batch)
+        found.decode_ms, found.decode_batch_ms = (_decode(run, workload, each) for each in (one_of(batch), batch))
     return plan
 
 
@@ -211,29 +213,20 @@ def _decode(run: _Training, workload: Workload, batch: Any) -> float:
         return statistics.median(milliseconds(step, run.device.type, DECODED))
 
 
-def _errors(model: nn.Module, workload: Workload, how: Conditions, found: Measurement) -> None:
+def _errors(model: nn.Module, workload: Workload, found: Measurement) -> None:
     """Compare each FP8 layer's output, and the gradient of its weight, with high precision, on the first batch."""
-    batch = to_device(next(workload.batches()), how.device)
-
-    def loss() -> Tensor:
-        with torch.autocast(how.device.type, torch.bfloat16):
-            return workload.loss(model, batch)
-
-    trial = Trial(model, loss, loss)
+    trial = trial_of(model, workload)
     rows = run_check(drift, trial).finding.rows
     found.gradient_cosines = {str(row["layer"]): float(row["cosine"]) for row in rows}
 
-    def compare(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-            weight, bias = values(layer.get_parameter("weight"), torch.float32), cast(Tensor | None, layer.bias)
-            exact = nn.functional.linear(inputs[0].float(), weight, None if bias is None else bias.float())
-            found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))
-
-        return hook
+    def compare(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        weight, bias = values(layer.get_parameter("weight"), torch.float32), cast(Tensor | None, layer.bias)
+        exact = nn.functional.linear(inputs[0].float(), weight, None if bias is None else bias.float())
+        found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))
 
     layers = {name: layer for name, layer in trial.layers.items() if isinstance(layer, Linear)}
-    with hooked(layer.register_forward_hook(compare(name)) for name, layer in layers.items()), torch.no_grad():
-        loss()
+    with hooked(layer.register_forward_hook(partial(compare, name)) for name, layer in layers.items()), torch.no_grad():
+        trial.loss()
 
 
 def count_flops(workload: Workload) -> tuple[float, float, int] | None:
@@ -246,8 +239,7 @@ def count_flops(workload: Workload) -> tuple[float, float, int] | None:
 
     def note(layer: nn.Module, inputs: object, y: Tensor) -> None:
         nonlocal inside
-        count = y.numel() // y.shape[-1]
-        rows.append(count)
+        rows.append(y.numel() // y.shape[-1])
         inside += 2.0 * y.numel() * layer.get_parameter("weight").shape[1] * (3 if y.requires_grad else 1)
 
     try:
@@ -260,11 +252,3 @@ def count_flops(workload: Workload) -> tuple[float, float, int] | None:
         return None
     total = float(counter.get_total_flops())
     return total, max(total - inside, 0.0), statistics.mode(rows) if rows else workload.tokens
-
-
-def losses_apart(found: Measurement, base: Measurement) -> tuple[float, float]:
-    """Return how far a loss is above BF16's, in percent, over the second half of the steps, and its standard error."""
-    pairs = list(zip(found.losses, base.losses, strict=True))[len(base.losses) // 2 :]
-    gaps = [100 * (one - other) / abs(other) for one, other in pairs if other]
-    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("inf")
-    return statistics.fmean(gaps), error

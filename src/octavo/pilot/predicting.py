@@ -53,10 +53,8 @@ def predict(
     base = products_ms(plan, how.rows, rates, in_bf16=True)
     products = products_ms(plan, how.rows, rates) if is_fp8 else base
     found.step_ms = products + other + _REST * H200.copy / rates.copy * (base + other)
-    found.phases, found.parts = (
-        {},
-        {"gemm": products, "attention": other, "elementwise": found.step_ms - products - other},
-    )
+    found.phases = {}
+    found.parts = {"gemm": products, "attention": other, "elementwise": found.step_ms - products - other}
     found.tokens_per_s = 1e3 * workload.tokens / found.step_ms
     found.tflops = flops[0] / found.step_ms / 1e9
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Literal, cast
 
 from octavo.errors import ConfigError, did_you_mean
@@ -220,6 +221,10 @@ class Recipe:
     def gemm(self, name: str) -> Gemm:
         """Return the GEMM called fprop, dgrad or wgrad."""
         return cast(Gemm, getattr(self, name))
+
+    def for_layer(self, name: str) -> Recipe:
+        """Return the recipe of a layer, by its full name: the last one of `modules` that matches, else this one."""
+        return next((own for pattern, own in reversed(self.modules.items()) if fnmatchcase(name, pattern)), self)
 
     def reuses(self, operand: str) -> bool:
         """Return whether an operand, such as `dgrad.weight`, is another GEMM's codes, transposed."""

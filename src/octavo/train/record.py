@@ -16,7 +16,7 @@ from octavo._util import config_reader
 from octavo.guard.alarms import GuardEvent
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store import RunReader
-from octavo.monitor.store.writer import outcome_of
+from octavo.monitor.store.writer import RunWriter, outcome_of
 from octavo.monitor.system import environment
 from octavo.train import events
 from octavo.train.config import RunConfig
@@ -43,10 +43,7 @@ class StoreReporter:
         self._is_removed = False
         tracker = f"{run.tracker}:{run.tracker_tensors}" if run.tracker_tensors else run.tracker
         self._recorder = Recorder(
-            Path(run.out),
-            keep_until=done or None,
-            keep_events=events,
-            overwrite=not done,
+            RunWriter(run.out, keep_until=done or None, keep_events=events, overwrite=not done),
             gpu=(device.index or 0) if device.type == "cuda" else None,
             trackers=() if run.tracker == "none" else (tracker,),
             config=config_reader.to_dict(config),

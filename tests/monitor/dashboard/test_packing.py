@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.monitor.dashboard.packing import pack, to_json
+from octavo.monitor.dashboard.packing import pack
+from octavo.monitor.store.writer import to_json
 
 ARRAYS = st.dictionaries(
     st.text(max_size=12),
@@ -34,4 +35,4 @@ def test_what_is_packed_comes_out(unpack: Any, shapes: dict[str, tuple[str, list
 def test_what_json_cannot_say_is_null(value: float) -> None:
     packed = to_json({"a": [1.5, value, (value,)], "b": {"c": value}})
     assert json.loads(packed) == {"a": [1.5, None, [None]], "b": {"c": None}}
-    assert b"NaN" not in packed and b"Inf" not in packed
+    assert "NaN" not in packed and "Inf" not in packed

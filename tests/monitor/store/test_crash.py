@@ -59,7 +59,7 @@ def check(path, committed):
     for step in {1, max(last // 2, 1), last} if last else ():
         assert np.array_equal(reader.snapshot(step)[1], snapshot(step)), step
     assert reader.heatmap("amax", "input", buckets=1).values.max(initial=0) == 59 * len(STATS) * last
-    assert reader._one("PRAGMA integrity_check") == ("ok",)
+    assert reader._all("PRAGMA integrity_check") == [("ok",)]
     reader.close()
     return last
 

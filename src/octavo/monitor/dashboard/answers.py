@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -105,11 +106,7 @@ def run(known: RunCollection, query: Query) -> Answer:
 def scalars(known: RunCollection, query: Query) -> Answer:
     """Scalars over steps: `key/x`, `key/y` for each requested `key`; by default all."""
     opened = known.open(query.text("run"))
-    series = opened.scalars(query.several("key") or None, points=query.number("points", POINTS))
-    arrays: dict[str, Any] = {}
-    for key, found in series.items():
-        arrays[f"{key}/x"], arrays[f"{key}/y"] = found.points()
-    return pack(arrays)
+    return _curves(opened.scalars(query.several("key") or None, points=query.number("points", POINTS)))
 
 
 def heatmap(known: RunCollection, query: Query) -> Answer:
@@ -118,25 +115,31 @@ def heatmap(known: RunCollection, query: Query) -> Answer:
     stat, role = query.text("stat", opened.stats), query.text("role", ROLES)
     pool = query.text("pool", ("max", "min")) if query.several("pool") else "max"
     found = opened.heatmap(stat, role, pool=pool, buckets=query.number("buckets", BUCKETS))
-    arrays: dict[str, Any] = {"values": found.values, "first": found.first, "last": found.last}
-    return pack(arrays, {"layers": found.layers})
+    return pack({"values": found.values, "first": found.first, "last": found.last}, {"layers": found.layers})
 
 
 def series(known: RunCollection, query: Query) -> Answer:
     """One statistic of one layer, by role: `ROLE/x`, `ROLE/y`."""
     opened = known.open(query.text("run"))
     stat, points = query.text("stat", opened.stats), query.number("points", POINTS)
+    return _curves(opened.series_by_role(query.text("layer"), stat, points=points))
+
+
+def _curves(series: Mapping[str, Series]) -> bytes:
     arrays: dict[str, Any] = {}
-    for role, found in opened.series_by_role(query.text("layer"), stat, points=points).items():
-        arrays[f"{role}/x"], arrays[f"{role}/y"] = found.points()
+    for name, found in series.items():
+        arrays[f"{name}/x"], arrays[f"{name}/y"] = found.points()
     return pack(arrays)
 
 
 def histograms(known: RunCollection, query: Query) -> Answer:
     """The newest histogram of each role of a layer, with the range of its format and the SQNR of that step."""
-    opened = known.open(query.text("run"))
-    layer = _layer(opened, query)
-    return {role: _histogram(opened, layer, role) for role in _roles(opened, layer)}
+    opened, layer = known.open(query.text("run")), query.text("layer")
+    measured = {row.role for row in opened.tensors if row.layer == layer}
+    if not measured:
+        near = did_you_mean(layer, {row.layer for row in opened.tensors})
+        raise StoreError(f"this run has no telemetry of layer '{layer}'.{near}")
+    return {role: _histogram(opened, layer, role) for role in ROLES if role in measured}
 
 
 def events(known: RunCollection, query: Query) -> Answer:
@@ -174,8 +177,10 @@ def answer(known: RunCollection, name: str, values: Mapping[str, Sequence[str]])
 
     Raises:
         ConfigError: a value of the request is missing or invalid.
-        StoreError: there is no such run, or it cannot be read, or is damaged.
+        StoreError: there is no such answer or run, or it cannot be read, or is damaged.
     """
+    if name not in ANSWERS:
+        raise StoreError(f"unknown request '{name}'")
     with blaming(", ".join(values.get("run", ["the folder"])), StoreError):
         found = ANSWERS[name](known, Query(values))
         return found if isinstance(found, bytes) else dict(plain(found))
@@ -270,19 +275,6 @@ def _layers(opened: RunReader) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _layer(opened: RunReader, query: Query) -> str:
-    layer = query.text("layer")
-    names = {row.layer for row in opened.tensors}
-    if layer not in names:
-        raise StoreError(f"this run has no telemetry of layer '{layer}'.{did_you_mean(layer, names)}")
-    return layer
-
-
-def _roles(opened: RunReader, layer: str) -> list[str]:
-    measured = {row.role for row in opened.tensors if row.layer == layer}
-    return [role for role in ROLES if role in measured]
-
-
 def _histogram(opened: RunReader, layer: str, role: str) -> dict[str, Any] | None:
     found = opened.histogram(layer, role)
     if found is None:
@@ -291,19 +283,13 @@ def _histogram(opened: RunReader, layer: str, role: str) -> dict[str, Any] | Non
     index = next(i for i, row in enumerate(opened.tensors) if (row.layer, row.role) == (layer, role))
     held = format_range(opened.tensors[index].operand)
     body: dict[str, Any] = {"step": step, "low": low, "counts": counts.tolist(), "window": held}
-    body["sqnr"] = _sqnr(opened, step, index)
+    body["sqnr"] = math.nan
+    if "sqnr" in opened.stats:
+        with contextlib.suppress(StoreError):  # no snapshot that early
+            body["sqnr"] = float(opened.snapshot(step)[1][index, opened.stats.index("sqnr")])
     if held is not None:
         body["below"], body["above"] = outside(counts, low, held)
     return body
-
-
-def _sqnr(opened: RunReader, step: int, index: int) -> float:
-    """Return the signal-to-quantisation-noise ratio of a tensor at a step in dB; NaN if not measured."""
-    try:
-        _, values = opened.snapshot(step)
-    except StoreError:
-        return float("nan")
-    return float(values[index, opened.stats.index("sqnr")]) if "sqnr" in opened.stats else float("nan")
 
 
 RANGES = {"e4m3": (448.0, 2.0**-6, 2.0**-9), "e5m2": (57344.0, 2.0**-14, 2.0**-16)}

@@ -8,14 +8,13 @@ after the header's padding and the type `f4`, `f8` or `i4`. Everything is little
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.monitor.store.writer import plain
+from octavo.monitor.store.writer import to_json
 
 ALIGNMENT = 8
 _TYPES = {"f": {4: "f4", 8: "f8"}, "i": {4: "i4", 8: "i4"}, "u": {4: "i4"}}
@@ -30,11 +29,6 @@ def pack(arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any] | None = N
         body += b"\0" * (-len(body) % ALIGNMENT)
         places[name] = (kind, len(body), list(array.shape))
         body += np.ascontiguousarray(array, dtype=f"<{kind}").tobytes()
-    header = to_json({**(about or {}), "arrays": places})
+    header = to_json({**(about or {}), "arrays": places}).encode()
     start = len(header).to_bytes(4, "little") + header
     return start + b"\0" * (-len(start) % ALIGNMENT) + bytes(body)
-
-
-def to_json(value: Any) -> bytes:
-    """Return JSON for browsers: NaN and infinities become null."""
-    return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).encode()

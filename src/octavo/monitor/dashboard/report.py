@@ -8,7 +8,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode
 
 from octavo._util.files import write_text
 from octavo.errors import StoreError
@@ -41,12 +41,17 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
     script = page.plotly().read_text("utf-8")
     known = runs_named(*runs)
     try:
-        failures = known.failures()
-        readable = [name for name in known.names() if name not in failures]
+        readable, failures = [], []
+        for name in known.names():
+            try:
+                known.open(name)
+                readable.append(name)
+            except StoreError as error:
+                failures.append(error)
         if not readable:
-            raise failures[known.names()[0]]
-        for error in failures.values():
-            warnings.warn(f"{error} The report says so in its place.", stacklevel=2)
+            raise failures[0]
+        for failure in failures:
+            warnings.warn(f"{failure} The report says so in its place.", stacklevel=2)
         held = {_request_key(*request): _answer(known, *request) for request in _requests(known, readable)}
     finally:
         known.close()
@@ -91,10 +96,7 @@ def _requests(known: RunCollection, readable: Sequence[str]) -> Iterator[Request
 
 
 def _answer(known: RunCollection, name: str, parameters: list[tuple[str, str]]) -> dict[str, object]:
-    values: dict[str, list[str]] = {}
-    for key, value in parameters:
-        values.setdefault(key, []).append(value)
-    found = answer(known, name, values)
+    found = answer(known, name, parse_qs(urlencode(parameters), keep_blank_values=True))
     return {"arrays": base64.b64encode(found).decode()} if isinstance(found, bytes) else {"json": found}
 
 

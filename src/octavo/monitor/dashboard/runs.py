@@ -57,16 +57,6 @@ class RunCollection:
                 self._readers[name] = known = (identity, RunReader(file, seconds=QUERY_SECONDS))
             return known[1]
 
-    def failures(self) -> dict[str, StoreError]:
-        """Return the errors of the runs that cannot be read, by name."""
-        found = {}
-        for name in self.names():
-            try:
-                self.open(name)
-            except StoreError as error:
-                found[name] = error
-        return found
-
     def close(self) -> None:
         """Close all files."""
         with self._lock:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.monitor.dashboard import answers, page
-from octavo.monitor.dashboard.packing import to_json
 from octavo.monitor.dashboard.runs import RunCollection, runs_below
+from octavo.monitor.store.writer import to_json
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -161,24 +161,14 @@ def _timed_protocol() -> type[asyncio.Protocol]:
 def _answer(known: RunCollection, request: Request) -> Response:
     from starlette.responses import Response
 
-    name = request.path_params["name"]
-    if name not in answers.ANSWERS:
-        return _error(f"unknown request '{name}'", 404)
+    name, status = request.path_params["name"], 200
     try:
         found = answers.answer(known, name, {key: request.query_params.getlist(key) for key in request.query_params})
-    except ConfigError as error:
-        return _error(str(error), 400)
     except OctavoError as error:
-        return _error(str(error), 404)
+        found, status = {"error": str(error)}, 400 if isinstance(error, ConfigError) else 404
     if isinstance(found, bytes):
         return Response(found, media_type="application/octet-stream")
-    return Response(to_json(found), media_type="application/json")
-
-
-def _error(message: str, status: int) -> Response:
-    from starlette.responses import Response
-
-    return Response(to_json({"error": message}), status, media_type="application/json")
+    return Response(to_json(found), status, media_type="application/json")
 
 
 _HEAD = f"""\

@@ -15,12 +15,12 @@ from octavo.models import ModelConfig, flops_per_token
 from octavo.models.flops import datasheet_tflops
 from octavo.monitor.store import RunReader, Series
 from octavo.monitor.store.reader import JOULES_PER_KWH
+from octavo.monitor.store.series import Values
 
-Floats = NDArray[np.float64]
 LANES = ("fp8", "bf16")
 
 
-def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Floats], dict[str, Any]]:
+def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Values], dict[str, Any]]:
     """Return series to draw, each `name/x` and `name/y`, and facts.
 
     Series over steps, with LANE `fp8` or `bf16`: `tokens_per_second_LANE`, `tflops_LANE`, and
@@ -39,7 +39,7 @@ def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Floats], dic
         "peak_tflops": peaks,
         "gpus": gpus,
     }
-    found: dict[str, Floats] = {}
+    found: dict[str, Values] = {}
     for lane in LANES:
         series = run.scalar(f"milliseconds_{lane}", points=points)
         if len(series):
@@ -58,7 +58,7 @@ def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Floats], dic
 
 
 def _lane(
-    found: dict[str, Floats],
+    found: dict[str, Values],
     facts: dict[str, Any],
     lane: str,
     series: Series,
@@ -113,7 +113,7 @@ def _typical(series: Series) -> float:
     return float(np.nanmedian(middle)) if np.isfinite(middle).any() else math.nan
 
 
-def _machine(run: RunReader, points: int) -> dict[str, Floats]:
+def _machine(run: RunReader, points: int) -> dict[str, Values]:
     rows = run.system()
     clock = run.scalar("time", points=points)
     times = np.array([row["t"] for row in rows])
@@ -121,7 +121,7 @@ def _machine(run: RunReader, points: int) -> dict[str, Floats]:
         steps = np.interp(times, clock.low, clock.first.astype(np.float64))
     else:
         steps = times - times[:1].sum() if len(times) else times
-    found: dict[str, Floats] = {}
+    found: dict[str, Values] = {}
     for key in sorted({key for row in rows for key in row} - {"t"}):
         values = np.array([row.get(key, math.nan) for row in rows], dtype=np.float64)
         places = np.arange(len(values))
@@ -158,10 +158,10 @@ def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
     return facts
 
 
-def _memory(run: RunReader, machine: Mapping[str, Floats]) -> dict[str, Any]:
+def _memory(run: RunReader, machine: Mapping[str, Values]) -> dict[str, Any]:
     """Return the newest memory in bytes by kind, and the forecast of the peak if the summary has one."""
-    newest = {key: float(values[-1]) for key in machine if (values := machine[key]).size and key.endswith("bytes/y")}
-    known = {key.removesuffix("/y"): value for key, value in newest.items()}
+    memory = {key.removesuffix("/y"): values for key, values in machine.items() if key.endswith("bytes/y")}
+    known = {key: float(values[-1]) for key, values in memory.items() if values.size}
     kinds: dict[str, float] = {}
     if "torch_allocated_bytes" in known:
         kinds["tensors"] = known["torch_allocated_bytes"]
@@ -174,5 +174,5 @@ def _memory(run: RunReader, machine: Mapping[str, Floats]) -> dict[str, Any]:
     return {"memory_bytes": kinds, "predicted_gib": run.summary.get("predicted_gib_by_kind") or {}}
 
 
-def _put(found: dict[str, Floats], name: str, x: NDArray[Any], y: NDArray[Any]) -> None:
+def _put(found: dict[str, Values], name: str, x: NDArray[Any], y: NDArray[Any]) -> None:
     found[f"{name}/x"], found[f"{name}/y"] = x.astype(np.float64), y.astype(np.float64)

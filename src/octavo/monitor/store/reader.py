@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -22,10 +21,9 @@ from octavo._util.config_reader import blaming, shown
 from octavo.errors import StoreError, did_you_mean
 from octavo.monitor.store import schema
 from octavo.monitor.store.schema import TensorRow
-from octavo.monitor.store.series import Series, Steps, gaps
+from octavo.monitor.store.series import Floats, Series, Steps, gaps
 from octavo.monitor.store.writer import file_of, unusable
 
-Floats = NDArray[np.float32]
 JOULES_PER_KWH = 3.6e6
 _FOREVER = 2**62
 
@@ -173,12 +171,12 @@ class RunReader:
 
     def version(self) -> int:
         """Return a number that changes with every write: poll it to follow a run."""
-        return int(self._one("PRAGMA data_version")[0])
+        return int(self._all("PRAGMA data_version")[0][0])
 
     @property
     def last_step(self) -> int:
         """Steps completed; 0 before the first is written."""
-        newest = [self._one(f"SELECT MAX(step) FROM {table}")[0] for table in ("scalars", "telemetry")]
+        newest = [self._all(f"SELECT MAX(step) FROM {table}")[0][0] for table in ("scalars", "telemetry")]
         return max((step for step in newest if step is not None), default=0)
 
     # Scalars, system readings, events
@@ -284,13 +282,11 @@ class RunReader:
             )
         return found[0][0], self._matrix(found[0][1], len(self.tensors))
 
-    def snapshots(
-        self, *, first: int = 0, last: int | None = None, at_once: int = 64
-    ) -> Iterator[tuple[Steps, Floats]]:
-        """Yield the snapshots between two steps in batches: steps (n,), values (n, tensors, statistics)."""
-        rows = len(self.tensors)
-        query = "SELECT step, blob FROM telemetry WHERE step BETWEEN ? AND ? ORDER BY step LIMIT ?"
-        while found := self._all(query, (first, _FOREVER if last is None else last, at_once)):
+    def snapshots(self, *, at_once: int = 64) -> Iterator[tuple[Steps, Floats]]:
+        """Yield all snapshots in batches: steps (n,), values (n, tensors, statistics)."""
+        rows, first = len(self.tensors), 0
+        query = "SELECT step, blob FROM telemetry WHERE step >= ? ORDER BY step LIMIT ?"
+        while found := self._all(query, (first, at_once)):
             steps = np.array([step for step, _ in found], dtype=np.int64)
             yield steps, np.stack([self._matrix(blob, rows) for _, blob in found])
             first = int(steps[-1]) + 1
@@ -321,16 +317,8 @@ class RunReader:
         buckets = None if points is None else max(points // 2, 1)
         return self._ranges(first, last, buckets, np.array([index]), column).number(0).drawn(points)
 
-    def series_by_role(
-        self,
-        layer: str,
-        stat: str,
-        *,
-        first: int = 0,
-        last: int | None = None,
-        points: int | None = 1500,
-    ) -> dict[str, Series]:
-        """Return the `series` of each role of a layer, in one read.
+    def series_by_role(self, layer: str, stat: str, *, points: int | None = 1500) -> dict[str, Series]:
+        """Return the `series` of each role of a layer over the whole run, in one read.
 
         Raises:
             StoreError: unknown layer or statistic.
@@ -340,7 +328,7 @@ class RunReader:
             near = did_you_mean(layer, {row.layer for row in self.tensors})
             raise StoreError(f"{self.path}: no layer '{layer}' was measured.{near}")
         buckets = None if points is None else max(points // 2, 1)
-        taken = self._ranges(first, last, buckets, np.array(list(rows.values())), self._column(stat))
+        taken = self._ranges(0, None, buckets, np.array(list(rows.values())), self._column(stat))
         return {role: taken.number(place).drawn(points) for place, role in enumerate(rows)}
 
     def heatmap(
@@ -437,34 +425,28 @@ class RunReader:
 
     def _stats(self) -> tuple[str, ...]:
         with blaming(self.path, StoreError):
-            found = json.loads(self._one("SELECT value FROM meta WHERE key = 'stats'")[0])
+            found = json.loads(self._all("SELECT value FROM meta WHERE key = 'stats'")[0][0])
             if not found or not all(isinstance(name, str) for name in found):
                 raise ValueError(f"statistics {shown(found)}")
             return tuple(found)
 
     def _all(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._querying():
-            return self._connection.execute(query, values).fetchall()
+        return list(self._each(query, values))
 
     def _each(self, query: str, values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield large rows one by one. The reader stays locked until the last one."""
-        with self._querying():
-            yield from self._connection.execute(query, values)
+        """Yield rows one by one, within the limit of time. The reader stays locked until the last one.
 
-    @contextlib.contextmanager
-    def _querying(self) -> Iterator[None]:
-        """Lock the connection, limit the time, and raise errors of SQLite as those of this file."""
+        Raises:
+            StoreError: SQLite cannot read the file.
+        """
         try:
             with self._lock:
                 self._deadline = math.inf if self._seconds is None else time.monotonic() + self._seconds
-                yield
+                yield from self._connection.execute(query, values)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             if "interrupted" in str(error):
                 raise StoreError(f"{self.path}: too large to be shown: a query took {self._seconds:g} s.") from error
             raise unusable(self.path, error, "read") from error
-
-    def _one(self, query: str) -> tuple[Any, ...]:
-        return self._all(query)[0]
 
     def _index(self, layer: str, role: str) -> int:
         keys = [(row.layer, row.role) for row in self.tensors]
@@ -517,8 +499,7 @@ class RunReader:
 
 def find_runs(root: str | Path) -> list[Path]:
     """Return the directories at or below `root` that contain a run, sorted. Links are not followed."""
-    found = [Path(folder) for folder, _, files in os.walk(root) if schema.FILE in files]
-    return sorted(found)
+    return sorted(Path(folder) for folder, _, files in os.walk(root) if schema.FILE in files)
 
 
 class ConfigDifference(NamedTuple):

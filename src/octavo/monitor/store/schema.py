@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,8 +156,6 @@ CUT = {
 
 def create(connection: sqlite3.Connection, stats: tuple[str, ...], now: float) -> None:
     """Create the tables in an empty file, atomically."""
-    import json
-
     connection.execute("BEGIN IMMEDIATE")
     for statement in (*(table.statement() for table in TABLES), *INDICES):
         connection.execute(statement)

@@ -23,9 +23,9 @@ from octavo._util.config_reader import blaming, shown
 from octavo.errors import StoreError
 from octavo.monitor.store import schema
 from octavo.monitor.store.schema import TensorRow
+from octavo.monitor.store.series import Floats
 
 Outcome = Literal["finished", "failed", "interrupted"]
-Floats = NDArray[np.float32]
 
 
 class RunWriter:
@@ -34,9 +34,8 @@ class RunWriter:
     Args:
         path: the file, or its directory (for `run.sqlite`); created if missing.
         keep_until: append to an existing run, after deleting its records past this step.
-        keep_events: number of the last event to keep, of those up to that step.
+        keep_events: number of the last event to keep, of those up to that step: what `Recorder.flush` returned there.
         overwrite: replace an existing run. Open readers see the new one.
-        stats: column names of a snapshot.
 
     Raises:
         StoreError: the file contains a run and neither `keep_until` nor `overwrite` is given. From any method: the file
@@ -50,15 +49,15 @@ class RunWriter:
         keep_until: int | None = None,
         keep_events: int | None = None,
         overwrite: bool = False,
-        stats: Sequence[str] = schema.STATS,
     ) -> None:
         self.path = file_of(path)
-        self.stats = tuple(stats)
+        self.stats = schema.STATS
+        self.first_step = keep_until or 0
+        """Steps completed before."""
         self._rows: dict[tuple[str, str], int] = {}
         self._order: NDArray[np.int64] | None = None
         self._span: _Span | None = None
         self._last = -1
-        self._depth = 0
         self._closed = False
         self._connection = self._open()
         self._begin(keep_until, keep_events, overwrite)
@@ -114,7 +113,7 @@ class RunWriter:
             if scalars:
                 values = {"time": now, **scalars}
                 rows = [(step, key, float(value)) for key, value in values.items()]  # SQLite stores NaN as NULL
-                self._guarded(lambda c: c.executemany("INSERT OR REPLACE INTO scalars VALUES (?, ?, ?)", rows))
+                self._execute("INSERT OR REPLACE INTO scalars VALUES (?, ?, ?)", rows, many=True)
             if snapshot is not None:
                 self._write_snapshot(step, np.asarray(snapshot, dtype="<f4"), now)
 
@@ -147,7 +146,7 @@ class RunWriter:
                 kept = bins[used[0] : used[-1] + 1]
                 rows.append((step, index, low + int(used[0]), kept.astype("<u4").tobytes()))
         with self.batch():
-            self._guarded(lambda c: c.executemany("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", rows))
+            self._execute("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?, ?)", rows, many=True)
 
     def write_system(self, values: Mapping[str, float], *, t: float | None = None) -> None:
         """Write a reading of the machine."""
@@ -174,19 +173,17 @@ class RunWriter:
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Commit all writes within the block together; an exception rolls them back."""
-        self._depth += 1
-        try:
-            if self._depth == 1:
-                self._execute("BEGIN IMMEDIATE")
+        if not self._closed and self._connection.in_transaction:  # within another batch, which commits
             yield
-            if self._depth == 1:
-                self._execute("COMMIT")
+            return
+        self._execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._execute("COMMIT")
         except BaseException:
-            if self._depth == 1 and self._connection.in_transaction:
+            if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
-        finally:
-            self._depth -= 1
 
     def close(self, outcome: Outcome = "finished", text: str = "") -> None:
         """Write the outcome of the run and close the file. Idempotent."""
@@ -237,7 +234,7 @@ class RunWriter:
                     f"{self.path}: contains a run already. Append to it (keep_until=), replace it (overwrite=True), or"
                     " name another directory."
                 )
-            row = (time.time(), keep_until or 0, os.getpid())
+            row = (time.time(), self.first_step, os.getpid())
             new = "INSERT INTO sessions (started, first_step, pid) VALUES (?, ?, ?)"
             self._session = self._execute(new, row).lastrowid
 
@@ -270,7 +267,10 @@ class RunWriter:
             raise StoreError(
                 f"{self.path}: a snapshot of step {step} after step {self._last}; call cut({step - 1}) first."
             )
-        placed = self._placed(values)
+        placed = values
+        if self._order is not None:  # as in the file
+            placed = np.full((len(self._rows), len(self.stats)), np.nan, dtype="<f4")
+            placed[self._order] = values
         self._execute("INSERT INTO telemetry VALUES (?, ?, ?, ?)", (step, now, 0, placed.tobytes()))
         self._last = step
         span = self._span = self._span or _Span(step, placed)
@@ -280,23 +280,11 @@ class RunWriter:
             self._execute("INSERT INTO telemetry_span VALUES (?, ?, ?, ?, ?, ?)", row)
             self._span = None
 
-    def _placed(self, values: Floats) -> Floats:
-        """Reorder rows as in the file."""
-        if self._order is None:
-            return values
-        placed = np.full((len(self._rows), len(self.stats)), np.nan, dtype="<f4")
-        placed[self._order] = values
-        return placed
-
-    def _execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
-        return self._guarded(lambda connection: connection.execute(statement, values))
-
-    def _guarded(self, action: Any) -> sqlite3.Cursor:
+    def _execute(self, statement: str, values: Sequence[Any] = (), *, many: bool = False) -> sqlite3.Cursor:
         try:
-            cursor: sqlite3.Cursor = action(self._connection)
+            return (self._connection.executemany if many else self._connection.execute)(statement, values)
         except sqlite3.Error as error:
             raise unusable(self.path, error, "written") from error
-        return cursor
 
 
 class _Span:
