@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +20,14 @@ from octavo.train import RunConfig
 from octavo.train.events import Event, TensorsMeasured
 from octavo.train.files import read_metrics
 from octavo.train.parallel import ranks_of
-from octavo.train.run import train
+from octavo.train.run import Trainer, train
 from octavo.train.setup import set_up
 from octavo_bench.fault_cases import Fault
 from octavo_bench.faults import Struck
 
 Configure = Callable[..., RunConfig]
 AT = 14
+LAST = "rowwise_bf16_fprop"
 
 
 class Keeper:
@@ -91,8 +94,9 @@ def row_times_1000(run: Struck) -> None:
         {"run": {"weights": "bf16"}, "optimizer": {"states": "fp8", "loss_scale": "dynamic"}},
         {"run": {"weights": "fp8"}, "optimizer": {"states": "fp8-min", "gradients": "fp8"}},
         {"optimizer": {"name": "muon"}, "run": {"accumulate": 2}},
+        {"run": {"last_share": 0.4}},  # it goes back from the last recipe to its own
     ],
-    ids=["stored scales", "master, states and loss scale", "all fp8", "muon"],
+    ids=["stored scales", "master, states and loss scale", "all fp8", "muon", "last recipe"],
 )
 def test_a_fault_that_does_not_come_back_leaves_no_trace(configure: Configure, tmp_path: Any, settings: Any) -> None:
     plain, _ = carry_out(guarded(configure, str(tmp_path / "plain"), **{k: {**v} for k, v in settings.items()}))
@@ -170,6 +174,39 @@ def test_layers_of_a_run_with_static_scales_take_another_recipe(
     plan = RunReader(tmp_path / "run").plan
     assert {row["name"]: row["recipe"] for row in plan["layers"]}["layers.0.feed_forward.w2"] == "folded"
     assert [event.step for event in keeper.of(TensorsMeasured)][-1] == 20
+
+
+def test_a_layer_that_left_fp8_stays_in_bf16_to_the_end(configure: Configure, tmp_path: Any) -> None:
+    def strike(run: Struck) -> None:
+        alarm = Alarm(AT, "saturated", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
+        while run._guarded.guard._refine(alarm.layer, alarm):
+            pass
+
+    run = {"recipe": "tensorwise", "last_share": 0.2, "checkpoint_every": 18}
+    config = guarded(configure, str(tmp_path / "run"), run=run)
+    carry_out(config, strike)
+    recipe_of = {row["name"]: row["recipe"] for row in RunReader(tmp_path / "run").plan["layers"]}
+    assert recipe_of["layers.0.feed_forward.w2"] == "bf16" and recipe_of["layers.0.feed_forward.w1"] == LAST
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000020")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert train(config, resume=True)["heldout_loss_fp8"] == summary["heldout_loss_fp8"]
+    assert {row["name"]: row["recipe"] for row in RunReader(tmp_path / "run").plan["layers"]} == recipe_of
+
+
+def test_steps_that_are_checked_late_may_be_followed_by_another_recipe(configure: Configure, tmp_path: Any) -> None:
+    """As on a GPU, where a step is checked once the next one is queued."""
+    config = guarded(configure, str(tmp_path / "run"), run={"last_share": 0.3, "recipe": "tensorwise"})
+    trainer = Trainer(set_up(config), [keeper := Keeper()])
+    trainer._guarded._lag = 1
+
+    def refine() -> bool:
+        return trainer._guarded.guard._refine("layers.0.feed_forward.w2", Alarm(5, "saturated", "", "", 1.0, 0.5))
+
+    before = trainer._guarded.guard.before
+    trainer._guarded.guard.before = lambda: (before(), trainer.done == 5 and [refine() for _ in range(3)])  # type: ignore[method-assign]
+    trainer.run()
+    assert [event.step for event in keeper.of(TensorsMeasured)] == [*range(1, 21)]
+    assert len({len(event.values) for event in keeper.of(TensorsMeasured)}) == 3
 
 
 def test_a_layer_that_cannot_be_refined_is_measured_on(

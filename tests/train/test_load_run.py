@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,27 @@ def test_static_scales_are_those_of_the_run(configure: Configure, tmp_path: Path
     assert book is not None and book.is_known
     saved = found.tensors["fp8"]["scales.layers.0.attention.wo.input"]
     assert torch.equal(book.state_dict()["layers.0.attention.wo.input"], saved)
+
+
+@pytest.mark.parametrize("last", ["bf16", "rowwise_bf16_fprop"])
+@pytest.mark.parametrize("recipe", ["folded", "delayed"])
+def test_a_run_that_ended_by_another_recipe_is_opened_by_its_own(
+    configure: Configure, tmp_path: Path, recipe: str, last: str
+) -> None:
+    run = {"recipe": recipe, "last_share": 0.5, "last_recipe": last, "steps": 4, "checkpoint_every": 3}
+    config = trained(configure, tmp_path / "run", run=run)
+    plan = (tmp_path / "run" / "plan.json").read_bytes()
+    found = find(tmp_path / "run")
+    setup = restore(found, settings_of(found, "test", {"device": "cpu"}))
+    assert setup.plan is not None and setup.plan.recipe.name == recipe and setup.plan.fp8_layers
+    model = setup.states[0].model
+    assert torch.equal(model.get_parameter("norm.weight"), found.tensors["fp8"]["model.norm.weight"])
+    if recipe == "delayed":
+        book = octavo.scales(model)
+        assert book is not None and book.is_known
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    train(config, resume=True)
+    assert (tmp_path / "run" / "plan.json").read_bytes() == plan
 
 
 def test_the_text_may_be_gone(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,9 +376,9 @@ PRODUCTS = 14 + 8 + 8
 """A step's in FP8: in backward q, k and v are one, and so are gate and up."""
 
 
-def scheduled(out: Path) -> list[str]:
+def scheduled(out: Path, recipe: str = "folded") -> list[str]:
     """Return the recipe that the FP8 model computed each logged step by, as the schedule's events tell it."""
-    recipe, steps = "folded", []
+    steps = []
     for line in measured(out):
         recipe = line.get("recipe_fp8", recipe)
         steps += [recipe] if "loss_fp8" in line else []
@@ -426,6 +426,23 @@ def test_a_run_may_be_given_another_end_when_it_resumes(configure: Configure, tm
     stopped_after(2, broken)
     train(configure(run={**run, "last_share": 0.5, "out": str(tmp_path / "broken")}), resume=True)
     assert measured(broken.run.out) == measured(straight.run.out)
+
+
+def test_a_run_that_goes_on_after_its_end_has_its_own_recipe_again(configure: Configure) -> None:
+    run = {**EVERY_STEP, "recipe": "delayed", "last_share": 0.3}
+    train(configure(run=run))
+    longer = configure(run={**run, "steps": 12})
+    summary = train(longer, resume=True)
+    assert scheduled(longer.run.out, "delayed") == 4 * ["delayed"] + 2 * [LAST] + 2 * ["delayed"] + 4 * [LAST]
+    assert summary["heldout_loss_fp8"] < 6
+
+
+def test_a_last_recipe_that_is_the_first_changes_nothing(configure: Configure, tmp_path: Path) -> None:
+    run = {**EVERY_STEP, "recipe": "delayed", "twin": False}
+    plain, same = (configure(run={**run, "out": str(tmp_path / name)}) for name in ("plain", "same"))
+    train(plain)
+    train(configure(run={**run, "last_share": 0.5, "last_recipe": "delayed", "out": str(tmp_path / "same")}))
+    assert measured(plain.run.out) == measured(same.run.out)
 
 
 def test_a_last_recipe_that_cannot_run_is_refused_before_the_first_step(configure: Configure) -> None:

@@ -76,7 +76,8 @@ def plan(
     else:
         _show(planned)
         say(f"\n{recipes.explain(recipe)}")
-        if config.run.last_share:
+        if config.run.last_share and recipe.is_fp8:
+            recipes.load(config.run.last_recipe, "run.last_recipe")
             say(f"\nThe last {100 * config.run.last_share:g} % of the steps: by recipe '{config.run.last_recipe}'.")
     return 0
 

@@ -165,7 +165,7 @@ def make_plan(
         experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
         policy=policy,
         unconverted=tuple(find_unconverted(model, read, policy.min_features)),
-        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # that of ZeRO-3 has 0 here
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
     return _with_structures(plan, model, mlps)
 

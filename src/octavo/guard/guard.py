@@ -151,10 +151,22 @@ class Guard:
             self._over_budget(over)
         return False
 
-    def change_recipe(self, recipe: Recipe) -> None:
-        """Refine another recipe from now on: the model has been converted to it."""
+    def change_recipe(self, recipe: Recipe) -> str:
+        """Convert the model to another recipe of the run, which alarms refine from now on.
+
+        Layers that have left FP8 stay in BF16.
+
+        Returns:
+            Why that is impossible, or an empty string.
+        """
+        in_bf16 = [] if self._ladder is None else self._ladder.in_bf16()
         self._ladder = _ladder(recipe, self.config)
+        if self._ladder is not None:
+            self._ladder.stay_in_bf16(in_bf16, self._run.done)
+            recipe = self._ladder.recipe()
+        reason = self._run.change_recipe(recipe)
         self._rules.rows = self._run.rows
+        return reason
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values."""

@@ -65,8 +65,9 @@ class Guarded(ABC):
     def __init__(self, lag: int = 0) -> None:
         """Check each step after `lag` more have been queued, so that a GPU is not waited for."""
         self._lag = lag
-        self._pending: deque[tuple[int, float, AsyncHostCopy]] = deque()
-        """Steps not checked yet, each with its learning rate, and loss, gradient norm and twin's loss in FP64 (3,)."""
+        self._pending: deque[tuple[int, float, AsyncHostCopy, bool]] = deque()
+        """Steps not checked yet, each with its learning rate, loss, gradient norm and twin's loss in FP64 (3,), and
+        whether its telemetry has the rows of the model as it is now."""
         self._values: dict[int, NDArray[np.float32]] = {}
 
     # --- called by the loop -----------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ class Guarded(ABC):
         scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, twin)])
         if self.parameters is not None:
             self.parameters.measure(self.done)
-        self._pending.append((self.done, lr, AsyncHostCopy(scalars)))
+        self._pending.append((self.done, lr, AsyncHostCopy(scalars), True))
         return self._check(self._lag)
 
     def check_all(self) -> bool:
@@ -92,9 +93,9 @@ class Guarded(ABC):
 
     def _check(self, remaining: int) -> bool:
         while len(self._pending) > remaining:
-            step, lr, copied = self._pending.popleft()
+            step, lr, copied, is_measured = self._pending.popleft()
             loss, norm, twin = copied.result().tolist()
-            values = self._values_of(step)
+            values = self._values_of(step) if is_measured else None
             found = None if self.parameters is None else self.parameters.arrived(step)
             if not self._is_overflow(loss, norm) and self.guard.after(
                 Observation(step, loss, norm, lr, values, found, twin)
@@ -255,14 +256,22 @@ class Guarded(ABC):
         return found
 
     def refine(self, recipe: Recipe) -> str:
-        """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""
+        """Convert layers to finer recipes, as guardrails ask; return why that is impossible, or an empty string."""
+        return self.change_recipe(recipe)
+
+    def change_recipe(self, recipe: Recipe) -> str:
+        """Convert the guarded model to another recipe; return why that is impossible, or an empty string.
+
+        Steps that are queued are still checked, by loss and gradients alone: their telemetry is of other tensors.
+        """
         stored = stored_scales(self.models[0])
         if self.telemetry is not None:
-            self.telemetry.wait()  # queued steps are still to be checked
+            self.telemetry.wait()
             self._collect_telemetry()
             self.telemetry.detach()
         try:
             self._convert(recipe)
+            self._pending = deque((*step[:-1], False) for step in self._pending)
         except OctavoError as error:
             return str(error)
         finally:

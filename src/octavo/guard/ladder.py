@@ -9,7 +9,7 @@ data, equal on all ranks, and part of a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -77,6 +77,18 @@ class Ladder:
             return None
         self._standing[layer] = replace(now, rung=now.rung + 1, since=step)
         return Move(layer, rungs[now.rung].name, rungs[now.rung + 1].name)
+
+    def in_bf16(self) -> list[str]:
+        """Return the layers that alarms have moved to BF16."""
+        found = {
+            layer: self.rungs(layer, now.is_flushed)[now.rung] for layer, now in self._standing.items() if now.rung
+        }
+        return [layer for layer, recipe in found.items() if not recipe.is_fp8]
+
+    def stay_in_bf16(self, layers: Sequence[str], step: int) -> None:
+        """Put layers on their last rung, as by an alarm of `step`."""
+        for layer in layers:
+            self._standing[layer] = _Standing(len(self.rungs(layer)) - 1, step, self._quiet)
 
     def down(self, step: int) -> list[Move]:
         """Move each layer after its quiet period one rung down; return the moves."""

@@ -69,7 +69,7 @@ class LastShare(lightning.Callback):
         self._switch = RecipeSwitch(share, recipe)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Raise what refuses the change before the first step.
+        """Check before the first step that the change is possible.
 
         Raises:
             ConfigError: another precision plugin, a run without a last step, weights in FP8, or an unknown recipe.
@@ -77,10 +77,12 @@ class LastShare(lightning.Callback):
         """
         self._plugin, self._steps = trainer.precision_plugin, trainer.estimated_stepping_batches
         if not isinstance(self._plugin, OctavoPrecision):
-            raise ConfigError("LastShare: the model is not converted by OctavoPrecision: Trainer(plugins=...).")
+            raise ConfigError(
+                "LastShare: the model is not converted by OctavoPrecision. Pass plugins=OctavoPrecision()."
+            )
         if not 0 < self._steps < float("inf"):
             raise ConfigError("LastShare: the run has no last step. Give the trainer max_steps.")
-        self._switch.rehearse(self._plugin.recipe, partial(self._plugin.convert_to, pl_module))
+        self._switch.rehearse(pl_module, self._plugin.recipe, partial(self._plugin.convert_to, pl_module))
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Convert at the first step of the share, or of a run that resumes inside it."""

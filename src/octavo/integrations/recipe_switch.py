@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
 from octavo.conversion import Plan
 from octavo.errors import ConfigError
+from octavo.guard.guarded import restore_scales, stored_scales
 from octavo.recipes import RecipeLike
 from octavo.train.config import in_last_share
 
@@ -24,14 +27,17 @@ class RecipeSwitch:
         self.last_share, self.last_recipe = last_share, last_recipe
         self._is_done = False
 
-    def rehearse(self, recipe: RecipeLike, convert: Callable[[RecipeLike], Plan]) -> None:
+    def rehearse(self, model: nn.Module, recipe: RecipeLike, convert: Callable[[RecipeLike], Plan]) -> None:
         """Convert a model, wrapped and sharded as in training, to `recipe`, the last recipe and back, before step 1.
+
+        Stored scales stay what they are.
 
         Raises:
             ConfigError: weights are stored in FP8.
             OctavoError: `octavo.convert` refuses a recipe.
         """
         self._is_done = False
+        stored = stored_scales(model)
         if any(layer.weight == "fp8" for layer in convert(recipe).layers):
             raise ConfigError(
                 "last_share: weights stored in FP8 have the format of the first recipe to the end. Leave out"
@@ -39,6 +45,7 @@ class RecipeSwitch:
             )
         convert(self.last_recipe)
         convert(recipe)
+        restore_scales(model, stored)
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return True once: at the first step, counted from 0, that is in the last share."""

@@ -27,8 +27,8 @@ class OctavoCallback(TrainerCallback):
     log of `octavo` names. With `torch_compile` the last two are left out, unless `count=True`: steps that are counted
     are a second graph to compile.
 
-    With `last_share` the last steps run by another recipe, which a resumed run knows from its step. What refuses it is
-    raised when training starts. Compiled code is compiled once more.
+    With `last_share` the last steps run by another recipe; a resumed run infers that from its step. A change that is
+    impossible raises when training starts. Compiled code is compiled once more.
     """
 
     plan: Plan | None = None
@@ -75,7 +75,7 @@ class OctavoCallback(TrainerCallback):
         """
         model: nn.Module = given["model"]
         if self.switch.last_share:
-            self.switch.rehearse(self.recipe, partial(self._convert, model, args))
+            self.switch.rehearse(model, self.recipe, partial(self._convert, model, args))
         elif all(module is not self._converted for module in model.modules()):  # FSDP1 passes its wrapper here
             self._convert(model, args, self.recipe)
 

@@ -128,14 +128,14 @@ class GuardedRun(Guarded):
     def refine(self, recipe: recipes.Recipe) -> str:
         """Convert layers to finer recipes, as guardrails ask; return why that is impossible, if it is."""
         if self._trainer.ranks.count > 1:
-            return "its weights are sharded over ranks and gathered in the format of its recipe"
+            return "its weights are sharded over ranks, which refine no layers"
         if self._trainer.config.run.weights == "fp8":
             return "its weight is stored in FP8, in the format of its recipe"
         return self.change_recipe(recipe)
 
     def change_recipe(self, recipe: recipes.Recipe) -> str:
         """Convert the FP8 model to another recipe and emit the change; return why that is impossible, if it is."""
-        reason = super().refine(recipe)
+        reason = super().change_recipe(recipe)
         if not reason:
             plan = self._trainer.setup.plan
             self._trainer.emit(TensorsChanged(step=self.done, rows=self.rows, plan=plan))

@@ -52,7 +52,13 @@ def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, 
         where: the caller, for error messages.
         changes: keys of `run`.
     """
-    run = {"twin": False, "compile": "off", "start_from": "", **changes}  # the checkpoint has all weights
+    run = {
+        "twin": False,
+        "compile": "off",
+        "start_from": "",
+        "last_share": 0.0,
+        **changes,
+    }  # the checkpoint has all weights
     return assemble((str(found.path), found.state["config"]), (where, {"run": run}))
 
 
@@ -83,15 +89,24 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
 
 def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState, plan: Plan | None) -> Plan | None:
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
-    known = found.path.parent.parent / "plan.json"
+    directory, policy = found.path.parent.parent, None
+    known = directory / "plan.json"
     if known.exists() and plan is not None:
         with blaming(known):
             trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
         stored = policy_of(config, plan.recipe).weights
         policy = Policy(min_gain=0.0, filter=lambda name, layer: name in trained, weights=stored)
-        plan = convert_as(config, state.model, plan.recipe, policy=policy)
+    began = found.state["config"]["run"].get("recipe")
+    last = found.state.get("recipe", began)
+    if plan is not None and (policy is not None or last != began):
+        # What a run keeps by the recipe of its last steps is not what it kept by its own.
+        plan = convert_as(config, state.model, plan.recipe if last == began else recipes.load(last), policy=policy)
     named = found.tensors[state.name]
     restore_tensors(state, {**named, **dict(_whole_rows(named))}, found.path, optimizer=False)
+    if plan is not None and last != began:
+        scales = directory / "scales.json"  # of the last step by its own recipe
+        config = config.with_run(scales=str(scales)) if scales.exists() else config
+        plan = convert_as(config, state.model, recipes.load(config.run.recipe), policy=policy)
     return plan
 
 

@@ -118,8 +118,9 @@ class Trainer:
         self.start_telemetry()
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
         self._guarded = GuardedRun(self)
-        self._is_ending = False
-        """Whether the model computes by the last recipe of the schedule."""
+        self._recipe = self._shown = self.config.run.recipe
+        """The recipe of the schedule that the FP8 model has, and what it computes by: that, or `bf16`."""
+        self._first_plan = setup.plan
 
     def start_telemetry(self) -> None:
         """Start telemetry of the FP8 layers as they are now, from the next step on."""
@@ -134,7 +135,8 @@ class Trainer:
 
     def go_back(self, step: int) -> None:
         """Continue counting from an earlier step, after a rollback."""
-        self.done = step
+        self.done, run = step, self.config.run
+        self._shown = "bf16" if self.is_bf16(step - 1) else run.last_recipe if run.is_last(step - 1) else run.recipe
         self._heldout = {at: loss for at, loss in self._heldout.items() if at <= step}
         self._restart_clock()
 
@@ -155,7 +157,8 @@ class Trainer:
             )
         if found.step > self.config.run.steps:
             raise CheckpointError(f"{found.path}: is past the end of this run of {self.config.run.steps} steps.")
-        self._set_precision(found.step - 1)  # before what the checkpoint holds of that step's recipe
+        if (recipe := found.state.get("recipe", self._recipe)) != self._recipe:
+            self._change_recipe(recipe)  # before what the checkpoint holds of it
         if "guard" in found.state:
             with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to their recipes
                 self._guarded.guard.load_state_dict(found.state["guard"])
@@ -173,6 +176,9 @@ class Trainer:
             self._heldout = {int(step): float(loss) for step, loss in found.state.get("heldout", {}).items()}
         self._overflows = {state.name: int(state.loss_scale.overflows) for state in self._scaled()}
         self._resumed, self.done, self._since_step = found, found.step, found.step
+        if self.setup.plan is not None:
+            self._shown = "bf16" if self.is_bf16(self.done - 1) else self._recipe
+            enable(self.setup.states[0].model, self._shown == self._recipe)
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
 
@@ -194,7 +200,6 @@ class Trainer:
             if not self.done and (note := warm_up_note(self.config.optimizer)):
                 self.emit(GuardEvent(0, "warning", "warm-up", note))
             self._judge_text()
-            self._set_precision(self.done - 1)
             with kernels.record() as self._ledger, gc_frozen(self.setup.device) as after_step:
                 self._finish_resumed_step()
                 with self._stoppable():
@@ -232,7 +237,8 @@ class Trainer:
         run, device = self.config.run, self.setup.device
         self._guarded.guard.before()
         lr = self._guarded.guard.lr(self._learning_rate())
-        self._apply_precision_schedule()
+        if not self._apply_schedule():
+            return
         inputs_BT, targets_BT = next(self.setup.loader)
         batch_BT = inputs_BT
         models = [state.model for state in self.setup.states]
@@ -321,35 +327,31 @@ class Trainer:
     def _learning_rate(self) -> float:
         return learning_rate(self.config.optimizer, self.done, self.config.run.steps, [*self._heldout.values()])
 
-    def _apply_precision_schedule(self) -> None:
-        """Set the scheduled precision of the next step and emit a change."""
-        self._set_precision(self.done)
-        now, before = self._scheduled_recipe(self.done), self._scheduled_recipe(self.done - 1)
-        if now != before:
-            self.emit(events.Switched(step=self.done + 1, recipe=now))
-
-    def _set_precision(self, step: int) -> None:
-        """Compute by the recipe of a step. The last recipe stays, also after a rollback to a step before it."""
+    def _apply_schedule(self) -> bool:
+        """Convert the FP8 model to the recipe of the next step and emit a change; return False after a rollback."""
+        run = self.config.run
         if self.setup.plan is None:
-            return
-        if not self._is_ending and step >= 0 and self.config.run.is_last(step):
-            self._begin_end(recipes.load(self.config.run.last_recipe))
-        enable(self.setup.states[0].model, not self.is_bf16(step))
+            return True
+        recipe = run.last_recipe if run.is_last(self.done) else run.recipe
+        if recipe != self._recipe:
+            if self._guarded.check_all():
+                return False
+            self._change_recipe(recipe)
+        before, self._shown = self._shown, "bf16" if self.is_bf16(self.done) else recipe
+        enable(self.setup.states[0].model, self._shown == recipe)
+        if self._shown != before:
+            self.emit(events.Switched(step=self.done + 1, recipe=self._shown))
+        return True
 
-    def _begin_end(self, recipe: recipes.Recipe) -> None:
-        """Convert the model to the last recipe of the schedule. Stored scales end here, and are written."""
+    def _change_recipe(self, recipe: str) -> None:
+        """Convert the FP8 model to another recipe of the schedule. Stored scales end here, and are written."""
         if self.done and self.ranks.is_first:
             self._save_scales()
-        if reason := self._guarded.change_recipe(recipe):
-            raise RunError(f"run.last_recipe: the model cannot go on by '{recipe.name}': {reason}.")
-        self._guarded.guard.change_recipe(recipe)
-        self._recalibration, self._is_ending = None, True
-
-    def _scheduled_recipe(self, step: int) -> str:
-        run = self.config.run
-        if self.setup.plan is None or step < 0:
-            return run.recipe
-        return "bf16" if run.is_bf16(step) else run.last_recipe if run.is_last(step) else run.recipe
+        if reason := self._guarded.guard.change_recipe(recipes.load(recipe)):
+            raise RunError(f"run.last_recipe: the model cannot go on by '{recipe}': {reason}.")
+        needs_scales = recipes.load(recipe).needs_calibration
+        self._recalibration = recalibration_of(self.config, self.setup.states[0].model) if needs_scales else None
+        self._recipe = recipe
 
     def is_bf16(self, step: int) -> bool:
         """Return True if the FP8 model makes `step`, counted from 0, in BF16; False before the first step."""
@@ -505,6 +507,7 @@ class Trainer:
             "heldout": {str(step): loss for step, loss in self._heldout.items()},
             "versions": devices.versions(),
             "guard": self._guarded.guard.state_dict(),
+            "recipe": self._recipe,
         }
         if self._records is not None:
             metrics, store = self._records
@@ -544,7 +547,7 @@ class Trainer:
         (self.directory / "summary.json").unlink(missing_ok=True)
         write_json(self.directory / "config.json", config_reader.to_dict(self.config))
         first = self.setup.states[0]
-        plans = {"plan": self.setup.plan, "tensor": first.tensor_plan, "sharding": first.shard_plan}
+        plans = {"plan": self._first_plan, "tensor": first.tensor_plan, "sharding": first.shard_plan}
         for name, plan in plans.items():
             if plan is not None:
                 write_json(self.directory / f"{name}.json", json.loads(plan.to_json()))

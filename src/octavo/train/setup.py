@@ -70,6 +70,7 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
         DataError: a source without text, or with less than a batch.
     """
     recipe = recipes.load(config.run.recipe)
+    recipes.load(config.run.last_recipe, "run.last_recipe")
     device = ranks.device or devices.resolve(config.run.device)
     policy_of(config, recipe)  # checks first: preparing the text takes longer
     replays(config, device, ranks)
@@ -126,10 +127,11 @@ def make_states(
     graphs = Graphs() if replays(config, device, ranks) else None
     if not recipe.is_fp8:
         return (_state("bf16", model, config, device, ranks, graphs),), None
+    plans = []
     if config.run.last_share:  # what it refuses is to be known before the first step, not after thousands
-        convert_as(config, model, recipes.load(config.run.last_recipe, "run.last_recipe"), ranks)
-    plan = convert_as(config, model, recipe, ranks)
-    if config.run.scales and not any(each.has_stored_scales for each in plan.recipes.values()):
+        plans.append(convert_as(config, model, recipes.load(config.run.last_recipe), ranks))
+    plans.append(plan := convert_as(config, model, recipe, ranks))
+    if config.run.scales and not any(map(_keeps_scales, plans)):
         raise ConfigError("run.scales: a calibration file was given, and no layer has a recipe that keeps scales.")
     reads_values = ranks.count > 1 and (config.run.bf16_first_steps or config.run.last_share)
     if reads_values:  # steps with fprop in BF16: a model that is sharded as it was gathers values, not codes
@@ -159,10 +161,14 @@ def convert_as(
         policy: by default `policy_of`.
     """
     policy, tokens = policy or policy_of(config, recipe), tokens_of(config, ranks)
-    plan = make_plan(model, recipe, policy=policy, tokens=tokens)
-    scales = config.run.scales if any(each.has_stored_scales for each in plan.recipes.values()) else None
-    allow = config.run.allow_reference
-    return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales or None)
+    scales, allow = config.run.scales or None, config.run.allow_reference
+    if scales and not _keeps_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
+        scales = None
+    return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales)
+
+
+def _keeps_scales(plan: Plan) -> bool:
+    return any(recipe.has_stored_scales for recipe in plan.recipes.values())
 
 
 def tokens_of(config: RunConfig, ranks: Ranks) -> int:
