@@ -208,7 +208,7 @@ def test_a_change_of_precision_and_skipped_steps_are_told() -> None:
     reporter.report(GuardEvent(6, "warning", "overflow", text, "loss scale 64", value=2))
     told = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
     assert told == [
-        "step 4: the FP8 model computes by 'bf16' from here on",
+        "step 4: the FP8 model switches to recipe 'bf16'",
         "step 6: FP8 gradients overflowed, 2 steps skipped so far -> loss scale 64",
     ]
     assert event.record()["loss_fp8"] is None and event.record()["overflows_fp8"] == 2

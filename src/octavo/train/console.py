@@ -53,7 +53,7 @@ class ConsoleReporter:
             case events.Logged():
                 self._log(event)
             case events.Switched():
-                self._say(f"step {event.step}: the FP8 model computes by '{event.recipe}' from here on")
+                self._say(f"step {event.step}: the FP8 model switches to recipe '{event.recipe}'")
             case events.Evaluated():
                 losses = "  ".join(f"{model.upper()} {loss:.4f}" for model, loss in event.loss.items())
                 self._say(f"step {event.step}: held-out loss  {losses}")

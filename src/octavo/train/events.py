@@ -114,7 +114,7 @@ class TensorsChanged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Switched:
-    """The schedule has the FP8 model compute by another recipe from this step on."""
+    """The schedule switches the FP8 model to another recipe."""
 
     step: int
     """The first step by that recipe."""

@@ -67,7 +67,7 @@ class StoreReporter:
             case events.Evaluated():
                 self._recorder.step(event.step, _numbers(event.record()))
             case events.Switched():
-                text = f"the FP8 model computes by '{event.recipe}' from here on"
+                text = f"the FP8 model switches to recipe '{event.recipe}'"
                 self._recorder.event(event.step, "precision", text, action=event.recipe)
             case GuardEvent():
                 self._guard_event(event)
