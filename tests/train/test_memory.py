@@ -47,6 +47,10 @@ def test_a_forecast_is_of_the_steps_that_need_most() -> None:
         assert forecast_run(ends, report=lambda _, share: shares.append(share)).peak == peaks[recipe]
     assert peaks["folded"] < peaks["rowwise_bf16_fprop"] < peaks["bf16"]
     assert forecast_run(config.with_run(bf16_first_steps=1)).peak == peaks["bf16"]
+    sharded = [
+        forecast_run(config.with_run(**run), gpus=2).peak for run in ({}, {"last_share": 0.1, "last_recipe": "folded"})
+    ]
+    assert sharded[0] < sharded[1]  # which gathers values in all steps
     assert shares[:6] == sorted(shares[:6]) and shares[0] == 0.0 and 0.5 < shares[5] < 1.0
 
 

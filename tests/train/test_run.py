@@ -437,6 +437,13 @@ def test_a_run_that_goes_on_after_its_end_has_its_own_recipe_again(configure: Co
     assert summary["heldout_loss_fp8"] < 6
 
 
+def test_a_schedule_of_fp8_says_that_it_does_nothing_in_bf16(configure: Configure) -> None:
+    config = configure(run={"recipe": "bf16", "steps": 2, "last_share": 0.5})
+    train(config)
+    told = [event for event in RunReader(config.run.out).events() if event.rule == "schedule"]
+    assert [event.step for event in told] == [0] and "do nothing" in told[0].text
+
+
 def test_a_last_recipe_that_is_the_first_changes_nothing(configure: Configure, tmp_path: Path) -> None:
     run = {**EVERY_STEP, "recipe": "delayed", "twin": False}
     plain, same = (configure(run={**run, "out": str(tmp_path / name)}) for name in ("plain", "same"))

@@ -73,6 +73,7 @@ def forecast(
     *,
     gpus: int = 1,
     steady: bool = False,
+    gathers_codes: bool = True,
     report: Report = silent,
 ) -> Forecast:
     """Return the predicted peak of a program.
@@ -80,6 +81,7 @@ def forecast(
     Args:
         build: makes the program, with tensors on the CPU. It is called in a mode in which all tensors are fake.
         gpus: number of GPUs that FSDP2 shards the program over; `build` makes the work of one.
+        gathers_codes: whether weights of FP8 layers are gathered as codes, where the model is sharded.
         steady: exclude building and the first step, like a measurement after a warm-up.
         report: called before building and before each step.
 
@@ -101,7 +103,7 @@ def forecast(
         timeline = recorder.timeline
         timeline.settle()
         parameters = sum(p.numel() for model in program.models for p in model.parameters())
-        return _at_peak(timeline, Shards.of(program.models, gpus), parameters, steady)
+        return _at_peak(timeline, Shards.of(program.models, gpus, gathers_codes), parameters, steady)
 
 
 def largest(peak_of: Callable[[int], int], budget: int, *, start: int = 32, power: float = 3.0) -> int:
@@ -165,7 +167,7 @@ class Shards:
     """Bytes of unreduced gradients at a time."""
 
     @classmethod
-    def of(cls, models: Sequence[nn.Module], gpus: int) -> Shards:
+    def of(cls, models: Sequence[nn.Module], gpus: int, gathers_codes: bool) -> Shards:
         """Return the sharding of models.
 
         Raises:
@@ -179,7 +181,7 @@ class Shards:
         for model in models:
             blocks = [model.get_submodule(name) for name in blocks_of(model)]
             inside = {id(p) for block in blocks for p in block.parameters()}
-            fp8 = _gathered_in_fp8(model)
+            fp8 = _gathered_in_fp8(model) if gathers_codes else set()
             whole = [sum(_sent(p, fp8) for p in block.parameters()) for block in blocks]
             grads = [sum(p.numel() * min(p.element_size(), 4) for p in block.parameters()) for block in blocks]
             outside = [p for p in model.parameters() if id(p) not in inside]
@@ -206,8 +208,8 @@ class Shards:
 
 
 def _gathered_in_fp8(model: nn.Module) -> set[int]:
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    return {id(layer.weight) for layer in layers if layer.enabled and layer.recipe.fprop.is_fp8}
+    layers = (module for module in model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8)
+    return {id(layer.weight) for layer in layers}
 
 
 def _sent(parameter: nn.Parameter, fp8: set[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def forecast_run(config: RunConfig, *, gpus: int = 1, report: Report = silent) -
         def told(doing: str, done: float) -> None:
             report(doing, (number + done) / len(phases))
 
-        return memory.forecast(lambda: _program(planned, phases[number]), gpus=gpus, report=told)
+        program = partial(_program, planned, phases[number])
+        return memory.forecast(program, gpus=gpus, gathers_codes=len(phases) == 1, report=told)
 
     return max((forecast(number) for number in range(len(phases))), key=lambda found: found.peak)
 

@@ -199,6 +199,10 @@ class Trainer:
             self.emit(self._start_event())
             if not self.done and (note := warm_up_note(self.config.optimizer)):
                 self.emit(GuardEvent(0, "warning", "warm-up", note))
+            run = self.config.run
+            if not self.done and self.setup.plan is None and (run.bf16_first_steps or run.last_share):
+                text = f"recipe '{run.recipe}' has no layer in FP8: run.bf16_first_steps and run.last_share do nothing"
+                self.emit(GuardEvent(0, "warning", "schedule", text))
             self._judge_text()
             with kernels.record() as self._ledger, gc_frozen(self.setup.device) as after_step:
                 self._finish_resumed_step()
