@@ -217,6 +217,15 @@ class LoopConfig:
         """Return True if the FP8 model makes `step`, counted from 0, by `last_recipe`, which recovers loss of FP8."""
         return in_last_share(step, self.steps, self.last_share)
 
+    def recipe_of(self, step: int) -> str:
+        """Return the recipe that the FP8 model has in `step`, counted from 0, in BF16 or not."""
+        return self.last_recipe if self.is_last(step) else self.recipe
+
+    @property
+    def leaves_recipe(self) -> bool:
+        """Whether the FP8 model makes some steps in BF16, or by `last_recipe`."""
+        return bool(self.bf16_first_steps or self.last_share)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:

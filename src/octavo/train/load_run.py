@@ -52,13 +52,8 @@ def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, 
         where: the caller, for error messages.
         changes: keys of `run`.
     """
-    run = {
-        "twin": False,
-        "compile": "off",
-        "start_from": "",
-        "last_share": 0.0,
-        **changes,
-    }  # the checkpoint has all weights
+    own = {"twin": False, "compile": "off", "start_from": "", "last_share": 0.0}  # the checkpoint has all weights
+    run = {**own, **changes}
     return assemble((str(found.path), found.state["config"]), (where, {"run": run}))
 
 

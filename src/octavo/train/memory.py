@@ -36,7 +36,7 @@ def forecast_run(config: RunConfig, *, gpus: int = 1, report: Report = silent) -
             report(doing, (number + done) / len(phases))
 
         program = partial(_program, planned, phases[number])
-        return memory.forecast(program, gpus=gpus, gathers_codes=len(phases) == 1, report=told)
+        return memory.forecast(program, gpus=gpus, gathers_codes=not config.run.leaves_recipe, report=told)
 
     return max((forecast(number) for number in range(len(phases))), key=lambda found: found.peak)
 

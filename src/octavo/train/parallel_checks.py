@@ -38,7 +38,7 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
         )
     check_tensor(config, shards)
     check_pipeline(config)
-    if (run.bf16_first_steps or run.last_share) and (group > 1 or parallel.zero == "greedy" or run.weights == "fp8"):
+    if run.leaves_recipe and (group > 1 or parallel.zero == "greedy" or run.weights == "fp8"):
         raise ConfigError(
             "run.bf16_first_steps, run.last_share: ranks that share layers, parallel.zero = 'greedy' and FP8 weights on"
             " several ranks keep one recipe for the whole run. Leave both at 0, or train by FSDP2 alone."

@@ -135,8 +135,8 @@ class Trainer:
 
     def go_back(self, step: int) -> None:
         """Continue counting from an earlier step, after a rollback."""
-        self.done, run = step, self.config.run
-        self._shown = "bf16" if self.is_bf16(step - 1) else run.last_recipe if run.is_last(step - 1) else run.recipe
+        self.done = step
+        self._shown = "bf16" if self.is_bf16(step - 1) else self.config.run.recipe_of(step - 1)
         self._heldout = {at: loss for at, loss in self._heldout.items() if at <= step}
         self._restart_clock()
 
@@ -200,7 +200,7 @@ class Trainer:
             if not self.done and (note := warm_up_note(self.config.optimizer)):
                 self.emit(GuardEvent(0, "warning", "warm-up", note))
             run = self.config.run
-            if not self.done and self.setup.plan is None and (run.bf16_first_steps or run.last_share):
+            if not self.done and self.setup.plan is None and run.leaves_recipe:
                 text = f"recipe '{run.recipe}' has no layer in FP8: run.bf16_first_steps and run.last_share do nothing"
                 self.emit(GuardEvent(0, "warning", "schedule", text))
             self._judge_text()
@@ -333,10 +333,9 @@ class Trainer:
 
     def _apply_schedule(self) -> bool:
         """Convert the FP8 model to the recipe of the next step and emit a change; return False after a rollback."""
-        run = self.config.run
         if self.setup.plan is None:
             return True
-        recipe = run.last_recipe if run.is_last(self.done) else run.recipe
+        recipe = self.config.run.recipe_of(self.done)
         if recipe != self._recipe:
             if self._guarded.check_all():
                 return False

@@ -128,13 +128,13 @@ def make_states(
     if not recipe.is_fp8:
         return (_state("bf16", model, config, device, ranks, graphs),), None
     plans = []
-    if config.run.last_share:  # what it refuses is to be known before the first step, not after thousands
+    if config.run.last_share:  # an error here comes before the first step, not after thousands
         plans.append(convert_as(config, model, recipes.load(config.run.last_recipe), ranks))
     plans.append(plan := convert_as(config, model, recipe, ranks))
     if config.run.scales and not any(map(_keeps_scales, plans)):
         raise ConfigError("run.scales: a calibration file was given, and no layer has a recipe that keeps scales.")
-    reads_values = ranks.count > 1 and (config.run.bf16_first_steps or config.run.last_share)
-    if reads_values:  # steps with fprop in BF16: a model that is sharded as it was gathers values, not codes
+    reads_values = ranks.count > 1 and config.run.leaves_recipe
+    if reads_values:  # steps in BF16 read values, which a model gathers if it is sharded before it is converted
         revert(model)
     states = [_state("fp8", model, config, device, ranks, graphs)]
     if reads_values:
