@@ -105,6 +105,22 @@ def test_a_policy_names_them():
     assert not hasattr(model.wo, "keeps_input")
 
 
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wk, self.wv = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wk(x) + self.wv(x)
+
+
+@pytest.mark.parametrize(("named", "keeps"), [(("*wv",), False), (("*wk", "*wv"), True)])
+def test_layers_that_share_an_input_keep_it_if_all_are_named(named, keeps):
+    model = Projections()
+    octavo.convert(model, policy=octavo.Policy(requantise=named))
+    assert model.wk.shared is model.wv.shared and [model.wk.keeps_input, model.wv.keeps_input] == [keeps, keeps]
+
+
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])
 def test_what_attention_keeps_anyway_is_kept_once(recipe):
     """The same gradients to the bit, and one tensor in place of two; only where codes follow from values and scale."""

@@ -125,14 +125,15 @@ def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
         core = cast(ScaledDotProduct, module)
         core.keep_codes(plan.recipes[reader_of(structure.name, core)])
         return
+    layers = [cast(Linear, module.get_submodule(name)) for name in structure.layers]
+    inner = layers[:-1] if structure.kind == "mlp" else layers
+    keeps_input = all(layer.keeps_input for layer in inner)
+    shared = None if structure.kind == "mlp" else SharedInput(layers)
+    for layer in inner:
+        layer.keeps_input, layer.shared = keeps_input, shared
     if structure.kind == "mlp":
         roles = MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1])
         fuse(module, roles, plan.policy.activation_inputs)
-        return
-    layers = [cast(Linear, module.get_submodule(name)) for name in structure.layers]
-    shared = SharedInput(layers)
-    for layer in layers:
-        layer.shared = shared
 
 
 def revert(model: nn.Module) -> int:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from octavo.nn.adopted import Adopted
-from octavo.nn.attached_codes import attached_codes
-from octavo.nn.functional import Quantizer, compute_dtype, spec_of
+from octavo.nn.functional import Quantizer
 from octavo.nn.hooks import has_hooks
 from octavo.nn.linear import Linear, is_adopted
 from octavo.nn.mlp import mlp
+from octavo.nn.shared import settings_of
 from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.recipes import Precision, Recipe
 
@@ -48,17 +48,12 @@ class FusedMLP(Adopted):
         layers = self._layers() if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs else None
         if layers is None:
             return super().forward(*args, **kwargs)
-        (*inner, down), x, (recipe, outer) = layers, args[0], self.mlp_recipes
-        given = attached_codes(x, spec_of(recipe.fprop.input))
-        keeps = all(layer.keeps_input for layer in inner)
-        dtype = compute_dtype(x)
-        quantizers = (
-            Quantizer(recipe, dtype, stats_buffer=stats_buffer_of(inner), keeps_input=keeps),
-            Quantizer(outer, dtype, stats_buffer=stats_buffer_of([down])),
-        )
-        codes = inner[0].weight_codes, down.weight_codes
+        (*inner, down), x, outer = layers, args[0], self.mlp_recipes[1]
+        quantizer, given, codes = settings_of(inner, x)
+        quantizers = quantizer, Quantizer(outer, quantizer.dtype, stats_buffer=stats_buffer_of([down]))
         weights = [*(layer.weight for layer in inner), down.weight]
-        y = mlp(x, weights, self.mlp_roles.kind, quantizers, given, codes, self.mlp_activation_inputs)
+        known = codes, down.weight_codes
+        y = mlp(x, weights, self.mlp_roles.kind, quantizers, given, known, self.mlp_activation_inputs)
         return y if down.bias is None else y + down.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

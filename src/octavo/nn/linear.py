@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.adopted import adopted_class
-from octavo.nn.attached_codes import attached_codes
 from octavo.nn.calibration import check
 from octavo.nn.fp8_weights import values
-from octavo.nn.functional import Quantizer, compute_dtype, linears, spec_of
+from octavo.nn.functional import linears
 from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_state
-from octavo.nn.shared import SharedInput
-from octavo.nn.telemetry_ops import StatsSlot, stats_buffer_of
+from octavo.nn.shared import SharedInput, settings_of
+from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.weight_codes import WeightCodes
 from octavo.recipes import Recipe, RecipeLike, load
 
@@ -41,7 +40,8 @@ class Linear(nn.Linear):
     shared: SharedInput | None
     """The layers that are computed together with this one, because they read the same input."""
     keeps_input: bool
-    """Whether backward quantises the input again, instead of keeping its codes (`Policy.requantise`)."""
+    """Whether backward quantises the input again, instead of keeping its codes (`Policy.requantise`). Layers that are
+    computed together agree on it."""
     scaling_state: ScalingState | None
     """The scales that the model keeps from step to step; None if this layer's recipe keeps none."""
     scaling_slot: ScalingSlot | None
@@ -93,11 +93,7 @@ class Linear(nn.Linear):
             return F.linear(input, values(self.matrix, self.weight.dtype), self.bias)
         if self.shared is not None:
             return self.shared.output(self, input)
-        recipe = self.recipe
-        given = attached_codes(input, spec_of(recipe.fprop.input))
-        scales = None if self.scaling_slot is None else self.scaling_slot.cells
-        quantizer = Quantizer(recipe, compute_dtype(input), scales, stats_buffer_of([self]), self.keeps_input)
-        return linears(input, [self.matrix], [self.bias], quantizer, given, self.weight_codes)[0]
+        return linears(input, [self.matrix], [self.bias], *settings_of([self], input))[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -27,6 +27,8 @@ from octavo._util.compiler import traced_version
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import Quantizer, compute_dtype, linears, spec_of
 from octavo.nn.telemetry_ops import stats_buffer_of
+from octavo.nn.weight_codes import WeightCodes
+from octavo.numerics import Quantized
 
 if TYPE_CHECKING:
     from octavo.nn.linear import Linear
@@ -93,20 +95,16 @@ class SharedInput:
         return waiting.by_group.setdefault(self, {})
 
     def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
-        recipe = layers[0].recipe
-        given = attached_codes(x, spec_of(recipe.fprop.input))
-        weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
-        codes = layers[0].weight_codes if len(layers) == len(self.layers) else None
-        keeps = all(layer.keeps_input for layer in layers)
-        scales = None if layers[0].scaling_slot is None else layers[0].scaling_slot.cells
-        return linears(
-            x,
-            weights,
-            biases,
-            Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), keeps),
-            given,
-            codes,
-        )
+        return linears(x, [layer.matrix for layer in layers], [layer.bias for layer in layers], *settings_of(layers, x))
+
+
+def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantized | None, WeightCodes | None]:
+    """Return how layers that are computed together quantise, and what is in FP8 already: x, and their weights."""
+    first = layers[0]
+    recipe, slot = first.recipe, first.scaling_slot
+    scales = None if slot is None else slot.cells
+    quantizer = Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), first.keeps_input)
+    return quantizer, attached_codes(x, spec_of(recipe.fprop.input)), first.weight_codes
 
 
 def _joins(layer: Linear, other: Linear) -> bool:

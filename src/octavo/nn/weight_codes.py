@@ -56,7 +56,7 @@ def quantize_weights(weights: Sequence[Tensor], target: QuantSpec) -> WeightCode
     Raises:
         UnsupportedError: an FP8 weight has codes of another kind.
     """
-    rows = tuple(weight.shape[0] for weight in weights)
+    rows = tuple([weight.shape[0] for weight in weights])
     if has_fp8_weight(weights):
         return WeightCodes(tuple(codes_of(weight, target) for weight in weights), rows)
     matrices = [as_matrix(weight.detach()) for weight in weights]
