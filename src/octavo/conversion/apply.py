@@ -153,20 +153,17 @@ def revert(model: nn.Module) -> int:
 
 
 def _release(model: nn.Module) -> int:
-    """Turn every FP8 layer back into PyTorch's, and leave what its weight is stored in."""
+    """Turn every FP8 layer back into PyTorch's, and leave what its weight is stored in; return how many there were."""
     count = 0
     for module in list(model.modules()):
-        if isinstance(module, FusedMLP | Norm | Experts):
-            count += 2 * isinstance(module, Experts)
-            module.release()
-        elif isinstance(module, ScaledDotProduct):
+        if isinstance(module, ScaledDotProduct):
             module.keep_values()
         elif isinstance(module, nn.Linear | AnyConvolution) or is_transposed(module):
             keep(module.weight, None)
-    layers = _fp8_layers(model)
-    for layer in layers:
-        layer.release()
-    return len(layers) + count
+        if isinstance(module, FusedMLP | Norm | Experts | Linear | Convolution) and "parent" in vars(type(module)):
+            count += 2 * isinstance(module, Experts) + isinstance(module, Linear | Convolution)
+            module.release()
+    return count
 
 
 def enable(
@@ -191,11 +188,6 @@ def disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for module in switched:
             module.enabled = True
-
-
-def _fp8_layers(model: nn.Module) -> list[Linear | Convolution]:
-    layers = [module for module in model.modules() if isinstance(module, Linear | Convolution)]
-    return [m for m in layers if is_adopted(m) or type(m) in (Conv1d, Conv2d)]  # subclasses are their users' own
 
 
 def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Linear | AnyConvolution]) -> None:

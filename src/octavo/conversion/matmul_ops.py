@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.patches import Window
-from octavo.nn.conv import convolution
+from octavo.nn.conv import as_images, convolution, window_from
 from octavo.nn.functional import linear as fp8_linear
 from octavo.nn.matmul import matmul as fp8_matmul
 from octavo.recipes import Recipe
@@ -225,31 +224,18 @@ def _convolution(
         return "groups: each is a small product of its own"
     if not is_parameter(weight):
         return "its weight is no parameter"
-    kernel = tuple(weight.shape[2:])
-    if isinstance(padding, str):
-        spans = [d * (k - 1) for d, k in zip(_each(dilation, dims), kernel, strict=True)]
-        if padding == "same" and any(span % 2 for span in spans):
-            return "padding 'same' of an even kernel is not the same on both sides"
-        padding = tuple(span // 2 if padding == "same" else 0 for span in spans)
-    window = Window(
-        *(_pair(given, dims, flat) for given, flat in ((kernel, 1), (stride, 1), (padding, 0), (dilation, 1)))
-    )
-    batched = input.dim() == dims + 2
-    x = input if batched else input[None]
-    x = x.unsqueeze(2) if dims == 1 else x
-    output = window.output(*x.shape[2:])
-    if x.shape[1] != weight.shape[1] or 0 in output:
+    padding = padding if isinstance(padding, str) else _each(padding, dims)
+    window = window_from(weight.shape[2:], _each(stride, dims), padding, _each(dilation, dims))
+    if isinstance(window, str):
+        return window
+    images = as_images(input, dims)
+    output = window.output(*images.shape[2:])
+    if images.shape[1] != weight.shape[1] or 0 in output:
         return _SHAPES
-
-    def compute(recipe: Recipe, dtype: torch.dtype) -> Tensor:
-        y = convolution(x, weight, bias, window, recipe, dtype)
-        y = y.squeeze(2) if dims == 1 else y
-        return y if batched else y[0]
-
     return MatmulCall(
-        compute=compute,
+        compute=lambda recipe, dtype: convolution(input, weight, bias, window, recipe, dtype),
         tensors=(input, weight, *_given(bias)),
-        sizes=(x.shape[0] * math.prod(output), weight.shape[0], math.prod(weight.shape[1:])),
+        sizes=(images.shape[0] * math.prod(output), weight.shape[0], math.prod(weight.shape[1:])),
         features=min(weight.shape[:2]),
         taps=window.taps,
         weight=weight,
@@ -260,12 +246,6 @@ def _each(given: Any, dims: int) -> tuple[int, ...]:
     """Return one number a dimension for what PyTorch takes: a number, or one or all of them in a sequence."""
     numbers = tuple(given) if isinstance(given, Sequence) else (given,)
     return numbers * dims if len(numbers) == 1 else numbers
-
-
-def _pair(given: Any, dims: int, flat: int) -> tuple[int, int]:
-    """Return the numbers of an image's two dimensions; `flat` is the first one's where the image is a line."""
-    first, second = (flat, *_each(given, dims))[-2:]
-    return first, second
 
 
 def _given(bias: Tensor | None) -> tuple[Tensor, ...]:

@@ -6,54 +6,53 @@ from typing import Any, cast
 
 from torch import nn
 
-_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
-
-
-def adopted_class(kind: type[nn.Module], parent: type[nn.Module], reduce: Any = None) -> type[Any]:
-    """Return the class of a module of class `parent` that computes by `kind`; its attribute `parent` is the former.
-
-    Args:
-        kind: comes before `parent` in the method resolution order. Its `prefix`, if it has one, begins the name.
-        reduce: the `__reduce__` of the class; by default the inherited one.
-    """
-    if (kind, parent) not in _CLASSES:
-        names: dict[str, Any] = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
-        names |= {} if reduce is None else {"__reduce__": reduce}
-        _CLASSES[kind, parent] = type(getattr(kind, "prefix", "") + parent.__name__, (kind, parent), names)
-    return _CLASSES[kind, parent]
+_CLASSES: dict[tuple[type[nn.Module], ...], type[Any]] = {}
+"""(class of Octavo, class of a module) -> the class that is both."""
 
 
 class Adopted(nn.Module):
     """Mixed into the class of a module: it stands before the user's own in the order of inheritance."""
 
     parent: type[nn.Module]
-    """The class it was, and will be."""
+    """The class it was, and will be: a class has one of its own unless a user has derived it from one of Octavo's."""
     prefix = ""
     """What the name of the class begins with."""
     fields: tuple[str, ...] = ()
-    """Attributes that `take` gives to a module, and `release` takes away."""
+    """Attributes that `take` gives to a module, and others that `release` takes away with them."""
 
     @classmethod
     def take(cls, module: nn.Module, **fields: Any) -> None:
         """Mix this class into that of a module in place; everything attached to it stays."""
         if not isinstance(module, cls):
-            module.__class__ = adopted_class(cls, type(module))
+            module.__class__ = _class_for(cls, type(module))
         vars(module).update(fields)
 
     def release(self) -> None:
         """Turn this module back into its own class in place."""
         for name in self.fields:
             self.__dict__.pop(name, None)
-        self.__class__ = type(self).parent  # type: ignore[assignment]
+        self.__class__ = self.parent  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Reduce to the parent's class: no file can name a class that was made while running."""
-        reduced = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        if reduced[1][:1] != (type(self),):  # the user's own way
+        reduced, bases = cast(tuple[Any, ...], super().__reduce_ex__(protocol)), type(self).__bases__
+        if _CLASSES.get(bases) is not type(self) or reduced[1][:1] != (
+            type(self),
+        ):  # a class of a file; the user's way
             return reduced
-        return _rebuild, (type(self).__bases__[0], type(self).parent, *reduced[1][1:]), *reduced[2:]
+        return _rebuild, (*bases, *reduced[1][1:]), *reduced[2:]
+
+
+def _class_for(kind: type[nn.Module], parent: type[nn.Module]) -> type[Any]:
+    """Return the class of a module of class `parent` that computes by `kind`: `kind` itself where it is derived."""
+    if issubclass(kind, parent):
+        return kind
+    if (kind, parent) not in _CLASSES:
+        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
+        _CLASSES[kind, parent] = type(getattr(kind, "prefix", "") + parent.__name__, (kind, parent), names)
+    return _CLASSES[kind, parent]
 
 
 def _rebuild(kind: type[nn.Module], parent: type[nn.Module], *arguments: Any) -> nn.Module:
-    cls = adopted_class(kind, parent)
+    cls = _class_for(kind, parent)
     return cast(nn.Module, cls.__new__(cls, *arguments))

@@ -13,6 +13,7 @@ convolutions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
 from octavo.nn import functional
+from octavo.nn.adopted import Adopted
 from octavo.nn.functional import compute_dtype, quantize_operand, spec_of
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import StatsSlot, patches_of, stats_buffer_of
@@ -43,32 +45,45 @@ def convolution(
     dtype: torch.dtype,
     stats: Tensor | None = None,
 ) -> Tensor:
-    """Return the convolution of images with a weight, with the three GEMMs of `recipe`.
+    """Return the convolution of images, or of lines, with a weight, with the three GEMMs of `recipe`.
 
     Args:
-        x: (B, C, H, W) of any strides.
-        weight: (N, C, kh, kw), or (N, C, kw) where the window is one high; channels last, it is read as it lies.
+        x: (B, C, H, W) of any strides, or (B, C, L) where the weight has one extent; B may be left out.
+        weight: (N, C, kh, kw) or (N, C, kw); channels last, it is read as it lies.
         bias_N: (N,) or None; added in `dtype`.
+        window: how the kernel moves; that of lines is one high.
         dtype: of the result and of GEMMs in high precision.
         stats: FP32 (3, WIDTH), where telemetry goes (`octavo.nn.telemetry_ops`).
 
     Returns:
-        (B, N, H_out, W_out): contiguous if x is, channels last otherwise.
+        (B, N, H_out, W_out), or of lines (B, N, L_out): contiguous if x is, channels last otherwise.
 
     Raises:
         ConfigError: x has other channels than the weight, is smaller than the window, or no real number.
     """
     check_dtypes(x, weight)
-    if x.dim() != 4 or x.shape[1] != weight.shape[1]:
+    extents = weight.dim() - 2
+    if x.dim() - extents not in (1, 2) or x.shape[-1 - extents] != weight.shape[1]:
         raise ConfigError(
             f"a convolution with a weight of shape {tuple(weight.shape)} takes {weight.shape[1]} channels, "
             f"got an input of shape {tuple(x.shape)}."
         )
-    if 0 in window.output(*x.shape[2:]):
-        raise ConfigError(f"images of {x.shape[2]} x {x.shape[3]} pixels are smaller than the kernel: {window}.")
-    y: Tensor = _Convolution.apply(x.movedim(1, -1), weight, window, recipe, dtype, stats)  # type: ignore[no-untyped-call]
+    images = as_images(x, extents)
+    if 0 in window.output(*images.shape[2:]):
+        raise ConfigError(
+            f"images of {images.shape[2]} x {images.shape[3]} pixels are smaller than the kernel: {window}."
+        )
+    y: Tensor = _Convolution.apply(images.movedim(1, -1), weight, window, recipe, dtype, stats)  # type: ignore[no-untyped-call]
     y = (y if bias_N is None else y + bias_N.to(y.dtype)).movedim(-1, 1)
-    return y.contiguous() if x.is_contiguous() else y
+    y = y.contiguous() if images.is_contiguous() else y
+    y = y if extents == 2 else y.squeeze(2)
+    return y if x.dim() == extents + 2 else y[0]
+
+
+def as_images(x: Tensor, extents: int) -> Tensor:
+    """Return images (C, H, W) or lines (C, L), in a batch or not, as images (B, C, H, W): lines are one pixel high."""
+    batch = x if x.dim() == extents + 2 else x[None]
+    return batch if extents == 2 else batch.unsqueeze(2)
 
 
 class _Convolution(torch.autograd.Function):
@@ -161,14 +176,26 @@ def _high_precision_gradients(
     return dx if dx is None else dx.movedim(1, -1), dw if dw is None else dw.view(weight.shape)
 
 
-class Convolution(nn.Module):
+class Convolution(Adopted):
     """What the FP8 convolutions have in common: beside their PyTorch parent."""
 
+    fields = ("recipe", "enabled", "watch")
     recipe: Recipe
     enabled: bool
     """False: compute as the parent does, for an evaluation in high precision."""
     watch: StatsSlot | None = None
     """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, *args: Any, recipe: RecipeLike = "folded", **options: Any) -> None:
+        """Take what the parent takes, and a recipe.
+
+        Raises:
+            UnsupportedError: groups, a padding mode or a recipe that FP8 convolutions do not have.
+        """
+        super().__init__(*args, **options)
+        self.adopt(self, load(recipe))
 
     @classmethod
     def adopt(cls, module: nn.Module, recipe: Recipe) -> None:
@@ -179,15 +206,14 @@ class Convolution(nn.Module):
         """
         if (reason := unsupported_reason(module) or unsupported_reason_recipe(recipe)) is not None:
             raise UnsupportedError(f"{type(module).__name__} cannot compute in FP8: {reason}.")
-        module.__class__ = cls
-        assert isinstance(module, cls)
-        module.recipe, module.enabled = recipe, True
+        cls.take(module, recipe=recipe, enabled=True)
 
-    def release(self) -> None:
-        """Turn this layer back into its PyTorch parent in place."""
-        for name in Convolution.__annotations__:
-            self.__dict__.pop(name, None)
-        self.__class__ = type(self).__bases__[1]
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the convolution of a batch or of one, in x's dtype, or in autocast's where that is on."""
+        if not self.enabled:
+            return cast(Tensor, super().forward(input))
+        how = window_of(cast(nn.Conv2d, self)), self.recipe, compute_dtype(input), stats_buffer_of([self])
+        return convolution(input, self.weight, self.bias, *how)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
@@ -197,46 +223,13 @@ class Convolution(nn.Module):
 class Conv2d(Convolution, nn.Conv2d):
     """An `nn.Conv2d` computed by a recipe. Parameters, names, state_dict, hooks and flags are its own."""
 
-    def __init__(self, *args: Any, recipe: RecipeLike = "folded", **options: Any) -> None:
-        """Take what `nn.Conv2d` takes, and a recipe.
-
-        Raises:
-            UnsupportedError: groups, a padding mode or a recipe that FP8 convolutions do not have.
-        """
-        nn.Conv2d.__init__(self, *args, **options)
-        self.adopt(self, load(recipe))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the convolution of (B, C, H, W) or (C, H, W), in x's dtype, or in autocast's where that is on."""
-        if not self.enabled:
-            return super().forward(input)
-        x = input if input.dim() == 4 else input[None]
-        window, dtype = window_of(self), compute_dtype(input)
-        y = convolution(x, self.weight, self.bias, window, self.recipe, dtype, stats_buffer_of([self]))
-        return y if input.dim() == 4 else y[0]
+    parent = nn.Conv2d
 
 
 class Conv1d(Convolution, nn.Conv1d):
     """An `nn.Conv1d` computed by a recipe: a convolution of images that are one pixel high."""
 
-    def __init__(self, *args: Any, recipe: RecipeLike = "folded", **options: Any) -> None:
-        """Take what `nn.Conv1d` takes, and a recipe.
-
-        Raises:
-            UnsupportedError: groups, a padding mode or a recipe that FP8 convolutions do not have.
-        """
-        nn.Conv1d.__init__(self, *args, **options)
-        self.adopt(self, load(recipe))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the convolution of (B, C, L) or (C, L), in x's dtype, or in autocast's where that is on."""
-        if not self.enabled:
-            return super().forward(input)
-        x = input if input.dim() == 3 else input[None]
-        window, dtype = window_of(self), compute_dtype(input)
-        stats = stats_buffer_of([self])
-        y = convolution(x.unsqueeze(2), self.weight, self.bias, window, self.recipe, dtype, stats).squeeze(2)
-        return y if input.dim() == 3 else y[0]
+    parent = nn.Conv1d
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
@@ -247,9 +240,8 @@ def unsupported_reason(module: nn.Module) -> str | None:
         return f"{module.groups} groups: each is a small GEMM of its own"
     if module.padding_mode != "zeros":
         return f"padding_mode '{module.padding_mode}': patches are padded with zeros"
-    if module.padding == "same" and any(d * (k - 1) % 2 for d, k in _spans(module)):
-        return "padding 'same' of an even kernel is not the same on both sides"
-    return None
+    window = window_from(module.kernel_size, module.stride, module.padding, module.dilation)
+    return None if isinstance(window, Window) else window
 
 
 def unsupported_reason_recipe(recipe: Recipe) -> str | None:
@@ -260,13 +252,20 @@ def unsupported_reason_recipe(recipe: Recipe) -> str | None:
 
 
 def window_of(module: nn.Conv1d | nn.Conv2d) -> Window:
-    """Return how the kernel of a convolution moves; that of an `nn.Conv1d` is one pixel high."""
-    padding = module.padding
+    """Return how the kernel of a convolution moves."""
+    window = window_from(module.kernel_size, module.stride, module.padding, module.dilation)
+    assert isinstance(window, Window)  # else no FP8 layer has been made of it
+    return window
+
+
+def window_from(
+    kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int] | str, dilation: Sequence[int]
+) -> Window | str:
+    """Return how a kernel moves by a number or two of each, one pixel high if by one; or why it has no FP8 layer."""
     if isinstance(padding, str):  # valid or same
-        padding = tuple(0 if padding == "valid" else d * (k - 1) // 2 for d, k in _spans(module))
-    sizes = (module.kernel_size, 1), (module.stride, 1), (padding, 0), (module.dilation, 1)
-    return Window(*(cast(Pair, (flat, *given)[-2:]) for given, flat in sizes))
-
-
-def _spans(module: nn.Conv1d | nn.Conv2d) -> list[tuple[int, int]]:
-    return list(zip(module.dilation, module.kernel_size, strict=True))
+        spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        if padding == "same" and any(span % 2 for span in spans):
+            return "padding 'same' of an even kernel is not the same on both sides"
+        padding = [span // 2 if padding == "same" else 0 for span in spans]
+    given = (kernel, 1), (stride, 1), (padding, 0), (dilation, 1)
+    return Window(*[cast(Pair, (flat, *numbers)[-2:]) for numbers, flat in given])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.adopted import adopted_class
+from octavo.nn.adopted import Adopted
 from octavo.nn.calibration import check
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import linears
@@ -23,7 +23,7 @@ from octavo.nn.weight_codes import WeightCodes
 from octavo.recipes import Recipe, RecipeLike, load
 
 
-class Linear(nn.Linear):
+class Linear(Adopted, nn.Linear):
     """A linear layer computed by a recipe.
 
     Parameters, names, state_dict, hooks and flags are those of `nn.Linear`, so that a layer becomes one of these and
@@ -31,9 +31,11 @@ class Linear(nn.Linear):
     The weight is quantised in each forward (`octavo.nn.weight_codes`).
     """
 
-    parent: type[nn.Linear] = nn.Linear
-    """The class that the layer was, and will be."""
-
+    parent = nn.Linear
+    fields = (
+        "recipe", "enabled", "shared", "keeps_input", "scaling_state", "scaling_slot", "reads_codes", "weight_codes",
+        "watch",
+    )  # fmt: skip
     recipe: Recipe
     enabled: bool
     """False: compute as `nn.Linear` does, for an evaluation in high precision."""
@@ -64,7 +66,7 @@ class Linear(nn.Linear):
         recipe: RecipeLike = "folded",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._start(load(recipe))
+        self.adopt(self, load(recipe))
         check({"": self.recipe}, None)
         attach_scaling_state({"": self})
 
@@ -76,16 +78,9 @@ class Linear(nn.Linear):
     @classmethod
     def adopt(cls, module: nn.Linear, recipe: Recipe) -> None:
         """Turn an `nn.Linear` into this class in place; everything attached to it stays."""
-        if not isinstance(module, cls):
-            module.__class__ = _class_for(type(module))
-        assert isinstance(module, cls)
-        module._start(recipe)
-
-    def release(self) -> None:
-        """Turn this layer back into an `nn.Linear`, or its own class, in place."""
-        for name in Linear.__annotations__:
-            self.__dict__.pop(name, None)
-        self.__class__ = self.parent  # type: ignore[assignment]
+        kind = cls if isinstance(module, nn.Linear) else TransposedLinear
+        new: dict[str, Any] = dict.fromkeys(("shared", "scaling_state", "scaling_slot"))
+        kind.take(module, recipe=recipe, enabled=True, keeps_input=False, **new)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + b for x (..., K), in x's dtype, or in autocast's where that is on."""
@@ -107,10 +102,6 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")
-
-    def _start(self, recipe: Recipe) -> None:
-        self.recipe, self.enabled, self.shared, self.keeps_input = recipe, True, None, False
-        self.scaling_state, self.scaling_slot = None, None
 
 
 class TransposedLinear(Linear):
@@ -146,18 +137,3 @@ def is_transposed(module: nn.Module) -> TypeGuard[nn.Linear]:
 def is_adopted(module: nn.Module) -> TypeGuard[Linear]:
     """Return whether a module computes as `Linear` does, in no class that a user has derived from that."""
     return isinstance(module, Linear) and "parent" in vars(type(module))
-
-
-def _class_for(parent: type[nn.Linear]) -> type[Linear]:
-    if parent is nn.Linear:
-        return Linear
-    return adopted_class(Linear if issubclass(parent, nn.Linear) else TransposedLinear, parent, _reduce)
-
-
-def _reduce(self: Linear) -> tuple[Any, ...]:
-    return _rebuild, (self.parent,), self.__getstate__()  # no file can name a class that was made while running
-
-
-def _rebuild(parent: type[nn.Linear]) -> Linear:
-    cls = _class_for(parent)
-    return cls.__new__(cls)

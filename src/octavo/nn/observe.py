@@ -22,7 +22,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ScaleRef
 from octavo.kernels.patches import unfold
 from octavo.kernels.sample import limits
-from octavo.nn.conv import Conv1d, Conv2d, window_of
+from octavo.nn.conv import Conv1d, Conv2d, as_images, window_of
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import scale_ref_of, spec_of
 from octavo.nn.grouped import GroupedLinear
@@ -300,9 +300,7 @@ def _weight_matrix(layer: Layer) -> Tensor:
 
 def _pixels(layer: Conv1d | Conv2d, x: Tensor) -> Tensor:
     """Return images of any form that a convolution takes as (B, H, W, C)."""
-    extents = len(layer.kernel_size)
-    batch = x if x.dim() == extents + 2 else x[None]
-    return (batch if extents == 2 else batch.unsqueeze(2)).movedim(1, -1).contiguous()
+    return as_images(x, len(layer.kernel_size)).movedim(1, -1).contiguous()
 
 
 def _flat(x: Tensor) -> Tensor:

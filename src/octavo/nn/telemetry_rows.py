@@ -6,7 +6,7 @@ n grad_outputs. Behind all of them are the rows of the weights' gradients, one p
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -76,7 +76,7 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
         members: how many layers it has.
         last: the row of its weight's gradient.
     """
-    recipe, shape = layer.recipe, tuple(cast(Tensor, layer.weight).shape)
+    recipe, shape = layer.recipe, tuple(layer.weight.shape)
     rows = []
     if recipe.fprop.is_fp8:
         rows.append((Row(name, "input", str(recipe.fprop.input), ()), top))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from octavo.conversion.apply import convert, revert
 from octavo.conversion.layer_plan import LayerPlan
@@ -60,11 +60,6 @@ def alone(gemm: str, offered: dict[Choice, Recipe]) -> tuple[Choice, Choice]:
 
 
 Layer = Linear | Convolution
-
-
-def weight_of(layer: Layer) -> Tensor:
-    """Return the weight, (N, K), or (N, C, *kernel)."""
-    return cast(Tensor, layer.weight)
 
 
 class PrecisionSwitch:

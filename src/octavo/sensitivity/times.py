@@ -15,7 +15,7 @@ from octavo.kernels.devices import H200
 from octavo.nn import Linear
 from octavo.nn.hooks import hooked
 from octavo.sensitivity.loss import Loss, ReportPasses
-from octavo.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch, weight_of
+from octavo.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch
 from octavo.train.timing import milliseconds, warm_up
 
 REPEATS = 20
@@ -50,7 +50,7 @@ def calls_of(
 
     def note(name: str) -> Callable[..., None]:
         def hook(layer: Layer, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-            x, features = inputs[0], weight_of(layer).shape[0]
+            x, features = inputs[0], layer.weight.shape[0]
             found.setdefault(name, Call(tuple(x.shape), x.dtype, x.requires_grad, y.numel() // features))
 
         return hook
@@ -72,7 +72,7 @@ def predicted(switch: PrecisionSwitch, calls: Mapping[str, Call]) -> dict[str, d
     """Return the milliseconds of the three GEMMs per layer and choice, predicted for an H200 (`conversion.gain`)."""
     found = {}
     for name, call in calls.items():
-        weight = weight_of(switch.layers[name])
+        weight = switch.layers[name].weight
         taps = weight[0, 0].numel() if weight.dim() > 2 else 0
         shape = weight.shape[0], weight[0].numel(), call.rows, taps
         found[name] = {
@@ -98,7 +98,7 @@ def measured(
     found = {}
     for name, call in calls.items():
         layer = switch.layers[name]
-        weight = weight_of(layer)
+        weight = layer.weight
         how = () if isinstance(layer, Linear) else (layer.stride, layer.padding, layer.dilation)
         kind = type(layer), weight.shape, weight.dtype, weight.requires_grad, call, *how
         key = (*kind, *(recipe.name for recipe in switch.offered[name].values()))
@@ -113,7 +113,7 @@ def _measure(
     switch: PrecisionSwitch, name: str, call: Call, dtype: torch.dtype | None
 ) -> Iterator[tuple[Choice, float]]:
     layer = switch.layers[name]
-    device = weight_of(layer).device
+    device = layer.weight.device
     x = torch.randn(call.shape, device=device, dtype=call.dtype).requires_grad_(call.needs_gradient)
     with autocast(device, dtype):
         dy = torch.randn_like(layer(x))
