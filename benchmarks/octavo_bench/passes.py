@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple
 
 from octavo.numerics import PER_ROW, Granularity
 from octavo.recipes.spec import OPERANDS, Operand, Recipe
-from octavo.recipes.text import reused_from
 
 When = Literal["forward", "backward"]
 HIGH_PRECISION = {"input": 2, "weight": 4, "grad_output": 2}
@@ -64,7 +63,7 @@ def kept_bytes(recipe: Recipe, shape: Shape) -> int:
     """Return the bytes that a layer keeps of its input from forward to backward."""
     if not recipe.wgrad.is_fp8:
         return BF16 * shape.m * shape.k
-    if reused_from(recipe, "wgrad", "input"):
+    if recipe.reuses("wgrad.input"):
         return quantised_bytes(recipe.fprop.input, *shape.of("input"))
     return quantised_bytes(recipe.wgrad.input, shape.k, shape.m)
 
@@ -74,7 +73,7 @@ def kept_weight_bytes(recipe: Recipe, shape: Shape) -> int:
 
     The codes of fprop where dgrad reads them; otherwise backward reads the weight again.
     """
-    reuses = recipe.fprop.is_fp8 and recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight") is not None
+    reuses = recipe.reuses("dgrad.weight")
     return quantised_bytes(recipe.fprop.weight, *shape.of("weight")) if reuses else 0
 
 
@@ -85,7 +84,7 @@ def quantised_bytes(operand: Operand, rows: int, cols: int) -> int:
 
 def _input_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:
     made = ["fprop.input"] if recipe.fprop.is_fp8 else []
-    reuses = reused_from(recipe, "wgrad", "input") is not None
+    reuses = recipe.reuses("wgrad.input")
     if recipe.wgrad.is_fp8 and not reuses:
         made.append("wgrad.input")
     yield from _quantise(recipe, "input", made, "forward", shape)
@@ -99,7 +98,7 @@ def _weight_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:
         name = f"{gemm}.weight"
         if not recipe.gemm(gemm).is_fp8:
             yield _cast(name, when, shape)
-        elif reused_from(recipe, gemm, "weight"):
+        elif recipe.reuses(f"{gemm}.weight"):
             yield _transpose(recipe, name, "fprop.weight", shape)
         else:
             yield from _quantise(recipe, "weight", [name], when, shape)

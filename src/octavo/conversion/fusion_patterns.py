@@ -30,7 +30,7 @@ from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.mlp import unsupported_reason
 from octavo.nn.norm import adopts
 from octavo.nn.probe import computes, shallow_copy
-from octavo.recipes import Precision, Recipe, reused_from
+from octavo.recipes import Precision, Recipe
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
 
@@ -102,7 +102,7 @@ def find_structures(
             recipe = recipes.get(reader)
             if policy.attention_output == "fp8" and not attention_unsupported_reason(recipe, reader in keep_input):
                 assert recipe is not None
-                shares = shares_codes(recipe) and reused_from(recipe, "wgrad", "input") is not None
+                shares = shares_codes(recipe) and recipe.reuses("wgrad.input")
                 yield FusionPattern(
                     name=name, kind="attention", layers=(module.reader,), saved="fp8", shares_codes=shares
                 )

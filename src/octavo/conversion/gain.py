@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from octavo.kernels.devices import Rates, mode_of
 from octavo.kernels.patches import makes_directly
-from octavo.recipes import GEMMS, OPERANDS, Operand, Recipe, reused_from
+from octavo.recipes import GEMMS, OPERANDS, Operand, Recipe
 
 _LARGE = 2048
 """Two of M, N and K must reach it for a product of a batch to run at the rate of a single large one."""
@@ -139,7 +139,7 @@ def _bytes(recipe: Recipe, gemm: str, role: str, taps: int) -> float:
         return _patch_bytes(getattr(recipe.gemm(gemm), role), taps, transposed=gemm == "wgrad")
     if taps == 1 and role == "input":  # both are made of the input, which is what is kept
         return 5.0 if getattr(recipe.gemm(gemm), role).granularity == "tensor" else 3.0
-    if reused_from(recipe, gemm, role):
+    if recipe.reuses(f"{gemm}.{role}"):
         return 2.0
     operand = getattr(recipe.gemm(gemm), role)
     return 5.0 if operand.granularity == "tensor" and not operand.has_stored_scale else 3.0

@@ -221,7 +221,7 @@ class Policy:
         if not recipe.wgrad.is_fp8 or not any(fnmatchcase(name, pattern) for pattern in self.requantise):
             return False
         operand = recipe.wgrad.input
-        if operand.rounding != "nearest" or operand.has_stored_scale:
+        if not operand.is_repeatable:
             raise ConfigError(
                 f"requantise: '{name}' runs by recipe '{recipe.name}', whose input ({operand}) has other codes when it "
                 "is quantised again. Leave the layer out of `requantise`, or round to nearest with current scales."

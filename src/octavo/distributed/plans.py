@@ -19,7 +19,7 @@ from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.functional import spec_of
 from octavo.nn.linear import is_adopted, is_transposed
-from octavo.recipes import Recipe, reused_from
+from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor, local
 
 
@@ -154,7 +154,7 @@ def _unfit(recipe: Recipe) -> str | None:
             return f"{name} runs in BF16"
     if recipe.fprop.weight.rounding != "nearest":
         return "its rounding is stochastic: each forward has new codes"
-    if reused_from(recipe, "dgrad", "weight") is None:
+    if not recipe.reuses("dgrad.weight"):
         return "fprop and dgrad read different codes: two one-byte copies are as large as BF16"
     return None
 
@@ -188,7 +188,7 @@ def input_codes_or_reason(layer: nn.Module) -> QuantSpec | str:
         return "wgrad runs in BF16: it reads the values"
     if forward.tile.rows is None:
         return "a per-tensor scale needs the amax of all ranks' tokens"
-    if reused_from(recipe, "wgrad", "input") is None:
+    if not recipe.reuses("wgrad.input"):
         return "fprop and wgrad read different codes: two one-byte copies are as large as BF16"
     if forward.rounding != "nearest":
         return "its rounding is stochastic"

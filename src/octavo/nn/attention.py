@@ -104,8 +104,7 @@ class ScaledDotProduct(nn.Module):
 
 def shares_codes(recipe: Recipe) -> bool:
     """Return whether a layer of this recipe reads codes that are made of its input alone, the same each time."""
-    operand = recipe.fprop.input
-    return recipe.fprop.is_fp8 and operand.rounding == "nearest" and not operand.has_stored_scale
+    return recipe.fprop.is_fp8 and recipe.fprop.input.is_repeatable
 
 
 def unsupported_reason(recipe: Recipe | None, keeps_input: bool) -> str | None:

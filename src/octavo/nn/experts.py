@@ -35,7 +35,7 @@ from octavo.nn.grouped import GroupedLinear, dgrad_folded, fprop, grouped_linear
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import ROWS, Source, stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
-from octavo.recipes import Precision, Recipe, load, reused_from
+from octavo.recipes import Precision, Recipe, load
 from octavo.tensor import is_distributed, local
 
 FIRST, SECOND = "gate_up_gemm", "down_gemm"
@@ -87,7 +87,7 @@ def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | N
         return "two recipes"
     gemms = first.fprop, first.dgrad, first.wgrad
     folds = all(gemm.is_fp8 for gemm in gemms) and first.dgrad.weight.is_folded and first.wgrad.input.is_folded
-    reuses = first.reuses("dgrad.weight") and reused_from(first, "wgrad", "input") is not None
+    reuses = first.reuses("dgrad.weight") and first.reuses("wgrad.input")
     return None if folds and reuses else f"recipe '{first.name}' does not fold its scales"
 
 

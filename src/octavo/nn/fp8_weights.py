@@ -13,7 +13,7 @@ from octavo.kernels import QuantSpec
 from octavo.kernels.operator import define
 from octavo.kernels.quant_spec import parse_spec
 from octavo.numerics import Quantized
-from octavo.recipes import Operand, Recipe, load, names, reused_from
+from octavo.recipes import Operand, Recipe, load, names
 from octavo.tensor import FP8Tensor, implements
 
 
@@ -59,7 +59,7 @@ def unsupported_reason(recipe: Recipe) -> str | None:
         return "its fprop is in BF16"
     if recipe.fprop.weight != Operand(granularity="row"):
         return f"its fprop reads a weight that is {recipe.fprop.weight}, not E4M3 with a power-of-two scale per row"
-    if recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight") is None:
+    if recipe.dgrad.is_fp8 and not recipe.reuses("dgrad.weight"):
         return "its dgrad quantises the transposed weight by itself, which would be a second rounding"
     return None
 

@@ -29,7 +29,7 @@ from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import Source, StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_matrix, quantize_weights
 from octavo.numerics import Quantized
-from octavo.recipes import Operand, Recipe, RecipeLike, load, reused_from
+from octavo.recipes import Operand, Recipe, RecipeLike, load
 
 _BF16 = load("bf16")
 """Made once, outside of what Dynamo traces: it cannot follow the making of a recipe."""
@@ -145,7 +145,7 @@ def unsupported_reason(recipe: Recipe) -> str | None:
         for operand in operands:
             if not (operand.granularity in ("row", "column") and operand.format == "e4m3"):
                 return f"its {gemm} has an operand {operand}. {can}"
-            if operand.rounding != "nearest" or operand.has_stored_scale:
+            if not operand.is_repeatable:
                 return f"its {gemm} has an operand {operand}, only linear layers round and scale like that. {can}"
     return None
 
@@ -191,7 +191,7 @@ def _read_input(
 ) -> tuple[Quantized | None, tuple[Tensor, ...]]:
     """Return x as fprop reads it, and what wgrad needs: (x,), codes and scales of fprop, or its own, padded; or ()."""
     rows = spec_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None
-    reused = recipe.wgrad.is_fp8 and reused_from(recipe, "wgrad", "input") is not None
+    reused = recipe.reuses("wgrad.input")
     columns = spec_of(recipe.wgrad.input) if needs_weight and recipe.wgrad.is_fp8 and not reused else None
     x8 = padded = None
     if columns is not None:

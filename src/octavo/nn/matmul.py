@@ -23,7 +23,7 @@ from octavo.kernels.bmm import bmm
 from octavo.nn import functional
 from octavo.nn.functional import spec_of
 from octavo.nn.operands import check_dtypes
-from octavo.recipes import Operand, Recipe, reused_from
+from octavo.recipes import Operand, Recipe
 
 
 def matmul(a: Tensor, b: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Tensor:
@@ -121,7 +121,7 @@ def _read(
     """
     forward: Operand | None = getattr(recipe.fprop, role) if recipe.fprop.is_fp8 else None
     own: Operand | None = None
-    if needed and recipe.gemm(gemm).is_fp8 and reused_from(recipe, gemm, role) is None:
+    if needed and recipe.gemm(gemm).is_fp8 and not recipe.reuses(f"{gemm}.{role}"):
         own = getattr(recipe.gemm(gemm), role)
     x, turned = quantize_both(x_BRC, forward, own) if forward or own else (None, None)
     if not needed:
@@ -153,10 +153,10 @@ def _gradient(
         product = _product(dc_BRS, kept[0])
         return product.transpose(1, 2) if gemm == "wgrad" else product
     operand: Operand = getattr(recipe.gemm(gemm), role)
-    if reused_from(recipe, gemm, role) is None:
-        x = Batch(kept[0], kept[1], operand.tile)
-    else:
+    if recipe.reuses(f"{gemm}.{role}"):
         x = Batch(kept[0], kept[1], operand.tile.transposed).transposed()
+    else:
+        x = Batch(kept[0], kept[1], operand.tile)
     x = x.without_scale() if operand.is_folded else x
     left, right = (x, dc) if gemm == "wgrad" else (dc, x)
     return bmm(left, right, dc_BRS.dtype, recipe.gemm(gemm).accumulate)

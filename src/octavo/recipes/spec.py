@@ -64,6 +64,11 @@ class Operand:
         return self.scale_from != "current"
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether its codes follow from the tensor alone, the same each time."""
+        return self.rounding == "nearest" and not self.has_stored_scale
+
+    @property
     def tile(self) -> Granularity:
         """The granularity itself."""
         return granularity_named(self.granularity)
