@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.errors import CheckpointError, ConfigError
 from octavo.nn import Linear
-from octavo.nn.scaling_state import ScalingState
 from octavo.nn.shared import SharedInput
 from octavo.numerics import sqnr_db
-from octavo.recipes import Recipe, load
+from octavo.recipes import Recipe
 
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 WIDTH = 48
@@ -60,7 +59,7 @@ class Oracle:
         self.scale = np.float32(0)
         self.format, self.scaling, self.length, self.choose, self.margin = format, scaling, length, choose, margin
 
-    def roll(self, amax: float) -> None:
+    def update(self, amax: float) -> None:
         if not 0 < amax < np.inf:
             return
         self.seen = [np.float32(amax), *self.seen][: self.length]
@@ -88,8 +87,8 @@ def test_scales_are_those_of_the_delayed_rule(scaling, length, choose, margin):
     inputs, gradients = (Oracle(format, scaling, length, choose, margin) for format in ("e4m3", "e5m2"))
     for i, amax in enumerate(AMAXES):
         step(layer, x_of(amax), gradient=float(i))
-        inputs.roll(amax)
-        gradients.roll(i)
+        inputs.update(amax)
+        gradients.update(i)
         assert layer.scaling_slot.cells[:, 0].tolist() == [inputs.scale, gradients.scale], i
         assert layer.scaling_slot.cells[:, 1].tolist() == [0, 0]
 
@@ -244,7 +243,7 @@ def stepped(*parameters: nn.Parameter) -> None:
     torch.optim.SGD(parameters, lr=0.1).step()
 
 
-def test_the_optimizer_of_another_model_does_not_roll_the_book():
+def test_the_optimizer_of_another_model_updates_no_scales():
     layer, other = layer_of("delayed"), layer_of("delayed")
     layer(x_of(1.0))
     stepped(other.weight)
@@ -253,17 +252,17 @@ def test_the_optimizer_of_another_model_does_not_roll_the_book():
     assert layer.scaling_slot.cells[0].tolist() == [np.float32(1 / 448), 0]
 
 
-ROLLED, WAITS = [np.float32(1 / 448), 0], [0, 1]
+UPDATED, WAITS = [np.float32(1 / 448), 0], [0, 1]
 
 
-def test_an_optimizer_that_holds_no_parameter_of_a_model_rolls_books_that_nobody_holds():
+def test_an_optimizer_that_holds_no_parameter_of_a_model_updates_scales_that_nobody_holds():
     frozen, adapter = layer_of("delayed"), nn.Parameter(torch.ones(WIDTH))
     frozen(adapter * x_of(1.0))
     stepped(adapter)
-    assert frozen.scaling_slot.cells[0].tolist() == ROLLED
+    assert frozen.scaling_slot.cells[0].tolist() == UPDATED
 
 
-def test_an_optimizer_that_has_nothing_to_do_with_a_model_does_not_roll_its_book():
+def test_an_optimizer_that_has_nothing_to_do_with_a_model_does_not_update_its_scales():
     model = nn.Sequential(nn.Linear(WIDTH, 32))
     octavo.convert(model, "delayed")
     optimizer = octavo.optim.AdamW(model.parameters(), lr=0.0)
@@ -279,7 +278,7 @@ def test_an_optimizer_that_has_nothing_to_do_with_a_model_does_not_roll_its_book
     ].tolist() == [1.0, 2.0]
 
 
-def test_an_optimizer_of_any_parameter_of_a_model_rolls_its_book():
+def test_an_optimizer_of_any_parameter_of_a_model_updates_its_scales():
     """As with adapters inside of a model whose own weights are frozen."""
     model = nn.ModuleDict({"frozen": nn.Linear(WIDTH, 32), "adapter": nn.Linear(WIDTH, 32)})
     octavo.convert(model, {"base": "delayed", "modules": {"adapter": "bf16"}})
@@ -289,7 +288,7 @@ def test_an_optimizer_of_any_parameter_of_a_model_rolls_its_book():
         other[0].out.scaling_slot.cells[0, 1] = 1.0
         (model.frozen(x_of(1.0)) + model.adapter(x_of(1.0))).sum().backward()
         stepped(*model.adapter.parameters())
-        assert model.frozen.scaling_slot.cells[0].tolist() == ROLLED and model.frozen.scaling_state.is_held
+        assert model.frozen.scaling_slot.cells[0].tolist() == UPDATED and model.frozen.scaling_state.is_held
         assert other[0].out.scaling_slot.cells[0].tolist() == WAITS and not other[0].out.scaling_state.is_held, held
 
 
@@ -358,11 +357,11 @@ def test_layers_built_one_by_one_are_joined():
     )
     step(model, x_of(1.0))
     cells = [model[i].scaling_slot.cells.clone() for i in (0, 2)]
-    book = octavo.scales(model)
-    assert book is octavo.scales(model) is model[0].scaling_state is model[2].scaling_state
+    stored = octavo.scales(model)
+    assert stored is octavo.scales(model) is model[0].scaling_state is model[2].scaling_state
     assert equal(cells, [model[i].scaling_slot.cells for i in (0, 2)])
-    assert list(book.state_dict()) == ["0.input", "0.grad_output", "2.input", "2.grad_output"]
-    assert torch.equal(book.state_dict()["0.input"][2:3], torch.tensor([1.0]))
+    assert list(stored.state_dict()) == ["0.input", "0.grad_output", "2.input", "2.grad_output"]
+    assert torch.equal(stored.state_dict()["0.input"][2:3], torch.tensor([1.0]))
 
 
 def test_revert_closes_the_book():
@@ -458,14 +457,14 @@ def test_layers_that_are_joined_take_the_largest_of_the_states():
 
 
 def test_states_of_others_are_refused():
-    book, state = octavo.scales(model_of()), octavo.scales(model_of()).state_dict()
+    stored, state = octavo.scales(model_of()), octavo.scales(model_of()).state_dict()
     with pytest.raises(CheckpointError, match=r"only the model keeps one for '0\.k\.input'"):
-        book.load_state_dict({name: tensor for name, tensor in state.items() if name != "0.k.input"})
+        stored.load_state_dict({name: tensor for name, tensor in state.items() if name != "0.k.input"})
     with pytest.raises(CheckpointError, match=r"only the checkpoint keeps one for 'q'"):
-        book.load_state_dict({**state, "q": torch.zeros(18)})
+        stored.load_state_dict({**state, "q": torch.zeros(18)})
     with pytest.raises(CheckpointError, match="has a history of 3 there and 16 here"):
-        book.load_state_dict({**state, "0.k.input": torch.ones(5)})
-    assert not book.is_known
+        stored.load_state_dict({**state, "0.k.input": torch.ones(5)})
+    assert not stored.is_known
 
 
 def test_static_scales_come_from_a_file_and_stay(tmp_path):
@@ -477,7 +476,7 @@ def test_static_scales_come_from_a_file_and_stay(tmp_path):
     cells = octavo.scales(model).cells[:, 0].clone()
     assert torch.equal(octavo.scales(static).cells[:, 0], cells)
     step(static, x_of(100.0))
-    assert torch.equal(octavo.scales(static).cells[:, 0], cells), "never rolled"
+    assert torch.equal(octavo.scales(static).cells[:, 0], cells), "never updated"
     assert static[0].q.scaling_slot.cells[0, 1] == 100.0, "and what it missed is seen"
     x = x_of(1.0)
     with torch.no_grad():
@@ -505,13 +504,13 @@ def test_nothing_to_save_yet(tmp_path):
         octavo.scales(model_of()).save(tmp_path / "scales.json")
 
 
-def test_books_that_nobody_holds_are_forgotten():
+def test_scales_that_nobody_holds_are_forgotten():
     from octavo.nn import scaling_state
 
     before = len(scaling_state._live)
-    book = ScalingState([(["a"], load("delayed"))], "cpu")
+    layer = layer_of("delayed")
     assert len(scaling_state._live) == before + 1
-    del book
+    del layer
     assert len(scaling_state._live) == before
 
 
@@ -555,7 +554,7 @@ def test_nothing_waits_for_the_gpu(recipe):
 
 
 @pytest.mark.gpu
-def test_a_captured_step_rolls_as_an_eager_one_does():
+def test_a_captured_step_updates_as_an_eager_one_does():
     eager, captured = on_gpu(), on_gpu()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (eager, captured)]
     steps, static = inputs_of_steps(6), torch.zeros(128, WIDE, device="cuda", dtype=torch.bfloat16)
@@ -616,30 +615,30 @@ def static(tmp_path, *amaxes: float) -> nn.Sequential:
     """Two layers with static scales, and these maxima since: input and gradient of the first, then of the second."""
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, 32))
     octavo.convert(model, "delayed")
-    book = octavo.scales(model)
-    book.cells[:, 0] = 1.0
-    book.save(tmp_path / "a.json")
+    stored = octavo.scales(model)
+    stored.cells[:, 0] = 1.0
+    stored.save(tmp_path / "a.json")
     octavo.convert(model, "static", scales=tmp_path / "a.json")
     octavo.scales(model).cells[:, 1] = torch.tensor(amaxes)
     return model
 
 
 def test_static_scales_are_made_anew_of_the_largest_values_since(tmp_path):
-    book = octavo.scales(static(tmp_path, 7.0, 0.0, float("inf"), 3.0))
-    made = book.recalibrate(margin=2, how="a test")
+    stored = octavo.scales(static(tmp_path, 7.0, 0.0, float("inf"), 3.0))
+    made = stored.recalibrate(margin=2, how="a test")
     expected = {"0.input": float(np.float32(7 / 448)) * 4, "1.grad_output": float(np.float32(3 / 57344)) * 4}
     assert {name: one.scale for name, one in made.items()} == expected
     assert {name: one.amax for name, one in made.items()} == {"0.input": 7.0, "1.grad_output": 3.0}
     assert {one.origin.how for one in made.values()} == {"a test"}
-    assert book.cells[:, 0].tolist() == [expected["0.input"], 1.0, 1.0, expected["1.grad_output"]]
-    assert book.cells[:, 1].tolist() == [0.0, 0.0, float("inf"), 0.0]
-    assert book.recalibrate() == {}
+    assert stored.cells[:, 0].tolist() == [expected["0.input"], 1.0, 1.0, expected["1.grad_output"]]
+    assert stored.cells[:, 1].tolist() == [0.0, 0.0, float("inf"), 0.0]
+    assert stored.recalibrate() == {}
 
 
 def test_some_static_scales_are_made_anew_alone(tmp_path):
-    book = octavo.scales(static(tmp_path, 7.0, 5.0, 9.0, 3.0))
-    assert book.recalibrate({"1.input", "1.weight"}).keys() == {"1.input"}
-    assert book.cells[:, 1].tolist() == [7.0, 5.0, 0.0, 3.0]
+    stored = octavo.scales(static(tmp_path, 7.0, 5.0, 9.0, 3.0))
+    assert stored.recalibrate({"1.input", "1.weight"}).keys() == {"1.input"}
+    assert stored.cells[:, 1].tolist() == [7.0, 5.0, 0.0, 3.0]
 
 
 def test_other_scales_are_not_made_anew(tmp_path):

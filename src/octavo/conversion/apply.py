@@ -82,9 +82,9 @@ def convert(
     check_free([layers[row.name].weight for row in plan.layers if row.saves])
     _release(model)
     _carry_out(model, plan, layers)
-    book = attach_scaling_state({name: module for name, module in layers.items() if is_adopted(module)}, model)
-    if book is not None and calibrated is not None:
-        book.start_from(calibrated)
+    stored = attach_scaling_state({name: module for name, module in layers.items() if is_adopted(module)}, model)
+    if stored is not None and calibrated is not None:
+        stored.start_from(calibrated)
     return plan
 
 

@@ -45,7 +45,7 @@ class Linear(Adopted, nn.Linear):
     """Whether backward quantises the input again, instead of keeping its codes (`Policy.requantise`). Layers that are
     computed together agree on it."""
     scaling_state: ScalingState | None
-    """The scales that the model keeps from step to step; None if this layer's recipe keeps none."""
+    """The scales that the model stores from step to step; None if this layer's recipe stores none."""
     scaling_slot: ScalingSlot | None
     """Where this layer's are in it."""
     reads_codes: bool = False
@@ -79,8 +79,8 @@ class Linear(Adopted, nn.Linear):
     def adopt(cls, module: nn.Linear, recipe: Recipe) -> None:
         """Turn an `nn.Linear` into this class in place; everything attached to it stays."""
         kind = cls if isinstance(module, nn.Linear) else TransposedLinear
-        new: dict[str, Any] = dict.fromkeys(("shared", "scaling_state", "scaling_slot"))
-        kind.take(module, recipe=recipe, enabled=True, keeps_input=False, **new)
+        none: dict[str, Any] = dict.fromkeys(("shared", "scaling_state", "scaling_slot"))
+        kind.take(module, recipe=recipe, enabled=True, keeps_input=False, **none)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + b for x (..., K), in x's dtype, or in autocast's where that is on."""

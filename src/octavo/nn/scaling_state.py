@@ -1,20 +1,20 @@
-"""Scales that are kept from step to step: one book a model, one page a layer, one roll an optimizer step.
+"""Scales that a model stores from step to step: a history of maxima per tensor, updated once per optimizer step.
 
     cells    FP32 (n, 2)       [scale, amax] of a layer's input, then of its grad_output; and so on for each layer
     history  FP32 (length, n)  the maxima of earlier steps, the newest first, 0 where there is none yet
 
 A layer quantises with the scale of its cell and raises the amax (`octavo.kernels.quantize_with_scale`). After an
-optimizer step `roll` moves every amax into the history and makes the next scale out of it:
+optimizer step `update_scales` moves every amax into the history and makes the next scale out of it:
 
     scale = choose(history) / largest value of the format * 2^margin        (Transformer Engine, DelayedScaling)
 
 A scale of 0 is not known yet: a tensor is then scaled by its own maximum, so that no step is made with a scale of 1.
-An optimizer's step rolls the books of the models that it trains: those of which it holds any parameter, asked for when
-it steps, because `fully_shard` puts others in their place. One that holds none of any model's, such as a prompt that is
-trained in front of frozen layers or a copy of the weights in FP32, rolls the books that no optimizer has held so far:
-so does one that has nothing to do with them, until the first step of theirs.
+An optimizer's step updates the scales of the models that it trains: those of which it holds any parameter, asked for
+when it steps, because `fully_shard` puts others in their place. One that holds none of any model's, such as a prompt
+that is trained in front of frozen layers or a copy of the weights in FP32, updates those that no optimizer has held so
+far: so does one that has nothing to do with them, until the first step of theirs.
 
-Nothing here waits for the device, and everything happens in memory that stays, as CUDA graphs need it. The book lies
+Nothing here waits for the device, and everything happens in memory that stays, as CUDA graphs need it. The scales lie
 beside the model, not in its `state_dict`, whose names are the user's.
 """
 
@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -43,7 +43,7 @@ from octavo.recipes import STORED_SCALE_ROLES, History, Operand, Recipe
 
 @dataclass(eq=False)
 class ScalingSlot:
-    """Where a layer, or all layers that share an input, have their cells in a book."""
+    """Where a layer, or all layers that share an input, have their scales."""
 
     number: int
     """Its first cell is that of this number times `len(STORED_SCALE_ROLES)`."""
@@ -52,8 +52,8 @@ class ScalingSlot:
     an input compiled code would copy."""
 
 
-class Keeper(Protocol):
-    """A layer that has a page."""
+class StoredScaleLayer(Protocol):
+    """A layer whose recipe may store scales."""
 
     recipe: Recipe
     weight: Tensor
@@ -80,45 +80,41 @@ class ScalingState:
     history: Tensor
     """FP32 (length, n), the longest length of all recipes."""
     is_held: bool
-    """Whether an optimizer that has stepped holds a parameter of its model: then no other rolls it."""
+    """Whether an optimizer that has stepped holds a parameter of its model: then no other updates it."""
 
-    def __init__(
-        self,
-        groups: Sequence[tuple[Sequence[str], Recipe]],
-        device: torch.device | str,
-        layers: Sequence[Keeper] = (),
-        model: nn.Module | None = None,
-    ) -> None:
-        """Open a book in which no scale is known.
+    def __init__(self, layers: Mapping[str, StoredScaleLayer], model: nn.Module | None = None) -> None:
+        """Make scales of which none is known, and give each layer its slot; layers that share an input share one.
 
         Args:
-            groups: for each page the names of the layers that share it, and their recipe.
-            layers: those of the pages.
+            layers: by full name, with recipes that store scales.
             model: that they are part of, where it is known.
         """
+        groups: dict[int, list[str]] = {}
+        for name, layer in layers.items():
+            groups.setdefault(id(layer.shared or layer), []).append(name)
         self._entries: dict[int, _Entry] = {}
-        for number, (names, recipe) in enumerate(groups):
+        for number, names in enumerate(groups.values()):
+            recipe = layers[names[0]].recipe
             for row, role in enumerate(STORED_SCALE_ROLES, start=number * len(STORED_SCALE_ROLES)):
                 if (operand := recipe.stored_scale(role)) is not None:
-                    full = tuple(full_name(name, role) for name in names)
-                    self._entries[row] = _Entry(full, operand, recipe)
+                    self._entries[row] = _Entry(tuple(full_name(name, role) for name in names), operand, recipe)
         cells = len(groups) * len(STORED_SCALE_ROLES)
         length = max((entry.recipe.history.length for entry in self._entries.values()), default=1)
+        device = next(iter(layers.values())).weight.device
         self.cells = torch.zeros(cells, 2, device=device, dtype=torch.float32)
         self.history = torch.zeros(length, cells, device=device, dtype=torch.float32)
-        self._pages = [ScalingSlot(number, self._cells_of(number)) for number in range(len(groups))]
+        self._slots = [ScalingSlot(number, self._cells_of(number)) for number in range(len(groups))]
         self._rows = self._find_rows()
-        self._layers = [ref(layer) for layer in layers]
+        self._layers = [ref(layer) for layer in layers.values()]
         self._model = None if model is None else ref(model)
         self.is_held = False
+        for slot, names in zip(self._slots, groups.values(), strict=True):
+            for name in names:
+                layers[name].scaling_state, layers[name].scaling_slot = self, slot
         _live[next(_numbers)] = self
 
-    def page(self, number: int) -> ScalingSlot:
-        """Return the page of a group, by its place in the order that the book was made in."""
-        return self._pages[number]
-
     def move(self, device: torch.device) -> None:
-        """Take the book to another device; all pages follow. From the meta device it comes empty."""
+        """Take the scales to another device; all slots follow. From the meta device they come empty."""
         if device == self.cells.device:
             return
         was_meta = self.cells.is_meta
@@ -161,7 +157,7 @@ class ScalingState:
             operand = self._entries[row].operand
             scale = scale_from_amax(amax[row], format_named(operand.format), operand.scaling)[0] * 2.0**margin
             self.cells.data[row, 0], self.cells.data[row, 1] = scale, 0.0
-            self.history.data[0, row] = amax[row]  # nothing rolls it: it says what the scale was made of
+            self.history.data[0, row] = amax[row]  # it says what the scale was made of
         return dict(self._calibrated(how, made))
 
     @torch.no_grad()
@@ -275,16 +271,16 @@ class ScalingState:
                 yield name, Calibrated(operand.stored_format, operand.scaling, scales[row], largest[row], origin=origin)
 
     def _bind(self) -> None:
-        """Make the pages views of the cells."""
-        for page in self._pages:
-            page.cells = self._cells_of(page.number)
+        """Make the slots views of the cells."""
+        for slot in self._slots:
+            slot.cells = self._cells_of(slot.number)
 
     def _cells_of(self, number: int) -> Tensor:
         first = number * len(STORED_SCALE_ROLES)
         return self.cells[first : first + len(STORED_SCALE_ROLES)]
 
     def _find_rows(self) -> dict[tuple[Operand, History], Tensor]:
-        """Return which cells are rolled by the same rule. Those of static scales are not rolled."""
+        """Return which cells are updated by the same rule. Those of static scales are not updated."""
         rows: dict[tuple[Operand, History], list[int]] = {}
         for row, entry in self._entries.items():
             if entry.operand.scale_from != "static":
@@ -293,81 +289,60 @@ class ScalingState:
 
 
 _live: WeakValueDictionary[int, ScalingState] = WeakValueDictionary()
-"""All books, in the order in which they were made: ranks must meet in their all-reduces in one order."""
+"""All states, in the order in which they were made: ranks must meet in their all-reduces in one order."""
 _numbers = itertools.count()
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    """Roll the books of the models that were stepped.
+    """Update the scales of the models that were stepped.
 
-    Not all: a model that nobody uses waits for the garbage collector, on one rank longer than on another, and its book
-    must not ask for an all-reduce there.
+    Not all: a model that nobody uses waits for the garbage collector, on one rank longer than on another, and must not
+    ask for an all-reduce there.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if _live else []
-    # A step on paper, of tensors without values, is none of a book that has them.
+    # A step of tensors without values is none of scales that have them.
     is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
-    books = [book for book in _live.values() if isinstance(book.cells, FakeTensor) == is_fake]
+    states = [state for state in _live.values() if isinstance(state.cells, FakeTensor) == is_fake]
     stepped = {id(parameter) for parameter in parameters}
-    held = [book for book in books if book.belongs_to(stepped)]
-    for book in held:
-        book.is_held = True
-    for book in held or [book for book in books if not book.is_held]:
-        book.update_scales()
+    held = [state for state in states if state.belongs_to(stepped)]
+    for state in held:
+        state.is_held = True
+    for state in held or [state for state in states if not state.is_held]:
+        state.update_scales()
 
 
 register_optimizer_step_post_hook(_stepped)
 
 
-def attach_scaling_state(layers: Mapping[str, Keeper], model: nn.Module | None = None) -> ScalingState | None:
-    """Open a book for those of the layers whose recipe keeps scales, and give each its page. None: none does.
+def attach_scaling_state(layers: Mapping[str, StoredScaleLayer], model: nn.Module | None = None) -> ScalingState | None:
+    """Give those of the layers whose recipe stores scales a slot of one state, and return it; None where none does.
 
     Args:
-        layers: by full name. Layers that share an input get one page: it is quantised once.
-        model: that they are part of, where it is known: an optimizer of any of its parameters rolls the book.
+        layers: by full name.
+        model: that they are part of, where it is known: an optimizer of any of its parameters updates the scales.
     """
-    groups: dict[int, list[str]] = {}
-    for name, layer in layers.items():
-        if layer.recipe.has_stored_scales:
-            groups.setdefault(id(layer.shared or layer), []).append(name)
-    if not groups:
-        return None
-    first = [layers[names[0]] for names in groups.values()]
-    recipes = [layer.recipe for layer in first]
-    keepers = [layers[name] for names in groups.values() for name in names]
-    book = ScalingState(list(zip(groups.values(), recipes, strict=True)), keepers[0].weight.device, keepers, model)
-    for number, names in enumerate(groups.values()):
-        for name in names:
-            layers[name].scaling_state, layers[name].scaling_slot = book, book.page(number)
-    return book
+    storing = {name: layer for name, layer in layers.items() if layer.recipe.has_stored_scales}
+    return ScalingState(storing, model) if storing else None
 
 
 def scales(model: nn.Module) -> ScalingState | None:
-    """Return the scales that a model keeps from step to step, None if its recipes keep none.
+    """Return the scales that a model stores from step to step, None if its recipes store none.
 
-    Layers that were built one by one (`octavo.nn.Linear(..., recipe="delayed")`) have a book each. They are joined here
-    into one, with the names that they have in this model: one roll and one all-reduce a step.
+    Layers that were built one by one (`octavo.nn.Linear(..., recipe="delayed")`) have a state each. They are joined
+    here into one, with the names that they have in this model: one update and one all-reduce per step.
     """
-    layers = {
-        name: cast(Keeper, module)
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "scaling_slot", None), ScalingSlot)
-    }
-    books = {id(layer.scaling_state): layer.scaling_state for layer in layers.values()}
-    if len(books) < 2:
-        return next(iter(books.values()), None)
-    before = {
-        name: (cast(ScalingState, layer.scaling_state), cast(ScalingSlot, layer.scaling_slot))
-        for name, layer in layers.items()
-    }
-    joined = attach_scaling_state(layers, model)
-    assert joined is not None
-    for name, (book, page) in before.items():
-        _copy(book, page.number, joined, cast(ScalingSlot, layers[name].scaling_slot).number)
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if getattr(m, "scaling_state", None) is not None}
+    before = {name: (layer.scaling_state, layer.scaling_slot) for name, layer in layers.items()}
+    states = {id(state): state for state, _ in before.values()}
+    if len(states) < 2:
+        return next(iter(states.values()), None)
+    joined = ScalingState(layers, model)
+    for name, (state, slot) in before.items():
+        here, there = _rows_of(layers[name].scaling_slot), _rows_of(slot)
+        joined.cells.data[here] = state.cells[there]
+        joined.history.data[: state.history.shape[0], here] = state.history[:, there]
     return joined
 
 
-def _copy(source: ScalingState, number: int, target: ScalingState, to: int) -> None:
-    there = slice(number * len(STORED_SCALE_ROLES), (number + 1) * len(STORED_SCALE_ROLES))
-    here = slice(to * len(STORED_SCALE_ROLES), (to + 1) * len(STORED_SCALE_ROLES))
-    target.cells.data[here] = source.cells[there]
-    target.history.data[: source.history.shape[0], here] = source.history[:, there]
+def _rows_of(slot: ScalingSlot) -> slice:
+    return slice(slot.number * len(STORED_SCALE_ROLES), (slot.number + 1) * len(STORED_SCALE_ROLES))
