@@ -24,7 +24,8 @@ from octavo.calibration.targets import CalibrationTarget, count_magnitudes, find
 from octavo.conversion import Policy
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.nn import calibration
-from octavo.nn.calibration import Calibrated, Origin, full_name
+from octavo.nn.calibration import Calibrated, Origin
+from octavo.nn.modules import full_name
 from octavo.recipes import RecipeLike
 
 Loss = Callable[[Any, Any], Any]

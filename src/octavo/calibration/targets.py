@@ -14,8 +14,7 @@ from octavo.calibration.histogram import MagnitudeHistogram
 from octavo.conversion import Policy, disabled, make_plan
 from octavo.errors import ConfigError
 from octavo.nn import Linear, calibration
-from octavo.nn.calibration import full_name
-from octavo.nn.hooks import hooked
+from octavo.nn.modules import full_name, hooked
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe, RecipeLike, load
 
 

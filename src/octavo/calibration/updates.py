@@ -24,7 +24,8 @@ from torch import nn
 from octavo._util.dist import in_process_group, is_first_rank
 from octavo.errors import ConfigError
 from octavo.nn import calibration
-from octavo.nn.calibration import Calibrated, full_name
+from octavo.nn.calibration import Calibrated
+from octavo.nn.modules import full_name
 from octavo.nn.scaling_state import scales
 from octavo.nn.telemetry import STATS, Telemetry
 from octavo.recipes import STORED_SCALE_ROLES

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from octavo.conversion.fusion_patterns import FusionPattern, full_name, reader_of
+from octavo.conversion.fusion_patterns import FusionPattern, reader_of
 from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, layers_of, make_plan
 from octavo.conversion.policy import Policy
@@ -28,6 +28,7 @@ from octavo.nn.fp8_weights import values
 from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse
 from octavo.nn.linear import is_adopted, is_transposed
+from octavo.nn.modules import full_name
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
@@ -193,10 +194,10 @@ def disabled(model: nn.Module) -> Iterator[None]:
 def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Linear | AnyConvolution]) -> None:
     for name in plan.recipes:
         if name in layers:
-            _check_weight(f"{name}.weight".lstrip("."), layers[name].weight)
+            _check_weight(full_name(name, "weight"), layers[name].weight)
     for name in plan.experts:
         for parameter, weight in model.get_submodule(name).named_parameters():
-            _check_weight(f"{name}.{parameter}".lstrip("."), weight)
+            _check_weight(full_name(name, parameter), weight)
 
 
 def _check_weight(name: str, weight: Tensor) -> None:

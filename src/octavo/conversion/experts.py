@@ -22,7 +22,7 @@ from octavo.kernels.activation import KINDS
 from octavo.kernels.dispatch import architecture, on_gpu
 from octavo.kernels.reference.activation import value
 from octavo.nn.experts import ExpertRoles, Experts
-from octavo.nn.probe import computes, shallow_copy
+from octavo.nn.probe import computes, random_tensor, shallow_copy
 
 _WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 6, 2
 _IDS, _SORTED = 3, 2
@@ -138,7 +138,7 @@ class _Call(nn.Module):
         super().__init__()
         self.experts, self.call, self.is_sorted = experts, forward, roles.is_sorted
         self.count = cast(Tensor, experts.get_parameter(roles.down)).shape[0]
-        self.weights = nn.Parameter(_random(9, _TOKENS, _PER_TOKEN).abs() + 0.1) if not roles.is_sorted else None
+        self.weights = nn.Parameter(random_tensor(9, _TOKENS, _PER_TOKEN).abs() + 0.1) if not roles.is_sorted else None
 
     @property
     def ids(self) -> Tensor:
@@ -156,7 +156,7 @@ def _computes(module: nn.Module, forward: Callable[..., Tensor], roles: ExpertRo
     def make(training: bool) -> nn.Module:
         return _Call(_tiny_copy(module, roles, training), forward, roles)
 
-    x = _random(0, _TOKENS, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu")[:, None]
+    x = random_tensor(0, _TOKENS, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu")[:, None]
     return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), x, 1e-4)
 
 
@@ -169,15 +169,11 @@ def _tiny_copy(module: nn.Module, roles: ExpertRoles, training: bool) -> nn.Modu
     shapes = dict.fromkeys(roles.inner, (hidden, _WIDTH)) | {roles.down: (_WIDTH, _HIDDEN)}
     count, tensors = module.get_parameter(roles.down).shape[0], {}
     for seed, (name, (n, k)) in enumerate(shapes.items()):
-        tensors[name] = _random(1 + seed, count, *((k, n) if roles.is_transposed else (n, k))) / 2
+        tensors[name] = random_tensor(1 + seed, count, *((k, n) if roles.is_transposed else (n, k))) / 2
     for name, width in zip(roles.biases, (hidden, _WIDTH), strict=False):
-        tensors[name] = _random(len(tensors), count, width)
+        tensors[name] = random_tensor(len(tensors), count, width)
     probe._parameters = {name: nn.Parameter(tensors[name]) if name in tensors else None for name in module._parameters}
     return probe
-
-
-def _random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def _formula(probe: _Call, roles: ExpertRoles, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.conversion.policy import Policy
+from octavo.conversion.policy import SAVED, Policy
 from octavo.kernels.activation import KINDS
 from octavo.kernels.norm import unsupported_reason as norm_unsupported_reason
 from octavo.kernels.reference.activation import value_and_slope
@@ -28,8 +28,9 @@ from octavo.nn.attention import unsupported_reason as attention_unsupported_reas
 from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.mlp import unsupported_reason
+from octavo.nn.modules import full_name
 from octavo.nn.norm import adopts
-from octavo.nn.probe import computes, shallow_copy
+from octavo.nn.probe import computes, random_tensor, shallow_copy
 from octavo.recipes import Precision, Recipe
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
@@ -80,42 +81,81 @@ def find_structures(
     mlps: Mapping[str, MLPRoles],
     policy: Policy,
     keep_input: Collection[str] = (),
-) -> Iterator[FusionPattern]:
-    """Yield what can be computed together among the layers that run in FP8, and the norms that such layers may read.
+) -> tuple[list[FusionPattern], list[str]]:
+    """Return what can be computed together, and where the policy asks for activations in FP8 that will not be.
 
     Args:
-        recipes: full name of each FP8 layer -> its recipe.
+        recipes: full name of each linear layer in FP8 -> its recipe.
         mlps: what `find_mlps` found.
         policy: says what MLPs, norms and attention are to keep for backward in.
         keep_input: full names of the layers that keep their input as it is.
     """
+    structures: list[FusionPattern] = []
+    unapplied: dict[str, list[str]] = {option: [] for option in SAVED}
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
     targets = [spec_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
     makes_codes = any(norm_unsupported_reason(target) is None for target in targets)
     for name, module in model.named_modules():
         if adopts(module):
             if _width(module) in widths:
-                yield FusionPattern(name=name, kind="norm", makes_codes=makes_codes, saved=policy.norm_inputs)
-            continue
-        if isinstance(module, ScaledDotProduct):
-            reader = reader_of(name, module)
-            recipe = recipes.get(reader)
-            if policy.attention_output == "fp8" and not attention_unsupported_reason(recipe, reader in keep_input):
-                assert recipe is not None
-                shares = shares_codes(recipe) and recipe.reuses("wgrad.input")
-                yield FusionPattern(
-                    name=name, kind="attention", layers=(module.reader,), saved="fp8", shares_codes=shares
-                )
-            continue
-        own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
-        roles = mlps.get(name)
-        if roles is not None and why_unfused(roles, own) is None:
-            layers, saved = (*roles.inner, roles.down), policy.activation_inputs
-            yield FusionPattern(name=name, kind="mlp", layers=layers, activation=roles.kind, saved=saved)
-            continue
-        for names in find_shared(module):
-            for same in _of_one_recipe(names, own):
-                yield FusionPattern(name=name, kind="shared", layers=same)
+                norm = FusionPattern(name=name, kind="norm", makes_codes=makes_codes, saved=policy.norm_inputs)
+                structures.append(norm)
+        elif isinstance(module, ScaledDotProduct):
+            attention = _attention(name, module, recipes, keep_input)
+            if isinstance(attention, str):
+                unapplied["attention_output"].append(attention)
+            elif policy.attention_output == "fp8":
+                structures.append(attention)
+        else:
+            own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
+            mlp = _mlp(name, mlps[name], own, policy.activation_inputs) if name in mlps else None
+            if isinstance(mlp, FusionPattern):
+                structures.append(mlp)
+                continue
+            unapplied["activation_inputs"] += [] if mlp is None else [mlp]
+            shared = (same for names in find_shared(module) for same in _of_one_recipe(names, own))
+            structures += [FusionPattern(name=name, kind="shared", layers=same) for same in shared]
+    asked = [option for option in SAVED if getattr(policy, option) == "fp8"]
+    places = {option: [f" in {where}" for where in unapplied[option]] for option in asked}
+    for option, kind in zip(SAVED, ("mlp", "norm", "attention"), strict=True):
+        if option in asked and not places[option] and all(structure.kind != kind for structure in structures):
+            places[option].append(_NOTHING[option])
+    return structures, [f"{option} = 'fp8' does nothing{where}" for option in asked for where in places[option]]
+
+
+_NOTHING = {
+    "activation_inputs": ": no MLP is recognised in the model",
+    "norm_inputs": ": no norm is recognised whose result a layer in FP8 could read",
+    "attention_output": ": no module of the model computes its attention by octavo.nn.ScaledDotProduct",
+}
+
+
+def _attention(
+    name: str, module: ScaledDotProduct, recipes: Mapping[str, Recipe], keep_input: Collection[str]
+) -> FusionPattern | str:
+    """Return an attention whose output is kept in FP8, or where and why it is not."""
+    reader = reader_of(name, module)
+    recipe = recipes.get(reader)
+    if (reason := attention_unsupported_reason(recipe, reader in keep_input)) is not None:
+        return f"{name}, which {reader} reads: {reason}"
+    assert recipe is not None
+    shares = shares_codes(recipe) and recipe.reuses("wgrad.input")
+    return FusionPattern(name=name, kind="attention", layers=(module.reader,), saved="fp8", shares_codes=shares)
+
+
+def _mlp(name: str, roles: MLPRoles, recipes: Mapping[str, Recipe | None], saved: Precision) -> FusionPattern | str:
+    """Return an MLP that is computed as one, or where and why it is not. recipes: of its children."""
+    inner, down = recipes[roles.inner[0]], recipes[roles.down]
+    if inner is None or down is None or any(recipes[child] is None for child in roles.inner):
+        reason: str | None = "one of its layers stays in BF16"
+    elif any(recipes[child] != inner for child in roles.inner):
+        reason = "its layers differ in their recipes"
+    else:
+        reason = unsupported_reason(inner, down)
+    if reason is not None:
+        return f"{name or 'the model itself'}, an MLP: {reason}"
+    layers = *roles.inner, roles.down
+    return FusionPattern(name=name, kind="mlp", layers=layers, activation=roles.kind, saved=saved)
 
 
 def find_gates(model: nn.Module) -> set[str]:
@@ -145,11 +185,6 @@ def _of_one_recipe(names: tuple[str, ...], recipes: dict[str, Recipe | None]) ->
     return [group for group in groups if len(group) > 1]
 
 
-def full_name(module: str, child: str) -> str:
-    """Return the name that a model knows a module's child by; its own name is empty."""
-    return f"{module}.{child}" if module else child
-
-
 def reader_of(name: str, attention: ScaledDotProduct) -> str:
     """Return the full name of the layer that reads the output of an attention of this name."""
     return full_name(name.rpartition(".")[0], attention.reader)
@@ -160,16 +195,6 @@ def _width(norm: nn.Module) -> int:
     weight = getattr(norm, "weight", None)
     shape = norm.normalized_shape if weight is None else weight.shape
     return int(cast(Any, shape)[0])
-
-
-def why_unfused(roles: MLPRoles, recipes: Mapping[str, Recipe | None]) -> str | None:
-    """Return why an MLP is not computed as one by the recipes of its children, or None."""
-    inner, down = recipes[roles.inner[0]], recipes[roles.down]
-    if inner is None or down is None or any(recipes[name] is None for name in roles.inner):
-        return "one of its layers stays in BF16"
-    if any(recipes[name] != inner for name in roles.inner):
-        return "its layers differ in their recipes"
-    return unsupported_reason(inner, down)
 
 
 def find_mlp(module: nn.Module) -> MLPRoles | None:
@@ -198,7 +223,7 @@ def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
 
 def _is_mlp(module: nn.Module, roles: MLPRoles) -> bool:
     """Return whether the forward of a module is the MLP of these roles."""
-    x = _random(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
+    x = random_tensor(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
     return computes(
         lambda training: _tiny_copy(module, roles, training), lambda probe, x: _formula(probe, roles, x), x, 1e-5
     )
@@ -212,15 +237,11 @@ def _tiny_copy(module: nn.Module, roles: MLPRoles, training: bool) -> nn.Module:
     for seed, name in enumerate((*roles.inner, roles.down)):
         shape = (_WIDTH, _HIDDEN) if name == roles.down else (_HIDDEN, _WIDTH)
         layer = nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float32)
-        layer.weight = nn.Parameter(_random(1 + seed, *shape))
+        layer.weight = nn.Parameter(random_tensor(1 + seed, *shape))
         if module.get_submodule(name).bias is not None:
-            layer.bias = nn.Parameter(_random(4 + seed, shape[0]))
+            layer.bias = nn.Parameter(random_tensor(4 + seed, shape[0]))
         probe._modules[name] = layer
     return probe
-
-
-def _random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def _formula(probe: nn.Module, roles: MLPRoles, x: Tensor) -> Tensor:

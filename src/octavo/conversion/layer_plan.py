@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from octavo.conversion.experts import FoundExperts, no_grouped_kernel
-from octavo.conversion.fusion_patterns import find_gates, full_name, reader_of
+from octavo.conversion.fusion_patterns import find_gates, reader_of
 from octavo.conversion.gain import EXPERTS_FROM, predicted_gain, predicted_gain_of_experts
-from octavo.conversion.heads import find_heads
-from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy
+from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy, find_heads
 from octavo.conversion.unconverted import active_share
 from octavo.kernels.dispatch import on_gpu, rates
 from octavo.kernels.explain import gemm_kernel
@@ -27,6 +26,7 @@ from octavo.nn.functional import requantises_exactly
 from octavo.nn.fused import MLPRoles
 from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
 from octavo.nn.linear import is_transposed
+from octavo.nn.modules import full_name
 from octavo.recipes import GEMMS, Evidence, Recipe, load
 
 

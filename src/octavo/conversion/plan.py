@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from octavo.conversion.choices import choices
 from octavo.conversion.experts import find_experts
-from octavo.conversion.fusion_patterns import FusionPattern, find_mlps, find_structures, full_name
+from octavo.conversion.fusion_patterns import FusionPattern, find_mlps, find_structures
 from octavo.conversion.layer_plan import LayerPlan, Planner
 from octavo.conversion.mode import suspended
 from octavo.conversion.plan_text import notes_on, table
 from octavo.conversion.policy import Policy
-from octavo.conversion.unapplied import find_unapplied
 from octavo.conversion.unconverted import Unconverted, find_unconverted
 from octavo.conversion.weights import plan_weights
 from octavo.errors import ConfigError, did_you_mean
@@ -28,6 +27,7 @@ from octavo.nn.conv import AnyConvolution
 from octavo.nn.experts import FIRST, SECOND, ExpertRoles
 from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed
+from octavo.nn.modules import full_name
 from octavo.recipes import Recipe, RecipeLike, load
 
 
@@ -175,9 +175,9 @@ def _with_structures(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles])
     policy = plan.policy
     linears = {row.name: plan.recipes[row.name] for row in plan.layers if row.is_fp8 and row.kind == "linear"}
     keep_input = {row.name for row in plan.layers if row.keeps_input}
-    structures = tuple(find_structures(model, linears, mlps, policy, keep_input)) if policy.fuse and linears else ()
-    unapplied = tuple(find_unapplied(model, policy, linears, mlps, structures, keep_input))
-    plan = replace(plan, structures=structures, unapplied=unapplied)
+    if policy.fuse:
+        structures, unapplied = find_structures(model, linears, mlps, policy, keep_input)
+        plan = replace(plan, structures=tuple(structures), unapplied=tuple(unapplied))
     dtypes = {_weight(model, row).dtype for row in plan.layers if row.is_fp8}
     return replace(plan, notes=tuple(notes_on(plan, dtypes)))
 

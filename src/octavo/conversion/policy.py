@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.conv import unsupported_reason
 from octavo.nn.linear import is_adopted, is_transposed
+from octavo.nn.modules import full_name
 from octavo.nn.operands import REAL
 from octavo.recipes import Precision, Recipe
 
@@ -174,7 +175,7 @@ class Policy:
 
         Args:
             in_mlp: it belongs to an MLP, whose gate routes nothing.
-            is_head: the model says that it is an output head (`octavo.conversion.heads`).
+            is_head: the model says that it is an output head (`find_heads`).
         """
         if (reason := self._pattern_reason(name, in_mlp)) is not None:
             return reason
@@ -255,6 +256,33 @@ class Policy:
         return None
 
 
+def find_heads(model: nn.Module) -> set[int]:
+    """Return the `id` of each module that is an output head, or lies in one, by what the model says of it.
+
+    These are heads:
+
+    - the layer that `get_output_embeddings()` returns (transformers), or `get_classifier()` (timm);
+    - a layer whose weight is that of an embedding;
+    - in a model of transformers, every layer outside of its base model (`base_model_prefix`), as classifiers are.
+    """
+    found = {id(part) for module in model.modules() for head in _heads_of(module) for part in head.modules()}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return found | {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in embeddings}
+
+
+def _heads_of(module: nn.Module) -> Iterator[nn.Module]:
+    for name in ("get_output_embeddings", "get_classifier"):
+        try:
+            head = getattr(module, name, lambda: None)()
+        except (AttributeError, NotImplementedError, TypeError):  # not every model of a library has one
+            continue
+        yield from (part for part in (head if isinstance(head, tuple) else [head]) if isinstance(part, nn.Module))
+    base = getattr(module, getattr(module, "base_model_prefix", None) or " ", None)
+    if isinstance(base, nn.Module):
+        inside = {id(part) for part in base.modules()}
+        yield from (child for child in module.children() if not inside & {id(part) for part in child.modules()})
+
+
 def _among(which: str, count: int) -> str:
     return f"in the {which} block" if count == 1 else f"in one of the {which} {count} blocks"
 
@@ -264,7 +292,7 @@ def blocks_of(model: nn.Module) -> list[str]:
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     # Before experts in each of them, which may be more: together the blocks have more parameters than any one's.
     name = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
-    return [] if name is None else [f"{name}.{child}" if name else child for child, _ in lists[name].named_children()]
+    return [] if name is None else [full_name(name, child) for child, _ in lists[name].named_children()]
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from octavo.nn import GroupedLinear
+from octavo.nn.modules import full_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ def find_unconverted(model: nn.Module, known: Collection[int], smallest: int) ->
                 continue
             seen.add(id(tensor))
             reason, active = _reason(module, tensor, len(shape))
-            yield Unconverted(name=f"{name}.{own}".lstrip("."), shape=tuple(tensor.shape), reason=reason, active=active)
+            yield Unconverted(name=full_name(name, own), shape=tuple(tensor.shape), reason=reason, active=active)
 
 
 def _holds_codes(packed: dict[str, Tensor]) -> bool:

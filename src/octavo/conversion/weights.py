@@ -15,6 +15,7 @@ from octavo.kernels.dispatch import is_plain
 from octavo.nn.conv import AnyConvolution
 from octavo.nn.fp8_weights import recipes_for_fp8_weights, unsupported_reason
 from octavo.nn.linear import is_transposed
+from octavo.nn.modules import full_name
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
 
@@ -103,7 +104,7 @@ def check_free(weights: Sequence[Tensor]) -> None:
 def _check(name: str, layer: Layer, recipe: Recipe) -> None:
     weight: Tensor = layer.weight
     reason = unsupported_reason(recipe)
-    where = ".".join(filter(None, (name, "weight")))
+    where = full_name(name, "weight")
     if reason is not None:
         can = f"Recipes that can: {', '.join(recipes_for_fp8_weights())}"
         if isinstance(weight, FP8Tensor):
@@ -133,7 +134,7 @@ def _read_by_others(model: nn.Module, wanted: Mapping[str, Layer]) -> Iterator[t
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not (id(module) in ours and name == "weight"):
-                yield id(parameter), f"{module_name}.{name}"
+                yield id(parameter), full_name(module_name, name)
 
 
 def _become(parameter: Tensor, tensor: Tensor) -> None:

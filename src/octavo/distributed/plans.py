@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo._util.terminal import columns
-from octavo.conversion.fusion_patterns import full_name
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.functional import spec_of
 from octavo.nn.linear import is_adopted, is_transposed
+from octavo.nn.modules import full_name
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor, local
 

@@ -24,7 +24,7 @@ from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
 from octavo.kernels.devices import H200, Rates
 from octavo.kernels.dispatch import rates
 from octavo.nn import Conv1d, Conv2d, Linear
-from octavo.nn.hooks import hooked
+from octavo.nn.modules import hooked
 from octavo.train.timing import busy, kernels_of, synchronize
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo._util.terminal import quantity
 from octavo.nn.conv import AnyConvolution
-from octavo.nn.hooks import hooked
+from octavo.nn.modules import hooked
 
 _INSPECTED = (nn.Linear, nn.Embedding, AnyConvolution)
 """Modules with a weight matrix, in FP8 or not."""

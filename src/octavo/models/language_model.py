@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.cross_entropy import chunk_of, linear_cross_entropy
-from octavo.nn.hooks import has_hooks
+from octavo.nn.modules import has_hooks
 from octavo.recipes import RecipeLike
 
 STD = 0.02

@@ -30,6 +30,7 @@ from typing import Any, Literal
 from octavo._util import config_reader
 from octavo._util.files import write_text
 from octavo.errors import ConfigError, did_you_mean
+from octavo.nn.modules import full_name
 from octavo.numerics import Scaling
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
@@ -268,8 +269,3 @@ def check(recipes: Mapping[str, Recipe], scales: Mapping[str, Calibrated] | None
     for name, operand in static.items():
         assert scales is not None
         scales[name].check(name, operand)
-
-
-def full_name(layer: str, role: str) -> str:
-    """Return what a scale is called in a file: `<layer>.<role>`, or the role alone of a model that is one layer."""
-    return f"{layer}.{role}" if layer else role

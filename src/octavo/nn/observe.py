@@ -26,8 +26,8 @@ from octavo.nn.conv import Conv1d, Conv2d, as_images, window_of
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import scale_ref_of, spec_of
 from octavo.nn.grouped import GroupedLinear
-from octavo.nn.hooks import hooked
 from octavo.nn.linear import Linear
+from octavo.nn.modules import hooked
 from octavo.numerics import PER_TENSOR, Quantized, format_of, tile_amax
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 

@@ -59,6 +59,11 @@ def _as_written() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
+def random_tensor(seed: int, *shape: int) -> Tensor:
+    """Return FP32 normal numbers on the CPU, also where other devices or modes are the default."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+
+
 def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
     """Return a copy of the modules in a tree, in that mode and without hooks.
 

@@ -36,7 +36,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from octavo._util.dist import in_process_group
 from octavo.errors import CheckpointError
 from octavo.nn import calibration
-from octavo.nn.calibration import Calibrated, Origin, full_name
+from octavo.nn.calibration import Calibrated, Origin
+from octavo.nn.modules import full_name
 from octavo.numerics import format_named, scale_from_amax
 from octavo.recipes import STORED_SCALE_ROLES, History, Operand, Recipe
 

@@ -23,7 +23,7 @@ from octavo.errors import UnsupportedError
 from octavo.monitor.system import SystemProbe
 from octavo.nn import Linear, reuse_weight_codes
 from octavo.nn.fp8_weights import values
-from octavo.nn.hooks import hooked
+from octavo.nn.modules import hooked
 from octavo.train.profile import profile
 from octavo.train.timing import Stopwatch, milliseconds, synchronize, warm_up
 from octavo.train.workload import Workload, one_of, to_device

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.hooks import hooked
+from octavo.nn.modules import hooked
 from octavo.recipes import Recipe
 from octavo.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch
 from octavo.train.evaluate import standard_error

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.conversion.gain import predicted_ms
 from octavo.kernels.devices import H200
 from octavo.nn import Linear
-from octavo.nn.hooks import hooked
+from octavo.nn.modules import hooked
 from octavo.sensitivity.loss import Loss, ReportPasses
 from octavo.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch
 from octavo.train.timing import milliseconds, warm_up

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from octavo.conversion.fusion_patterns import full_name
 from octavo.distributed.plans import LayerPlan, TensorParallelPlan, input_codes_or_reason
 from octavo.distributed.tensor_parallel.tokens import (
     all_gather_codes,
@@ -45,6 +44,7 @@ from octavo.distributed.tensor_parallel.weights import (
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
+from octavo.nn.modules import full_name
 
 IGNORED = -100
 """QuantSpec of a token that the loss ignores."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.nn.hooks import has_hooks, hooked
+from octavo.nn.modules import has_hooks, hooked
 
 
 def test_hooks_end_with_the_block_however_it_ends() -> None:

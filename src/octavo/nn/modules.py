@@ -1,4 +1,4 @@
-"""Hooks of modules: whether there are any, and some for a while."""
+"""Modules of a model: the names of what they hold, and their hooks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from contextlib import contextmanager
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+
+def full_name(module: str, name: str) -> str:
+    """Return what a model calls a child, parameter or role of the module of that name; the model's own is empty."""
+    return f"{module}.{name}" if module else name
 
 
 def has_hooks(module: nn.Module) -> bool:
