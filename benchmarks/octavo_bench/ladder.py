@@ -77,6 +77,8 @@ command on a CPU, are none of the evidence."""
 CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
     "whole": lambda own: {},
     "half": lambda own: {"branch": 0.5},
+    "quarter": lambda own: {"branch": 0.25},
+    "tenth": lambda own: {"branch": 0.1},
     "lr2": lambda own: {"lr": 2 * own.lr},
     "lr4": lambda own: {"lr": 4 * own.lr},
     "batch4": lambda own: {"batch": 4 * own.batch},
