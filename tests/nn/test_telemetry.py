@@ -454,7 +454,7 @@ def test_the_end_of_a_run_does_not_wait_for_ranks_that_are_gone(monkeypatch):
         def has_arrived(self):
             return False
 
-    class Together:
+    class Merger:
         def __init__(self, own, *_):
             self.rows, self.coded, self.not_watched = tuple(own.places), set(), {}
 
@@ -464,7 +464,7 @@ def test_the_end_of_a_run_does_not_wait_for_ranks_that_are_gone(monkeypatch):
         def gather(self, padded):
             return Never()
 
-    monkeypatch.setattr("octavo.nn.telemetry.Together", Together)
+    monkeypatch.setattr("octavo.nn.telemetry.RankMerger", Merger)
     monkeypatch.setattr("octavo.nn.telemetry.PATIENCE", 0.05)
     layer = Linear(32, 16, recipe="folded")
     with Telemetry(layer, group=object()) as telemetry:

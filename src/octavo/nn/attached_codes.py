@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -25,16 +24,18 @@ from octavo.numerics import Quantized
 _NAME, _TRACED, _NORMED = "_octavo_offer", "_octavo_traced", "_octavo_normed"
 
 
-class TracedCodes(NamedTuple):
-    """The codes of one tensor in compiled code."""
+class AttachedCodes(NamedTuple):
+    """The codes of one tensor, as they were when it had this version."""
 
     quantized: Quantized
     target: QuantSpec
-    version: int
-    """Of the tensor, as `traced_version` gives it."""
+    version: tuple[int, ...]
+    """Of the tensor, as `_version` gives it."""
+    owner: ReferenceType[Tensor] | None
+    """The tensor; None in compiled code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # as of `AttachedCodes`
+        return OrderedDict, ()  # deep copies and files carry nothing; `torch.load` knows this type
 
 
 class Normed(NamedTuple):
@@ -51,26 +52,17 @@ class Normed(NamedTuple):
         return OrderedDict, ()
 
 
-@dataclass(frozen=True)
-class AttachedCodes:
-    """The codes of one tensor, as they were when it had this version and this memory."""
-
-    owner: ReferenceType[Tensor]
-    quantized: Quantized
-    target: QuantSpec
-    version: int
-    address: int
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # deep copies and files carry nothing; `torch.load` knows this type
-
-
 def attach_codes(y: Tensor, quantized: Quantized, target: QuantSpec) -> None:
     """Pin to y (..., D) the codes (M, D) of the same values, M its leading dimensions, made for `target`."""
     if torch.compiler.is_compiling():
-        setattr(y, _TRACED, TracedCodes(quantized, target, traced_version(y)))
+        setattr(y, _TRACED, AttachedCodes(quantized, target, _version(y), None))
     elif not y.is_inference():  # inference tensors count no versions
-        setattr(y, _NAME, AttachedCodes(ref(y), quantized, target, y._version, y.data_ptr()))
+        setattr(y, _NAME, AttachedCodes(quantized, target, _version(y), ref(y)))
+
+
+def _version(x: Tensor) -> tuple[int, ...]:
+    """Return what changes when x is written to, or gets other memory. Compiled code knows no memory."""
+    return (traced_version(x),) if torch.compiler.is_compiling() else (x._version, x.data_ptr())
 
 
 def attach_normed(y: Tensor, x: Tensor, norm: tuple[Tensor, Tensor]) -> None:
@@ -101,13 +93,8 @@ def attached_codes(x: Tensor, target: QuantSpec) -> Quantized | None:
 
     As everywhere in PyTorch, writing through `x.data` goes unseen.
     """
-    if torch.compiler.is_compiling():
-        traced: TracedCodes | None = getattr(x, _TRACED, None)
-        if traced is None or traced.target != target or traced.version != traced_version(x):
-            return None
-        return traced.quantized
-    pinned = getattr(x, _NAME, None)
-    if not isinstance(pinned, AttachedCodes) or pinned.owner() is not x or pinned.target != target:
+    found = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
+    if not isinstance(found, AttachedCodes) or found.target != target:
         return None
-    unchanged = (pinned.version, pinned.address) == (x._version, x.data_ptr())
-    return pinned.quantized if unchanged else None
+    is_owner = found.owner is None or found.owner() is x
+    return found.quantized if is_owner and found.version == _version(x) else None

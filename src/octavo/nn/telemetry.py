@@ -31,7 +31,7 @@ from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH
 from octavo.kernels.transfers import AsyncHostCopy
 from octavo.nn.fusion_groups import fusion_groups
 from octavo.nn.telemetry_ops import StatsSlot
-from octavo.nn.telemetry_ranks import Gathering, Own, Together
+from octavo.nn.telemetry_ranks import Gathering, RankMerger, RankRows
 from octavo.nn.telemetry_rows import Layer, Row, find, look_at_gradient, rows_of, weights_of
 
 __all__ = ["STATS", "Row", "Telemetry"]
@@ -97,12 +97,12 @@ class Telemetry:
         self._layers = list(layers.values())
         places = self._lay_out(model, layers, device)
         coded = {row for row in places if row.role == "input" and getattr(layers[row.layer], "reads_codes", False)}
-        own = Own(places, len(self._buffer), coded, self.not_watched)
-        self._together = None if group is None else Together(own, group, order, device)
+        own = RankRows(places, len(self._buffer), coded, self.not_watched)
+        self._merger = None if group is None else RankMerger(own, group, order, device)
         self.rows, self._places = tuple(places), np.fromiter(places.values(), dtype=np.int64)
-        if self._together is not None:
-            self.rows, self._places = self._together.rows, np.arange(len(self._together.rows))
-            coded, self.not_watched = self._together.coded, self._together.not_watched
+        if self._merger is not None:
+            self.rows, self._places = self._merger.rows, np.arange(len(self._merger.rows))
+            coded, self.not_watched = self._merger.coded, self._merger.not_watched
         self._coded = [number for number, row in enumerate(self.rows) if row in coded]
         self.sampled, self.histograms = np.zeros(0, dtype=np.float32), None
         self._coming: deque[tuple[int, AsyncHostCopy | Gathering]] = deque(maxlen=WAITING)
@@ -149,7 +149,7 @@ class Telemetry:
         until = time.monotonic() + PATIENCE
         for _, coming in self._coming:
             while not coming.has_arrived():
-                if self._together is not None and time.monotonic() > until:
+                if self._merger is not None and time.monotonic() > until:
                     return
                 time.sleep(1e-4)
 
@@ -214,8 +214,8 @@ class Telemetry:
 
     def _send(self, values: Tensor) -> AsyncHostCopy | Gathering:
         """Send a copy of FP32 (tensors, width) on its way, with those of all ranks; from a GPU beside the training."""
-        sent = values.clone() if self._together is None else self._together.padded(values)
-        gathering = None if self._together is None else self._together.gather(sent)
+        sent = values.clone() if self._merger is None else self._merger.padded(values)
+        gathering = None if self._merger is None else self._merger.gather(sent)
         if self._stream is None:
             return gathering or AsyncHostCopy(sent)
         self._stream.wait_stream(torch.cuda.current_stream(sent.device))

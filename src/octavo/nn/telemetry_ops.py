@@ -29,7 +29,7 @@ from octavo.kernels.reference.activation import value
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.fp8_weights import has_fp8_weight
-from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply
+from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply, split_scale
 from octavo.numerics import Quantized, dequantize
 from octavo.recipes import Operand
 
@@ -193,26 +193,13 @@ def sample_gradients(g: Quantized, source: Source, dx: Tensor, rows: Sequence[Te
     if kind:
         tensors = gradients(sampled(tensors, len(g.codes), rows[0]), kind)
     widths = [dy.shape[1] for dy in tensors]
-    scales = _parts(g.scale.t(), operand.tile.cols, widths)
+    scales = split_scale(g.scale.t(), operand.tile.cols, widths)
+    if scales is None:
+        return
     folds = [fold] * len(widths) if fold is None or len(widths) == 1 else fold.split(widths, dim=1)
     alone = tied and (len(widths) == 1 or operand.tile.cols is not None)
     for dy, scale, part, row in zip(tensors, scales, folds, rows, strict=True):
-        if scale is not None:
-            sample(SampleInput(dy, scale.t(), operand, part, ends_of(dx), alone, total), row)
-
-
-def _parts(scale: Tensor, height: int | None, counts: list[int]) -> list[Tensor | None]:
-    """Return the scales of each part of a matrix that is cut by rows; None where a tile straddles a cut.
-
-    Args:
-        scale: of tiles of that height, None for one of all rows.
-        counts: rows of the parts.
-    """
-    if len(counts) == 1 or height is None:
-        return [scale] * len(counts)
-    if any(count % height for count in counts[:-1]):
-        return [None] * len(counts)
-    return list(scale.split([-(-count // height) for count in counts]))
+        sample(SampleInput(dy, scale.t(), operand, part, ends_of(dx), alone, total), row)
 
 
 def ends_of(y: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ _SHARES = [STATS.index(name) for name in ("flushed", "subnormal", "saturated")]
 _MEAN, _VARIANCE, _KURTOSIS, _SQNR = (STATS.index(name) for name in ("mean", "variance", "kurtosis", "sqnr"))
 
 
-class Own(NamedTuple):
+class RankRows(NamedTuple):
     """What one rank watches."""
 
     places: dict[Row, int]
@@ -34,7 +34,7 @@ class Own(NamedTuple):
     """Layers that are not looked at, and why."""
 
 
-class Together:
+class RankMerger:
     """What the ranks of a group watch: all of them the same layers of a model, or each stage of it some.
 
     Args:
@@ -50,8 +50,8 @@ class Together:
     not_watched: dict[str, str]
     """Layers that are not looked at, and why, of all ranks."""
 
-    def __init__(self, own: Own, group: dist.ProcessGroup, order: Sequence[str], device: torch.device) -> None:
-        everyone: list[Own] = [own] * dist.get_world_size(group)
+    def __init__(self, own: RankRows, group: dist.ProcessGroup, order: Sequence[str], device: torch.device) -> None:
+        everyone: list[RankRows] = [own] * dist.get_world_size(group)
         dist.all_gather_object(everyone, own, group)
         places = {row: list[int]() for of_rank in everyone for row in of_rank.places}
         number = {name: at for at, name in enumerate(dict.fromkeys([*order, *(row.layer for row in places)]))}

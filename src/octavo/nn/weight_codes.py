@@ -89,17 +89,26 @@ def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
 
 def split_rows(stack: Quantized, rows: Sequence[int]) -> list[Quantized] | None:
     """Return the rows of each weight in a stack, views; None where a tile of scales straddles two weights."""
-    height = stack.granularity.rows
     if len(rows) == 1:
         return [stack]
-    if height is None:
-        scales = [stack.scale] * len(rows)
-    elif any(count % height for count in rows[:-1]):
+    if (scales := split_scale(stack.scale, stack.granularity.rows, rows)) is None:
         return None
-    else:
-        scales = list(stack.scale.split([-(-count // height) for count in rows]))
     codes = stack.codes.split(list(rows))
     return [Quantized(c, s, stack.granularity) for c, s in zip(codes, scales, strict=True)]
+
+
+def split_scale(scale: Tensor, height: int | None, rows: Sequence[int]) -> list[Tensor] | None:
+    """Return the scales of each part of a matrix that is cut by rows; None where a tile straddles a cut.
+
+    Args:
+        height: rows of a tile; None for one of all rows, whose scale is that of each part.
+        rows: of the parts.
+    """
+    if height is None or len(rows) == 1:
+        return [scale] * len(rows)
+    if any(count % height for count in rows[:-1]):
+        return None
+    return list(scale.split([-(-count // height) for count in rows]))
 
 
 def join_rows(parts: Sequence[Quantized]) -> Quantized:
