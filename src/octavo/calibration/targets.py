@@ -15,6 +15,7 @@ from octavo.conversion import Policy, disabled, make_plan
 from octavo.errors import ConfigError
 from octavo.nn import Linear, calibration
 from octavo.nn.modules import full_name, hooked
+from octavo.nn.scaling_state import names_by_input
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe, RecipeLike, load
 
 
@@ -101,12 +102,7 @@ Layers = tuple[dict[str, Recipe], list[tuple[str, ...]]]
 def _own(model: nn.Module) -> Layers | None:
     """Return the layers that store scales already, None if there are none."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.recipe.has_stored_scales}
-    groups: dict[int, list[str]] = {}
-    for name, layer in layers.items():
-        groups.setdefault(id(layer.shared or layer), []).append(name)
-    return (
-        ({name: layer.recipe for name, layer in layers.items()}, list(map(tuple, groups.values()))) if layers else None
-    )
+    return ({name: layer.recipe for name, layer in layers.items()}, names_by_input(layers)) if layers else None
 
 
 def _planned(model: nn.Module, recipe: RecipeLike, policy: Policy | None) -> Layers:

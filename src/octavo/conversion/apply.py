@@ -27,7 +27,7 @@ from octavo.nn.experts import adopt as adopt_experts
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse
-from octavo.nn.linear import is_adopted, is_transposed
+from octavo.nn.linear import is_adopted
 from octavo.nn.modules import full_name
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.scaling_state import attach_scaling_state
@@ -156,11 +156,11 @@ def revert(model: nn.Module) -> int:
 def _release(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, and leave what its weight is stored in; return how many there were."""
     count = 0
+    for layer in layers_of(model).values():
+        keep(layer.weight, None)
     for module in list(model.modules()):
         if isinstance(module, ScaledDotProduct):
             module.keep_values()
-        elif isinstance(module, nn.Linear | AnyConvolution) or is_transposed(module):
-            keep(module.weight, None)
         if isinstance(module, FusedMLP | Norm | Experts | Linear | Convolution) and "parent" in vars(type(module)):
             count += 2 * isinstance(module, Experts) + isinstance(module, Linear | Convolution)
             module.release()

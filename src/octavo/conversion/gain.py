@@ -37,8 +37,7 @@ def predicted_gain(
         rates: those of the GPU.
     """
     bf16 = _bf16_seconds(out_features, in_features, tokens, rates)
-    seconds = _seconds(recipe, (tokens, out_features, in_features), taps, batch, rates)
-    return 3 * batch * bf16 / max(seconds, _at_least(recipe, taps, batch))
+    return 3 * batch * bf16 / _seconds(recipe, (tokens, out_features, in_features), taps, batch, rates)
 
 
 EXPERTS_FROM = 512
@@ -75,8 +74,7 @@ def predicted_ms(
 
     Args: as for `predicted_gain`. A recipe without FP8 gives the time in BF16.
     """
-    gain = predicted_gain(recipe, out_features, in_features, tokens, taps, rates=rates)
-    return 3e3 * _bf16_seconds(out_features, in_features, tokens, rates) / gain
+    return 1e3 * _seconds(recipe, (tokens, out_features, in_features), taps, 1, rates)
 
 
 def _bf16_seconds(out_features: int, in_features: int, tokens: int, rates: Rates) -> float:
@@ -85,7 +83,7 @@ def _bf16_seconds(out_features: int, in_features: int, tokens: int, rates: Rates
 
 
 def _seconds(recipe: Recipe, shape: tuple[int, int, int], taps: int, batch: int, rates: Rates) -> float:
-    """Return the seconds of the three products (M, N, K) of a batch, quantisation included, the host's time aside."""
+    """Return the seconds of the three products (M, N, K) of a batch with quantisation, or of the host if longer."""
     tokens, out_features, in_features = shape
     flops = 2.0 * tokens * out_features * in_features
     bf16 = _bf16_seconds(out_features, in_features, tokens, rates)
@@ -103,7 +101,7 @@ def _seconds(recipe: Recipe, shape: tuple[int, int, int], taps: int, batch: int,
     moved = sum(_bytes(recipe, gemm, role, taps) * sizes[role] for gemm, role in _passes(recipe))
     if taps > 1 and recipe.dgrad.is_fp8:
         moved += 4 * sizes["input"]  # the gradient of the patches in BF16: written, and read to be folded
-    return batch * (fp8 + moved / (rates.copy * 1e9))
+    return max(batch * (fp8 + moved / (rates.copy * 1e9)), _at_least(recipe, taps, batch))
 
 
 def _at_least(recipe: Recipe, taps: int, batch: int) -> float:

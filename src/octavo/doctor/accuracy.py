@@ -19,7 +19,7 @@ from octavo.monitor.gap import GAP_LIMIT
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.functional import spec_of
-from octavo.nn.fusion_groups import fusion_groups
+from octavo.nn.fused import fusion_groups
 from octavo.nn.weight_codes import as_matrix, join_rows, quantize_weights
 from octavo.numerics import Quantized, cosine_of, inner_products
 from octavo.numerics import quantize as specified

@@ -1,9 +1,13 @@
-"""A user's own MLP module, computed as one function (`octavo.nn.mlp`). Its children stay where they are."""
+"""A user's own MLP module, computed as one function (`octavo.nn.mlp`), and which layers are computed as one at all.
+
+The children of an MLP stay where they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -83,3 +87,29 @@ def fuse(module: nn.Module, roles: MLPRoles, activation_inputs: Precision = "bf1
     inner, down = (cast(Linear, module.get_submodule(name)) for name in (roles.inner[0], roles.down))
     recipes = inner.recipe, down.recipe
     FusedMLP.take(module, mlp_roles=roles, mlp_recipes=recipes, mlp_activation_inputs=activation_inputs)
+
+
+L = TypeVar("L", bound=nn.Module)
+
+
+def fusion_groups(model: nn.Module, layers: Iterable[L]) -> list[list[L]]:
+    """Return layers of a model by what is computed as one: gate and up of MLPs, those of one input, the rest alone.
+
+    A group that has a member which is not among `layers` is none.
+    """
+    layers = list(layers)
+    known = {id(layer) for layer in layers}
+    together: list[list[Any]] = []
+    for module in model.modules():
+        if isinstance(module, FusedMLP):
+            together.append([module.get_submodule(name) for name in module.mlp_roles.inner])
+    shared = [getattr(layer, "shared", None) for layer in layers]
+    together += [list(group.layers) for group in shared if group is not None]
+    together += [[layer] for layer in layers]
+    groups, placed = [], set[int]()
+    for group in together:
+        members = {id(layer) for layer in group}
+        if members <= known and not members & placed:
+            groups.append(group)
+            placed |= members
+    return groups

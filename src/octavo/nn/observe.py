@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -172,7 +172,10 @@ class _Tally:
         read = x if fold is None else x.float() * fold
         read = read.t() if transposed else read
         target = spec_of(operand)._replace(rounding="nearest")
-        made = kernels.quantize(read, *target) if cell is None else _quantize_at(read, target, cell)
+        if cell is None:
+            made = kernels.quantize(read, *target)
+        else:
+            made = cast(Quantized, kernels.quantize_with_scale([read.contiguous()], cell, target, None)[0])
         lost, row = count_lost(read, made), ROLES.index(role)
         self.amax[row] = torch.maximum(self.amax[row], tile_amax(x, PER_TENSOR).view(()))
         self.lost[row] += lost
@@ -273,12 +276,6 @@ def _fold(recipe: Recipe, runs: set[str], input8: Quantized | None, weight8: Qua
     if reader == ("wgrad", True) and recipe.wgrad.input.is_folded and input8 is not None:
         return input8.scale
     return None
-
-
-def _quantize_at(x: Tensor, target: kernels.QuantSpec, cell: ScaleRef) -> Quantized:
-    made, _ = kernels.quantize_with_scale([x.contiguous()], cell, target, None)
-    assert made is not None
-    return made
 
 
 def _input_matrix(layer: Layer, x: Tensor) -> Tensor:

@@ -90,11 +90,9 @@ class ScalingState:
             layers: by full name, with recipes that store scales.
             model: that they are part of, where it is known.
         """
-        groups: dict[int, list[str]] = {}
-        for name, layer in layers.items():
-            groups.setdefault(id(layer.shared or layer), []).append(name)
         self._entries: dict[int, _Entry] = {}
-        for number, names in enumerate(groups.values()):
+        groups = names_by_input(layers)
+        for number, names in enumerate(groups):
             recipe = layers[names[0]].recipe
             for row, role in enumerate(STORED_SCALE_ROLES, start=number * len(STORED_SCALE_ROLES)):
                 if (operand := recipe.stored_scale(role)) is not None:
@@ -109,7 +107,7 @@ class ScalingState:
         self._layers = [ref(layer) for layer in layers.values()]
         self._model = None if model is None else ref(model)
         self.is_held = False
-        for slot, names in zip(self._slots, groups.values(), strict=True):
+        for slot, names in zip(self._slots, groups, strict=True):
             for name in names:
                 layers[name].scaling_state, layers[name].scaling_slot = self, slot
         _live[next(_numbers)] = self
@@ -287,6 +285,14 @@ class ScalingState:
             if entry.operand.scale_from != "static":
                 rows.setdefault((entry.operand, entry.recipe.history), []).append(row)
         return {rule: torch.tensor(found, device=self.cells.device) for rule, found in rows.items()}
+
+
+def names_by_input(layers: Mapping[str, StoredScaleLayer]) -> list[tuple[str, ...]]:
+    """Return the names of layers, those that share an input together: it is quantised once, with one scale."""
+    groups: dict[int, list[str]] = {}
+    for name, layer in layers.items():
+        groups.setdefault(id(layer.shared or layer), []).append(name)
+    return list(map(tuple, groups.values()))
 
 
 _live: WeakValueDictionary[int, ScalingState] = WeakValueDictionary()

@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from octavo.errors import ConfigError
 from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH
 from octavo.kernels.transfers import AsyncHostCopy
-from octavo.nn.fusion_groups import fusion_groups
+from octavo.nn.fused import fusion_groups
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.telemetry_ranks import Gathering, RankMerger, RankRows
 from octavo.nn.telemetry_rows import Layer, Row, find, look_at_gradient, rows_of, weights_of

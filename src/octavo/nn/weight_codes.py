@@ -140,7 +140,7 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
     write inside the block is not seen before its end. Layers and experts whose weights other ranks hold, or are FP8
     already, are left as they are, and so are layers that quantise with random rounding.
     """
-    from octavo.nn.fusion_groups import fusion_groups
+    from octavo.nn.fused import fusion_groups
     from octavo.nn.grouped import GroupedLinear, quantize_experts
     from octavo.nn.linear import Linear
 

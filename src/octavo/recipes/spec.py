@@ -197,7 +197,9 @@ class Recipe:
     def __post_init__(self) -> None:
         for gemm, a, b in self.gemms():
             self._check_gemm(gemm, a, b)
-        object.__setattr__(self, "_reused", frozenset(self._find_reused()))  # layers ask in every call
+        # Layers ask in every call.
+        object.__setattr__(self, "_reused", frozenset(self._find_reused()))
+        object.__setattr__(self, "_stored", dict(self._find_stored()))
         self._check_folded("dgrad.weight", self.dgrad, self.dgrad.weight, self.fprop.weight)
         self._check_folded("wgrad.input", self.wgrad, self.wgrad.input, self.fprop.input)
         for role in STORED_SCALE_ROLES:
@@ -245,6 +247,11 @@ class Recipe:
         if self.dgrad.is_fp8 and self.wgrad.is_fp8 and alike and not folds:
             yield "wgrad.grad_output"
 
+    def _find_stored(self) -> Iterator[tuple[str, Operand]]:
+        for role in STORED_SCALE_ROLES:
+            operands = [operand for operand in self._operands(role).values() if operand.has_stored_scale]
+            yield from ((role, operand) for operand in operands[:1])
+
     @property
     def is_fp8(self) -> bool:
         """Whether any GEMM runs in FP8."""
@@ -252,20 +259,18 @@ class Recipe:
 
     def stored_scale(self, role: str) -> Operand | None:
         """Return the operand of that role, `input` or `grad_output`, if its scale is kept from step to step."""
-        gemms = (self.fprop, self.wgrad) if role == "input" else (self.dgrad, self.wgrad)
-        operands: Iterator[Operand] = (getattr(gemm, role) for gemm in gemms if gemm.is_fp8)
-        return next((operand for operand in operands if operand.has_stored_scale), None)
+        stored: dict[str, Operand] = self.__dict__["_stored"]
+        return stored.get(role)
 
     @property
     def has_stored_scales(self) -> bool:
         """Whether layers keep scales from step to step."""
-        return any(self.stored_scale(role) for role in STORED_SCALE_ROLES)
+        return bool(self.__dict__["_stored"])
 
     @property
     def needs_calibration(self) -> bool:
         """Whether layers need the scales of a calibration file."""
-        kept = [self.stored_scale(role) for role in STORED_SCALE_ROLES]
-        return any(operand is not None and operand.scale_from == "static" for operand in kept)
+        return any(operand.scale_from == "static" for operand in self.__dict__["_stored"].values())
 
     @property
     def is_emulated(self) -> bool:

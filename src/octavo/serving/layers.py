@@ -13,7 +13,7 @@ from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conv import AnyConvolution, Convolution
 from octavo.nn.experts import Experts, Product
 from octavo.nn.functional import spec_of
-from octavo.nn.fusion_groups import fusion_groups
+from octavo.nn.fused import fusion_groups
 from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.weight_codes import quantize_weights, split_rows
 from octavo.numerics import Quantized
