@@ -75,9 +75,7 @@ class Recompute:
     def remove(self) -> None:
         """Let the blocks save all activations again."""
         for name in self.blocks:
-            block = self.model.get_submodule(name)
-            if isinstance(block, RecomputedBlock):
-                unwrap(block, RecomputedBlock)
+            unwrap(self.model.get_submodule(name), RecomputedBlock)
 
     def costs(self, forward: Callable[[], object], others: Sequence[Keep] = ("products", "nothing")) -> list[Cost]:
         """Return the costs of the first block: without recomputation, with it, and with other choices of `keep`.

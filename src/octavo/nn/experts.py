@@ -31,11 +31,11 @@ from octavo.kernels.experts import Routing, activation_backward, combine, quanti
 from octavo.kernels.grouped import grouped_wgrad, quantize_groups, transpose_groups
 from octavo.nn.adopted import Adopted
 from octavo.nn.functional import compute_dtype, spec_of
-from octavo.nn.grouped import GroupedLinear, dgrad_folded, fprop, grouped_linear, quantize_experts
+from octavo.nn.grouped import GroupedLinear, dgrad_folded, fprop, quantize_experts
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import ROWS, Source, stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
-from octavo.recipes import Precision, Recipe, load
+from octavo.recipes import Precision, Recipe
 from octavo.tensor import is_distributed, local
 
 FIRST, SECOND = "gate_up_gemm", "down_gemm"
@@ -114,12 +114,6 @@ class Product(GroupedLinear):
         """The gradient of `weight`, None where there is none yet."""
         gradients = [local(part.grad) for part in self.parts if part.grad is not None]
         return self._stacked(gradients) if len(gradients) == len(self.names) else None
-
-    def multiply(self, rows: Tensor, ends: Tensor, factor: float) -> Tensor:
-        """Return `forward` of sorted rows, with the gradient of the weights multiplied by a factor."""
-        recipe = self.recipe if self.enabled else load("bf16")
-        weight = scaled_gradient(self.weight, factor)
-        return grouped_linear(rows, weight, ends, recipe, stats_buffer_of([self]), self.weight_codes)
 
     def _stacked(self, parts: list[Tensor]) -> Tensor:
         stack = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2 if self.roles.is_transposed else 1)
@@ -204,8 +198,7 @@ class Experts(Adopted):
         if (options := self.options(x)) is not None:
             first, second = self.products
             return experts(x, weights, (first.weight, second.weight), routing, options, (first, second))
-        rows, sorted_ = dispatch(x, weights, routing)
-        return collect(self._rows(rows, routing.ends, sorted_), routing)
+        return self.by_products(x, routing, weights)
 
     def options(self, x: Tensor) -> Options | None:
         """Return how tokens x are computed by one function, None where they are not."""
@@ -214,24 +207,23 @@ class Experts(Adopted):
             return None
         return Options(self.expert_roles.kind, first.recipe, compute_dtype(x), self.expert_inputs == "fp8")
 
-    def by_products(self, x: Tensor, routing: Routing, weights: Tensor, factor: float) -> Tensor:
-        """Return y (A, D) for rows x (A, D), product by product.
+    def by_products(self, x: Tensor, routing: Routing, weights: Tensor | None, factor: float = 1.0) -> Tensor:
+        """Return y (T, D) for tokens x (T, D), product by product.
 
         Args:
-            routing: with one expert per row.
-            weights: (A, 1), the routing weights.
+            routing: where each token goes to.
+            weights: (T, S), the routing weights; None for 1.
             factor: what the gradients of parameters are multiplied by.
         """
         rows, sorted_ = dispatch(x, weights, routing)
-        return collect(self._rows(rows, routing.ends, sorted_, factor), routing)
+        hidden = self._activate(self._product(0, rows, routing.ends, factor))
+        y = self._product(1, hidden, routing.ends, factor)
+        return collect(y * sorted_[:, None].to(y.dtype), routing)
 
-    def _rows(self, rows: Tensor, ends: Tensor, weights: Tensor, factor: float = 1.0) -> Tensor:
-        first, second = self.products
-        y = self._activate(self._biased(first.multiply(rows, ends, factor), 0, ends, factor))
-        y = self._biased(second.multiply(y, ends, factor), 1, ends, factor)
-        return y * weights[:, None].to(y.dtype)
-
-    def _biased(self, y: Tensor, number: int, ends: Tensor, factor: float) -> Tensor:
+    def _product(self, number: int, rows: Tensor, ends: Tensor, factor: float) -> Tensor:
+        """Return the product of gate and up, or that of down, with its bias."""
+        layer = self.products[number]
+        y = layer.multiply(rows, scaled_gradient(layer.weight, factor), ends)
         if not self.expert_roles.biases:
             return y
         bias = scaled_gradient(_here(self.get_parameter(self.expert_roles.biases[number])), factor)

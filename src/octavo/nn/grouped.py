@@ -93,8 +93,12 @@ class GroupedLinear(nn.Module):
                 f"{ends.dtype} {tuple(ends.shape)}."
             )
         check_dtypes(x, self.weight)
+        return self.multiply(x, self.weight, ends)
+
+    def multiply(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """Return `forward` with weights (E, N, K) that are those of this layer, such as a view of them."""
         recipe = self.recipe if self.enabled else _BF16
-        return grouped_linear(x, self.weight, ends, recipe, stats_buffer_of([self]), self.weight_codes)
+        return grouped_linear(x, weight, ends, recipe, stats_buffer_of([self]), self.weight_codes)
 
     @property
     def parts(self) -> list[Tensor]:

@@ -154,7 +154,7 @@ class ScalingState:
         made = [row for row in rows if 0 < known[row] < math.inf]
         for row in made:
             operand = self._entries[row].operand
-            scale = scale_from_amax(amax[row], format_named(operand.format), operand.scaling)[0] * 2.0**margin
+            scale = _scale_of(amax[row], operand, margin)
             self.cells.data[row, 0], self.cells.data[row, 1] = scale, 0.0
             self.history.data[0, row] = amax[row]  # it says what the scale was made of
         return dict(self._calibrated(how, made))
@@ -172,7 +172,7 @@ class ScalingState:
             is_new = (seen > 0) & (seen < torch.inf)
             past = torch.where(is_new, torch.cat([seen[None], past[:-1]]), past)
             chosen = past.amax(0) if rule.choose == "max" else past[0]
-            scale = scale_from_amax(chosen, format_named(operand.format), operand.scaling)[0] * 2.0**rule.margin
+            scale = _scale_of(chosen, operand, rule.margin)
             history[: rule.length, rows] = past
             cells[rows, 0] = torch.where(is_new, scale, cells[rows, 0])
             cells[:, 1].index_fill_(0, rows, 0.0)  # an assignment of 0.0 would copy it to the GPU, and wait
@@ -349,6 +349,10 @@ def scales(model: nn.Module) -> ScalingState | None:
         joined.cells.data[here] = state.cells[there]
         joined.history.data[: state.history.shape[0], here] = state.history[:, there]
     return joined
+
+
+def _scale_of(amax: Tensor, operand: Operand, margin: int) -> Tensor:
+    return scale_from_amax(amax, format_named(operand.format), operand.scaling)[0] * 2.0**margin
 
 
 def _rows_of(slot: ScalingSlot) -> slice:
