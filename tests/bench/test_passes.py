@@ -12,7 +12,8 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels import QuantSpec
-from octavo.nn.functional import Quantizer, linear, spec_of
+from octavo.kernels.quant_spec import spec_of
+from octavo.nn.functional import Quantizer, linear
 from octavo.recipes import Fprop, Operand, Recipe, Wgrad, load, names
 from octavo_bench.passes import Pass, Shape, kept_bytes, kept_weight_bytes, operand_of, passes
 

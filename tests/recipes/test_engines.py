@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.nn.functional import spec_of
+from octavo.kernels.quant_spec import spec_of
 from octavo.numerics import quantize
 from octavo.recipes import load
 

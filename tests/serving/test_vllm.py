@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import octavo
+from octavo.kernels.quant_spec import spec_of
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
-from octavo.nn.functional import spec_of
 from octavo.recipes import load
 from octavo.serving import WeightPush, export, mismatch
 

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,49 +28,47 @@ def traced_version(x: Tensor) -> int:
 
     A graph has no versions, but the tensors that Dynamo traces with do, and code that runs while it traces sees them.
     """
+    version: int = ask_tracer(x, _find_version)
+    return version
+
+
+def ask_tracer(x: Tensor, find: Callable[[Any], None]) -> Any:
+    """Return what `find` answers of x while Dynamo traces; where something else does, a number that no tensor has.
+
+    Args:
+        find: a function at module level that calls `answer`. It takes Dynamo's `ComptimeContext`, in which x is `x`.
+    """
     from torch._dynamo.comptime import comptime
 
-    comptime(_find_version, _number_nothing)
+    comptime(find, _number_nothing)
     return _answer_found()
 
 
-def is_output_of_attention(x: Tensor) -> bool:
-    """Return whether x lies in memory that PyTorch's attention has returned in this trace, and keeps for backward."""
-    from torch._dynamo.comptime import comptime
-
-    comptime(_find_attention, _number_nothing)
-    return _answer_found() is True
+def answer(value: Any) -> None:
+    """Give the answer to `ask_tracer`."""
+    global _answer
+    _answer = value
 
 
-_answer: bool | int = 0
+_answer: Any = 0
 _serials = itertools.count(2)
 _numbers: Any = WeakIdKeyDictionary()
 """Tensor of a trace -> its version when it was last asked for, and the number given for that."""
 
 
 def _find_version(context: Any) -> None:
-    global _answer
     fake = context.get_local("x").as_fake()
-    version, _answer = _numbers.get(fake, (None, 0))
+    version, number = _numbers.get(fake, (None, 0))
     if version != fake._version:
-        _answer = next(_serials)
-        _numbers[fake] = fake._version, _answer
-
-
-def _find_attention(context: Any) -> None:
-    global _answer
-    memory = context.get_local("x").as_fake().untyped_storage()._cdata
-    nodes = context.graph().find_nodes(op="call_function", target=F.scaled_dot_product_attention)
-    results = [node.meta["example_value"] for node in nodes]
-    _answer = any(y.requires_grad and y.untyped_storage()._cdata == memory for y in results)
+        number = next(_serials)
+        _numbers[fake] = fake._version, number
+    answer(number)
 
 
 def _number_nothing() -> None:
-    """Answer where something else than Dynamo traces: a number that no tensor has."""
-    global _answer
-    _answer = next(_serials)
+    answer(next(_serials))
 
 
 @assume_constant_result
-def _answer_found() -> bool | int:
+def _answer_found() -> Any:
     return _answer

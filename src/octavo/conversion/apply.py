@@ -19,13 +19,13 @@ from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_
 from octavo.conversion.weights import check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn import GroupedLinear, Linear, calibration
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
 from octavo.nn.experts import FIRST, SECOND, Experts
 from octavo.nn.experts import adopt as adopt_experts
 from octavo.nn.fp8_weights import values
-from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse
 from octavo.nn.linear import is_adopted
 from octavo.nn.modules import full_name

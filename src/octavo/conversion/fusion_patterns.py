@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from octavo.conversion.policy import SAVED, Policy
 from octavo.kernels.activation import KINDS
 from octavo.kernels.norm import unsupported_reason as norm_unsupported_reason
+from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.reference.activation import value_and_slope
 from octavo.nn.attention import ScaledDotProduct, shares_codes
 from octavo.nn.attention import unsupported_reason as attention_unsupported_reason
-from octavo.nn.functional import spec_of
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.mlp import unsupported_reason
 from octavo.nn.modules import full_name

@@ -27,6 +27,7 @@ from octavo._util.autograd import first_order
 from octavo.distributed.sharding.embedding import all_to_all_rows
 from octavo.errors import ConfigError
 from octavo.kernels.experts import Routing, combine, quantize_tokens, route
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn.experts import (
     Experts,
     Options,
@@ -36,7 +37,6 @@ from octavo.nn.experts import (
     dispatch,
     forward_rows,
 )
-from octavo.nn.functional import spec_of
 from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
 from octavo.tensor import is_distributed

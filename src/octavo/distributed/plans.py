@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from octavo._util.terminal import columns
 from octavo.kernels import QuantSpec
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn import Linear
-from octavo.nn.functional import spec_of
 from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.modules import full_name
 from octavo.recipes import Recipe

@@ -15,10 +15,10 @@ from octavo._util.terminal import and_more, quantity
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, fp8_layers
 from octavo.kernels import QuantSpec
+from octavo.kernels.quant_spec import spec_of
 from octavo.monitor.gap import GAP_LIMIT
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import has_fp8_weight, values
-from octavo.nn.functional import spec_of
 from octavo.nn.fused import fusion_groups
 from octavo.nn.weight_codes import as_matrix, join_rows, quantize_weights
 from octavo.numerics import Quantized, cosine_of, inner_products

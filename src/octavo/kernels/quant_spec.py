@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from octavo.numerics import (
     format_named,
     granularity_named,
 )
+
+if TYPE_CHECKING:
+    from octavo.recipes import Operand
 
 _RULES: dict[Scaling, int] = {"float32": 0, "power_of_two": 1, "engine": 2}
 
@@ -48,6 +51,11 @@ class QuantSpec(NamedTuple):
 
     def __str__(self) -> str:
         return " ".join(self)
+
+
+def spec_of(operand: Operand) -> QuantSpec:
+    """Return what a kernel is asked to make for an operand of a recipe."""
+    return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding)
 
 
 @cache

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from octavo._util.compiler import traced_version
+from octavo._util.compiler import answer, ask_tracer, traced_version
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Quantized
 
@@ -76,6 +77,18 @@ def attached_normed(y: Tensor) -> Normed | None:
     if normed is None or normed.versions != (traced_version(y), traced_version(normed.x)):
         return None
     return normed
+
+
+def is_output_of_attention(x: Tensor) -> bool:
+    """Return whether x lies in memory that PyTorch's attention has returned in this trace, and keeps for backward."""
+    return ask_tracer(x, _find_attention) is True
+
+
+def _find_attention(context: Any) -> None:
+    memory = context.get_local("x").as_fake().untyped_storage()._cdata
+    nodes = context.graph().find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    results = [node.meta["example_value"] for node in nodes]
+    answer(any(y.requires_grad and y.untyped_storage()._cdata == memory for y in results))
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

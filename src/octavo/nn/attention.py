@@ -19,8 +19,8 @@ from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ledger
 from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn.attached_codes import attach_codes
-from octavo.nn.functional import spec_of
 from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe

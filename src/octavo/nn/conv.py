@@ -24,9 +24,10 @@ from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn import functional
 from octavo.nn.adopted import Adopted
-from octavo.nn.functional import compute_dtype, quantize_operand, spec_of
+from octavo.nn.functional import compute_dtype, quantize_operand
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import StatsSlot, patches_of, stats_buffer_of
 from octavo.numerics import Quantized

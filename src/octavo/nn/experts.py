@@ -26,12 +26,14 @@ from torch import Tensor, nn
 
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.activation import INPUTS, KINDS, Factors, Targets, activation, activation_and_inputs
+from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
 from octavo.kernels.grouped import grouped_wgrad, quantize_groups, transpose_groups
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn.adopted import Adopted
-from octavo.nn.functional import compute_dtype, spec_of
+from octavo.nn.functional import compute_dtype
 from octavo.nn.grouped import GroupedLinear, dgrad_folded, fprop, quantize_experts
+from octavo.nn.mlp import activate, gate_and_up
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import ROWS, Source, stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
@@ -403,9 +405,8 @@ def forward_rows(
     kind, recipe, dtype, keeps_codes = options
     (w1, s1), (w2, s2) = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
     before = fprop(rows, (w1, s1), ends, recipe, dtype, (origin, stacks[0], ROWS), stats[0])
-    gate, up = _halves(before, w2.shape[2])
-    hidden, inputs = _activated(kind, gate, up, spec_of(recipe.fprop.input), keeps_codes)
-    middle = [gate] if up is None else [gate, up]
+    middle = _halves(before, w2.shape[2])
+    hidden, inputs = activate(kind, middle, spec_of(recipe.fprop.input), keeps_codes)
     y = fprop(hidden, (w2, s2), ends, recipe, dtype, (middle, stacks[1], kind), stats[1], weights)
     return y, (w1, s1, w2, s2, hidden.scale, *(inputs if keeps_codes else (before,)))
 
@@ -430,7 +431,7 @@ def backward_rows(
     assert g is not None
     source = Source.of((dy, rows.source), recipe.dgrad.grad_output, ROWS, s2)
     dh = dgrad_folded(g, w2, ends, product, source, stats[1])
-    gate, up = _kept_halves(inputs, w2.shape[2], keeps_codes)
+    gate, up = gate_and_up(inputs if keeps_codes else _halves(inputs[0], w2.shape[2]), keeps_codes)
     targets = [spec if needed else None for spec, needed in zip((g_spec, h_spec, h_spec), needs, strict=True)]
     factors = Factors(s1, rows.tokens.scale[rows.source], hidden_scale)
     found = activation_backward(kind, dh, gate, up, rows.weights, ends, Targets(*targets), factors)
@@ -445,24 +446,6 @@ def backward_rows(
     return dx, found.weights, dw1, dw2
 
 
-def _halves(before: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+def _halves(before: Tensor, width: int) -> list[Tensor]:
     """Return gate and up as views, or up alone. width: F."""
-    return (before[:, :width], before[:, width:]) if before.shape[1] == 2 * width else (before, None)
-
-
-def _activated(
-    kind: str, gate: Tensor, up: Tensor | None, spec: Any, keeps_codes: bool
-) -> tuple[Quantized, tuple[Tensor, ...]]:
-    if not keeps_codes:
-        return activation(kind, gate, up, spec), ()
-    hidden, inputs = activation_and_inputs(kind, gate, up, spec)
-    return hidden, tuple(tensor for quantized in inputs for tensor in quantized[:2])
-
-
-def _kept_halves(
-    inputs: list[Tensor], width: int, keeps_codes: bool
-) -> tuple[Tensor | Quantized, Tensor | Quantized | None]:
-    if not keeps_codes:
-        return _halves(inputs[0], width)
-    pairs = [Quantized(*pair, INPUTS.tile) for pair in zip(inputs[::2], inputs[1::2], strict=True)]
-    return pairs[0], pairs[1] if len(pairs) > 1 else None
+    return [before[:, :width], before[:, width:]] if before.shape[1] == 2 * width else [before]

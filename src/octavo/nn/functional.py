@@ -33,11 +33,11 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
-from octavo._util.compiler import is_output_of_attention
-from octavo.kernels import QuantSpec, ScaleRef
+from octavo.kernels import ScaleRef
+from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
-from octavo.nn.attached_codes import attached_normed
+from octavo.nn.attached_codes import attached_normed, is_output_of_attention
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands, note_dtype
@@ -230,11 +230,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if dtype is not torch.bfloat16:
         note_dtype(dtype, device)
     return dtype
-
-
-def spec_of(operand: Operand) -> QuantSpec:
-    """Return what a kernel is asked to make for an operand of a recipe."""
-    return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding)
 
 
 def scale_ref_of(amax_and_scale: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:

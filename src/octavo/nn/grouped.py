@@ -23,8 +23,9 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn import telemetry_experts
-from octavo.nn.functional import compute_dtype, spec_of
+from octavo.nn.functional import compute_dtype
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import Source, StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_matrix, quantize_weights

@@ -20,8 +20,8 @@ from torch import Tensor
 from octavo._util.autograd import first_order
 from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn import functional
-from octavo.nn.functional import spec_of
 from octavo.nn.operands import check_dtypes
 from octavo.recipes import Operand, Recipe
 

@@ -23,6 +23,7 @@ from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
+from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn.functional import (
     Kept,
@@ -38,7 +39,6 @@ from octavo.nn.functional import (
     read_input,
     read_weights,
     scale_of,
-    spec_of,
     unstack,
     weight_fold,
     wgrad,
@@ -47,7 +47,7 @@ from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands
 from octavo.nn.weight_codes import WeightCodes
 from octavo.numerics import Quantized
-from octavo.recipes import Precision, Recipe, reused_from
+from octavo.recipes import Precision, Recipe
 
 
 def unsupported_reason(inner: Recipe, outer: Recipe) -> str | None:
@@ -135,7 +135,7 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     down = read_weights(weights[-1:], outer, None if down_codes is None else (down_codes, down_scale))
     assert w is not None and down is not None
     before = fprop(x_MD, x.fprop, w, weights[:-1], inner, dtype, stats)
-    hidden, inputs = _activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
+    hidden, inputs = activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
     return (
         fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
         x.kept,
@@ -161,7 +161,7 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     gradients = activation_backward(
         kind,
         d_hidden,
-        *_gate_and_up(inputs, keeps_codes),
+        *gate_and_up(inputs, keeps_codes),
         Targets(
             rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
             columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
@@ -193,7 +193,7 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor
     return [tuple(tensors[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _activate(
+def activate(
     kind: str, before: Sequence[Tensor], target: QuantSpec, keeps_codes: bool
 ) -> tuple[Quantized, Sequence[Tensor]]:
     """Return h, and what backward reads of gate and up: themselves, or their codes and scales."""
@@ -204,7 +204,7 @@ def _activate(
     return hidden, [tensor for quantized in inputs for tensor in quantized[:2]]
 
 
-def _gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quantized, Tensor | Quantized | None]:
+def gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quantized, Tensor | Quantized | None]:
     """Return gate and up, if there is one, from what `_activate` gave."""
     found: list[Tensor | Quantized] = list(inputs)
     if as_codes:
@@ -214,7 +214,7 @@ def _gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Qua
 
 def _hidden_target(outer: Recipe) -> QuantSpec:
     """Return what the hidden activation, transposed, is quantised to for wgrad."""
-    if reused_from(outer, "wgrad", "input"):
+    if outer.reuses("wgrad.input"):
         forward = spec_of(outer.fprop.input)
         return forward._replace(granularity=forward.tile.transposed.name)
     return spec_of(outer.wgrad.input)
@@ -227,5 +227,5 @@ def _scale_tells_codes(outer: Recipe, keeps_codes: bool) -> bool:
     others anyway, whose own scales would not be those that are folded.
     """
     operand = outer.fprop.input
-    reused = reused_from(outer, "wgrad", "input") is not None
+    reused = outer.reuses("wgrad.input")
     return reused and operand.granularity == "row" and (operand.scaling != "float32" or keeps_codes)

@@ -21,10 +21,11 @@ from octavo._util.terminal import columns
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ScaleRef
 from octavo.kernels.patches import unfold
+from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.sample import limits
 from octavo.nn.conv import Conv1d, Conv2d, as_images, window_of
 from octavo.nn.fp8_weights import values
-from octavo.nn.functional import scale_ref_of, spec_of
+from octavo.nn.functional import scale_ref_of
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.nn.modules import hooked

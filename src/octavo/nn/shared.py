@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._util.compiler import traced_version
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn.attached_codes import attached_codes
-from octavo.nn.functional import Quantizer, compute_dtype, linears, spec_of
+from octavo.nn.functional import Quantizer, compute_dtype, linears
 from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.nn.weight_codes import WeightCodes
 from octavo.numerics import Quantized

@@ -25,6 +25,7 @@ from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, activation_backward_plain
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.patches import Window, unfold_rows, window_of
+from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.reference.activation import value
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
 from octavo.nn.attached_codes import is_placeholder
@@ -83,8 +84,7 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Tensor], operand: Operand, kind: str = "", fold: Tensor | None = None) -> Source:
         """Describe an operand of a recipe."""
-        target = QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding)
-        return cls(tensors, target, not operand.has_stored_scale, kind, fold)
+        return cls(tensors, spec_of(operand), not operand.has_stored_scale, kind, fold)
 
 
 def patches_of(window: Window) -> str:

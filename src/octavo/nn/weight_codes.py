@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.kernels import QuantSpec
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn.fp8_weights import codes_of, has_fp8_weight
 from octavo.numerics import Quantized
 
@@ -164,8 +165,6 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
 
 
 def _codes_to_reuse(group: Sequence[Linear]) -> WeightCodes | None:
-    from octavo.nn.functional import spec_of
-
     weights: list[Tensor] = [layer.matrix for layer in group]
     target = spec_of(group[0].recipe.fprop.weight)
     plain = _are_plain(weights)

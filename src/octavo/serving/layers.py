@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conv import AnyConvolution, Convolution
 from octavo.nn.experts import Experts, Product
-from octavo.nn.functional import spec_of
 from octavo.nn.fused import fusion_groups
 from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.weight_codes import quantize_weights, split_rows

@@ -17,7 +17,7 @@ from octavo.conversion import Policy
 from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, shard
 from octavo.distributed.sharding import embedding
 from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
-from octavo.nn.functional import spec_of
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn.scaling_state import scales
 from octavo.tensor import FP8Tensor, local
 from octavo_bench.traffic import Traffic
