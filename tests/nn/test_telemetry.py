@@ -165,7 +165,7 @@ def test_nothing_changes_and_every_role_of_every_layer_has_a_row():
     assert len(layers) >= 8
     assert all_there(values)
     assert (telemetry.sampled > 0).all()
-    assert not any(hasattr(module, "watch") and module.watch is not None for module in model.modules())
+    assert not any(getattr(module, "stats_slot", None) is not None for module in model.modules())
     assert telemetry.rows[0].shape == ()
     assert {row.shape for row in telemetry.rows if row.role == "weight"} >= {(32, 48), (48, 32)}
 
@@ -380,7 +380,7 @@ def test_convolutions_look_at_their_patches(layer):
     scores = [np.array_equal(*pair) for pair in zip(telemetry.histograms, twin.histograms, strict=True)]
     assert all(scores)
     layer.release()
-    assert not hasattr(layer, "watch")
+    assert not hasattr(layer, "stats_slot")
 
 
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])

@@ -16,7 +16,7 @@ from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, layers_of, make_plan
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied
-from octavo.conversion.weights import check_free, make_plain, store
+from octavo.conversion.weights import Layer, check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
 from octavo.kernels.quant_spec import spec_of
@@ -89,7 +89,7 @@ def convert(
     return plan
 
 
-def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Linear | AnyConvolution]) -> None:
+def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> None:
     """Change the classes of layers, experts and structures, and what weights are stored in."""
     for name, recipe in plan.recipes.items():
         if name in layers:
@@ -109,7 +109,7 @@ def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Linear | An
         _join(model.get_submodule(structure.name), structure, plan)
 
 
-def _adopt(layer: nn.Linear | AnyConvolution, recipe: Recipe) -> None:
+def _adopt(layer: Layer, recipe: Recipe) -> None:
     if isinstance(layer, AnyConvolution):
         (Conv1d if isinstance(layer, nn.Conv1d) else Conv2d).adopt(layer, recipe)
     else:
@@ -191,7 +191,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
             module.enabled = True
 
 
-def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, nn.Linear | AnyConvolution]) -> None:
+def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> None:
     for name in plan.recipes:
         if name in layers:
             _check_weight(full_name(name, "weight"), layers[name].weight)

@@ -16,11 +16,12 @@ from octavo.conversion.fusion_patterns import find_gates, reader_of
 from octavo.conversion.gain import EXPERTS_FROM, predicted_gain, predicted_gain_of_experts
 from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy, find_heads
 from octavo.conversion.unconverted import active_share
+from octavo.conversion.weights import Layer
 from octavo.kernels.dispatch import on_gpu, rates
 from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
 from octavo.nn.attention import ScaledDotProduct
-from octavo.nn.conv import AnyConvolution, unsupported_reason_recipe
+from octavo.nn.conv import unsupported_reason_recipe
 from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason
 from octavo.nn.functional import requantises_exactly
 from octavo.nn.fused import MLPRoles
@@ -101,7 +102,7 @@ class Planner:
     tokens: int
     device: torch.device
 
-    def layers(self, layers: Mapping[str, nn.Linear | AnyConvolution], mlps: Mapping[str, MLPRoles]) -> list[LayerPlan]:
+    def layers(self, layers: Mapping[str, Layer], mlps: Mapping[str, MLPRoles]) -> list[LayerPlan]:
         """Return the rows of linear layers and convolutions."""
         blocks, heads = self.policy.blocks_to_keep(self.model), find_heads(self.model)
         in_mlps = find_gates(self.model) | {
@@ -122,7 +123,7 @@ class Planner:
             kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep_experts(name, module, found)
             yield from self._experts(name, module, found, kept or no_grouped_kernel(self.device))
 
-    def _layer(self, name: str, layer: nn.Linear | AnyConvolution, kept: str | None) -> LayerPlan:
+    def _layer(self, name: str, layer: Layer, kept: str | None) -> LayerPlan:
         """Return the row of one layer. kept: why the policy keeps it in BF16."""
         recipe, found = self.recipes[name], _evidence_for(name, self.recipe)
         kind, shape, taps = _gemm_of(layer)
@@ -217,7 +218,7 @@ def _evidence_for(name: str, recipe: Recipe) -> Evidence | None:
     return None if pattern is None else recipe.evidence.get(pattern)
 
 
-def _gemm_of(layer: nn.Linear | AnyConvolution) -> tuple[str, tuple[int, int], int]:
+def _gemm_of(layer: Layer) -> tuple[str, tuple[int, int], int]:
     """Return what a layer is, (N, K) of its GEMM, and the pixels of a convolution's patch, 0 for a linear layer."""
     if is_transposed(layer):
         return "stored as K x N", (layer.weight.shape[1], layer.weight.shape[0]), 0

@@ -19,11 +19,10 @@ from octavo.conversion.mode import suspended
 from octavo.conversion.plan_text import notes_on, table
 from octavo.conversion.policy import Policy
 from octavo.conversion.unconverted import Unconverted, find_unconverted
-from octavo.conversion.weights import plan_weights
+from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import planning_for
-from octavo.nn.conv import AnyConvolution
 from octavo.nn.experts import FIRST, SECOND, ExpertRoles
 from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed
@@ -192,12 +191,12 @@ def _weight(model: nn.Module, row: LayerPlan) -> Tensor:
     return next(module.parameters()) if row.is_experts else cast(Tensor, module.weight)
 
 
-def layers_of(model: nn.Module) -> dict[str, nn.Linear | AnyConvolution]:
+def layers_of(model: nn.Module) -> dict[str, Layer]:
     """Return each layer with a GEMM once, by its first name; a layer used in two places is one layer."""
     return {
         name: cast(nn.Linear, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | AnyConvolution) or is_transposed(module)
+        if isinstance(module, Layer) or is_transposed(module)
     }
 
 

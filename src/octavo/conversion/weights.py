@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from octavo.conversion.layer_plan import LayerPlan
 
 Layer = nn.Linear | AnyConvolution
+"""A layer with a GEMM. To type checkers a `Conv1D` of transformers is an `nn.Linear`."""
 Weights = Literal["as_they_are", "fp8"]
 """What the weights of converted linear layers are stored in."""
 

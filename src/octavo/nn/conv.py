@@ -180,11 +180,11 @@ def _high_precision_gradients(
 class Convolution(Adopted):
     """What the FP8 convolutions have in common: beside their PyTorch parent."""
 
-    fields = ("recipe", "enabled", "watch")
+    fields = ("recipe", "enabled", "stats_slot")
     recipe: Recipe
     enabled: bool
     """False: compute as the parent does, for an evaluation in high precision."""
-    watch: StatsSlot | None = None
+    stats_slot: StatsSlot | None = None
     """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
     weight: Tensor
     bias: Tensor | None

@@ -46,7 +46,7 @@ class GroupedLinear(nn.Module):
     """False: compute in high precision, for an evaluation."""
     weight_codes: tuple[Tensor, Tensor] | None = None
     """Codes (E, N, K) and scales (E, N) to use in place of quantising (`octavo.nn.reuse_weight_codes`)."""
-    watch: StatsSlot | None = None
+    stats_slot: StatsSlot | None = None
     """Where telemetry of the experts goes, while there is any (`octavo.nn.telemetry`)."""
 
     def __init__(

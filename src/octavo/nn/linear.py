@@ -34,7 +34,7 @@ class Linear(Adopted, nn.Linear):
     parent = nn.Linear
     fields = (
         "recipe", "enabled", "shared", "keeps_input", "scaling_state", "scaling_slot", "reads_codes", "weight_codes",
-        "watch",
+        "stats_slot",
     )  # fmt: skip
     recipe: Recipe
     enabled: bool
@@ -52,7 +52,7 @@ class Linear(Adopted, nn.Linear):
     """Whether its input comes from other ranks as codes: what was lost in making them is not known here."""
     weight_codes: WeightCodes | None = None
     """The weight as fprop reads it, or that of all layers of `shared`, while it is known not to change."""
-    watch: StatsSlot | None = None
+    stats_slot: StatsSlot | None = None
     """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
 
     def __init__(

@@ -32,7 +32,7 @@ from octavo.kernels.transfers import AsyncHostCopy
 from octavo.nn.fused import fusion_groups
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.telemetry_ranks import Gathering, RankMerger, RankRows
-from octavo.nn.telemetry_rows import Layer, Row, find, look_at_gradient, rows_of, weights_of
+from octavo.nn.telemetry_rows import Layer, Row, find, rows_of, sample_gradient, weights_of
 
 __all__ = ["STATS", "Row", "Telemetry"]
 
@@ -122,7 +122,7 @@ class Telemetry:
         looks, detailed = self._wants(self.done)
         if looks and self.rows:
             for layer, row in zip(self._layers, self._of_gradients, strict=True):
-                look_at_gradient(layer, self._one, row)
+                sample_gradient(layer, self._one, row)
             values = self._buffer.data if detailed else self._buffer.data[:, :WIDTH]
             self._coming.append((self.done, self._send(values)))
         self._begin()
@@ -163,7 +163,7 @@ class Telemetry:
     def detach(self) -> None:
         """Stop watching. The layers are as before; values that have arrived can still be read."""
         for layer in self._layers:
-            layer.__dict__.pop("watch", None)
+            layer.__dict__.pop("stats_slot", None)
         _live.discard(self)
 
     def belongs_to(self, parameters: set[int]) -> bool:
@@ -190,11 +190,11 @@ class Telemetry:
         places: list[tuple[Row, int]] = []
         top = 0
         for group in groups:
-            watch = StatsSlot(self._buffer[top : top + 1 + 2 * len(group)], len(group))
+            slot = StatsSlot(self._buffer[top : top + 1 + 2 * len(group)], len(group))
             for number, layer in enumerate(group):
-                layer.watch = watch
+                layer.stats_slot = slot
                 places += rows_of(names[id(layer)], layer, top, number, len(group), pages + last[id(layer)])
-            top += len(watch.buffer)
+            top += len(slot.buffer)
         order = {name: number for number, name in enumerate(layers)}
         places.sort(key=lambda place: order[place[0].layer])  # stable: roles stay in their order
         return dict(places)

@@ -42,7 +42,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True, eq=False)
 class StatsSlot:
-    """Telemetry buffer of a sampled layer, held as `layer.watch`."""
+    """Telemetry buffer of a sampled layer, held as `layer.stats_slot`."""
 
     buffer: Tensor
     """Statistics of all layers that are computed together, FP32."""
@@ -50,19 +50,19 @@ class StatsSlot:
     """Count of these layers."""
 
 
-class Watched(Protocol):
+class SampledLayer(Protocol):
     """A layer that telemetry may sample."""
 
-    watch: StatsSlot | None
+    stats_slot: StatsSlot | None
 
 
-def stats_buffer_of(layers: Sequence[Watched]) -> Tensor | None:
+def stats_buffer_of(layers: Sequence[SampledLayer]) -> Tensor | None:
     """Return the buffer of layers that are computed together; None without telemetry, or without gradients."""
-    watch = layers[0].watch
-    if watch is None or not torch.is_grad_enabled():
+    slot = layers[0].stats_slot
+    if slot is None or not torch.is_grad_enabled():
         return None
-    together = all(layer.watch is not None and layer.watch.layers == len(layers) for layer in layers)
-    return watch.buffer if together else None
+    together = all(layer.stats_slot is not None and layer.stats_slot.layers == len(layers) for layer in layers)
+    return slot.buffer if together else None
 
 
 class Source(NamedTuple):

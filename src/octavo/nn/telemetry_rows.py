@@ -55,7 +55,7 @@ def find(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
             left[name] = f"{type(module).__name__} is no layer that telemetry knows"
         elif not (module.recipe.fprop.is_fp8 or module.recipe.dgrad.is_fp8):
             left[name] = f"recipe '{module.recipe.name}' runs its fprop and its dgrad in BF16"
-        elif module.watch is not None:
+        elif module.stats_slot is not None:
             raise ConfigError(
                 f"telemetry watches '{name}' already: close the `Loop` or `Monitor` that measures it, or detach that"
                 " telemetry, first."
@@ -92,7 +92,7 @@ def weights_of(layer: Layer) -> list[Tensor]:
     return layer.parts if isinstance(layer, Product) else [layer.get_parameter("weight")]
 
 
-def look_at_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
+def sample_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
     """Write the statistics of the weight's gradient into a row; nothing where there is none, or only codes.
 
     Of a gradient that is sharded, this rank's part is looked at.

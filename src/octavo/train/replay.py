@@ -30,7 +30,7 @@ from octavo.tensor import FP8Tensor, local
 
 WARM = 3
 """Uncaptured steps before a capture, which compile and autotune."""
-_DECIDING = ("recipe", "mlp_recipes", "target", "enabled", "shared", "watch", "scaling_slot")
+_DECIDING = ("recipe", "mlp_recipes", "target", "enabled", "shared", "stats_slot", "scaling_slot")
 """Module attributes that decide what is computed, or where."""
 
 Run = Callable[..., Tensor]
