@@ -175,7 +175,7 @@ def test_plain_and_fp8_weights_share_a_stack(places):
         return Kept(stack, (48, 32))
 
     for way in (
-        lambda stack: fprop(x_MK, quantize(x_MK), quantize_weights(stack, ROW), stack, recipe, torch.float32),
+        lambda stack: fprop([x_MK], quantize(x_MK), quantize_weights(stack, ROW), stack, recipe, torch.float32),
         lambda stack: [dgrad([], g, kept(stack), recipe, torch.float32)],
         lambda stack: [weight_fold(kept(stack), recipe)],
         lambda stack: [quantize_weights(stack, ROW).stack.codes.float(), quantize_weights(stack, ROW).stack.scale],

@@ -106,7 +106,7 @@ class _Convolution(torch.autograd.Function):
         ctx.folds = folds
         saved_weight = functional.kept_weights(w, [weight], recipe) if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(x, weight, *((patches.scale,) if folds else ()), *saved_weight)
-        y_MN = functional.fprop_of([x], patches, w, [weight], recipe, dtype, stats, patches_of(window))[0]
+        y_MN = functional.fprop([x], patches, w, [weight], recipe, dtype, stats, patches_of(window))[0]
         return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
 
     @staticmethod

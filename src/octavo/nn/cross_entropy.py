@@ -190,7 +190,7 @@ class _Head:
         """Return the logits, and x as the GEMMs read it."""
         x_MK = x_MK if self.recipe.is_fp8 else x_MK.to(self.dtype)
         x = read_input(x_MK, self.recipe, self.dtype, needs_weight)
-        logits_MV = fprop(x_MK, x.fprop, self._w, [self.weight_VK], self.recipe, self.dtype)[0]
+        logits_MV = fprop([x_MK], x.fprop, self._w, [self.weight_VK], self.recipe, self.dtype)[0]
         return logits_MV if self.bias_V is None else logits_MV.add_(self.bias_V), x
 
     def backward(self, d_MV: Tensor, x: Input, needs_x: bool, needs_weight: bool) -> Tensor | None:

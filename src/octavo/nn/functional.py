@@ -160,7 +160,7 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     attached = None if w_codes is None else (w_codes, w_scale)
     w = read_weights(weights, recipe, attached)
     kept = kept_weights(w, weights, recipe, attached is not None) if needs_x else ()
-    return x.kept, kept, fprop(x_MK, x.fprop, w, weights, recipe, dtype, stats)
+    return x.kept, kept, fprop([x_MK], x.fprop, w, weights, recipe, dtype, stats)
 
 
 def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
@@ -469,31 +469,23 @@ def transpose_codes(source: Quantized, folded: bool, after: Tensor) -> Quantized
 
 
 def fprop(
-    x_MK: Tensor,
+    tensors: Sequence[Tensor],
     x: Quantized | None,
     w: WeightCodes | None,
     weights: Sequence[Tensor],
     recipe: Recipe,
     dtype: torch.dtype,
     stats: Tensor | None = None,
-) -> list[Tensor]:
-    """Return X W_i^T for each weight, and sample X and W for telemetry where there is a buffer."""
-    if x is None or w is None:
-        return [product(x_MK.to(dtype), values(weight_NK, dtype).t()) for weight_NK in weights]
-    return fprop_of([x_MK], x, w, weights, recipe, dtype, stats)
-
-
-def fprop_of(
-    tensors: Sequence[Tensor],
-    x: Quantized,
-    w: WeightCodes,
-    weights: Sequence[Tensor],
-    recipe: Recipe,
-    dtype: torch.dtype,
-    stats: Tensor | None,
     kind: str = "",
 ) -> list[Tensor]:
-    """Return X W_i^T for each weight. tensors, kind: how X came about, as `octavo.nn.telemetry_ops.Source` has it."""
+    """Return X W_i^T for each weight, and sample X and W for telemetry where there is a buffer.
+
+    Args:
+        tensors: X (M, K), or with `kind` what it is made of (`octavo.nn.telemetry_ops.Source`).
+        x: X as fprop reads it; None, as w is, where it is in BF16.
+    """
+    if x is None or w is None:
+        return [product(tensors[0].to(dtype), values(weight_NK, dtype).t()) for weight_NK in weights]
     if stats is None:
         return multiply(x, w, dtype, recipe.fprop.accumulate)
     origin = telemetry_ops.Source.of(tensors, recipe.fprop.input, kind)

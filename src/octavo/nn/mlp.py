@@ -31,7 +31,6 @@ from octavo.nn.functional import (
     codes_of_input,
     dgrad,
     fprop,
-    fprop_of,
     input_fold,
     kept_weights,
     known_codes,
@@ -134,10 +133,10 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     w = read_weights(weights[:-1], inner, None if w_codes is None else (w_codes, w_scale))
     down = read_weights(weights[-1:], outer, None if down_codes is None else (down_codes, down_scale))
     assert w is not None and down is not None
-    before = fprop(x_MD, x.fprop, w, weights[:-1], inner, dtype, stats)
+    before = fprop([x_MD], x.fprop, w, weights[:-1], inner, dtype, stats)
     hidden, inputs = activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
     return (
-        fprop_of(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
+        fprop(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
         x.kept,
         (hidden.scale,),
         inputs,
