@@ -100,7 +100,7 @@ class _Convolution(torch.autograd.Function):
             ctx.save_for_backward(x, weight)
             return _high_precision(x, weight, window, dtype)
         patches = _quantize(x, window, recipe.fprop.input)
-        folds = recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded
+        folds = recipe.folds("wgrad.input")
         w = functional.read_weights([weight], recipe)
         assert w is not None
         ctx.folds = folds
@@ -127,7 +127,7 @@ class _Convolution(torch.autograd.Function):
         if g is not None and w is not None:
             dx = fold(functional.dgrad(dys, g, w, recipe, dtype, ctx.stats), window, tuple(x.shape))
         if patches is not None and h is not None:
-            right = kernels.without_scale(patches) if recipe.wgrad.input.is_folded else patches
+            right = kernels.without_scale(patches) if recipe.folds("wgrad.input") else patches
             dw = _like(kernels.gemm(h, right, dtype, recipe.wgrad.accumulate), weight)
         gradients = None if dx is None else dx.to(x.dtype), None if dw is None else dw.to(weight.dtype)
         return *gradients, None, None, None, None

@@ -87,10 +87,8 @@ def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | N
         return "biases"
     if first != second:
         return "two recipes"
-    gemms = first.fprop, first.dgrad, first.wgrad
-    folds = all(gemm.is_fp8 for gemm in gemms) and first.dgrad.weight.is_folded and first.wgrad.input.is_folded
-    reuses = first.reuses("dgrad.weight") and first.reuses("wgrad.input")
-    return None if folds and reuses else f"recipe '{first.name}' does not fold its scales"
+    folds = first.folds("dgrad.weight") and first.folds("wgrad.input")
+    return None if folds else f"recipe '{first.name}' does not fold its scales"
 
 
 class Product(GroupedLinear):

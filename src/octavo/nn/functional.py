@@ -323,7 +323,7 @@ def read_input(
     if not recipe.wgrad.is_fp8:
         return Input(x, (x_MK.to(dtype),))
     if keeps_input:
-        return Input(x, (x_MK, x.scale) if x is not None and recipe.wgrad.input.is_folded else (x_MK,))
+        return Input(x, (x_MK, x.scale) if x is not None and recipe.folds("wgrad.input") else (x_MK,))
     assert x is not None
     return Input(x, x[:2])
 
@@ -357,9 +357,7 @@ def codes_of_input(x: Tensor, recipe: Recipe, prequantized: Quantized | None) ->
 
 def requantises_exactly(recipe: Recipe) -> bool:
     """Return whether the codes of an input follow from its values and fprop's scale, for wgrad as for fprop."""
-    operand = recipe.fprop.input
-    follow = (operand.granularity, operand.scaling, operand.rounding) == ("row", "power_of_two", "nearest")
-    return follow and recipe.fprop.is_fp8 and recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded
+    return recipe.folds("wgrad.input") and recipe.fprop.input.scaling == "power_of_two"
 
 
 def known_codes(codes: WeightCodes | None, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -380,11 +378,10 @@ def kept_weights(
     Args:
         are_codes_kept: whether somebody else keeps the codes (`reuse_weight_codes`).
     """
-    if w is None or not (recipe.dgrad.is_fp8 and recipe.reuses("dgrad.weight")) or has_fp8_weight(weights):
+    if w is None or not recipe.reuses("dgrad.weight") or has_fp8_weight(weights):
         return weights
-    operand = recipe.fprop.weight
-    follow = (operand.granularity, operand.scaling, operand.rounding) == ("row", "power_of_two", "nearest")
-    follow &= recipe.dgrad.weight.is_folded and all(x.dim() == 2 and x.element_size() == 2 for x in weights)
+    follow = recipe.folds("dgrad.weight") and recipe.fprop.weight.scaling == "power_of_two"
+    follow = follow and all(x.dim() == 2 and x.element_size() == 2 for x in weights)
     if follow and not are_codes_kept:
         return *weights, w.stack.scale
     return w.matrices[0][:2]
@@ -415,7 +412,7 @@ def read_gradient(
 
 def weight_fold(weight: Kept, recipe: Recipe) -> Tensor | None:
     """Return the scales of the weights (1, N) that move into the gradient for dgrad, None where none do."""
-    if not (recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded):
+    if not recipe.folds("dgrad.weight"):
         return None
     if (known := weight.weights_and_scale) is not None:
         return known[1].t()
@@ -425,7 +422,7 @@ def weight_fold(weight: Kept, recipe: Recipe) -> Tensor | None:
 
 def input_fold(input_scale: Tensor | None, recipe: Recipe) -> Tensor | None:
     """Return the scales of the input (M, 1) that move into the gradient for wgrad, None where none do."""
-    return input_scale if recipe.wgrad.is_fp8 and recipe.wgrad.input.is_folded else None
+    return input_scale if recipe.folds("wgrad.input") else None
 
 
 def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
@@ -435,7 +432,7 @@ def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
     if (known := weight.weights_and_scale) is not None:
         return kernels.requantize_transposed(*known, spec_of(recipe.fprop.weight), after)
     matrices = weight.codes(recipe).matrices
-    parts = [transpose_codes(matrix, recipe.dgrad.weight.is_folded, after) for matrix in matrices]
+    parts = [transpose_codes(matrix, recipe.folds("dgrad.weight"), after) for matrix in matrices]
     if len(parts) == 1:
         return parts[0]
     # Several FP8 weights. Joined after the transposes: else a compiler keeps a joined copy for them.
@@ -452,10 +449,10 @@ def transposed_input(kept: tuple[Tensor, ...], recipe: Recipe, after: Tensor) ->
         return kernels.requantize_transposed(kept[:1], kept[1], spec_of(recipe.fprop.input), after, norm)
     if kept[0].element_size() > 1:
         x = kernels.quantize_transposed(kept[0], spec_of(recipe.wgrad.input), after)
-        return kernels.without_scale(x) if recipe.wgrad.input.is_folded else x
+        return kernels.without_scale(x) if recipe.folds("wgrad.input") else x
     if not recipe.reuses("wgrad.input"):
         return Quantized(kept[0], kept[1], recipe.wgrad.input.tile)
-    return transpose_codes(Quantized(kept[0], kept[1], recipe.fprop.input.tile), recipe.wgrad.input.is_folded, after)
+    return transpose_codes(Quantized(kept[0], kept[1], recipe.fprop.input.tile), recipe.folds("wgrad.input"), after)
 
 
 def transpose_codes(source: Quantized, folded: bool, after: Tensor) -> Quantized:

@@ -184,7 +184,7 @@ class _GroupedLinear(torch.autograd.Function):
         kept, saved = rest[:-size], rest[-size:]
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dy = dy.to(dtype).contiguous()
-        fold = saved[1] if recipe.dgrad.is_fp8 and recipe.dgrad.weight.is_folded else None
+        fold = saved[1] if recipe.folds("dgrad.weight") else None
         g, h = _read_gradient(dy, kept, fold, ends, recipe, needs_x, needs_weight)
         dx = _dgrad(dy, g, saved, fold, ends, ctx).to(ctx.x_dtype) if needs_x else None
         dw = _wgrad(dy, h, kept, ends, recipe, dtype).to(ctx.weight_dtype) if needs_weight else None
@@ -227,7 +227,7 @@ def _read_gradient(
     if rows is None and columns is None:
         return None, None
     row_fold, column_fold = fold if rows is not None else None, None
-    if columns is not None and recipe.wgrad.input.is_folded:
+    if columns is not None and recipe.folds("wgrad.input"):
         column_fold = kept[1]
     return quantize_groups(dy, ends, rows, columns, row_fold, column_fold)
 
@@ -253,7 +253,7 @@ def _wgrad(
     if h is None:
         return grouped_mm(dy.t(), kept[0], ends)
     codes, scale = kept
-    if recipe.wgrad.input.is_folded:
+    if recipe.folds("wgrad.input"):
         return grouped_wgrad(h, transpose_groups(codes, ends), None, ends, dtype)
     return grouped_wgrad(h, codes, scale, ends, dtype)
 

@@ -140,8 +140,8 @@ def _read_gradient(
     columns = recipe.wgrad.grad_output if for_b and recipe.wgrad.is_fp8 else None
     if rows is None and columns is None:
         return None, None
-    row_fold = for_a[1].transpose(1, 2) if rows is not None and recipe.dgrad.weight.is_folded else None
-    column_fold = for_b[1] if columns is not None and recipe.wgrad.input.is_folded else None
+    row_fold = for_a[1].transpose(1, 2) if rows is not None and recipe.folds("dgrad.weight") else None
+    column_fold = for_b[1] if columns is not None and recipe.folds("wgrad.input") else None
     return quantize_both(dc_BMN, rows, columns, row_fold, column_fold)
 
 
@@ -157,6 +157,6 @@ def _gradient(
         x = Batch(kept[0], kept[1], operand.tile.transposed).transposed()
     else:
         x = Batch(kept[0], kept[1], operand.tile)
-    x = x.without_scale() if operand.is_folded else x
+    x = x.without_scale() if recipe.folds(f"{gemm}.{role}") else x
     left, right = (x, dc) if gemm == "wgrad" else (dc, x)
     return bmm(left, right, dc_BRS.dtype, recipe.gemm(gemm).accumulate)

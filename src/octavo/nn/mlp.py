@@ -181,7 +181,7 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
         dws[:-1] = [part if needed else None for part, needed in zip(cut, needs_inner, strict=True)]
     if needs_down:
         assert gradients.hidden is not None and h is not None
-        hidden = kernels.without_scale(gradients.hidden) if outer.wgrad.input.is_folded else gradients.hidden
+        hidden = kernels.without_scale(gradients.hidden) if outer.folds("wgrad.input") else gradients.hidden
         dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(parts[-1][1])
     return (dx,), dws
 

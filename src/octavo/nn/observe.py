@@ -272,9 +272,9 @@ def _reader(recipe: Recipe, role: str, runs: set[str]) -> tuple[str, bool] | Non
 def _fold(recipe: Recipe, runs: set[str], input8: Quantized | None, weight8: Quantized | None) -> Tensor | None:
     """Return the scales that move into the gradient (M, N) for the GEMM that it is counted for: (1, N) or (M, 1)."""
     reader = _reader(recipe, "grad_output", runs)
-    if reader == ("dgrad", False) and recipe.dgrad.weight.is_folded and weight8 is not None:
+    if reader == ("dgrad", False) and recipe.folds("dgrad.weight") and weight8 is not None:
         return weight8.scale.t()
-    if reader == ("wgrad", True) and recipe.wgrad.input.is_folded and input8 is not None:
+    if reader == ("wgrad", True) and recipe.folds("wgrad.input") and input8 is not None:
         return input8.scale
     return None
 

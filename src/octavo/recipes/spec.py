@@ -200,8 +200,7 @@ class Recipe:
         # Layers ask in every call.
         object.__setattr__(self, "_reused", frozenset(self._find_reused()))
         object.__setattr__(self, "_stored", dict(self._find_stored()))
-        self._check_folded("dgrad.weight", self.dgrad, self.dgrad.weight, self.fprop.weight)
-        self._check_folded("wgrad.input", self.wgrad, self.wgrad.input, self.fprop.input)
+        object.__setattr__(self, "_folded", frozenset(self._find_folded()))
         for role in STORED_SCALE_ROLES:
             self._check_one_quantisation(role)
         if nested := next((pattern for pattern, recipe in self.modules.items() if recipe.modules), None):
@@ -246,6 +245,24 @@ class Recipe:
         alike = self.wgrad.grad_output.is_transpose_of(self.dgrad.grad_output)
         if self.dgrad.is_fp8 and self.wgrad.is_fp8 and alike and not folds:
             yield "wgrad.grad_output"
+
+    def folds(self, operand: str) -> bool:
+        """Return whether the scales of an operand, `dgrad.weight` or `wgrad.input`, move into the gradient."""
+        return operand in self.__dict__["_folded"]
+
+    def _find_folded(self) -> Iterator[str]:
+        """Yield the operands that are folded. Their codes must be those of fprop."""
+        for gemm, role in (("dgrad", "weight"), ("wgrad", "input")):
+            operand, where = getattr(self.gemm(gemm), role), f"{gemm}.{role}"
+            if not (self.gemm(gemm).is_fp8 and operand.is_folded):
+                continue
+            if not self.reuses(where):
+                raise ConfigError(
+                    f"recipe '{self.name}': {where} is 'column' (folded), so its codes are those of fprop.{role}: that "
+                    "one must be in FP8, 'row', with the same format, scaling and nearest rounding. "
+                    f"It is {getattr(self.fprop, role)}, this one {operand}."
+                )
+            yield where
 
     def _find_stored(self) -> Iterator[tuple[str, Operand]]:
         for role in STORED_SCALE_ROLES:
@@ -320,17 +337,6 @@ class Recipe:
             raise ConfigError(
                 f"recipe '{self.name}': {described} must be alike: with a scale that is kept from step to step they "
                 "are one quantisation, read by both GEMMs."
-            )
-
-    def _check_folded(self, where: str, gemm: Gemm, operand: Operand, source: Operand) -> None:
-        if not (gemm.is_fp8 and operand.is_folded):
-            return
-        if not self.fprop.is_fp8 or not operand.is_transpose_of(source):
-            role = where.split(".")[1]
-            raise ConfigError(
-                f"recipe '{self.name}': {where} is 'column' (folded), so its codes are those of fprop.{role}: that one "
-                "must be in FP8, 'row', with the same format, scaling and nearest rounding. "
-                f"It is {source}, this one {operand}."
             )
 
 
