@@ -74,6 +74,23 @@ class Interleaved(nn.Module):
         return y
 
 
+class Biased(Interleaved):
+    """With a bias behind each product, that of gate and up in turns too."""
+
+    def __init__(self):
+        super().__init__()
+        self.up_bias, self.down_bias = nn.Parameter(torch.randn(4, 96)), nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(4):
+            t, k = torch.where(ids == e)
+            h = x[t] @ self.up[e] + self.up_bias[e]
+            h = (F.gelu(h[:, ::2]) * h[:, 1::2]) @ self.down[e] + self.down_bias[e]
+            y = y.index_add(0, t, h * weights[t, k, None])
+        return y
+
+
 class Ungated(nn.Module):
     def __init__(self):
         super().__init__()
@@ -130,7 +147,7 @@ def routed():
     return torch.randn(40, 32), ids, weights
 
 
-@pytest.mark.parametrize("kind", [Interleaved, Ungated])
+@pytest.mark.parametrize("kind", [Interleaved, Biased, Ungated])
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])
 def test_of_a_reader(kind, recipe):
     model = nn.ModuleDict({"experts": kind()})

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.errors import UnsupportedError
-from octavo.nn.functional import Quantizer, linear, linears
+from octavo.nn.functional import Quantizer, kept_weights, linear, linears, read_weights, requantises_exactly
 from octavo.numerics import dequantize, sqnr_db, sqnr_per_row_db
 from octavo.recipes import Recipe, load
 
@@ -343,6 +343,14 @@ def kept_by(recipe: Recipe, x_grad: bool = True, w_grad: bool = True) -> list[Te
 def test_backward_keeps_only_this(name):
     kept = [(str(t.dtype).removeprefix("torch."), t.numel()) for t in kept_by(RECIPES[name])]
     assert kept == KEPT[name]
+
+
+@pytest.mark.parametrize(("recipe", "keeps_codes"), [("folded", False), ("served", True), ("rowwise", False)])
+def test_codes_of_a_bf16_weight_are_kept_where_they_do_not_follow_from_a_scale(recipe, keeps_codes):
+    w = torch.randn(N, K, dtype=torch.bfloat16)
+    kept = kept_weights(read_weights([w], load(recipe)), [w], load(recipe))
+    assert (kept[0].dtype == torch.float8_e4m3fn) == keeps_codes
+    assert requantises_exactly(load(recipe)) == (recipe == "folded"), "the same rule for the input"
 
 
 @every_fp8_preset

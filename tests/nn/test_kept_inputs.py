@@ -119,6 +119,11 @@ def test_layers_that_share_an_input_keep_it_if_all_are_named(named, keeps):
     model = Projections()
     octavo.convert(model, policy=octavo.Policy(requantise=named))
     assert model.wk.shared is model.wv.shared and [model.wk.keeps_input, model.wv.keeps_input] == [keeps, keeps]
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        model(x := torch.randn(40, 64))
+    assert any(tensor.data_ptr() == x.data_ptr() for tensor in saved) == keeps
+    assert bool(codes_of_tokens(saved)) != keeps
 
 
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.nn.modules import has_hooks, hooked
+from octavo.nn.modules import full_name, has_hooks, hooked
+
+
+def test_names_are_those_of_named_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert [full_name("0", "weight"), full_name("0", "bias")] == [name for name, _ in model.named_parameters()]
+    assert full_name("", "weight") == next(name for name, _ in model[0].named_parameters())
 
 
 def test_hooks_end_with_the_block_however_it_ends() -> None:
