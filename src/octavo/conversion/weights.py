@@ -49,19 +49,17 @@ def plan_weights(
     result = []
     for row in rows:
         weight: Tensor = layers[row.name].weight
+        note = ""
         if row.name in wanted and id(weight) in others and not isinstance(weight, FP8Tensor):
             note = f"its weight is also {others[id(weight)]}, and stays as it is"
-            result.append(replace(row, reason="; ".join(filter(None, (row.reason, note)))))
         elif row.name in wanted:
             codes_and_scales = weight.numel() + 4 * weight.shape[0]
             saves = 0 if id(weight) in seen else weight.nbytes - codes_and_scales
-            result.append(replace(row, weight="fp8", saves=saves))
+            row = replace(row, weight="fp8", saves=saves)
             seen.add(id(weight))
         elif weights == "fp8" and row.is_fp8 and is_transposed(layers[row.name]):
             note = "its weight is stored as (K, N), and stays as it is"
-            result.append(replace(row, reason="; ".join(filter(None, (row.reason, note)))))
-        else:
-            result.append(row)
+        result.append(replace(row, reason="; ".join(filter(None, (row.reason, note)))))
     return tuple(result)
 
 

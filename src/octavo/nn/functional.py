@@ -402,8 +402,7 @@ def read_gradient(
         weight: None where dgrad is not needed.
         cell: as for `quantize_both`.
     """
-    rows = recipe.dgrad.grad_output if weight is not None and recipe.dgrad.is_fp8 else None
-    columns = recipe.wgrad.grad_output if needs_weight and recipe.wgrad.is_fp8 else None
+    rows, columns = recipe.grad_outputs(weight is not None, needs_weight)
     if rows is None and columns is None:
         return None, None
     row_fold = None if weight is None else weight_fold(weight, recipe)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import QuantSpec
 from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.kernels.quant_spec import spec_of
@@ -30,7 +29,7 @@ from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import Source, StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_matrix, quantize_weights
 from octavo.numerics import Quantized
-from octavo.recipes import Operand, Recipe, RecipeLike, load
+from octavo.recipes import Recipe, RecipeLike, load
 
 _BF16 = load("bf16")
 """Made once, outside of what Dynamo traces: it cannot follow the making of a recipe."""
@@ -218,17 +217,12 @@ def _read_gradient(
     Args:
         fold: the scales (E, N) of fprop's weights, where they move into the gradient.
     """
-
-    def target(needed: bool, operand: Operand) -> QuantSpec | None:
-        return spec_of(operand) if needed else None
-
-    rows = target(needs_x and recipe.dgrad.is_fp8, recipe.dgrad.grad_output)
-    columns = target(needs_weight and recipe.wgrad.is_fp8, recipe.wgrad.grad_output)
+    operands = recipe.grad_outputs(needs_x, needs_weight)
+    rows, columns = (None if operand is None else spec_of(operand) for operand in operands)
     if rows is None and columns is None:
         return None, None
-    row_fold, column_fold = fold if rows is not None else None, None
-    if columns is not None and recipe.folds("wgrad.input"):
-        column_fold = kept[1]
+    row_fold = None if rows is None else fold
+    column_fold = kept[1] if columns is not None and recipe.folds("wgrad.input") else None
     return quantize_groups(dy, ends, rows, columns, row_fold, column_fold)
 
 

@@ -136,8 +136,7 @@ def _read_gradient(
     dc_BMN: Tensor, for_a: tuple[Tensor, ...], for_b: tuple[Tensor, ...], recipe: Recipe
 ) -> tuple[Batch | None, Batch | None]:
     """Return dC as dgrad reads it, and dC^T as wgrad does, with the scales of folded partners; None for BF16."""
-    rows = recipe.dgrad.grad_output if for_a and recipe.dgrad.is_fp8 else None
-    columns = recipe.wgrad.grad_output if for_b and recipe.wgrad.is_fp8 else None
+    rows, columns = recipe.grad_outputs(bool(for_a), bool(for_b))
     if rows is None and columns is None:
         return None, None
     row_fold = for_a[1].transpose(1, 2) if rows is not None and recipe.folds("dgrad.weight") else None

@@ -232,6 +232,11 @@ class Recipe:
         """Return the recipe of a layer, by its full name: the last one of `modules` that matches, else this one."""
         return next((own for pattern, own in reversed(self.modules.items()) if fnmatchcase(name, pattern)), self)
 
+    def grad_outputs(self, dgrad: bool, wgrad: bool) -> tuple[Operand | None, Operand | None]:
+        """Return how dY is quantised for dgrad, and dY^T for wgrad; None where a GEMM is in BF16, or not needed."""
+        rows = self.dgrad.grad_output if dgrad and self.dgrad.is_fp8 else None
+        return rows, self.wgrad.grad_output if wgrad and self.wgrad.is_fp8 else None
+
     def reuses(self, operand: str) -> bool:
         """Return whether an operand, such as `dgrad.weight`, is another GEMM's codes, transposed."""
         return operand in self.__dict__["_reused"]

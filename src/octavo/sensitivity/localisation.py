@@ -20,7 +20,7 @@ from octavo.nn.scaling_state import scales as kept_scales
 from octavo.recipes import RecipeLike, load
 from octavo.sensitivity import times
 from octavo.sensitivity.gradient import backward_passes, cosines
-from octavo.sensitivity.loss import FORWARD_BACKWARD, Change, Loss, forward_choices, loss_changes
+from octavo.sensitivity.loss import FORWARD_BACKWARD, UNCHANGED, Change, Loss, forward_choices, loss_changes
 from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch, switchable
 from octavo.sensitivity.result import Localisation, Sensitivity
 from octavo.sensitivity.solve import Option, solve
@@ -149,17 +149,16 @@ def _choose(
     progress: float,
 ) -> tuple[Sensitivity, ...]:
     """Return every layer that is called, with its choice."""
-    quiet = Change(0.0, 0.0, 0.0)
     found = {
         name: Sensitivity(
             name=name,
             shape=switch.rows[name].shape,
             recipes=switch.offered[name],
-            change=changes.get(name, quiet),
+            change=changes.get(name, UNCHANGED),
             cosines=turned[name],
             ms=ms[name],
             costs={
-                gemm: _cost(gemm, changes.get(name, quiet), value, progress) for gemm, value in turned[name].items()
+                gemm: _cost(gemm, changes.get(name, UNCHANGED), value, progress) for gemm, value in turned[name].items()
             },
             chosen=(),
         )

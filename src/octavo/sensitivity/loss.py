@@ -49,6 +49,9 @@ class Change:
     """Its second-order part, which persists as weights change; the first-order part changes sign."""
 
 
+UNCHANGED = Change(0.0, 0.0, 0.0)
+
+
 @torch.no_grad()
 def losses(model: nn.Module, batches: Sequence[Any], loss: Loss) -> Tensor:
     """Return the loss per sequence, or per batch if `loss` returns one value: float64 (S,) on the CPU."""

@@ -13,7 +13,7 @@ from octavo._util.files import write_text
 from octavo._util.terminal import columns
 from octavo.errors import ConfigError
 from octavo.recipes import GEMMS, Evidence, Recipe, brief
-from octavo.sensitivity.loss import Change
+from octavo.sensitivity.loss import UNCHANGED, Change
 from octavo.sensitivity.precision_switch import Choice
 
 
@@ -227,13 +227,12 @@ class Localisation:
 
 
 def _rows(layer: Sensitivity) -> list[dict[str, Any]]:
-    quiet = Change(0.0, 0.0, 0.0)
     return [
         {
             "layer": layer.name,
             "gemm": gemm,
             "shape": list(layer.shape),
-            "loss_change": (change := layer.change if gemm == "fprop" else quiet).mean,
+            "loss_change": (change := layer.change if gemm == "fprop" else UNCHANGED).mean,
             "loss_error": change.error,
             "second_order": change.second_order,
             "cosine": layer.cosines[gemm],
