@@ -13,7 +13,8 @@ import pytest
 
 from octavo import recipes
 from octavo.cli.main import app
-from octavo.train.config import RunConfig, assemble, load_preset
+from octavo.train.config import RunConfig, assemble, load_preset, presets
+from octavo_bench.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
@@ -88,3 +89,24 @@ def test_commands_are_accepted() -> None:
 def test_no_figure_is_typed() -> None:
     pages = [page for page in PAGES if page.parent.name != "log"]  # a notebook: what was expected is nowhere measured
     assert [(page.name, figure) for page in pages for figure in FIGURE.findall(prose(page))] == []
+
+
+def test_the_reference_has_every_command_and_flag() -> None:
+    text = (ROOT / "docs/reference/cli.md").read_text()
+    sections = dict(re.findall(r"^## octavo (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    commands = {name for name in app if not name.startswith("-")}
+    assert sections.keys() == commands
+    assert [name for name in COMMANDS if f"| `{name}` |" not in sections["bench"]] == []
+    missing = []
+    for command in commands - {"bench"}:
+        for argument in app[command].assemble_argument_collection():
+            of_a_run = any("." in name for name in argument.names)  # a setting: the reference of the run file has it
+            if not of_a_run and "*" not in argument.names:
+                pattern = "|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in argument.names)
+                missing += [f"{command} {argument.name}"] * (re.search(pattern, sections[command]) is None)
+    assert missing == []
+
+
+def test_help_names_every_preset() -> None:
+    told = app["train"].default_command.__doc__
+    assert told is not None and [name for name in presets() if name not in told] == []
