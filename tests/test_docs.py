@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
+import octavo
 from octavo import recipes
 from octavo.cli.main import app
 from octavo.train.config import RunConfig, assemble, load_preset, presets
@@ -110,3 +113,14 @@ def test_the_reference_has_every_command_and_flag() -> None:
 def test_help_names_every_preset() -> None:
     told = app["train"].default_command.__doc__
     assert told is not None and [name for name in presets() if name not in told] == []
+
+
+def test_the_api_page_names_what_users_import() -> None:
+    page = (ROOT / "docs/reference/api.md").read_text()
+    entries = re.findall(r'^::: (\S+)\n    options: \{heading: "(\S+)"', page, re.MULTILINE)
+    assert len(entries) == page.count(":::")
+    for path, heading in entries:
+        there = pkgutil.resolve_name(path)
+        assert attrgetter(heading.removeprefix("octavo."))(octavo) is there
+    modules = {"__version__", "calibration", "distributed", "guard", "optim"}
+    assert {f"octavo.{name}" for name in octavo.__all__ if name not in modules} <= {heading for _, heading in entries}
