@@ -59,7 +59,7 @@ def _black() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """The lists. An operator on neither runs as it is and is not reported. `print` shows them as a table.
+    """White and black list. An operator on neither runs unchanged and is not reported. `print` shows them as a table.
 
     Names are PyTorch's. `matmul` is `a @ b` too, and a name stands for every way to call it: `softmax` is
     `F.softmax`, `torch.softmax` and `x.softmax`.
