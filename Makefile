@@ -82,7 +82,7 @@ wheel: $(VENV)/installed-dev ## build the wheel, check it, and train ten steps w
 check: lint types layers test site wheel ## everything that .ci/run runs
 
 wheels: $(VENV)/installed ## wheels/: what an offline machine with its own PyTorch needs beside it
-	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts
+	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts jinja2 numpy rich safetensors
 
 clean: ## remove the virtual environment and the caches; runs/ stays
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
