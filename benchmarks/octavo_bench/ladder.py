@@ -84,6 +84,7 @@ CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
     "lr4": lambda own: {"lr": 4 * own.lr},
     "batch4": lambda own: {"batch": 4 * own.batch},
     "outliers": lambda own: {"outliers": 16.0},
+    "short": lambda own: {"tokens_per_parameter": own.tokens_per_parameter / 4},
 }
 """What differs from a size as the ladder has it, by name; several are joined by `+`."""
 _POWER = 0.8416

@@ -49,8 +49,8 @@ def grouped_wgrad(
     experts, rows, cols = len(ends), a.shape[0], b.shape[0]
     dw = torch.empty(experts, rows, cols, dtype=out_dtype, device=a.device)
     _grouped_gemm_sums_kernel[programs(experts * cdiv(rows, TILE) * cdiv(cols, TILE), a.device)](
-        described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), contiguous(b_scale),
-        described(dw, TILE // 2), blocks_of(ends, 0).starts, experts, rows, cols, **META,
+        described(a, TILE // 2), described(b, TILE), a_scale.contiguous(), contiguous(b_scale), dw,
+        blocks_of(ends, 0).starts, experts, rows, cols, **META,
     )  # fmt: skip
     return dw
 
@@ -71,7 +71,7 @@ def programs(tiles: int, device: torch.device) -> tuple[int]:
 
 
 def described(x: Tensor, height: int) -> TensorDescriptor:
-    """Return what loads and stores tiles of so many rows and `TILE` columns: zeros, and nothing, outside the tensor."""
+    """Return what loads tiles of codes of so many rows and `TILE` columns, zeros outside the tensor."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [*[1] * (x.dim() - 2), height, TILE])
 
 
@@ -86,18 +86,11 @@ def _add(total, x, w, FAST: tl.constexpr):
 
 
 @triton.jit
-def _scaled(total, row_scale, col_scale, cols, in_cols):
-    """Half a tile, multiplied by the scales of its rows, which are loaded, and of its columns, which are not."""
-    y = total * row_scale[:, None]
-    if col_scale is not None:
-        y *= tl.load(col_scale + cols, mask=in_cols, other=0.0)[None, :]
-    return y
-
-
-@triton.jit
 def _store(total, row_scale, col_scale, out_ptr, width, rows, cols, there, in_cols):
     """Write half a tile, multiplied by the scales of its rows and columns."""
-    y = _scaled(total, tl.load(row_scale + rows, mask=there, other=0.0), col_scale, cols, in_cols)
+    y = total * tl.load(row_scale + rows, mask=there, other=0.0)[:, None]
+    if col_scale is not None:
+        y *= tl.load(col_scale + cols, mask=in_cols, other=0.0)[None, :]
     where = out_ptr + rows[:, None].to(tl.int64) * width + cols[None, :]
     tl.store(where, to_dtype(y, out_ptr.dtype.element_ty), mask=there[:, None] & in_cols[None, :])
 
@@ -138,32 +131,27 @@ def _grouped_gemm_kernel(
 @Kernel
 @triton.jit
 def _grouped_gemm_sums_kernel(
-    a, b, a_scale, b_scale, out, starts_ptr, experts, height, width, TILE: tl.constexpr, STAGES: tl.constexpr
+    a, b, a_scale, b_scale, out_ptr, starts_ptr, experts, height, width, TILE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Tiles of the product of one group: sums over its columns of a and b, which are padded to multiples of TILE.
-
-    Scales of rows are loaded before the sum: a group has few columns, and after the sum nothing would hide the wait.
-    """
+    """Tiles of the product of one group: sums over its columns of a and b, which are padded to multiples of TILE."""
     HALF: tl.constexpr = TILE // 2
     across, down = tl.cdiv(width, TILE), tl.cdiv(height, TILE)
     for tile in tl.range(tl.program_id(0), experts * across * down, tl.num_programs(0)):
         expert = tile // (across * down)
         row, col = tile % (across * down) // across * TILE, tile % across * TILE
         start, end = tl.load(starts_ptr + expert) * TILE, tl.load(starts_ptr + expert + 1) * TILE
-        rows, cols = row + tl.arange(0, HALF), col + tl.arange(0, TILE)
-        scales = a_scale + expert.to(tl.int64) * height + rows
-        upper_scale = tl.load(scales, mask=rows < height, other=0.0)
-        lower_scale = tl.load(scales + HALF, mask=rows + HALF < height, other=0.0)
         upper = tl.zeros((HALF, TILE), tl.float32)
         lower = tl.zeros((HALF, TILE), tl.float32)
         for k in tl.range(start, end, TILE, num_stages=STAGES):
             w = b.load([col, k]).T
             upper = _add(upper, a.load([row, k]), w, False)
             lower = _add(lower, a.load([row + HALF, k]), w, False)
-        scale, in_cols = b_scale, cols < width
+        rows, cols = row + tl.arange(0, HALF), col + tl.arange(0, TILE)
+        in_cols = cols < width
+        scale = b_scale
         if b_scale is not None:
             scale += expert.to(tl.int64) * width
-        upper = _scaled(upper, upper_scale, scale, cols, in_cols)
-        lower = _scaled(lower, lower_scale, scale, cols, in_cols)
-        out.store([expert, row, col], tl.reshape(to_dtype(upper, out.dtype), (1, HALF, TILE)))
-        out.store([expert, row + HALF, col], tl.reshape(to_dtype(lower, out.dtype), (1, HALF, TILE)))
+        scales, place = a_scale + expert.to(tl.int64) * height, out_ptr + expert.to(tl.int64) * height * width
+        _store(upper, scales, scale, place, width, rows, cols, rows < height, in_cols)
+        rows += HALF
+        _store(lower, scales, scale, place, width, rows, cols, rows < height, in_cols)
