@@ -124,3 +124,12 @@ def test_the_api_page_names_what_users_import() -> None:
         assert attrgetter(heading.removeprefix("octavo."))(octavo) is there
     modules = {"__version__", "calibration", "distributed", "guard", "optim"}
     assert {f"octavo.{name}" for name in octavo.__all__ if name not in modules} <= {heading for _, heading in entries}
+
+
+def test_files_of_the_repository_that_pages_name_exist() -> None:
+    pages = [page for page in PAGES if page.parent.name != "log" and page.name != "CHANGELOG.md"]
+    spans = [
+        (page, name) for page in pages for name in re.findall(r"`((?:src|tests|benchmarks)/[\w./-]+)", prose(page))
+    ]
+    assert len(spans) > 100
+    assert [(page.name, name) for page, name in spans if not (ROOT / name).exists()] == []
