@@ -22,6 +22,8 @@ from octavo_bench.cli import COMMANDS
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 PAGES = [*TOP, *sorted(ROOT.glob("docs/**/*.md"))]
+CURRENT = [page for page in PAGES if page.parent.name != "log" and page.name != "CHANGELOG.md"]
+"""Pages that name nothing of the past."""
 SECTIONS = {section.name for section in dataclasses.fields(RunConfig)}
 FIGURE = re.compile(r"\d[\d.,]*\s?(?:%|ms\b|dB\b|GiB\b|TFLOP|tokens/s|times as fast|x faster)")
 
@@ -127,9 +129,24 @@ def test_the_api_page_names_what_users_import() -> None:
 
 
 def test_files_of_the_repository_that_pages_name_exist() -> None:
-    pages = [page for page in PAGES if page.parent.name != "log" and page.name != "CHANGELOG.md"]
-    spans = [
-        (page, name) for page in pages for name in re.findall(r"`((?:src|tests|benchmarks)/[\w./-]+)", prose(page))
-    ]
-    assert len(spans) > 100
-    assert [(page.name, name) for page, name in spans if not (ROOT / name).exists()] == []
+    path = re.compile(r"`((?:src|tests|benchmarks)/[\w./-]+)")
+    named = [(page, name) for page in CURRENT for name in path.findall(prose(page))]
+    assert len(named) > 100
+    assert [(page.name, name) for page, name in named if not (ROOT / name).exists()] == []
+
+
+def test_names_of_octavo_that_pages_use_exist() -> None:
+    named = {(page.name, name) for page in CURRENT for name in re.findall(r"`(octavo(?:\.[A-Za-z_]\w*)+)", prose(page))}
+    assert len(named) > 50
+    ours = [each for each in named if ".integrations." not in each[1]]  # those need the libraries themselves
+    assert sorted(each for each in ours if not _exists(each[1])) == []
+
+
+def _exists(name: str) -> bool:
+    """Return whether a dotted name is that of a module, an attribute or a field."""
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        parent, _, last = name.rpartition(".")
+        return last in getattr(pkgutil.resolve_name(parent), "__dataclass_fields__", {})
+    return True
