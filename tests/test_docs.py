@@ -15,6 +15,7 @@ import pytest
 
 import octavo
 from octavo import recipes
+from octavo._util.config_reader import to_dict
 from octavo.cli.main import app
 from octavo.train.config import RunConfig, assemble, load_preset, presets
 from octavo_bench.cli import COMMANDS
@@ -140,6 +141,15 @@ def test_names_of_octavo_that_pages_use_exist() -> None:
     assert len(named) > 50
     ours = [each for each in named if ".integrations." not in each[1]]  # those need the libraries themselves
     assert sorted(each for each in ours if not _exists(each[1])) == []
+
+
+def test_settings_that_pages_name_exist() -> None:
+    config = to_dict(assemble(load_preset("tiny", cuda=False)))
+    known = {f"{section}.{key}" for section, keys in config.items() for key in keys} | {"run.sqlite"}
+    setting = re.compile(r"`((?:data|guard|lora|parallel|run)\.[a-z_]+)")
+    named = {(page.name, name) for page in CURRENT for name in setting.findall(prose(page))}
+    assert len(named) > 50
+    assert sorted(each for each in named if each[1] not in known) == []
 
 
 def _exists(name: str) -> bool:
