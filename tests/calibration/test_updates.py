@@ -76,7 +76,7 @@ def test_a_scale_whose_budget_is_broken_is_made_anew_and_no_other(static):
     assert after["0.grad_output"][0] == before["0.grad_output"][0]
     how = calibration.read(path)["0.input"].origin.how
     assert how.startswith("step 4: 0.") and how.endswith("saturated, above 0.001; max, margin 1")
-    assert all(layer.watch is None for layer in (model[0], model[2]))  # telemetry has gone
+    assert all(layer.stats_slot is None for layer in (model[0], model[2]))  # telemetry has gone
 
 
 def test_telemetry_that_is_there_already_is_used(static):
