@@ -275,6 +275,11 @@ class ParallelConfig:
         _positive("parallel", self, "data", "tensor", "pipeline", "timeout")
         _within("parallel", self, "shard", low=0, high=2**31)
 
+    def sizes(self, ranks: int) -> dict[str, int]:
+        """Return the size of each dimension of the mesh of a run on `ranks` ranks, from the outermost."""
+        shard = self.shard or max(ranks // (self.data * self.tensor * self.pipeline), 1)
+        return {"pipeline": self.pipeline, "data": self.data, "shard": shard, "tensor": self.tensor}
+
     @property
     def reduction(self) -> str:
         """Gradient reduction over the ranks that share a replica, with its default.
