@@ -36,7 +36,7 @@ from octavo.train import checkpoint, events
 from octavo.train import device as devices
 from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.calibrate import recalibration_of
-from octavo.train.config import RunConfig, learning_rate, warm_up_note
+from octavo.train.config import RunConfig
 from octavo.train.device import gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import accuracy_by_task, answers_given, heldout_losses
@@ -46,6 +46,7 @@ from octavo.train.memory import peaks
 from octavo.train.parallel import Ranks, ranks_of
 from octavo.train.record import StoreReporter
 from octavo.train.resume import check_same_run
+from octavo.train.schedule import learning_rate, warm_up_note
 from octavo.train.setup import Setup, set_up
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
 from octavo.train.stopping import StopSignals
