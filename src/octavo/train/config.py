@@ -212,7 +212,7 @@ class LoopConfig:
 
     def is_bf16(self, step: int) -> bool:
         """Return True if the FP8 model makes `step`, counted from 0, in BF16: one of the first, which change most."""
-        return step < self.bf16_first_steps
+        return 0 <= step < self.bf16_first_steps
 
     def is_last(self, step: int) -> bool:
         """Return True if the FP8 model makes `step`, counted from 0, by `last_recipe`, which recovers loss of FP8."""

@@ -52,8 +52,8 @@ class GuardedRun(Guarded):
 
     def _values_of(self, step: int) -> NDArray[np.float32] | None:
         """Return the telemetry of a step, once it has arrived; None if the step was not sampled."""
-        every = self._trainer.config.run.telemetry_every
-        if self.telemetry is None or step % every or self._trainer.is_bf16(step - 1):
+        run = self._trainer.config.run
+        if self.telemetry is None or step % run.telemetry_every or run.is_bf16(step - 1):
             return None
         while step not in self._values:
             self._trainer.emit_tensors()
@@ -138,7 +138,7 @@ class GuardedRun(Guarded):
         reason = super().change_recipe(recipe)
         if not reason:
             plan = self._trainer.setup.plan
-            self._trainer.emit(TensorsChanged(step=self.done, rows=self.rows, plan=plan))
+            self._trainer.log.emit(TensorsChanged(step=self.done, rows=self.rows, plan=plan))
         return reason
 
     def locate(self) -> str:
@@ -152,7 +152,7 @@ class GuardedRun(Guarded):
 
     def emit(self, event: GuardEvent) -> None:
         """Emit an event of the run."""
-        self._trainer.emit(event)
+        self._trainer.log.emit(event)
 
 
 def _copy(tensor: Tensor) -> Tensor:
