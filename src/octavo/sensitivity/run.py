@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from octavo._util.terminal import Report
 from octavo.conversion import revert
+from octavo.data.loader import Batch
 from octavo.recipes import Recipe, load
 from octavo.sensitivity.localisation import localize, parse_budget
 from octavo.sensitivity.result import Localisation
 from octavo.train import checkpoint
 from octavo.train.files import read_metrics
 from octavo.train.load_run import find, restore, settings_of
-from octavo.train.setup import Batch, Setup
+from octavo.train.setup import Setup
 
 TOKENS = 131_072
 FEW_TOKENS = 16_384

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo.data.loader import Batch
 from octavo.guard import Guard, Guarded, GuardEvent
 from octavo.guard.diagnosis import Probe
 from octavo.guard.parameters import ParameterCheck
 from octavo.tensor import is_distributed
 from octavo.train.events import TensorsChanged
-from octavo.train.setup import Batch, convert_as
+from octavo.train.setup import convert_as
 from octavo.train.state_tensors import SCALES, restore_tensors, state_tensors
 
 if TYPE_CHECKING:

@@ -221,12 +221,9 @@ class Ranks:
 
         All ranks call it.
         """
-        name = self.parallel.reduction
-        if self.is_greedy:
-            from octavo.distributed import reduction
-
-            return reduction(name)
-        if self.mesh is None or name == "fp32" or (self.parallel.reduce is None and _shards(self.mesh) == 1):
+        parallel, name = self.parallel, self.parallel.reduction
+        is_whole = parallel.reduce is None and parallel.sizes(self.count)["shard"] == 1
+        if not self.is_greedy and (self.mesh is None or name == "fp32" or is_whole):
             return None
         from octavo.distributed import reduction
 
@@ -360,12 +357,6 @@ def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceM
 def _copies(mesh: DeviceMesh) -> DeviceMesh:
     """Return the submesh that models are sharded over: all dimensions but `tensor` and `pipeline`."""
     return mesh["data", "shard"] if "data" in (mesh.mesh_dim_names or ()) else mesh["shard"]
-
-
-def _shards(mesh: DeviceMesh) -> int:
-    """Return the number of ranks that share one copy of the model."""
-    copies = _copies(mesh)
-    return copies.size(copies.ndim - 1)
 
 
 def _connection(timeout: timedelta) -> Store:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from octavo import recipes
 from octavo.conversion import Plan, Policy, convert, make_plan, revert
@@ -23,6 +23,7 @@ from octavo.data import (
     prepare,
 )
 from octavo.data.chat import ChatFormat
+from octavo.data.loader import Batch
 from octavo.errors import ConfigError
 from octavo.models import build
 from octavo.nn.lora import add_lora
@@ -31,8 +32,6 @@ from octavo.train.config import DataConfig, RunConfig
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
 from octavo.train.replay import Graphs
 from octavo.train.train_state import TrainState
-
-Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.train import device as devices
+from octavo.monitor.system import versions
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import paired_interval, perplexity
 from octavo.train.events import gap_percent
@@ -56,7 +56,7 @@ def summarise(
         "energy_cost": None if facts["energy_kwh"] is None else facts["energy_kwh"] * config.run.price_per_kwh or None,
         **memory,
         "corpus": dict(corpus),
-        "versions": devices.versions(),
+        "versions": versions(),
     }
 
 

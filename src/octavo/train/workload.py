@@ -106,20 +106,21 @@ def first(batch: Any) -> Tensor:
 
 def one_of(batch: Any) -> Any:
     """Return the first sample of a batch, as a batch."""
-    if isinstance(batch, Mapping):
-        return {key: one_of(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(one_of(value) for value in batch)
-    return batch[:1] if isinstance(batch, Tensor) and batch.dim() else batch
+    return _mapped(batch, lambda tensor: tensor[:1] if tensor.dim() else tensor)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch on a device."""
+    return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch with each tensor of it changed."""
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _mapped(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch
+        return type(batch)(_mapped(value, change) for value in batch)
+    return change(batch) if isinstance(batch, Tensor) else batch
 
 
 def _of_python(file: Path) -> Workload:
