@@ -64,7 +64,7 @@ def evaluate_served(
                 f"--run {run}: was trained on conversations, which transformers cannot keep apart in a sequence. Use"
                 " --tasks, or a text with --data."
             )
-        text, notes = loaded.text(settings)
+        text, notes = loaded.text()
     _check_vocabulary(directory, known, text)
     model = load(directory, device)
     found = [measure(SERVED, partial(score, model, device), text, report)]
