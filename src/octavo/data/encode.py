@@ -15,15 +15,8 @@ from numpy.typing import NDArray
 from octavo.data.corpus import Corpus
 from octavo.data.documents import Document
 from octavo.data.tokenizer import Tokenizer, Tokens
-from octavo.errors import ConfigError
 
 SPACE = 2**64
-
-
-def check_fraction(fraction: float) -> None:
-    """Raise ConfigError unless `fraction` is between 0 and 1, exclusive."""
-    if not 0 < fraction < 1:
-        raise ConfigError(f"heldout: {fraction} is not a share between 0 and 1 (0.02 holds out 2 %).")
 
 
 def digest(content: bytes) -> int:
