@@ -145,8 +145,8 @@ def test_before_the_first_snapshot_is_the_beginning(configure: Configure, tmp_pa
 def test_a_layer_that_changed_its_recipe_goes_back_with_the_others(configure: Configure, tmp_path: Any) -> None:
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "saturated", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
-        assert run.guarded.guard._refine(alarm.layer, alarm)
-        assert run.guarded.guard._refine(alarm.layer, alarm)
+        assert run.guard._refine(alarm.layer, alarm)
+        assert run.guard._refine(alarm.layer, alarm)
         row_times_1000(run)
 
     summary, keeper = carry_out(guarded(configure, str(tmp_path / "run"), run={"recipe": "delayed"}), strike)
@@ -166,7 +166,7 @@ def test_layers_of_a_run_with_static_scales_take_another_recipe(
 
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "flushed", layer, "input", 1.0, 0.5)
-        assert run.guarded.guard._refine(alarm.layer, alarm)
+        assert run.guard._refine(alarm.layer, alarm)
         assert (octavo.scales(run.setup.states[0].model) is None) == (layer == "*")
 
     static = guarded(configure, str(tmp_path / "run"), run={"recipe": "static", "scales": str(scales)})
@@ -179,7 +179,7 @@ def test_layers_of_a_run_with_static_scales_take_another_recipe(
 def test_a_layer_that_left_fp8_stays_in_bf16_to_the_end(configure: Configure, tmp_path: Any) -> None:
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "saturated", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
-        while run.guarded.guard._refine(alarm.layer, alarm):
+        while run.guard._refine(alarm.layer, alarm):
             pass
 
     run = {"recipe": "tensorwise", "last_share": 0.2, "checkpoint_every": 18}
@@ -197,13 +197,13 @@ def test_steps_that_are_checked_late_may_be_followed_by_another_recipe(configure
     """As on a GPU, where a step is checked once the next one is queued."""
     config = guarded(configure, str(tmp_path / "run"), run={"last_share": 0.3, "recipe": "tensorwise"})
     trainer = Trainer(set_up(config), [keeper := Keeper()])
-    trainer.guarded._lag = 1
+    trainer._lag = 1
 
     def refine() -> bool:
-        return trainer.guarded.guard._refine("layers.0.feed_forward.w2", Alarm(5, "saturated", "", "", 1.0, 0.5))
+        return trainer.guard._refine("layers.0.feed_forward.w2", Alarm(5, "saturated", "", "", 1.0, 0.5))
 
-    before = trainer.guarded.guard.before
-    trainer.guarded.guard.before = lambda: (before(), trainer.done == 5 and [refine() for _ in range(3)])  # type: ignore[method-assign]
+    before = trainer.guard.before
+    trainer.guard.before = lambda: (before(), trainer.done == 5 and [refine() for _ in range(3)])  # type: ignore[method-assign]
     trainer.run()
     assert [event.step for event in keeper.of(TensorsMeasured)] == [*range(1, 21)]
     assert len({len(event.values) for event in keeper.of(TensorsMeasured)}) == 3
@@ -218,7 +218,7 @@ def test_a_layer_that_cannot_be_refined_is_measured_on(
     def strike(run: Struck) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("octavo.train.guarding.convert_as", refused)
-            assert run.guarded.refine(recipes.load("block")) == "not today"
+            assert run.refine(recipes.load("block")) == "not today"
 
     _, keeper = carry_out(guarded(configure, str(tmp_path / "run")), strike)
     assert keeper.of(TensorsMeasured)[-1].step == 20
@@ -255,16 +255,16 @@ def test_batches_passed_over_stay_so_after_a_resume(configure: Configure, tmp_pa
     batch = config.run.batch
 
     def skip(run: Struck) -> None:
-        run.guarded.guard._skipped.append(run.guarded.position + 2 * batch)
+        run.guard._skipped.append(run.position + 2 * batch)
 
     carry_out(config, skip)
     with ranks_of(config) as ranks:
         run = Struck(set_up(config, ranks), [])
         run.resume()
-        assert run.guarded.guard._skipped == [(AT + 1) * batch]
-        run.guarded._seek((AT + 1) * batch)
-        run.guarded.guard.before()
-        assert run.guarded.position == (AT + 2) * batch
+        assert run.guard._skipped == [(AT + 1) * batch]
+        run._seek((AT + 1) * batch)
+        run.guard.before()
+        assert run.position == (AT + 2) * batch
 
 
 def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configure, tmp_path: Any) -> None:
@@ -275,7 +275,7 @@ def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configu
         run = Struck(set_up(config, ranks), [keeper])
         run.resume()
         row_times_1000(run)
-        run.guarded.guard.before()
+        run.guard.before()
     assert [event.layer for event in keeper.of(GuardEvent)] == ["layers.1.attention.wo"]
 
 

@@ -75,7 +75,7 @@ def save(trainer: Trainer, checkpoints: Path) -> None:
         "totals": trainer.log.totals(),
         "heldout": {str(step): loss for step, loss in trainer.heldout.items()},
         "versions": versions(),
-        "guard": trainer.guarded.guard.state_dict(),
+        "guard": trainer.guard.state_dict(),
         "recipe": trainer.recipe,
         **trainer.log.recorded(),
     }
@@ -96,10 +96,10 @@ def resume(trainer: Trainer) -> checkpoint.Checkpoint:
     found = checkpoint.load(newest, ranks=ranks, place=None if ranks.count == 1 else partial(_place, setup.states))
     _check(found, trainer)
     if (recipe := found.state.get("recipe", trainer.recipe)) != trainer.recipe:
-        trainer.change_recipe(recipe)  # before what the checkpoint holds of it
+        trainer.switch_recipe(recipe)  # before what the checkpoint holds of it
     if "guard" in found.state:
         with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to their recipes
-            trainer.guarded.guard.load_state_dict(found.state["guard"])
+            trainer.guard.load_state_dict(found.state["guard"])
     # A twin that is not in the checkpoint had ended before.
     setup.states = tuple(state for state in setup.states if state.name in found.tensors)
     for state in setup.states:

@@ -8,18 +8,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from octavo import kernels, recipes
 from octavo._util.terminal import quantity
 from octavo.conversion import enable
 from octavo.errors import DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
-from octavo.monitor.measurements import arrived, telemetry_of
 from octavo.nn.scaling_state import scales
-from octavo.nn.telemetry import Telemetry
 from octavo.train import checkpoint, events
 from octavo.train.calibrate import recalibration_of
 from octavo.train.config import RunConfig
@@ -28,8 +23,7 @@ from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import heldout_losses
 from octavo.train.files import write_json
 from octavo.train.guarding import GuardedRun
-from octavo.train.log import RunLog
-from octavo.train.parallel import Ranks, ranks_of
+from octavo.train.parallel import ranks_of
 from octavo.train.resume import resume, save
 from octavo.train.schedule import learning_rate
 from octavo.train.setup import Setup, set_up
@@ -68,49 +62,27 @@ def train(
             return ranks.broadcast(trainer.run())
 
 
-class Trainer:
+class Trainer(GuardedRun):
     """A run in progress."""
 
     def __init__(self, setup: Setup, reporters: Sequence[events.Reporter], locked: RunDirectory | None = None) -> None:
-        self.setup = setup
-        self.config = setup.config
-        self.ranks: Ranks = setup.ranks
-        self.directory = setup.config.run.out
+        super().__init__(setup, reporters)
+        self.directory = self.config.run.out
         self.checkpoints = self.directory / "checkpoints"
-        self.log = RunLog(setup, reporters)
-        self.done = 0
-        """Number of steps made."""
         self.heldout: dict[int, float] = {}
         """Step -> held-out loss of the first model."""
-        self.telemetry: Telemetry | None = None
-        self._measured: NDArray[np.float32] | None = None
-        """The newest telemetry values that have arrived."""
         self._locked = locked
         self._signals = StopSignals(says=self.ranks.is_first)
         self._resumed: checkpoint.Checkpoint | None = None
-        self.start_telemetry()
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
-        self.guarded = GuardedRun(self)
         self.recipe = self._shown = self.config.run.recipe
         """The recipe of the schedule that the FP8 model has, and what it computes by: that, or `bf16`."""
 
-    def start_telemetry(self) -> None:
-        """Start telemetry of the FP8 layers as they are now, from the next step on."""
-        run, plan, together = self.config.run, self.setup.plan, self.ranks.count > 1
-        every, histograms = run.telemetry_every, run.histograms_every
-        self.telemetry = None
-        if plan is not None and every:
-            model, order = self.setup.states[0].model, [layer.name for layer in plan.layers]
-            self.telemetry = telemetry_of(model, every, histograms, together=together, order=order)
-        if self.telemetry is not None:
-            self.telemetry.restart(self.done)
-
-    def go_back(self, step: int) -> None:
-        """Continue counting from an earlier step, after a rollback."""
-        self.done, run = step, self.config.run
+    def _load_state(self, step: int, state: Any) -> None:
+        super()._load_state(step, state)
+        run = self.config.run
         self._shown = "bf16" if run.is_bf16(step - 1) else run.recipe_of(step - 1)
         self.heldout = {at: loss for at, loss in self.heldout.items() if at <= step}
-        self.log.restart_clock(step)
 
     def resume(self) -> None:
         """Load the newest checkpoint; errors as `octavo.train.resume.resume`."""
@@ -128,11 +100,11 @@ class Trainer:
         with self._signals:
             try:
                 self.log.open(self._resumed)
-                self.log.start(self.done, self.guarded.rows)
+                self.log.start(self.done, self.rows)
                 with kernels.record() as self.log.ledger, gc_frozen(self.setup.device) as after_step:
                     self._finish_resumed_step()
                     with self._stoppable():
-                        while self.done < self.config.run.steps or self.guarded.check_all():
+                        while self.done < self.config.run.steps or self.check_all():
                             self._step()
                             after_step()
                     for state in self.setup.states:
@@ -142,7 +114,9 @@ class Trainer:
                 return self.log.finish(heldout)
             finally:
                 try:
-                    self._emit_last_tensors()
+                    self._await_telemetry()  # statistics in flight may explain a failure
+                    if self.telemetry is not None:
+                        self.telemetry.detach()
                 finally:
                     self.log.close()
 
@@ -156,8 +130,8 @@ class Trainer:
 
     def _step(self) -> None:
         run, device = self.config.run, self.setup.device
-        self.guarded.guard.before()
-        lr = self.guarded.guard.lr(self._learning_rate())
+        self.guard.before()
+        lr = self.guard.lr(self._learning_rate())
         if not self._apply_schedule():
             return
         batch_BT, targets_BT = next(self.setup.loader)
@@ -174,20 +148,20 @@ class Trainer:
         if self.telemetry is not None and self.telemetry.done < self.done:
             self.telemetry.step()  # the optimizer skipped the step, and did not close it
         self._recalibrate()
-        self.emit_tensors()
+        self._collect_telemetry()
         last = self.done == run.steps
         log = last or self.done == 1 or self._due(run.log_every)
         stop = self._asked_to_stop() if log or self.ranks.count == 1 else 0  # ranks agree on the step
         save = last or self._due(run.checkpoint_every) or stop > 0
         evaluate = self._due(run.eval_every) and not last
         first, *twin = (metrics[state.name] for state in self.setup.states)
-        if self.guarded.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
-            (save or evaluate) and self.guarded.check_all()
+        if self.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
+            (save or evaluate) and self.check_all()
         ):
             return  # rolled back
         # Reading a result waits for a GPU; on a CPU it costs nothing.
         if log or save or device.type == "cpu":
-            self._check()
+            self._check_finite()
         if log:
             self.log.logged(self.done, metrics, watch, lr, batch_BT)
         if save:
@@ -206,9 +180,9 @@ class Trainer:
             return
         self._recalibration.done = self.done - 1  # a rollback may have changed it
         if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
-            self._await_tensors()
+            self._await_telemetry()
             self._recalibration.rows = self.telemetry.rows
-        if made := self._recalibration.step(self._measured):
+        if made := self._recalibration.step(self._newest):
             origin = next(iter(made.values())).origin
             how = f": {origin.how}" if origin else ""
             text = f"static scales of {quantity(len(made), 'tensor')} were recalibrated{how}"
@@ -217,25 +191,6 @@ class Trainer:
                 old, (layer, _, role) = new.previous[0].scale if new.previous else None, name.rpartition(".")
                 text = f"static scale {new.scale:.4g}, before {'unknown' if old is None else f'{old:.4g}'}"
                 self.log.emit(GuardEvent(self.done, "info", "scale", text, "", layer, role, new.scale, old))
-
-    def emit_tensors(self) -> None:
-        """Emit the tensor statistics of all steps that have arrived."""
-        for step, values, histograms in arrived(self.telemetry):
-            self._measured = values
-            self.guarded.measured(step, values)
-            self.log.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
-
-    def _await_tensors(self) -> None:
-        """Emit the tensor statistics of all steps; waits for the device."""
-        if self.telemetry is not None:
-            self.telemetry.wait()
-            self.emit_tensors()
-
-    def _emit_last_tensors(self) -> None:
-        """Emit statistics still in flight, also after a failure, which they may explain."""
-        self._await_tensors()
-        if self.telemetry is not None:
-            self.telemetry.detach()
 
     def _learning_rate(self) -> float:
         return learning_rate(self.config.optimizer, self.done, self.config.run.steps, [*self.heldout.values()])
@@ -246,20 +201,20 @@ class Trainer:
             return True
         recipe = self.config.run.recipe_of(self.done)
         if recipe != self.recipe:
-            if self.guarded.check_all():
+            if self.check_all():
                 return False
-            self.change_recipe(recipe)
+            self.switch_recipe(recipe)
         before, self._shown = self._shown, "bf16" if self.config.run.is_bf16(self.done) else recipe
         enable(self.setup.states[0].model, self._shown == recipe)
         if self._shown != before:
             self.log.emit(events.Switched(step=self.done + 1, recipe=self._shown))
         return True
 
-    def change_recipe(self, recipe: str) -> None:
+    def switch_recipe(self, recipe: str) -> None:
         """Convert the FP8 model to another recipe of the schedule. Stored scales end here, and are written."""
         if self.done:
             self._save_scales()
-        if reason := self.guarded.guard.change_recipe(recipes.load(recipe)):
+        if reason := self.guard.change_recipe(recipes.load(recipe)):
             raise RunError(f"run.last_recipe: the model cannot go on by '{recipe}': {reason}.")
         needs_scales = recipes.load(recipe).needs_calibration
         self._recalibration = recalibration_of(self.config, self.setup.states[0].model) if needs_scales else None
@@ -268,7 +223,7 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
 
-    def _check(self) -> None:
+    def _check_finite(self) -> None:
         self.setup.states[0].check(self.way_back())
         for twin in self.setup.states[1:]:
             try:
@@ -344,7 +299,7 @@ class Trainer:
             self.log.emit(GuardEvent(self.done, "info", "schedule", text, action="learning rate halved"))
 
     def _save(self, checkpoints: Path) -> None:
-        self._await_tensors()  # what was measured before a checkpoint is recorded before it
+        self._await_telemetry()  # what was measured before a checkpoint is recorded before it
         save(self, checkpoints)
 
     def _save_scales(self) -> None:
