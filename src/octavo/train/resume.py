@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from octavo.errors import CheckpointError, DivergedError
 from octavo.monitor.store.reader import flat
 from octavo.monitor.system import versions
 from octavo.train import checkpoint
-from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
+from octavo.train.config import RunConfig
 from octavo.train.events import Saved
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
 from octavo.train.train_state import TrainState
@@ -143,18 +144,15 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
         CheckpointError: they differ in a key that affects the numbers; the message names the first one.
     """
     # A key that is newer than the checkpoint had its default value.
-    there, here = {**_defaults(), **flat(saved)}, flat(config_reader.to_dict(config))
+    sections = ((f.name, f.default_factory) for f in fields(RunConfig))
+    defaults = {name: config_reader.to_dict(make()) for name, make in sections if make is not MISSING}
+    there, here = {**flat(defaults), **flat(saved)}, flat(config_reader.to_dict(config))
     for key in [*here, *(there.keys() - here.keys())]:
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
                 f"{where}: this is the checkpoint of another {_what(key)}: {key} is {there.get(key)!r} there"
                 f" and {here.get(key)!r} here. Resume with the same, or start a new run with another --out."
             )
-
-
-def _defaults() -> dict[str, Any]:
-    sections = {"data": DataConfig(), "optimizer": OptimizerConfig(), "run": LoopConfig(), "parallel": ParallelConfig()}
-    return flat({name: config_reader.to_dict(section) for name, section in sections.items()})
 
 
 def _what(key: str) -> str:
