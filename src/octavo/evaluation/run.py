@@ -54,19 +54,19 @@ class LoadedRun:
         if self.settings.data:
             return whole_text(self.settings.data, self.tokenizer, self._layout()), []
         text, now = heldout_text(self.config.data, self.tokenizer, self._layout())
-        before = trained_on(self.checkpoint.path.parent.parent)
+        before = trained_on(self.checkpoint.run)
         changed = f"{text.source} has changed since training: its held-out part may include training text"
         return text, [changed] if before not in ("", now) else []
 
     def _layout(self) -> SequenceLayout:
         """Return sequences as in training, in batches as on one rank of the run."""
-        run, parallel, longest = self.config.run, self.config.parallel, self.config.model.sequence
+        parallel, longest = self.config.parallel, self.config.model.sequence
         sequence = self.settings.sequence or self.config.data.sequence
         if sequence > longest:
             raise ConfigError(f"--sequence {sequence}: the model's maximum is {longest} tokens (model.sequence).")
         parts = max(1, self.checkpoint.state.get("ranks", 1) // (parallel.tensor * parallel.pipeline))
-        tokens = run.batch // (run.accumulate * parts) * self.config.data.sequence
-        return SequenceLayout(sequence=sequence, rows=max(1, tokens // sequence), limit=self.settings.tokens)
+        rows = max(1, self.config.tokens_per_pass(parts) // sequence)
+        return SequenceLayout(sequence=sequence, rows=rows, limit=self.settings.tokens)
 
     def measure(self, text: EvalText, report: Report) -> list[Score]:
         """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline, as it is and in FP8.

@@ -123,7 +123,7 @@ def check_same_tokenizer(directory: Path, loaded: LoadedRun) -> None:
         vocab = read_file(file).get("model", {}).get("vocab")
     if vocab != own["model"]["vocab"]:
         raise ConfigError(
-            f"--run {loaded.checkpoint.path.parent.parent}: has another tokenizer than {directory}, which was not "
+            f"--run {loaded.checkpoint.run}: has another tokenizer than {directory}, which was not "
             "exported from it. Name the original run, or a text with --data."
         )
 

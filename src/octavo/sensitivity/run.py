@@ -90,9 +90,9 @@ def localize_subject(
         budget=settings.budget,
         loss=by_sequence,
         few=min(len(batches), max(1, FEW_TOKENS // batches[0][1].numel())),
-        tokens=config.run.batch // config.run.accumulate * config.data.sequence,
+        tokens=config.tokens_per_pass(),
         measure=settings.measure,
-        progress=progress_of(read_metrics(subject.checkpoint.path.parent.parent / "metrics.jsonl")),
+        progress=progress_of(read_metrics(subject.checkpoint.run / "metrics.jsonl")),
         scales=config.run.scales or None,
         report=report,
     )

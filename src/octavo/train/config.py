@@ -345,6 +345,10 @@ class RunConfig:
         """Number of training tokens per model."""
         return self.run.steps * self.run.batch * self.data.sequence
 
+    def tokens_per_pass(self, parts: int = 1) -> int:
+        """Return the number of tokens of one forward pass, of batches that `parts` ranks share."""
+        return self.run.batch // (self.run.accumulate * parts) * self.data.sequence
+
     def with_run(self, **changes: Any) -> RunConfig:
         """Return the configuration with changes to its section `run`."""
         return replace(self, run=replace(self.run, **changes))

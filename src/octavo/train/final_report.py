@@ -9,10 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from octavo.monitor.gap import wander
-from octavo.train.events import Finished
+from octavo.train.events import MODELS, Finished
 from octavo.train.plot import plot
-
-_MODELS = {"fp8": "FP8", "bf16": "BF16"}
 
 
 def final_report(console: Console, event: Finished) -> None:
@@ -21,7 +19,7 @@ def final_report(console: Console, event: Finished) -> None:
         f"loss {title}": [
             (line["step"], line[f"loss_{model}"]) for line in event.history if line.get(f"loss_{model}") is not None
         ]
-        for model, title in _MODELS.items()
+        for model, title in MODELS.items()
     }
     console.print()
     switches = [line["step"] for line in event.history if "recipe_fp8" in line]
@@ -55,7 +53,7 @@ def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (
 
 def _facts(event: Finished) -> Iterator[tuple[str, str]]:
     summary = event.summary
-    for model, title in _MODELS.items():
+    for model, title in MODELS.items():
         loss = summary[f"heldout_loss_{model}"]
         if loss is not None:
             surprise = summary[f"perplexity_{model}"]
@@ -63,7 +61,7 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
     for task, found in summary.get("tasks", {}).items():
         shown = (
             f"{title} {100 * found[m]:.1f} ± {100 * found[f'{m}_error']:.1f} %"
-            for m, title in _MODELS.items()
+            for m, title in MODELS.items()
             if m in found
         )
         yield f"answered {task}"[:21], f"{', '.join(shown)} of {found['samples']:,}"
@@ -74,7 +72,7 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
             "unigram entropy",
             f"{summary['unigram_entropy']:.4f} nats per token (token frequencies alone)",
         )
-    for model, title in _MODELS.items():
+    for model, title in MODELS.items():
         if summary["skipped_steps"].get(model):
             yield f"skipped steps {title}", f"{summary['skipped_steps'][model]} (their gradients overflowed)"
     yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
@@ -97,7 +95,7 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
 def _speed(summary: Mapping[str, Any]) -> str:
     times = [
         f"{title} {summary[f'step_milliseconds_{model}']:.0f} ms per step"
-        for model, title in _MODELS.items()
+        for model, title in MODELS.items()
         if summary[f"step_milliseconds_{model}"] is not None
     ]
     return ", ".join([f"{summary['tokens_per_second'] or math.nan:,.0f} tokens/s", *times])

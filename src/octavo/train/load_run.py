@@ -84,8 +84,8 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
 
 def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState, plan: Plan | None) -> Plan | None:
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
-    directory, policy = found.path.parent.parent, None
-    known = directory / "plan.json"
+    policy = None
+    known = found.run / "plan.json"
     if known.exists() and plan is not None:
         with blaming(known):
             trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
@@ -99,7 +99,7 @@ def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState,
     named = found.tensors[state.name]
     restore_tensors(state, {**named, **dict(_whole_rows(named))}, found.path, optimizer=False)
     if plan is not None and last != began:
-        scales = directory / "scales.json"  # of the last step by its own recipe
+        scales = found.run / "scales.json"  # of the last step by its own recipe
         config = config.with_run(scales=str(scales)) if scales.exists() else config
         plan = convert_as(config, state.model, recipes.load(config.run.recipe), policy=policy)
     return plan

@@ -159,7 +159,7 @@ def convert_as(
         ranks: ranks of the run.
         policy: by default `policy_of`.
     """
-    policy, tokens = policy or policy_of(config, recipe), tokens_of(config, ranks)
+    policy, tokens = policy or policy_of(config, recipe), config.tokens_per_pass(ranks.parts)
     scales, allow = config.run.scales or None, config.run.allow_reference
     if scales and not _keeps_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
         scales = None
@@ -168,11 +168,6 @@ def convert_as(
 
 def _keeps_scales(plan: Plan) -> bool:
     return any(recipe.has_stored_scales for recipe in plan.recipes.values())
-
-
-def tokens_of(config: RunConfig, ranks: Ranks) -> int:
-    """Return the number of tokens of one forward pass on a rank."""
-    return config.run.batch // (config.run.accumulate * ranks.parts) * config.data.sequence
 
 
 def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:

@@ -9,9 +9,7 @@ from typing import Any
 from octavo.monitor.system import versions
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import paired_interval, perplexity
-from octavo.train.events import gap_percent
-
-MODELS = ("fp8", "bf16")
+from octavo.train.events import MODELS, gap_percent
 
 
 def summarise(
