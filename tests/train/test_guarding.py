@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reporters import Listener
 
 import octavo
 from octavo import recipes
@@ -17,7 +18,7 @@ from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm, GuardEvent
 from octavo.monitor.store import RunReader
 from octavo.train import RunConfig
-from octavo.train.events import Event, TensorsMeasured
+from octavo.train.events import TensorsMeasured
 from octavo.train.files import read_metrics
 from octavo.train.parallel import ranks_of
 from octavo.train.run import Trainer, train
@@ -30,23 +31,7 @@ AT = 14
 LAST = "rowwise_bf16_fprop"
 
 
-class Keeper:
-    """Keeps the events of a run."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def report(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-    def of(self, kind: type) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-
-def backs(keeper: Keeper) -> list[int]:
+def backs(keeper: Listener) -> list[int]:
     """Return the steps that the run was rolled back to."""
     return [event.back_to for event in keeper.of(GuardEvent) if event.back_to is not None]
 
@@ -57,9 +42,9 @@ def guarded(configure: Configure, out: str, **sections: dict[str, Any]) -> RunCo
     return configure(run=run, guard=guard, **sections)
 
 
-def carry_out(config: RunConfig, strike: Callable[[Struck], None] | None = None) -> tuple[dict[str, Any], Keeper]:
+def carry_out(config: RunConfig, strike: Callable[[Struck], None] | None = None) -> tuple[dict[str, Any], Listener]:
     """Train, struck once before step `AT`."""
-    keeper = Keeper()
+    keeper = Listener()
     with ranks_of(config) as ranks:
         run = Struck(set_up(config, ranks), [keeper])
         if strike is not None:
@@ -196,7 +181,7 @@ def test_a_layer_that_left_fp8_stays_in_bf16_to_the_end(configure: Configure, tm
 def test_steps_that_are_checked_late_may_be_followed_by_another_recipe(configure: Configure, tmp_path: Any) -> None:
     """As on a GPU, where a step is checked once the next one is queued."""
     config = guarded(configure, str(tmp_path / "run"), run={"last_share": 0.3, "recipe": "tensorwise"})
-    trainer = Trainer(set_up(config), [keeper := Keeper()])
+    trainer = Trainer(set_up(config), [keeper := Listener()])
     trainer._lag = 1
 
     def refine() -> bool:
@@ -227,7 +212,7 @@ def test_a_layer_that_cannot_be_refined_is_measured_on(
 
 def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_path: Any) -> None:
     config = guarded(configure, str(tmp_path / "run"), guard={"mode": "watch"})
-    keeper = Keeper()
+    keeper = Listener()
     with ranks_of(config) as ranks, pytest.raises(RunError, match="no longer finite"):
         run = Struck(set_up(config, ranks), [keeper])
         run.prepare(Fault("", "weights", "sudden", "", strike=lambda run, _: nan_in_a_norm(run), at=(0,)), AT)
@@ -270,7 +255,7 @@ def test_batches_passed_over_stay_so_after_a_resume(configure: Configure, tmp_pa
 def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configure, tmp_path: Any) -> None:
     config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 10})
     carry_out(config)
-    keeper = Keeper()
+    keeper = Listener()
     with ranks_of(config) as ranks:
         run = Struck(set_up(config, ranks), [keeper])
         run.resume()
@@ -291,7 +276,7 @@ def test_a_resumed_run_goes_on_with_the_recipes_that_layers_had(configure: Confi
 
     with pytest.raises(KeyboardInterrupt):
         carry_out(guarded(configure, str(tmp_path / "parts"), **{k: {**v} for k, v in sections.items()}), stop)
-    keeper = Keeper()
+    keeper = Listener()
     config = guarded(configure, str(tmp_path / "parts"), **sections)
     resumed = train(config, reporters=[keeper], resume=True)
     moved = [event for event in keeper.of(GuardEvent) if event.cause == "precision"]

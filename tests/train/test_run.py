@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from reporters import Listener
 from safetensors.torch import load_file, save_file
 from torch._dynamo.testing import CompileCounter
 
@@ -19,7 +20,7 @@ from octavo.errors import CheckpointError, ConfigError, DataError, DivergedError
 from octavo.monitor.store.reader import RunReader
 from octavo.train import checkpoint, load_run, train
 from octavo.train.config import RunConfig
-from octavo.train.events import Event, Finished, Logged, Saved, Started, Switched
+from octavo.train.events import Finished, Logged, Saved, Started, Switched
 from octavo.train.files import read_metrics
 from octavo.train.setup import set_up
 from octavo.train.train_state import TrainState
@@ -28,27 +29,10 @@ Configure = Callable[..., RunConfig]
 EVERY_STEP = {"steps": 6, "log_every": 1, "checkpoint_every": 1, "keep": 10}
 
 
-class Listener:
-    """Writes down what happens, and stops the run after a step if told to."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.events: list[Event] = []
-        self.closed = 0
-        self._stop_after = stop_after
-
-    def report(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Saved) and event.step == self._stop_after:
-            raise KeyboardInterrupt
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 def stopped_after(step: int, config: RunConfig) -> Path:
     """Run until the checkpoint of `step` is written, then interrupt. Return the checkpoint."""
     with pytest.raises(KeyboardInterrupt):
-        train(config, reporters=[Listener(stop_after=step)])
+        train(config, reporters=[Listener(Saved, step=step)])
     path = checkpoint.latest(config.run.out / "checkpoints")
     assert path is not None
     return path
@@ -66,22 +50,24 @@ MOMENT = {"fp8": torch.float8_e4m3fn, "exact": torch.bfloat16, "fp32": torch.flo
 
 
 @pytest.mark.parametrize(
-    ("recipe", "optimizer"),
+    ("run", "optimizer"),
     [
-        *((recipe, {}) for recipe in ("folded", "delayed", "bf16")),
-        *(("folded", {"states": states}) for states in ("fp8", "exact")),
-        ("folded", {"states": "fp8", "name": "muon", "gradients": "fp8"}),
+        *(({"recipe": recipe}, {}) for recipe in ("folded", "delayed", "bf16")),
+        *(({}, {"states": states}) for states in ("fp8", "exact")),
+        ({}, {"states": "fp8", "name": "muon", "gradients": "fp8"}),
+        ({"weights": "bf16", "twin": False}, {"states": "fp32"}),
+        ({"weights": "fp8", "twin": False}, {"states": "fp8"}),
     ],
     ids=str,
 )
 def test_resuming_continues_bit_for_bit(
-    configure: Configure, tmp_path: Path, recipe: str, optimizer: dict[str, str]
+    configure: Configure, tmp_path: Path, run: dict[str, Any], optimizer: dict[str, str]
 ) -> None:
     straight, broken = (
         configure(
             model=LARGE_ENOUGH if optimizer else {},
             optimizer=optimizer,
-            run={**EVERY_STEP, "recipe": recipe, "out": str(tmp_path / name)},
+            run={**EVERY_STEP, **run, "out": str(tmp_path / name)},
         )
         for name in ("straight", "broken")
     )
@@ -95,12 +81,14 @@ def test_resuming_continues_bit_for_bit(
     same = "heldout_loss_fp8 heldout_loss_bf16 fp8_gemms tokens optimizer_bytes_per_parameter"
     for key in same.split():
         assert resumed[key] == summary[key], key
-    for name in ["bf16", "random"] if recipe == "bf16" else ["fp8", "bf16", "random"]:
+    lanes = ["bf16"] if run.get("recipe") == "bf16" else ["fp8"] if "twin" in run else ["fp8", "bf16"]
+    for name in [*lanes, "random"]:
         a, b = (load_file(c.run.out / "checkpoints/step-000006" / f"{name}.safetensors") for c in (straight, broken))
         assert a.keys() == b.keys()
         assert all(torch.equal(a[key].reshape(-1).view(torch.uint8), b[key].reshape(-1).view(torch.uint8)) for key in a)
         moment = a.get("optimizer.layers.0.attention.wq.weight.exp_avg")
         assert moment is None or moment.dtype == MOMENT[optimizer.get("states", "fp32")]
+        assert ("model.layers.0.feed_forward.w1.weight.codes" in a) == (name == "fp8" and run.get("weights") == "fp8")
 
 
 def test_stochastic_rounding_follows_the_seed_of_the_run(configure: Configure) -> None:
@@ -227,6 +215,7 @@ OTHERS: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"run": {"seed": 5}}, "of another run: run.seed"),
     ({"run": {"steps": 1}}, "past the end of this run of 1 steps"),
     ({"data": {"sequence": 16}}, "of another model: model.sequence"),
+    ({"run": {"weights": "bf16"}}, "run.weights is 'fp32' there and 'bf16' here"),
     ({"optimizer": {"states": "exact"}}, r"optimizer\.states is 'fp32' there and 'exact' here"),
 ]
 
