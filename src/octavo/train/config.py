@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo._util import config_reader
+from octavo._util.config_reader import merge
 from octavo.errors import ConfigError, did_you_mean
 from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
@@ -365,7 +366,7 @@ def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     merged: dict[str, Any] = {}
     config: RunConfig | None = None
     for where, settings in layers:
-        merged = _merge(merged, settings)
+        merged = merge(merged, settings)
         config = config_reader.read(RunConfig, _with_defaults(merged, where), where)
     if config is None:
         raise ConfigError(f"no configuration given: name a file or a preset ({', '.join(presets())}).")
@@ -395,20 +396,11 @@ def load_preset(name: str, *, cuda: bool) -> tuple[str, dict[str, Any]]:
 def load_file(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a run file as a layer for `assemble`. The default output directory is `runs/<name of the file>`."""
     settings = config_reader.read_file(path)
-    return str(path), _merge({"run": {"out": f"runs/{path.stem}"}}, settings)
+    return str(path), merge({"run": {"out": f"runs/{path.stem}"}}, settings)
 
 
 def _presets() -> Any:
     return resources.files("octavo.train") / "presets"
-
-
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(under)
-    for key, value in over.items():
-        below = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[key] = _merge(below, value) if both else value  # type: ignore[arg-type]
-    return merged
 
 
 LEVELS: dict[int, dict[str, dict[str, Any]]] = {
@@ -431,13 +423,13 @@ def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     run = settings.get("run", {})
     level, defaults = (run.get("level", 0), run.get("defaults")) if isinstance(run, Mapping) else (0, None)
     for each in sorted((each for each in LEVELS if each <= level), reverse=True) if isinstance(level, int) else ():
-        settings = _merge(LEVELS[each], settings)
-    settings = _merge(GUIDES, settings) if defaults == "guides" else settings
+        settings = merge(LEVELS[each], settings)
+    settings = merge(GUIDES, settings) if defaults == "guides" else settings
     settings = _started(settings, where)
     data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
     documents = "separate" if data.format == "chat" else "joined"
     decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence, "documents": documents}
-    return _merge({"model": decided}, settings)
+    return merge({"model": decided}, settings)
 
 
 def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -459,7 +451,7 @@ def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             " there (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set data.tokenizer."
         )
     own = {"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {}
-    return _merge(settings, {"model": shape, **own})
+    return merge(settings, {"model": shape, **own})
 
 
 def _vocabulary(tokenizer: str) -> int:
