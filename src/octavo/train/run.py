@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from octavo import kernels, recipes
 from octavo._util.terminal import quantity
 from octavo.conversion import enable
@@ -29,6 +31,7 @@ from octavo.train.schedule import learning_rate
 from octavo.train.setup import Setup, set_up
 from octavo.train.stopping import StopSignals
 from octavo.train.timing import Stopwatch
+from octavo.train.train_state import StepMetrics
 
 
 def train(
@@ -129,26 +132,13 @@ class Trainer(GuardedRun):
         self.log.restart_clock(self.done)
 
     def _step(self) -> None:
-        run, device = self.config.run, self.setup.device
+        run = self.config.run
         self.guard.before()
         lr = self.guard.lr(self._learning_rate())
         if not self._apply_schedule():
             return
         batch_BT, targets_BT = next(self.setup.loader)
-        models = [state.model for state in self.setup.states]
-        inputs_BT = self.ranks.send_tokens(batch_BT, device, models, run.accumulate)
-        targets_BT = upload(targets_BT, device)
-        self.done += 1
-        self.ranks.begin_step(self.done)
-        metrics, watch = {}, Stopwatch(device)
-        for state in self.setup.states:
-            metrics[state.name] = state.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=run.accumulate)
-            watch.mark(state.name)
-            self.log.refused(self.done, state)
-        if self.telemetry is not None and self.telemetry.done < self.done:
-            self.telemetry.step()  # the optimizer skipped the step, and did not close it
-        self._recalibrate()
-        self._collect_telemetry()
+        metrics, watch = self._train(batch_BT, targets_BT, lr)
         last = self.done == run.steps
         log = last or self.done == 1 or self._due(run.log_every)
         stop = self._asked_to_stop() if log or self.ranks.count == 1 else 0  # ranks agree on the step
@@ -160,7 +150,7 @@ class Trainer(GuardedRun):
         ):
             return  # rolled back
         # Reading a result waits for a GPU; on a CPU it costs nothing.
-        if log or save or device.type == "cpu":
+        if log or save or self.setup.device.type == "cpu":
             self._check_finite()
         if log:
             self.log.logged(self.done, metrics, watch, lr, batch_BT)
@@ -173,6 +163,24 @@ class Trainer(GuardedRun):
             self._evaluate()
         if save or evaluate:
             self.log.restart_clock(self.done)
+
+    def _train(self, inputs_BT: Tensor, targets_BT: Tensor, lr: float) -> tuple[dict[str, StepMetrics], Stopwatch]:
+        """Step all models on a batch; return what was measured of each, and the time of each."""
+        device, parts = self.setup.device, self.config.run.accumulate
+        inputs_BT = self.ranks.send_tokens(inputs_BT, device, self.models, parts)
+        targets_BT = upload(targets_BT, device)
+        self.done += 1
+        self.ranks.begin_step(self.done)
+        metrics, watch = {}, Stopwatch(device)
+        for state in self.setup.states:
+            metrics[state.name] = state.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=parts)
+            watch.mark(state.name)
+            self.log.refused(self.done, state)
+        if self.telemetry is not None and self.telemetry.done < self.done:
+            self.telemetry.step()  # the optimizer skipped the step, and did not close it
+        self._recalibrate()
+        self._collect_telemetry()
+        return metrics, watch
 
     def _recalibrate(self) -> None:
         """Recalibrate static scales if due; reading saturation waits for the device."""
