@@ -329,6 +329,8 @@ def test_the_first_steps_in_bf16_and_the_last_share_by_another_recipe(configure:
     in_backward = ledger.gemms.total() - 4 * PRODUCTS  # of two steps; the evaluation at the end has none
     assert 0 < in_backward < 2 * PRODUCTS
     lines = [line for line in measured(config.run.out) if "loss_fp8" in line]
+    shares = [line["fp8_flops"] for line in lines]
+    assert shares[:2] == [0, 0] and shares[2] > shares[6] > 0 and shares[2:6] == 4 * [shares[2]]
     same = [line["loss_fp8"] == line["loss_bf16"] for line in lines]
     assert same[:2] == [True, True] and not any(same[2:])  # until FP8 begins, the two are one model
     plan = RunReader(config.run.out).document("plan")
