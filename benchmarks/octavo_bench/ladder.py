@@ -14,6 +14,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
+from octavo.models.factory import model_name
 from octavo.train.evaluate import student
 from octavo_bench.cli import known
 from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, over_seeds
@@ -77,10 +78,13 @@ command on a CPU, are none of the evidence."""
 CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
     "whole": lambda own: {},
     "half": lambda own: {"branch": 0.5},
+    "quarter": lambda own: {"branch": 0.25},
+    "tenth": lambda own: {"branch": 0.1},
     "lr2": lambda own: {"lr": 2 * own.lr},
     "lr4": lambda own: {"lr": 4 * own.lr},
     "batch4": lambda own: {"batch": 4 * own.batch},
     "outliers": lambda own: {"outliers": 16.0},
+    "short": lambda own: {"tokens_per_parameter": own.tokens_per_parameter / 4},
 }
 """What differs from a size as the ladder has it, by name; several are joined by `+`."""
 _POWER = 0.8416
@@ -377,6 +381,39 @@ def interval_table() -> str:
         widths = [factor / math.sqrt(pairs) for factor in (errors, student(pairs - 1), errors + _POWER)]
         body.append((str(pairs), *(f"{width:.2f}" for width in widths)))
     return table(header, body)
+
+
+LARGE_SLOPE = 0.050
+"""Of the loss of large language models by compute, both in logarithms (Kaplan et al. 2020, equation 1.3)."""
+WORTH = ("model", "compute", "BF16's loss", "{arm}'s gap", "worth in compute", "worth by the slope of large models")
+
+
+def worth_table(directory: Path, arm: str = "folded", condition: str = "half") -> str:
+    """Return what the gaps of a recipe are worth in BF16's compute, by dense size; empty without two sizes.
+
+    Compute is 6 FLOPs per parameter and token (Kaplan et al. 2020, section 2.1). Sizes of equal tokens per parameter
+    give the slope of the logarithm of BF16's loss over that of compute, between a size and its neighbours.
+    """
+    found: list[tuple[str, float, float, Gap]] = []
+    by_model = {model_name(own.model.architecture, own.parameters): own for own in SIZES.values()}
+    for rows in studies(read_rows(directory)):
+        own = by_model.get(rows[0]["model"])
+        gap = next((gap for gap in gaps(rows) if gap.arm == arm and gap.differences), None)
+        if own is None or gap is None or rows[0]["condition"] != condition:
+            continue
+        if own.model.architecture != "llama" or own.tokens_per_parameter != SIZES["1m"].tokens_per_parameter:
+            continue
+        loss = fmean(row[decisive(rows)] for row in rows if row["recipe"] == BF16 and "error" not in row)
+        found.append((rows[0]["model"], 6.0 * own.parameters * rows[0]["tokens"], loss, gap))
+    if len(found) < 2:
+        return ""
+    body = []
+    for at, (model, compute, loss, gap) in enumerate(found):
+        (_, less, higher, _), (_, more, lower, _) = found[max(0, at - 1)], found[min(len(found) - 1, at + 1)]
+        slope = math.log(higher / lower) / math.log(more / less)
+        worths = [f"{100 * math.expm1(gap.mean / 100 / each):.1f} %" for each in (slope, LARGE_SLOPE)]
+        body.append((model, f"{compute:.1e} FLOP", f"{loss:.4f}", _interval(gap), *worths))
+    return table([name.format(arm=arm) for name in WORTH], body)
 
 
 def evidence(directory: Path) -> str:

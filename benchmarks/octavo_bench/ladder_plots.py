@@ -23,8 +23,8 @@ TEXT, LINE, FP8, NULL_TONE = "#6b7787", "#98a3b1", "#0a84c6", "#d9722b"
 """Tones that are read on white and on black."""
 FEWEST = 4
 """Blocks from which a band is drawn, and an arm's own curve: with fewer they hide the others."""
-ENDING, ENDING_TONES = re.compile(r"[a-z_]+\+run\.last_share=[0-9.]+"), ("#2f9e6e", "#8c6bb1")
-"""Arms that end with fprop in BF16, and the tones of their curves."""
+ENDING, ENDING_TONES = re.compile(r"[a-z_]+\+run\.last_share=[0-9.]+"), {"0.2": "#2f9e6e", "0.3": "#8c6bb1"}
+"""Arms that end with fprop in BF16, and the tones of their curves by that share."""
 Data = list[dict[str, Any]]
 
 
@@ -126,8 +126,8 @@ def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
         if widths[0] is not None:
             low, high = ([m + sign * w for m, w in zip(means, widths, strict=True)] for sign in (-1, 1))
             axes.fill_between(share, low, high, color=FP8, alpha=0.25, lw=0, label="95 % at each point")
-    for (arm, curve), tone in zip(panel["ending"].items(), ENDING_TONES, strict=False):
-        axes.plot(share, curve, color=tone, lw=1.4, label=arm)
+    for arm, curve in sorted(panel["ending"].items()):
+        axes.plot(share, curve, color=ENDING_TONES.get(arm.rpartition("=")[2], TEXT), lw=1.4, label=arm)
     axes.axhline(0, color=LINE, lw=0.8)
     axes.set_xlabel("% of the run")
     axes.set_ylabel("training loss less BF16's, %")

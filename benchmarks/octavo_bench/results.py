@@ -303,7 +303,7 @@ def merge(older: Result, newer: Result) -> Result:
     kept = tuple(row for row in older.rows if tuple(row.get(key) for key in keys) not in measured)
     if not kept:
         return newer
-    command = "; ".join(dict.fromkeys([*older.command.split("; "), newer.command]))
+    command = "; ".join(dict.fromkeys(f"{older.command}; {newer.command}".split("; ")))
     return dataclasses.replace(newer, rows=(*kept, *newer.rows), command=command)
 
 

@@ -77,6 +77,7 @@ COMBINED = {
     **scaling_tables.TABLES,
     **readme.TABLES,
     "ladder": ladder.evidence,
+    "parity-worth": ladder.worth_table,
     "parity-pilot": spreads.pilot_table,
     "parity-cost": spreads.cost_table,
 }

@@ -265,3 +265,19 @@ def test_costs_follow_from_the_spread_of_gaps(tmp_path: Path) -> None:
     assert float(pair.removesuffix(" %")) == pytest.approx(0.2, rel=0.3)  # the gap of 1 % is no spread
     assert int(pairs) == ladder.pairs_for(ladder.GATE / float(pair.removesuffix(" %")))
     assert float(hours) == round(int(pairs) * 3 / 3600, 1)
+
+
+def test_a_gap_is_worth_the_compute_that_would_lower_bf16s_loss_as_much(tmp_path: Path) -> None:
+    rows: list[Row] = []
+    for name, loss in (("1m", 1.0), ("3m", 0.8)):
+        own = ladder.SIZES[name]
+        size = {"model": ladder.model_name("llama", own.parameters), "tokens": own.tokens, "condition": "half"}
+        rows += [row | size for row in block(0, bf16=loss, null=loss, folded=1.002 * loss)]
+    assert ladder.worth_table(tmp_path) == ""
+    results.write(results.made_today("ladder", rows, "x", device="cpu"), tmp_path)
+    compute = [6 * ladder.SIZES[name].parameters * ladder.SIZES[name].tokens for name in ("1m", "3m")]
+    slope = math.log(1 / 0.8) / math.log(compute[1] / compute[0])
+    worth = 100 * (1.002 ** (1 / slope) - 1)
+    _, _, *lines = ladder.worth_table(tmp_path).splitlines()
+    assert [line.split(" | ")[-2] for line in lines] == [f"{worth:.1f} %"] * 2
+    assert [line.split(" | ")[-1] for line in lines] == ["4.1 % |"] * 2  # by the slope of large models: exp(0.04) - 1

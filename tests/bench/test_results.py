@@ -215,6 +215,7 @@ def test_merging_keeps_the_workloads_that_were_not_measured_again() -> None:
     merged = results.merge(step("a", "b", command="first"), step("b", "c", command="second"))
     assert [row["workload"] for row in merged.rows] == ["a", "b", "c"]
     assert merged.command == "first; second"
+    assert results.merge(merged, step("d", command="first; third")).command == "first; second; third"
     again = step("a", command="second")
     assert results.merge(step("a", command="first"), again) == again
 
