@@ -103,29 +103,26 @@ def prepare(
         return ready
     with os_errors(cache_dir, DataError, "token files cannot be written here"):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
+        scratch = tempfile.TemporaryDirectory(prefix=".writing-", dir=cache_dir, ignore_cleanup_errors=True)
     need = f"about {3 * corpus.size // 2**20 + 1} MiB are needed, and the token files could not be written"
-    try:
-        with os_errors(cache_dir, DataError, need):
-            folder = scratch / directory.name
-            folder.mkdir()
-            if chat is None:
-                written = encode_split(corpus, tokenizer, folder, heldout)
-            else:
-                written = encode_chat(corpus, tokenizer, folder, heldout, chat)
-            meta = {
-                "source": corpus.source,
-                "tokenizer": tokenizer.name,
-                "vocab": tokenizer.vocab,
-                **dataclasses.asdict(written),
-                "heldout_share": heldout,
-                "listing_sha256": listing,
-                "suffix": ".u32" if chat else suffix_of(tokenizer.vocab),
-            }
-            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-            _publish(folder, directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with scratch, os_errors(cache_dir, DataError, need):
+        folder = Path(scratch.name, directory.name)
+        folder.mkdir()
+        if chat is None:
+            written = encode_split(corpus, tokenizer, folder, heldout)
+        else:
+            written = encode_chat(corpus, tokenizer, folder, heldout, chat)
+        meta = {
+            "source": corpus.source,
+            "tokenizer": tokenizer.name,
+            "vocab": tokenizer.vocab,
+            **dataclasses.asdict(written),
+            "heldout_share": heldout,
+            "listing_sha256": listing,
+            "suffix": ".u32" if chat else suffix_of(tokenizer.vocab),
+        }
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        _publish(folder, directory)
     return TokenFiles.read(directory)
 
 
