@@ -120,7 +120,7 @@ def _phases(config: RunConfig) -> list[Callable[[nn.Module], object]]:
 
 def _program(config: RunConfig, phase: Callable[[nn.Module], object]) -> memory.Program:
     config = config.with_run(start_from="")  # values do not matter
-    states, plan = make_states(config, recipes.load(config.run.recipe), torch.device("cpu"))
+    states, plan = make_states(config, torch.device("cpu"))
     if plan is not None:
         phase(states[0].model)
     shape = config.run.batch, config.data.sequence

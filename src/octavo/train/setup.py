@@ -75,12 +75,12 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
     replays(config, device, ranks)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loader, heldout, corpus, statistics, end = ranks.first_per_host("text", lambda: _text(config, ranks))
+    text = ranks.first_per_host("text", lambda: _text(config, ranks))
     torch.manual_seed(config.run.seed)
-    states, plan = make_states(config, recipe, device, ranks)
+    states, plan = make_states(config, device, ranks)
     if ranks.count > 1:
         torch.manual_seed(config.run.seed + ranks.rank)  # each rank draws for its own part
-    return Setup(config, device, states, plan, loader, heldout, corpus, statistics, end, ranks)
+    return Setup(config, device, states, plan, *text, ranks)
 
 
 def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics, int]:
@@ -111,13 +111,13 @@ def token_files(data: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
 
 
 def make_states(
-    config: RunConfig, recipe: recipes.Recipe, device: torch.device, ranks: Ranks = SINGLE_PROCESS
+    config: RunConfig, device: torch.device, ranks: Ranks = SINGLE_PROCESS
 ) -> tuple[tuple[TrainState, ...], Plan | None]:
     """Return the models in training, and the plan of the FP8 model.
 
     Both start from the same bits: the baseline is a copy made before weights are rounded or converted.
     """
-    start, lora = config.run.start_from, config.lora
+    start, lora, recipe = config.run.start_from, config.lora, recipes.load(config.run.recipe)
     model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
     baseline = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
     hold_as(config.run.weights, model)
