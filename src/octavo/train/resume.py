@@ -54,7 +54,7 @@ FREE = {
 }
 
 
-def save(trainer: Trainer, checkpoints: Path) -> None:
+def save_checkpoint(trainer: Trainer, checkpoints: Path) -> None:
     """Write a checkpoint of a run into the folder `checkpoints`.
 
     Raises:
@@ -85,7 +85,7 @@ def save(trainer: Trainer, checkpoints: Path) -> None:
     trainer.log.emit(Saved(step=trainer.done, path=path))
 
 
-def resume(trainer: Trainer) -> checkpoint.Checkpoint:
+def load_checkpoint(trainer: Trainer) -> checkpoint.Checkpoint:
     """Load the newest checkpoint of a run into it, and return that.
 
     Raises:

@@ -26,7 +26,7 @@ from octavo.train.evaluate import heldout_losses
 from octavo.train.files import write_json
 from octavo.train.guarding import GuardedRun
 from octavo.train.parallel import ranks_of
-from octavo.train.resume import resume, save
+from octavo.train.resume import load_checkpoint, save_checkpoint
 from octavo.train.schedule import learning_rate
 from octavo.train.setup import Setup, set_up
 from octavo.train.stopping import StopSignals
@@ -88,8 +88,8 @@ class Trainer(GuardedRun):
         self.heldout = {at: loss for at, loss in self.heldout.items() if at <= step}
 
     def resume(self) -> None:
-        """Load the newest checkpoint; errors as `octavo.train.resume.resume`."""
-        self._resumed = resume(self)
+        """Load the newest checkpoint; errors as `load_checkpoint`."""
+        self._resumed = load_checkpoint(self)
         self.done = self._resumed.step
         self.log.restart_clock(self.done)
         if self.setup.plan is not None:
@@ -308,7 +308,7 @@ class Trainer(GuardedRun):
 
     def _save(self, checkpoints: Path) -> None:
         self._await_telemetry()  # what was measured before a checkpoint is recorded before it
-        save(self, checkpoints)
+        save_checkpoint(self, checkpoints)
 
     def _save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file, on the first rank."""
