@@ -21,7 +21,7 @@ from octavo._util import terminal
 from octavo._util.terminal import quantity
 from octavo.guard.alarms import GuardEvent
 from octavo.train import events
-from octavo.train.final_report import final_report
+from octavo.train.summary import final_report
 
 _ROWS = 12
 SLOW_ON_A_CPU = "CPUs have no FP8 arithmetic: FP8 is slower than BF16 here, with the same numerics as on a GPU"
