@@ -91,17 +91,14 @@ class OptimizerConfig:
     """Steps without overflow after which `dynamic` doubles the scale."""
 
     def __post_init__(self) -> None:
-        _positive("optimizer", self, "lr", "eps")
-        _within("optimizer", self, "min_lr", low=0, high=1)
-        _within("optimizer", self, "warmup", "decay", low=0, high=1)
-        _positive("optimizer", self, "patience")
+        _positive("optimizer", self, "lr", "eps", "patience", "loss_scale_start", "loss_scale_window")
+        _within("optimizer", self, "min_lr", "warmup", "decay", low=0, high=1)
+        _within("optimizer", self, "weight_decay", "clip", low=0, high=math.inf)
         if self.lr_schedule == "wsd" and self.warmup + self.decay > 1:
             raise ConfigError(
                 f"optimizer.decay: {self.decay} and optimizer.warmup {self.warmup} are more than the whole run: 'wsd'"
                 " rises, stays and falls. Take less of one."
             )
-        _within("optimizer", self, "weight_decay", "clip", low=0, high=math.inf)
-        _positive("optimizer", self, "loss_scale_start", "loss_scale_window")
         if math.frexp(self.loss_scale_start)[0] != 0.5:
             raise ConfigError(f"optimizer.loss_scale_start: {self.loss_scale_start} is not a power of two.")
         _positive_values("optimizer.clip_per_group", self.clip_per_group)
@@ -197,12 +194,9 @@ class LoopConfig:
     def __post_init__(self) -> None:
         _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
         _within("run", self, "min_gain", "price_per_kwh", low=0, high=math.inf)
-        _within("run", self, "recalibrate_every", low=0, high=2**63 - 1)
-        _within("run", self, "recalibrate_above", low=0, high=1)
-        or_zero = ["eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "tracker_tensors", "seed"]
-        or_zero += ["bf16_first_steps"]
-        _within("run", self, *or_zero, low=0, high=2**63 - 1)
-        _within("run", self, "last_share", low=0, high=1)
+        counts = "eval_every checkpoint_every telemetry_every histograms_every recalibrate_every tracker_tensors"
+        _within("run", self, *counts.split(), "seed", "bf16_first_steps", low=0, high=2**63 - 1)
+        _within("run", self, "recalibrate_above", "last_share", low=0, high=1)
         if self.last_share and self.weights == "fp8":
             raise ConfigError(
                 "run.last_share: with run.weights = 'fp8' a weight has the format of run.recipe to the end. Take"
