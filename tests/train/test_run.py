@@ -400,7 +400,9 @@ def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, 
     train(straight)
     for stop in (1, 2, 5, 6, 7):  # within BF16, where FP8 begins, where the last recipe does, within, at the end
         broken = configure(run={**run, "out": str(tmp_path / f"broken {stop}")})
-        stopped_after(stop, broken)
+        shutil.copytree(straight.run.out, broken.run.out)
+        for path in checkpoint.find(broken.run.out / "checkpoints")[stop:]:
+            shutil.rmtree(path)
         train(broken, resume=True)
         assert measured(broken.run.out) == measured(straight.run.out), stop
 
