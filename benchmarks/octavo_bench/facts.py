@@ -326,11 +326,11 @@ def most_margin(fmt: Format) -> int:
 def column_table() -> str:
     """Return the columns that `octavo calibrate` prints, with its limits for scales."""
     rows = [
-        ("scales that fit", f"from that of the choice without its margin, to where {_percent(FLUSHED)} is flushed"),
-        ("spare bits", "between the two; negative: none fits"),
-        ("flushed", f"share of all elements that is not zero and whose code is; fits up to {_percent(FLUSHED)}"),
-        ("saturated", f"share of all elements past the largest code; fits up to {_percent(SATURATED)}"),
-        ("suggested", f"`e4m3` if any scale fits in it, else `e5m2`, else `{FINER}`: one a row or a tile"),
+        ("scales that fit", f"from that of the policy without its margin to the one that flushes {_percent(FLUSHED)}"),
+        ("spare bits", "bits between the two; negative: no scale fits"),
+        ("flushed", f"share of all elements that are nonzero and have a zero code; fits up to {_percent(FLUSHED)}"),
+        ("saturated", f"share of elements beyond the largest code; fits up to {_percent(SATURATED)}"),
+        ("suggested", f"`e4m3` if any scale fits in it, else `e5m2`, else `{FINER}`: one per row or tile"),
     ]
     return table(("column", "meaning"), rows)
 

@@ -72,7 +72,7 @@ def bench_memory(
         workload: a whole model.
         names: of `CASES`; all if empty.
         largest: measure, of the baseline and the leanest case, the largest model of its proportions that is predicted
-            to fit, on one sequence a step, instead of the workload.
+            to fit, on one sequence per step, instead of the workload.
         report: called with each row as it comes.
 
     Raises:

@@ -172,7 +172,7 @@ class Result:
     command: str
     """The command that measures it again."""
     rows: tuple[dict[str, Any], ...]
-    """One row a figure, with the keys of `KINDS[kind]` and any others."""
+    """One row per measured case, with the keys of `KINDS[kind]` and any others."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -21,6 +21,7 @@ def test_how_a_run_is_watched_and_kept_may_change() -> None:
         tiny(out="elsewhere", keep=9, log_every=1, eval_every=2, checkpoint_every=1, steps=99),
         Path("c"),
     )
+    check_same_run(saved, tiny(tracker="mlflow", tracker_tensors=10, price_per_kwh=0.3, telemetry_every=2), Path("c"))
 
 
 def test_what_decides_the_numbers_may_not() -> None:

@@ -52,7 +52,7 @@ def plan(
     file
         Run file, .toml or .json, or the directory of a run.
     preset
-        demo (demo-cuda or demo-cpu, depending on the device), tiny, or parity-cuda. FILE overrides it.
+        Preset of `octavo train`. FILE overrides it.
     gpu
         Plan for this GPU, which need not be here, with the predicted gain of each layer where its rates are known.
     memory

@@ -166,13 +166,8 @@ def reused_from(recipe: Recipe, gemm: str, role: str) -> str | None:
 
 
 def kept_for_backward(recipe: Recipe) -> list[str]:
-    """Return what a linear layer saves between forward and backward, in words."""
-    kept = []
-    for gemm, role in (("wgrad", "input"), ("dgrad", "weight")):
-        if not recipe.gemm(gemm).is_fp8:
-            kept.append(f"{role} in BF16")
-        elif reused_from(recipe, gemm, role):
-            kept.append(f"{role} codes of fprop")
-        else:
-            kept.append(f"{role} codes of {gemm}")
-    return kept
+    """Return what a linear layer saves between forward and backward, in words: for wgrad, and for dgrad."""
+    own = "input codes of wgrad" if recipe.wgrad.is_fp8 else "input in BF16"
+    x = "input codes of fprop" if recipe.wgrad.is_fp8 and reused_from(recipe, "wgrad", "input") else own
+    reused = recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight")
+    return [x, "weight codes of fprop" if reused else "the weight itself"]

@@ -236,12 +236,13 @@ def graph(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Repla
             optimizer.zero_grad()
 
     The model may be sharded by FSDP2, its blocks compiled, its layers in FP8 or not. If shapes, parameters or recipes
-    change, it is captured again. Where capturing fails, kernels are launched one by one, with a warning.
+    change, it is captured again. If capturing fails, kernels are launched one by one, with a warning; if the model is
+    sharded, that call raises UnsupportedError.
 
     Args:
         run: `run(*arguments)` returns the loss, shape (), and leaves gradients in the parameters. It must not
-            synchronise with the GPU, and what it reads besides tensors among its arguments, parameters and buffers
-            is as it was in the capture. With several micro-batches it runs all of them.
+            synchronise with the GPU. Apart from tensor arguments, parameters and buffers, a replay sees the values at
+            the time of the capture. With several micro-batches it runs all of them.
         model: on a GPU.
         optimizer: steps the parameters of `model`; `zero_grad` follows each step.
 

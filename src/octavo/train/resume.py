@@ -47,10 +47,12 @@ FREE = {
     "run.last_share",
     "run.log_every",
     "run.out",
+    "run.price_per_kwh",
     "run.steps",
     "run.telemetry_every",
     "run.histograms_every",
     "run.tracker",
+    "run.tracker_tensors",
 }
 
 
