@@ -97,7 +97,7 @@ def error_table() -> str:
     return table(("exception", "is a", "when"), rows)
 
 
-def field_table(cls: type[Any], prefix: str = "") -> str:
+def field_table(cls: type, prefix: str = "") -> str:
     """Return the fields of a dataclass: key, type, default and the docstring below it, nested ones in full.
 
     `prefix` stands before each key: the table that the fields belong to, and a dot.
@@ -105,7 +105,7 @@ def field_table(cls: type[Any], prefix: str = "") -> str:
     return table(FIELD_HEADER, _field_rows(cls, prefix))
 
 
-def _field_rows(cls: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
+def _field_rows(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     docs, hints = field_docs(cls), typing.get_type_hints(cls)
     rows = []
     for field in dataclasses.fields(cls):

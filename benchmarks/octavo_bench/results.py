@@ -384,9 +384,9 @@ def today() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions a figure depends on: python, torch, octavo; cuda and triton where they exist."""
-    from octavo.train import device
+    from octavo.monitor import system
 
-    return {name: version for name, version in device.versions().items() if version is not None}
+    return {name: version for name, version in system.versions().items() if version is not None}
 
 
 def hardware(device_name: str = "auto") -> str:

@@ -39,6 +39,15 @@ def test_a_key_that_this_version_does_not_know() -> None:
         check_same_run(saved, tiny(), Path("c"))
 
 
+@pytest.mark.parametrize(
+    ("section", "key"), [("run", "last_share"), ("optimizer", "decay"), ("guard", "layer_shift"), ("lora", "layers")]
+)
+def test_a_key_that_the_checkpoint_does_not_know_had_its_default(section: str, key: str) -> None:
+    saved = config_reader.to_dict(tiny())
+    del saved[section][key]
+    check_same_run(saved, tiny(), Path("c"))
+
+
 def test_every_free_key_exists() -> None:
     settings = config_reader.to_dict(tiny())
     assert {f"{section}.{key}" for section, keys in settings.items() for key in keys} >= FREE

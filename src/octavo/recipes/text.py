@@ -73,7 +73,7 @@ def _load(recipe: Any, where: str, users: tuple[Path | None, ...]) -> Recipe:
 def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | None, ...]) -> Recipe:
     base = _load(mapping.get("base", "folded"), f"{where}: base", users)
     changes = {key: value for key, value in mapping.items() if key not in ("base", "modules")}
-    merged = _merge(config_reader.to_dict(base), {"name": f"{base.name}, changed", **changes})
+    merged = config_reader.merge(config_reader.to_dict(base), {"name": f"{base.name}, changed", **changes})
     modules = mapping.get("modules", {})
     if not isinstance(modules, Mapping):
         raise ConfigError(f"{where}: modules: expected a table of patterns, got {config_reader.shown(modules)}.")
@@ -85,14 +85,6 @@ def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | No
         overrides[pattern] = next((known for known in overrides.values() if known == other), other)
     merged["modules"] = {**base.modules, **overrides}
     return config_reader.read(Recipe, merged, where)
-
-
-def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        nested = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if nested else value
-    return merged
 
 
 def brief(recipe: Recipe) -> str | dict[str, Any]:
