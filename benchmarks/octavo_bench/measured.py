@@ -187,20 +187,6 @@ def _parity_of(title: str, rows: Sequence[Row]) -> str:
     return f"**{title}**: held-out loss, nats per token\n\n{table(header, body)}\n\n{said}"
 
 
-def parity_summary(result: Result) -> str:
-    """Return one line per model and recipe: the mean loss, and its gap to BF16 beside the spread of BF16's seeds."""
-    header = ("model", "tokens", "recipe", "seeds", "held-out loss", "gap to BF16", "BF16 seeds apart")
-    body = []
-    for (model, tokens), of_model in grouped(result.rows, "model", "tokens").items():
-        losses = {recipe: _by_seed(rows) for (recipe,), rows in grouped(of_model, "recipe").items()}
-        bf16 = losses.pop(BF16, {})
-        spread = f"{_spread_percent(list(bf16.values())):.2f} %" if len(bf16) > 1 else ""
-        for recipe, own in losses.items():
-            mean, gap = f"{fmean(own.values()):.4f}", _gap(own, bf16)[0]
-            body.append((model, f"{tokens:,}", f"`{recipe}`", str(len(own)), mean, gap, spread))
-    return table(header, body)
-
-
 def tiers(result: Result) -> str:
     """Return one line per tier of optimizer states: held-out loss of each seed, and the gap to FP32 states."""
     return tiers_of(result.rows)
@@ -321,34 +307,24 @@ LIMITS = (
 
 def step(result: Result) -> str:
     """Return, per workload, the time of every implementation and of its parts, and its peak memory."""
-    columns = (*SUMMARY[:-1], *PARTS, SUMMARY[-1], *LIMITS)
-    return "\n\n".join(_step(rows, columns) + _session(rows[0]) for rows in grouped(result.rows, "workload").values())
+    return "\n\n".join(_step(rows) + _session(rows[0]) for rows in grouped(result.rows, "workload").values())
 
 
-def step_summary(result: Result) -> str:
-    """Return, per language model, time, speed against its peers and peak memory of every implementation."""
-    groups = grouped((row for row in result.rows if not _is_of_images(row)), "workload").values()
-    return "\n\n".join(_step(rows, SUMMARY) for rows in groups)
-
-
-def _step(rows: Sequence[Row], columns: Sequence[tuple[str, str]]) -> str:
+def _step(rows: Sequence[Row]) -> str:
     peer = next((row["ms"] for row in rows if row["implementation"] == PEER and "ms" in row), None)
     if peer is not None:
         rows = [row | {"ratio_to_peer": peer / row["ms"]} if "ms" in row else row for row in rows]
     peers = dict.fromkeys(row["package"] for row in rows if "package" in row)
     beside = f"; beside {' and '.join(peers)}" if peers else ""
+    columns = (*SUMMARY[:-1], *PARTS, SUMMARY[-1], *LIMITS)
     return f"**{rows[0]['workload']}**{_shape(rows[0])}{beside}\n\n{figures(columns, rows)}"
-
-
-def _is_of_images(row: Row) -> bool:
-    return "size" in row.get("shape", {})
 
 
 def _shape(row: Row) -> str:
     if "shape" not in row:
         return ""
     shape = row["shape"]
-    if _is_of_images(row):
+    if "size" in shape:
         return f": {shape['batch']} images of {shape['size']} x {shape['size']} pixels, bottlenecks {shape['depths']}"
     kind = f", vocabulary {shape['vocab']:,}" if shape.get("vocab") else ", no head"
     tokens = f"{shape['batch']} x {shape['sequence']:,} tokens"
@@ -566,16 +542,7 @@ MEMORY = (
 
 def memory(result: Result) -> str:
     """Return one line per workload and case: parameters, measured and predicted peak, and the forecast by kind."""
-    return _memory(result, (*MEMORY, *((kind, f"{{{kind}_gib:.2f}}") for kind in KINDS)))
-
-
-def memory_summary(result: Result) -> str:
-    """Return the same without the forecast by kind."""
-    return _memory(result, MEMORY)
-
-
-def _memory(result: Result, columns: Sequence[tuple[str, str]]) -> str:
-    shown = []
+    columns, shown = (*MEMORY, *((kind, f"{{{kind}_gib:.2f}}") for kind in KINDS)), list[Row]()
     for rows in grouped(result.rows, "workload").values():
         first = next((row["peak_gib"] for row in rows if "error" not in row), None)
         for row in rows:
@@ -608,13 +575,6 @@ DISTRIBUTED = (
 def distributed(result: Result) -> str:
     """Return one line per layout and implementation: speed, memory, bytes on the wire, loss, beside BF16."""
     return "\n\n".join(_of_workload(rows) for rows in grouped(result.rows, "workload", "ranks").values())
-
-
-def distributed_summary(result: Result) -> str:
-    """Return the same of the workloads that only data parallelism splits."""
-    workloads = grouped(result.rows, "workload", "ranks").values()
-    whole = [rows for rows in workloads if all(row["layout"].split(",")[0] == "data" for row in rows)]
-    return "\n\n".join(_of_workload(rows) for rows in whole)
 
 
 def _of_workload(rows: Sequence[Row]) -> str:
@@ -782,7 +742,6 @@ def _largest(rows: Sequence[Row]) -> list[Row]:
 
 TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "parity": ("parity", parity),
-    "parity-summary": ("parity", parity_summary),
     "tiers": ("tiers", tiers),
     "stress": ("stress", stress),
     "faults": ("faults", faults),
@@ -791,7 +750,6 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "faults-summary": ("faults", faults_summary),
     "localize": ("localize", localize),
     "step": ("step", step),
-    "step-summary": ("step", step_summary),
     "host": ("host", host),
     "hf": ("hf", hf),
     "pilot": ("pilot", pilot),
@@ -800,11 +758,9 @@ TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "moe": ("moe", moe),
     "optimizer": ("optimizer", optimizer),
     "memory": ("memory", memory),
-    "memory-summary": ("memory", memory_summary),
     "ablation": ("ablation", ablation),
     "ablation-figure": ("ablation", ablation_figure),
     "distributed": ("distributed", distributed),
-    "distributed-summary": ("distributed", distributed_summary),
     "rank": ("rank", rank),
     "reduce": ("reduce", reduce),
 }
