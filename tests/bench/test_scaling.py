@@ -43,7 +43,7 @@ SMALL = {"gpus": (8, 16), "batch_tokens": 2**18}
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> list[dict[str, object]]:
     directory = committed(tmp_path_factory.mktemp("results"))
-    return bench_scaling(measured(Assumptions(**SMALL), directory))
+    return [*bench_scaling(measured(Assumptions(**SMALL), directory))]
 
 
 def test_rates_are_operations_and_bytes_by_what_was_measured(tmp_path):
