@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from octavo.train.evaluate import student
 from octavo_bench import results
 from octavo_bench.evidence import over_seeds
 from octavo_bench.implementations import BF16
-from octavo_bench.render import by_columns, cell, figures, grouped, table
+from octavo_bench.render import Table, by_columns, cell, figures, grouped, newest, table
 from octavo_bench.results import Result, Row
 
 # --- accuracy --------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ DEMO = (
 def demo(directory: Path) -> str:
     """Return one line per machine: the newest run of the demo."""
     found = results.latest_by_hardware("demo", directory)
-    return "\n\n".join([demo_of(*found), *(result.origin for result in found)])
+    return "\n\n".join([demo_of(*found), *(result.origin for result in found)]) if found else ""
 
 
 def demo_of(*found: Result) -> str:
@@ -588,16 +588,7 @@ def _of_workload(rows: Sequence[Row]) -> str:
     row = rows[0]
     how = "blocks compiled" if row["compiled"] else "eager"
     setting = f"{row['ranks']} GPUs, sequences of {row['shape']['sequence']:,} tokens, {how}"
-    return f"**{row['workload']}**, {_model(row)}: {setting}\n\n{_all_columns(DISTRIBUTED, shown, 2)}"
-
-
-def _all_columns(columns: Sequence[tuple[str, str]], rows: Sequence[Row], names: int) -> str:
-    """Return a table with every column, also those without a figure."""
-    body = [[cell(form, row) for _, form in columns] for row in rows]
-    for row, cells in zip(rows, body, strict=True):
-        if "error" in row:
-            cells[names:] = [f"failed: {row['error']}", *[""] * (len(columns) - names - 1)]
-    return table([title for title, _ in columns], body)
+    return f"**{row['workload']}**, {_model(row)}: {setting}\n\n{figures(DISTRIBUTED, shown, 2, every=True)}"
 
 
 def _beside(row: Row, first: Row | None) -> Row:
@@ -656,17 +647,17 @@ def _sent(row: Row) -> str:
     return f"{row['wire_bytes'] / row['elements']:.2f}{across}"
 
 
-def moe(result: Result) -> str:
-    """Return one line per workload and implementation: time, against BF16, and what backward keeps."""
-    header = ("workload", "implementation", "ms", "BF16 / this", "activations kept, MiB", "weight codes kept, MiB")
-    figures = "{ms:.2f}", "{ratio_to_bf16:.2f}", "{kept_mib:.0f}", "{kept_weight_codes_mib:.0f}"
-    body = [
-        (row["workload"], row["implementation"], *(cell(form, row) for form in figures))
-        if "error" not in row
-        else (row["workload"], row["implementation"], "failed", "", "", "")
-        for row in result.rows
-    ]
-    return table(header, body)
+moe = by_columns(
+    (
+        ("workload", "{workload}"),
+        ("implementation", "{implementation}"),
+        ("ms", "{ms:.2f}"),
+        ("BF16 / this", "{ratio_to_bf16:.2f}"),
+        ("activations kept, MiB", "{kept_mib:.0f}"),
+        ("weight codes kept, MiB", "{kept_weight_codes_mib:.0f}"),
+    ),
+    names=2,
+)
 
 
 # --- the choice of a recipe ------------------------------------------------------------------------------------------
@@ -711,7 +702,7 @@ def choice(directory: Path) -> str:
         noise = [value for row in stressed for key, value in row.items() if key.endswith("_median_db")]
         speed = {k: v for k, v in timed.get(f"octavo {recipe}", {}).items() if k in ("ratio_to_bf16", "peak_gib")}
         rows.append(row | speed | ({"lowest": min(noise)} if noise else {}))
-    return f"{_all_columns(CHOICE, rows, 1)}\n\n{_conclusion(rows, spread, trained[0], len(bf16))}"
+    return f"{figures(CHOICE, rows, every=True)}\n\n{_conclusion(rows, spread, trained[0], len(bf16))}"
 
 
 def _conclusion(rows: Sequence[Row], spread: float, run: Row, seeds: int) -> str:
@@ -740,35 +731,32 @@ def _largest(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if times and row["model"] == max(times, key=lambda model: times[model])]
 
 
-TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
-    "parity": ("parity", parity),
-    "tiers": ("tiers", tiers),
-    "stress": ("stress", stress),
-    "faults": ("faults", faults),
-    "robustness": ("robustness", robustness),
-    "finetune": ("finetune", finetune),
-    "faults-summary": ("faults", faults_summary),
-    "localize": ("localize", localize),
-    "step": ("step", step),
-    "host": ("host", host),
-    "hf": ("hf", hf),
-    "pilot": ("pilot", pilot),
-    "gemm": ("gemm", gemm),
-    "kernels": ("kernels", kernels),
-    "moe": ("moe", moe),
-    "optimizer": ("optimizer", optimizer),
-    "memory": ("memory", memory),
-    "ablation": ("ablation", ablation),
-    "ablation-figure": ("ablation", ablation_figure),
-    "distributed": ("distributed", distributed),
-    "rank": ("rank", rank),
-    "reduce": ("reduce", reduce),
-}
-"""By name: the kind whose newest result the table shows, and the function that shows it."""
-COMBINED: dict[str, Callable[[Path], str]] = {
+TABLES: dict[str, Table] = {
+    "parity": newest("parity", parity),
+    "tiers": newest("tiers", tiers),
+    "stress": newest("stress", stress),
+    "faults": newest("faults", faults),
+    "robustness": newest("robustness", robustness),
+    "finetune": newest("finetune", finetune),
+    "faults-summary": newest("faults", faults_summary),
+    "localize": newest("localize", localize),
+    "step": newest("step", step),
+    "host": newest("host", host),
+    "hf": newest("hf", hf),
+    "pilot": newest("pilot", pilot),
+    "gemm": newest("gemm", gemm),
+    "kernels": newest("kernels", kernels),
+    "moe": newest("moe", moe),
+    "optimizer": newest("optimizer", optimizer),
+    "memory": newest("memory", memory),
+    "ablation": newest("ablation", ablation),
+    "ablation-figure": newest("ablation", ablation_figure),
+    "distributed": newest("distributed", distributed),
+    "rank": newest("rank", rank),
+    "reduce": newest("reduce", reduce),
     "choice": choice,
     "clients": clients,
     "demo": demo,
     "telemetry": telemetry,
 }
-"""By name: tables of several results, from their directory."""
+"""By name. A new one is a function above and a line here."""
