@@ -198,7 +198,7 @@ class Trial(NamedTuple):
     """What is malformed, and what Octavo said."""
     fault: str
     """Empty if it survived."""
-    is_named: bool
+    is_named: bool = True
     """True unless an error does not name what is at fault."""
 
     def __str__(self) -> str:
@@ -338,8 +338,7 @@ CLASSES: dict[str, tuple[int, str]] = {
 def trials_of(name: str, tried: int, seed: int) -> Iterator[Trial]:
     """Yield the trials of a class."""
     module, _, function = CLASSES[name][1].partition(":")
-    for trial in getattr(importlib.import_module(f"octavo_bench.{module}"), function)(tried, seed):
-        yield Trial(*trial)
+    yield from getattr(importlib.import_module(f"octavo_bench.{module}"), function)(tried, seed)
 
 
 def rows_of(

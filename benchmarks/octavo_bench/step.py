@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from cyclopts import Parameter
@@ -48,23 +48,17 @@ class Session:
     """Settings that all implementations of one run share."""
 
     workload: Workload | ImageWorkload
-    device: str
-    compile: bool
-    steps: int
-    warm_up_s: float
-    trace: Path | None
+    device: str = "cuda"
+    """On a CPU nothing is compiled."""
+    steps: int = 20
+    """Steps to time; the median counts."""
+    warm_up_s: float = 1.0
+    """Seconds of steps before that, three steps at the least."""
+    trace: Path | None = None
+    """Directory for the longest kernels of each implementation, one JSON file each; on a GPU only."""
 
 
-def bench_step(
-    workload: Workload | ImageWorkload,
-    names: tuple[str, ...] = (),
-    *,
-    device: str = "cuda",
-    compile: bool = True,
-    steps: int = 20,
-    warm_up_s: float = 1.0,
-    trace: Path | None = None,
-) -> Iterator[Row]:
+def bench_step(session: Session, names: tuple[str, ...] = ()) -> Iterator[Row]:
     """Yield one row per implementation, as the result kind `step` has them; the baseline first.
 
     An implementation that fails has a row with `error` and no figures, and the others go on. The baseline's row comes
@@ -72,21 +66,18 @@ def bench_step(
 
     Args:
         names: implementations to run, BF16 always first; all if empty.
-        steps: steps to time; the median counts.
-        warm_up_s: seconds of steps before that, three steps at the least.
-        trace: directory for the longest kernels of each implementation, one JSON file each; on a GPU only.
 
     Raises:
         ConfigError: a name that is not there.
         RunError: the baseline failed, so that there is nothing to compare with.
     """
+    workload, limits = session.workload, None
     if isinstance(workload, ImageWorkload):
-        found, rates_of = workload.implementations(), None
+        found = workload.implementations()
     else:
-        found, rates_of = implementations(head=workload.vocab > 0), workload
+        found = implementations(head=workload.vocab > 0)
+        limits = rates.measure(workload, session.device) if session.device == "cuda" else None
     chosen = [known("--only", name, list(found), "implementation") for name in names] or found
-    session = Session(workload=workload, device=device, compile=compile, steps=steps, warm_up_s=warm_up_s, trace=trace)
-    limits = rates.measure(rates_of, device) if rates_of is not None and device == "cuda" else None
     baseline = _row(session, found[BF16])
     if "error" in baseline:
         raise RunError(f"the baseline {BF16} failed, and the rest has nothing to be compared with: {baseline['error']}")
@@ -112,7 +103,7 @@ def _row(session: Session, implementation: Implementation) -> Row:
 
 def _measure(session: Session, implementation: Implementation) -> Row:
     workload, device = session.workload, session.device
-    training = build(workload, implementation, device, compile=session.compile)
+    training = build(workload, implementation, device, compile=device == "cuda")
     with _attention(device):
         first_norm = _gradient_norm(training)
         warm_up(training.step, device, seconds=session.warm_up_s)
@@ -284,8 +275,8 @@ def command(
     fields = asdict(shape)
     chosen = [all_known[known("--workload", name, list(all_known), "workload")].but(**fields) for name in workload]
     device, steps = device_named(device), positive("--steps", steps)
-    settings: dict[str, Any] = {"device": device, "compile": device == "cuda", "steps": steps, "trace": trace}
-    rows = (row for one in chosen for row in bench_step(one, only, **settings))
+    sessions = (Session(workload=one, device=device, steps=steps, trace=trace) for one in chosen)
+    rows = (row for session in sessions for row in bench_step(session, only))
     line = command_line("octavo bench step", workload=workload, only=only, **fields, steps=steps)
     return output.finish("step", rows, line, output.lines(_name, _figures), device=device)
 

@@ -12,8 +12,8 @@ from octavo_bench.measured import _shape
 from octavo_bench.workloads import IMAGE_WORKLOADS, build
 
 
-def bench(*given: Any) -> list[step.Row]:
-    return [*step.bench_step(*given, device="cpu", compile=False, steps=2, warm_up_s=0.0)]
+def bench(workload: Any, names: tuple[str, ...] = ()) -> list[step.Row]:
+    return [*step.bench_step(step.Session(workload=workload, device="cpu", steps=2, warm_up_s=0.0), names)]
 
 
 def test_operations_of_resnet_50():

@@ -17,8 +17,8 @@ from octavo_bench.implementations import Implementation
 from octavo_bench.workloads import WORKLOADS
 
 
-def bench(*given: Any) -> list[step.Row]:
-    return [*step.bench_step(*given, device="cpu", compile=False, steps=2, warm_up_s=0.0)]
+def bench(workload: Any, names: tuple[str, ...] = ()) -> list[step.Row]:
+    return [*step.bench_step(step.Session(workload=workload, device="cpu", steps=2, warm_up_s=0.0), names)]
 
 
 @pytest.mark.parametrize("workload", ["tiny", "tiny-model"])
@@ -117,7 +117,7 @@ def test_a_row_without_a_fused_attention_is_an_error() -> None:
 
 def test_a_row_says_how_far_it_is_from_the_floor() -> None:
     workload = WORKLOADS["tiny"]
-    session = step.Session(workload=workload, device="cpu", compile=False, steps=1, warm_up_s=0.0, trace=None)
+    session = step.Session(workload=workload, device="cpu")
     baseline = {"ms": 10.0, "attention_ms": 3.0}
     limits = rates.Rates(copy_gb_per_s=1e9, tflops=dict.fromkeys((*rates.PRECISIONS, "bf16"), 1e9))
     step._compare(session, baseline, baseline, Implementation(name="bf16"), limits)
@@ -134,7 +134,8 @@ def test_a_row_says_how_far_it_is_from_the_floor() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_says_where_time_goes(tmp_path: Path) -> None:
-    for row in step.bench_step(WORKLOADS["tiny-model"], ("octavo folded",), steps=3, warm_up_s=0.0, trace=tmp_path):
+    session = step.Session(workload=WORKLOADS["tiny-model"], steps=3, warm_up_s=0.0, trace=tmp_path)
+    for row in step.bench_step(session, ("octavo folded",)):
         parts = ("gemm", "attention", "elementwise", "optimizer", "idle")
         assert all(row[f"{part}_ms"] >= 0 for part in parts) and row["optimizer_ms"] > 0
         assert row["peak_gib"] > 0 and row["floor_ms"] > 0
