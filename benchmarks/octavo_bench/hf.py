@@ -21,8 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
 
 import octavo
 from octavo.errors import NonFiniteError, UnsupportedError
@@ -159,7 +158,9 @@ def train(model: Any, batch: int, sequence: int, mode: str, *, device: str, step
             report_to=[],
             disable_tqdm=True,
         )
-        data = RandomTokens(model.config.vocab_size, sequence, batch * (WARM_UP + steps))
+        shape, draw = (batch * (WARM_UP + steps), sequence), torch.Generator().manual_seed(0)
+        tokens = torch.randint(model.config.vocab_size, shape, generator=draw)
+        data: Any = [{"input_ids": ids, "labels": ids} for ids in tokens]
         result = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[clock]).train()
     if not math.isfinite(result.training_loss):  # NaN draws less power than numbers: its time would be too good
         raise NonFiniteError("its loss is not finite, so its time means nothing.")
@@ -197,19 +198,6 @@ def leave_out_mask(model: Any) -> None:
 
     AttentionInterface.register(CAUSAL, sdpa_attention_forward)
     model.set_attn_implementation(CAUSAL)
-
-
-class RandomTokens(Dataset[dict[str, Tensor]]):
-    """Sequences of random tokens, each its own labels."""
-
-    def __init__(self, vocab: int, sequence: int, count: int) -> None:
-        self._tokens = torch.randint(vocab, (count, sequence), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
 
 
 def command(

@@ -1,4 +1,4 @@
-"""Peak memory of training a Llama beside its forecast, and the largest that fits; bytes per block keeps, by option."""
+"""Peak memory of training a Llama beside its forecast, and the largest that fits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from cyclopts import Parameter
 
 import octavo
 from octavo import memory
-from octavo.conversion import Policy
 from octavo.errors import NonFiniteError, RunError, UnsupportedError
 from octavo.kernels.storage import Storage
 from octavo.memory.forecast import GIB
-from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.optim import AdamW, keep_none, keep_small
 from octavo.optim.states import States
@@ -161,52 +159,6 @@ def _measure(workload: Workload, case: Case, predicted_gib: float) -> Row:
         raise NonFiniteError(f"the loss of {workload.name} is {float(loss)} at the second step.")
     peak = peak_gib("cuda")
     return {"peak_gib": round(peak, 3), "error_percent": round((predicted_gib / peak - 1) * 100, 2)}
-
-
-BF16, CODE, SCALE, TILE = 2, 1, 4, 128
-
-
-def kept(config: ModelConfig, policy: Policy | None = None, *, compiled: bool = False) -> dict[str, int]:
-    """Return the bytes per token that a block of a converted Llama keeps from forward to backward, by content.
-
-    A test compares them with the storages that a block saves. The recipe has a scale per token, as `folded` does;
-    layers share inputs and MLPs are fused. Beside these lie the scales of the rows of the block's weights.
-
-    Args:
-        compiled: readers of norms recompute their codes from the norm's input, where that is kept in BF16.
-    """
-    policy = policy or Policy()
-    dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
-    by_row, by_tile = CODE * dim + SCALE, {width: CODE * width + SCALE * -(-width // TILE) for width in (dim, ffn)}
-    recomputes = compiled and policy.norm_inputs == "bf16"
-    return {
-        "inputs of the norms": 2 * ((by_tile[dim] if policy.norm_inputs == "fp8" else BF16 * dim) + SCALE),
-        "codes that layers read": 2 * (SCALE if recomputes else by_row) + by_row * (policy.attention_output == "fp8"),
-        "queries, keys, values": BF16 * (dim + 2 * keys),
-        "attention's output": 0 if policy.attention_output == "fp8" else BF16 * dim + SCALE,
-        "logsumexp": SCALE * config.heads,
-        "gate and up": 2 * (by_tile[ffn] if policy.activation_inputs == "fp8" else BF16 * ffn),
-        "scale of the hidden activation": SCALE,
-    }
-
-
-def recomputed(config: ModelConfig, keep: float) -> tuple[int, float]:
-    """Return the bytes per token of a block that is recomputed, and the share of its forward's FLOPs that run again.
-
-    Args:
-        keep: FLOPs a byte from which on a result is kept, infinite for none.
-    """
-    dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
-    results = [  # length of the sum, elements per token, other bytes kept with it
-        (dim, dim + 2 * keys, 0),
-        (config.sequence, dim, SCALE * config.heads),
-        (dim, dim, 0),
-        (dim, 2 * ffn, 0),
-        (ffn, dim, 0),
-    ]
-    size = BF16 * dim + sum(BF16 * elements + more for length, elements, more in results if length >= keep)
-    flops = sum(length * elements for length, elements, _ in results)
-    return size, sum(length * elements for length, elements, _ in results if length < keep) / flops
 
 
 def command(
