@@ -1,4 +1,4 @@
-# Octavo. `make demo` trains a small Llama in FP8; `make test` runs every test. `make help` lists the rest.
+# Octavo. `make demo` trains a small Llama in FP8; `make test` runs the tests. `make help` lists the rest.
 
 VENV ?= .venv
 # The Python to make the virtual environment with; without one, the first that is new enough.
@@ -32,7 +32,7 @@ help: ## list the targets
 demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 baseline on real text
 	$(BIN)/octavo train --preset demo --out $(DEMO) --overwrite
 
-test: $(VENV)/installed-dev ## run every test
+test: $(VENV)/installed-dev ## run every test but those of other libraries
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder --ignore=tests/integrations
 
@@ -79,10 +79,10 @@ site: $(VENV)/installed-dev ## build the documentation into site/; links are str
 wheel: $(VENV)/installed-dev ## build the wheel, check it, and train ten steps with it in bare environments
 	$(BIN)/python .ci/wheel.py
 
-check: lint types layers test site wheel ## everything that .ci/run runs
+check: lint types layers test site wheel ## what .ci/run runs besides the clients
 
 wheels: $(VENV)/installed ## wheels/: what an offline machine with its own PyTorch needs beside it
-	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts
+	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts jinja2 numpy rich safetensors
 
 clean: ## remove the virtual environment and the caches; runs/ stays
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
+import octavo
 from octavo import recipes
+from octavo._util.config_reader import to_dict
 from octavo.cli.main import app
-from octavo.train.config import RunConfig, assemble, load_preset
+from octavo.train.config import RunConfig, assemble, load_preset, presets
+from octavo_bench.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 PAGES = [*TOP, *sorted(ROOT.glob("docs/**/*.md"))]
+CURRENT = [page for page in PAGES if page.parent.name != "log" and page.name != "CHANGELOG.md"]
+"""Pages that name nothing of the past."""
 SECTIONS = {section.name for section in dataclasses.fields(RunConfig)}
 FIGURE = re.compile(r"\d[\d.,]*\s?(?:%|ms\b|dB\b|GiB\b|TFLOP|tokens/s|times as fast|x faster)")
 
@@ -88,3 +95,68 @@ def test_commands_are_accepted() -> None:
 def test_no_figure_is_typed() -> None:
     pages = [page for page in PAGES if page.parent.name != "log"]  # a notebook: what was expected is nowhere measured
     assert [(page.name, figure) for page in pages for figure in FIGURE.findall(prose(page))] == []
+
+
+def test_the_reference_has_every_command_and_flag() -> None:
+    text = (ROOT / "docs/reference/cli.md").read_text()
+    sections = dict(re.findall(r"^## octavo (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    commands = {name for name in app if not name.startswith("-")}
+    assert sections.keys() == commands
+    assert [name for name in COMMANDS if f"| `{name}` |" not in sections["bench"]] == []
+    missing = []
+    for command in commands - {"bench"}:
+        for argument in app[command].assemble_argument_collection():
+            of_a_run = any("." in name for name in argument.names)  # a setting: the reference of the run file has it
+            if not of_a_run and "*" not in argument.names:
+                pattern = "|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in argument.names)
+                missing += [f"{command} {argument.name}"] * (re.search(pattern, sections[command]) is None)
+    assert missing == []
+
+
+def test_help_names_every_preset() -> None:
+    told = app["train"].default_command.__doc__
+    assert told is not None and [name for name in presets() if name not in told] == []
+
+
+def test_the_api_page_names_what_users_import() -> None:
+    page = (ROOT / "docs/reference/api.md").read_text()
+    entries = re.findall(r'^::: (\S+)\n    options: \{heading: "(\S+)"', page, re.MULTILINE)
+    assert len(entries) == page.count(":::")
+    for path, heading in entries:
+        there = pkgutil.resolve_name(path)
+        assert attrgetter(heading.removeprefix("octavo."))(octavo) is there
+    modules = {"__version__", "calibration", "distributed", "guard", "optim"}
+    assert {f"octavo.{name}" for name in octavo.__all__ if name not in modules} <= {heading for _, heading in entries}
+
+
+def test_files_of_the_repository_that_pages_name_exist() -> None:
+    path = re.compile(r"`((?:src|tests|benchmarks)/[\w./-]+)")
+    named = [(page, name) for page in CURRENT for name in path.findall(prose(page))]
+    assert len(named) > 100
+    assert [(page.name, name) for page, name in named if not (ROOT / name).exists()] == []
+
+
+def test_names_of_octavo_that_pages_use_exist() -> None:
+    named = {(page.name, name) for page in CURRENT for name in re.findall(r"`(octavo(?:\.[A-Za-z_]\w*)+)", prose(page))}
+    assert len(named) > 50
+    ours = [each for each in named if ".integrations." not in each[1]]  # those need the libraries themselves
+    assert sorted(each for each in ours if not _exists(each[1])) == []
+
+
+def test_settings_that_pages_name_exist() -> None:
+    config = to_dict(assemble(load_preset("tiny", cuda=False)))
+    known = {f"{section}.{key}" for section, keys in config.items() for key in keys} | {"run.sqlite"}
+    setting = re.compile(r"`((?:data|guard|lora|parallel|run)\.[a-z_]+)")
+    named = {(page.name, name) for page in CURRENT for name in setting.findall(prose(page))}
+    assert len(named) > 50
+    assert sorted(each for each in named if each[1] not in known) == []
+
+
+def _exists(name: str) -> bool:
+    """Return whether a dotted name is that of a module, an attribute or a field."""
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        parent, _, last = name.rpartition(".")
+        return last in getattr(pkgutil.resolve_name(parent), "__dataclass_fields__", {})
+    return True

@@ -109,6 +109,13 @@ def test_dependencies_are_explained() -> None:
     assert set(explained[2]) == develop
 
 
+def test_wheels_for_an_offline_machine_are_all_but_pytorch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {_name(line) for line in (*project["project"]["dependencies"], *project["build-system"]["requires"])}
+    (downloaded,) = re.findall(r"pip download .*--dest wheels (.*)", (ROOT / "Makefile").read_text())
+    assert needed - {"torch"} <= set(downloaded.split())
+
+
 def _name(requirement: str) -> str:
     match = re.match(r"[A-Za-z0-9_-]+", requirement)
     assert match is not None

@@ -27,6 +27,8 @@ DIALECT = {
     r"\b(?:nats|bytes?|scales?|values?|bits?|launches|tokens|ms|milliseconds) an? (?:token|element|weight|parameter"
     r"|value|block|layer|step|tensor|operand|row|sequence|GPU|rank|program|second|byte)\b": "per",
     r"\b(?:once|twice) an? (?:step|layer|model|run|token|block|row|tile|epoch)\b": "per",
+    r"\b(?:[Aa]|[Oo]ne|few) (?:book|columns?|contract|element|program|roll|row|run|scale|sequence|slot) an? (?:block"
+    r"|element|figure|layer|model|operation|optimizer|parameter|program|rank|row|step|tensor|tier|tile)\b": "per",
     r"\bbe it\b": "whether",
     r"\bstand[- ]ins?\b": "placeholder",
     r"\bBF16 twin\b": "BF16 baseline",

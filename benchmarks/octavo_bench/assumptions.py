@@ -23,36 +23,36 @@ class Scheme:
 
     about: str
     implementation: str
-    """Of kind `step`, whose rates it has."""
+    """Implementation of kind `step` whose rates it has."""
     measured_as: str
-    """Implementation of kind `distributed`, with which the point of 4 GPUs is compared."""
+    """Implementation of kind `distributed` that the estimate for 4 GPUs is compared with."""
     states: str
     """Tier of the optimizer."""
     weight: str
-    """dtype of the weight that a rank keeps of its shard."""
+    """dtype of a rank's shard of a weight."""
     gradient: str
-    """dtype of gradients, of a shard and before they are reduced."""
+    """dtype of gradients, before and after their reduction."""
     weight_wire: float
-    """Bytes of a weight of a block in an all-gather. Embedding and head travel in BF16."""
+    """Bytes per weight of a block in an all-gather. Embedding and head are sent in BF16."""
     gradient_wire: float
-    """Bytes of a gradient in a reduction."""
+    """Bytes per gradient in a reduction."""
     embedding_by_rows: bool
-    """Whether of the embedding only rows that are looked up are sent, in BF16, where they are fewer than it has."""
+    """Whether only the looked-up rows of the embedding are sent, in BF16, if that is less."""
     activation_wire: float
-    """Bytes of an activation, or of the gradient of one, in an all-gather of tensor parallelism, and forward between
-    stages. Reduce-scatters, and gradients between stages, are BF16."""
+    """Bytes per activation, or gradient of one, in an all-gather of tensor parallelism, and per activation between
+    stages. Reduce-scatters, and gradients between stages, are in BF16."""
     gathered: float
-    """Bytes of a gathered weight of a block in memory; FP8: codes, and codes transposed."""
+    """Bytes in memory per gathered weight of a block; FP8: codes and transposed codes."""
     gemm_tflops: float | None = None
-    """Of the products of blocks; the head's are BF16's. None: as measured."""
+    """Rate of the GEMMs of blocks; the head has BF16's. None: as measured."""
     attention_tflops: float | None = None
-    """Of causal attention, at half its square. None: as measured."""
+    """Rate of causal attention, counted as half of the full square. None: as measured."""
     elementwise_ps: float | None = None
-    """Picoseconds of all else, for a value that a block keeps. None: as measured."""
+    """Picoseconds of all other kernels per value that a block saves. None: as measured."""
     optimizer_ps: float | None = None
-    """Picoseconds a parameter. None: as measured."""
+    """Picoseconds per parameter. None: as measured."""
     activation_bytes: float | None = None
-    """Of a value that a block keeps for backward. None: as measured."""
+    """Bytes per value that a block saves for backward. None: as measured."""
 
 
 def _llama(dim: int, ffn: int, layers: int, heads: int) -> ModelConfig:
@@ -109,44 +109,44 @@ SCHEMES = {PEER: _BF16, "bf16, lean": _LEAN, "fp8": _FP8, "fp8, fp8-block": _FP8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumptions:
-    """All that the model takes for granted. A TOML file can say otherwise, key by key."""
+    """Assumptions of the estimate. A TOML file can change each key."""
 
     gpus: tuple[int, ...] = (64, 512, 4096)
     """Numbers of GPUs."""
     batch_tokens: int = 2**24
-    """Tokens a step, of all GPUs: the same for every number of them."""
+    """Tokens per step over all GPUs, the same for every number of GPUs."""
     models: dict[str, ModelConfig] = field(default_factory=lambda: dict(MODELS))
     """By name."""
     schemes: dict[str, Scheme] = field(default_factory=lambda: dict(SCHEMES))
     """By name; `bf16` is what the others are compared with."""
     gpus_per_host: int = 8
-    """With NVLink between them all."""
+    """GPUs per host, all connected by NVLink."""
     memory_gib: float = 139.0
-    """Of a GPU."""
+    """Memory of a GPU."""
     reserved_gib: float = 8.0
-    """Of a GPU, for CUDA, NCCL, the loss in chunks and what the allocator loses."""
+    """Part of it for CUDA, NCCL, the loss in chunks, and fragmentation."""
     nvlink_gb_per_s: float = 450.0
-    """Of a GPU, in one direction."""
+    """Rate of NVLink per GPU, in one direction."""
     nvlink_efficiency: float = 0.7
-    """Of that rate, what a collective reaches."""
+    """Share of that rate that collectives reach."""
     nvlink_latency_us: float = 2.0
-    """Of a hop inside a host."""
+    """Latency of a hop within a host."""
     network_gbit_per_s: float = 400.0
-    """Of a GPU's network card, in one direction."""
+    """Rate of the network card of a GPU, in one direction."""
     network_efficiency: float = 0.85
-    """Of that rate, what a collective reaches."""
+    """Share of that rate that collectives reach."""
     network_latency_us: float = 6.0
-    """Of a hop between hosts."""
+    """Latency of a hop between hosts."""
     overlap: float = 0.5
-    """Of the time of data-parallel collectives, what is hidden behind products, where there are enough of them."""
+    """Share of the time of data-parallel collectives that is hidden behind computation, if there is enough of it."""
     tensor_overlap: float = 0.0
-    """The same of tensor-parallel collectives, which stand between products that need each other."""
+    """The same for tensor-parallel collectives, whose results the next GEMM needs."""
     pipeline_chunks: int = 1
-    """Chunks of layers that a stage has: 1 is 1F1B, more are interleaved, with as many times smaller a bubble."""
+    """Chunks of layers per stage: 1 is 1F1B; N are interleaved and divide the bubble by N."""
     row_scale_bytes: float = 4.0
-    """Of a row of an FP8 weight, or a token of FP8 activations, on the wire."""
+    """Bytes sent per row of an FP8 weight, or per token of FP8 activations, for its scale."""
     recomputed: float = 1 / 3
-    """Of the work of blocks, what is done once more where activations are not kept."""
+    """Share of the work of blocks that is repeated if activations are not kept."""
 
     def __post_init__(self) -> None:
         if PEER not in self.schemes:

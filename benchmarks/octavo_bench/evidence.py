@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from octavo._util import config_reader
 from octavo.conversion import Policy, convert
+from octavo.data.loader import Batch
 from octavo.numerics import cosine_of, inner_products
 from octavo.train import checkpoint
 from octavo.train.config import assemble
 from octavo.train.evaluate import paired_interval, student
-from octavo.train.setup import Batch, set_up
+from octavo.train.setup import set_up
 from octavo.train.train_state import TrainState
 
 

@@ -107,7 +107,7 @@ def error_table() -> str:
     return table(("exception", "is a", "when"), rows)
 
 
-def field_table(cls: type[Any], prefix: str = "") -> str:
+def field_table(cls: type, prefix: str = "") -> str:
     """Return the fields of a dataclass: key, type, default and the docstring below it, nested ones in full.
 
     `prefix` stands before each key: the table that the fields belong to, and a dot.
@@ -115,7 +115,7 @@ def field_table(cls: type[Any], prefix: str = "") -> str:
     return table(FIELD_HEADER, _field_rows(cls, prefix))
 
 
-def _field_rows(cls: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
+def _field_rows(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     docs, hints = field_docs(cls), typing.get_type_hints(cls)
     rows = []
     for field in dataclasses.fields(cls):
@@ -335,11 +335,11 @@ def most_margin(fmt: Format) -> int:
 def column_table() -> str:
     """Return the columns that `octavo calibrate` prints, with its limits for scales."""
     rows = [
-        ("scales that fit", f"from that of the choice without its margin, to where {_percent(FLUSHED)} is flushed"),
-        ("spare bits", "between the two; negative: none fits"),
-        ("flushed", f"share of all elements that is not zero and whose code is; fits up to {_percent(FLUSHED)}"),
-        ("saturated", f"share of all elements past the largest code; fits up to {_percent(SATURATED)}"),
-        ("suggested", f"`e4m3` if any scale fits in it, else `e5m2`, else `{FINER}`: one a row or a tile"),
+        ("scales that fit", f"from that of the policy without its margin to the one that flushes {_percent(FLUSHED)}"),
+        ("spare bits", "bits between the two; negative: no scale fits"),
+        ("flushed", f"share of all elements that are nonzero and have a zero code; fits up to {_percent(FLUSHED)}"),
+        ("saturated", f"share of elements beyond the largest code; fits up to {_percent(SATURATED)}"),
+        ("suggested", f"`e4m3` if any scale fits in it, else `e5m2`, else `{FINER}`: one per row or tile"),
     ]
     return table(("column", "meaning"), rows)
 

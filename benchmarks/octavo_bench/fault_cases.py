@@ -173,7 +173,7 @@ def _nan_in_a_rare_token(run: Struck, n: int) -> None:
 
 def _swap_at_resume(run: Struck, n: int) -> None:
     """Save and load the state of guardrails, as a resume does, with two layers swapped in between."""
-    guard = run._guarded.guard
+    guard = run.guard
     state = guard.state_dict()
     one, other = run.weight(WO), run.weight("layers.2.attention.wo")
     kept = one.clone()

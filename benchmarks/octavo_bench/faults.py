@@ -120,10 +120,11 @@ class Struck(Trainer):
             restore_tensors(state, {**tensors, **own}, path)
         self.setup.loader.load_state_dict(found.state["loader"])
         if self.telemetry is not None and found.state["config"]["run"]["batch"] == self.config.run.batch:
-            self._guarded.guard.load_state_dict({**found.state["guard"], "ladder": {}})
+            self.guard.load_state_dict({**found.state["guard"], "ladder": {}})
         if self.telemetry is not None:
             self.telemetry.restart(found.step)
-        self.done = self._since_step = found.step
+        self.done = found.step
+        self.log.restart_clock(self.done)
 
 
 def _scales_of(model: nn.Module) -> dict[str, Tensor]:
@@ -291,12 +292,12 @@ def _student() -> float:
 
 def _make_noisy(run: Struck, noise: Callable[[], float]) -> None:
     """Multiply the loss that guardrails see."""
-    after = run._guarded.after
+    after = run.after
 
     def noisy(lr: float, loss: Tensor, *rest: Any) -> bool:
         return after(lr, loss * noise(), *rest)
 
-    run._guarded.after = noisy  # type: ignore[method-assign,assignment]
+    run.after = noisy  # type: ignore[method-assign,assignment]
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

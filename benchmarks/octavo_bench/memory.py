@@ -58,19 +58,14 @@ CASES = {
 BASELINE, *_, LEANEST = CASES
 
 
-def bench_memory(
-    workload: Workload,
-    names: tuple[str, ...] = (),
-    *,
-    largest: bool = False,
-) -> Iterator[Row]:
-    """Yield one row a case, as the result kind `memory` has them. A case that fails has a row with `error`.
+def bench_memory(workload: Workload, names: tuple[str, ...] = (), *, largest: bool = False) -> Iterator[Row]:
+    """Yield one row per case, as the result kind `memory` has them. A case that fails has a row with `error`.
 
     Args:
         workload: a whole model.
         names: of `CASES`; all if empty.
         largest: measure, of the baseline and the leanest case, the largest model of its proportions that is predicted
-            to fit, on one sequence a step, instead of the workload.
+            to fit, on one sequence per step, instead of the workload.
 
     Raises:
         RunError: there is no CUDA device.

@@ -172,7 +172,7 @@ class Result:
     command: str
     """The command that measures it again."""
     rows: tuple[dict[str, Any], ...]
-    """One row a figure, with the keys of `KINDS[kind]` and any others."""
+    """One row per measured case, with the keys of `KINDS[kind]` and any others."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -376,9 +376,9 @@ def today() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions a figure depends on: python, torch, octavo; cuda and triton where they exist."""
-    from octavo.train import device
+    from octavo.monitor import system
 
-    return {name: version for name, version in device.versions().items() if version is not None}
+    return {name: version for name, version in system.versions().items() if version is not None}
 
 
 def hardware(device_name: str = "auto") -> str:

@@ -59,7 +59,7 @@ def test_the_model_is_trained_once_per_text(tmp_path: Path, corpus: Path) -> Non
         with ranks_of(config) as ranks:
             run = Struck(set_up(config, ranks), [])
             run.go_on_from(path)
-            assert len(run._guarded.guard.state_dict()["watch"]["losses"]) == kept
+            assert len(run.guard.state_dict()["watch"]["losses"]) == kept
     (text / "60.txt").write_text("more text", encoding="utf-8")
     assert bench.checkpoint() != path
 

@@ -89,5 +89,3 @@ def test_outside_the_repository_a_message_says_where_the_benchmarks_are(
     monkeypatch.setattr(command, "BENCHMARKS", tmp_path)
     with pytest.raises(UnsupportedError, match="clone the repository"):
         command.bench()(["step", "--only", "x"], exit_on_error=False, print_error=False)
-    with pytest.raises(UnsupportedError, match="clone the repository"):
-        command.benchmarks("results")

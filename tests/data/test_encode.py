@@ -13,7 +13,6 @@ from octavo.data.corpus import open_corpus
 from octavo.data.encode import (
     SPACE,
     SplitTotals,
-    check_fraction,
     digest,
     encode_all,
     encode_split,
@@ -21,7 +20,6 @@ from octavo.data.encode import (
     threshold,
     unigram_entropy,
 )
-from octavo.errors import ConfigError
 
 
 def encoded(tmp_path: Path, texts: list[str], fraction: float = 0.25) -> tuple[SplitTotals, list[str], list[str]]:
@@ -147,9 +145,3 @@ def test_the_tail_leaves_a_token_on_each_side(length: int, fraction: float) -> N
 
 def test_the_tail_is_the_share_of_the_tokens() -> None:
     assert tail(1000, 0.02) == 980
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
-def test_a_share_outside_0_to_1_is_refused(fraction: float) -> None:
-    with pytest.raises(ConfigError, match="heldout"):
-        check_fraction(fraction)

@@ -128,7 +128,8 @@ def test_a_bad_corpus_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_share_that_is_none_is_refused_before_anything(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 2, float("nan")])
+def test_a_share_that_is_none_is_refused_before_anything(source: Path, tmp_path: Path, share: float) -> None:
     with pytest.raises(ConfigError, match="heldout"):
-        prepared(source, tmp_path, heldout=2)
+        prepared(source, tmp_path, heldout=share)
     assert not (tmp_path / "cache").exists()

@@ -52,7 +52,7 @@ def plain_llama(weights: dict[str, Tensor], tokens_BT: Tensor, heads: int = 2) -
 
 def test_the_loss_is_that_of_plain_pytorch(runs):
     loaded = LoadedRun(runs / "folded", FEW)
-    text, _ = loaded.text(FEW)
+    text, _ = loaded.text()
     found = {one.computed: one for one in loaded.measure(text, lambda computed, text: text)}
     inputs, targets = (torch.cat(part) for part in zip(*text, strict=True))
     for computed, file in (("high precision", "fp8"), ("BF16 baseline", "bf16")):
@@ -68,7 +68,7 @@ def test_the_loss_is_that_of_plain_pytorch(runs):
 
 def test_high_precision_is_the_reverted_model(runs):
     loaded = LoadedRun(runs / "folded", FEW)
-    text, _ = loaded.text(FEW)
+    text, _ = loaded.text()
     _, high, *_ = loaded.measure(text, lambda computed, text: text)
     found = find(runs / "folded")
     lane, *_ = states_of(found, settings_of(found, "test", {"device": "cpu"}))
@@ -92,7 +92,7 @@ def test_it_says_what_the_run_said_at_its_end(runs):
 @pytest.mark.parametrize("run", ["folded", "fp8_weights"])
 def test_the_baseline_quantised_is_a_converted_copy_of_it(runs, run):
     loaded = LoadedRun(runs / run, FEW)
-    text, _ = loaded.text(FEW)
+    text, _ = loaded.text()
     *_, quantised = loaded.measure(text, lambda computed, text: text)
     assert quantised.computed == "BF16 quantised" and quantised.fp8_gemms
     found = find(runs / run)
@@ -160,6 +160,6 @@ def test_refusals(runs, tmp_path):
 def test_what_watches_sees_every_batch(runs):
     seen = []
 
-    text, _ = LoadedRun(runs / "bf16", FEW).text(FEW)
+    text, _ = LoadedRun(runs / "bf16", FEW).text()
     measure("anything", lambda batches: torch.zeros(len(list(batches)), 2), text, lambda *told: seen.append(told))
     assert seen == [(f"anything, batch {n + 1} of 8", n / 8) for n in range(8)]

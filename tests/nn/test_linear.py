@@ -15,7 +15,7 @@ from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.nn import Linear, functional
 from octavo.numerics import format_named, sqnr_db
-from octavo.recipes import load, mx
+from octavo.recipes import kept_for_backward, load, mx
 
 PRESETS = ["folded", "rowwise", "tensorwise", "delayed", "just_in_time", "block", "mxfp8", "bf16"]
 every_preset = pytest.mark.parametrize("recipe", PRESETS)
@@ -48,6 +48,18 @@ def test_forward_and_gradients_are_those_of_the_function(recipe):
         (layer.bias.grad, bias.grad),
     ):
         assert torch.equal(one, other)
+
+
+@every_preset
+def test_it_keeps_for_backward_what_the_recipe_says(recipe):
+    layer, saved = Linear(256, 384, bias=False, recipe=recipe), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept):
+        layer(torch.randn(128, 256, requires_grad=True))
+    codes = {tuple(tensor.shape) for tensor in saved if tensor.dtype == torch.float8_e4m3fn}
+    of_input, of_weight = kept_for_backward(load(recipe))
+    assert ({(128, 256), (256, 128)} & codes != set()) == ("codes" in of_input)
+    assert ((384, 256) in codes) == ("codes" in of_weight)
+    assert any(tensor.data_ptr() == layer.weight.data_ptr() for tensor in saved) == (of_weight == "the weight itself")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ recipe rowwise
   wgrad  FP8, slow accumulation
     grad_output E4M3 row                quantised
     input       E4M3 row                quantised
-  kept for backward: input codes of wgrad, weight codes of dgrad""",
+  kept for backward: input codes of wgrad, the weight itself""",
     "tensorwise": """\
 recipe tensorwise
   fprop  FP8, slow accumulation
@@ -62,7 +62,7 @@ recipe bf16
   fprop  BF16
   dgrad  BF16
   wgrad  BF16
-  kept for backward: input in BF16, weight in BF16""",
+  kept for backward: input in BF16, the weight itself""",
 }
 EXPLAINED["delayed"] = """\
 recipe delayed
@@ -253,7 +253,7 @@ def test_missing_file():
 
 def test_what_backward_keeps():
     assert kept_for_backward(load("folded")) == ["input codes of fprop", "weight codes of fprop"]
-    assert kept_for_backward(load("rowwise")) == ["input codes of wgrad", "weight codes of dgrad"]
+    assert kept_for_backward(load("rowwise")) == ["input codes of wgrad", "the weight itself"]
     assert kept_for_backward(load({"wgrad": {"precision": "bf16"}})) == ["input in BF16", "weight codes of fprop"]
 
 

@@ -12,8 +12,7 @@ from octavo.guard import GuardEvent
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.console import ConsoleReporter
 from octavo.train.events import Evaluated, Event, Finished, Logged, Saved, Started, Switched
-from octavo.train.final_report import verdict
-from octavo.train.summary import summarise
+from octavo.train.summary import summarise, verdict
 
 
 def tiny() -> RunConfig:

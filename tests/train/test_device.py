@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.train.device import WARM_UP_STEPS, describe, gc_frozen, resolve, versions
+from octavo.monitor.system import versions
+from octavo.train.device import WARM_UP_STEPS, describe, gc_frozen, resolve
 
 
 def test_names() -> None:

@@ -12,30 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reporters import Listener
 
 from octavo.errors import CheckpointError, ConfigError, RunError
 from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig, assemble
 from octavo.train.directory import LOCK, RunDirectory
-from octavo.train.events import Event, Logged
+from octavo.train.events import Logged
 from octavo.train.files import read_metrics
 
 Configure = Callable[..., RunConfig]
 RUN = {"steps": 4, "log_every": 1, "checkpoint_every": 2, "keep": 10, "twin": False}
-
-
-class After:
-    """Does something once, after a step was logged."""
-
-    def __init__(self, step: int, action: Callable[[], object]) -> None:
-        self._step, self._action = step, action
-
-    def report(self, event: Event) -> None:
-        if isinstance(event, Logged) and event.step == self._step:
-            self._action()
-
-    def close(self) -> None:
-        pass
 
 
 def held_by_another_process(path: Path) -> subprocess.Popen[str]:
@@ -81,7 +68,7 @@ def test_the_log_of_an_interrupted_run_is_not_wiped(configure: Configure) -> Non
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(config, reporters=[After(2, interrupt)])
+        train(config, reporters=[Listener(Logged, interrupt, step=2)])
     before = (config.run.out / "metrics.jsonl").read_bytes()
     assert before.count(b"\n") == 2 and checkpoint.latest(config.run.out / "checkpoints") is None
     with pytest.raises(ConfigError, match=r"run without a checkpoint, whose metrics.jsonl would be lost. --overwrite"):
@@ -119,7 +106,7 @@ def test_a_directory_that_goes_stops_the_run_which_is_saved_beside_it(
 
     rescued = out.with_name("run-rescued")
     with pytest.raises(RunError, match=rf"removed or renamed; noticed at step 2.* go on with octavo train {rescued}"):
-        train(config, reporters=[After(after, go)])
+        train(config, reporters=[Listener(Logged, go, step=after)])
     assert not out.exists()
     assert [line["step"] for line in read_metrics(rescued / "metrics.jsonl")] == [1, 2][:after]
     assert [path.name for path in checkpoint.find(rescued / "checkpoints")] == ["step-000002"]
@@ -136,7 +123,7 @@ def test_removed_files_are_said_and_the_log_is_written_again(configure: Configur
         (config.run.out / "run.sqlite").unlink()
 
     with pytest.warns(UserWarning) as said:
-        train(config, reporters=[After(2, remove)])
+        train(config, reporters=[Listener(Logged, remove, step=2)])
     texts = [str(one.message) for one in said]
     assert sum("metrics.jsonl: was removed during the run, and is written again" in text for text in texts) == 1
     assert sum("run.sqlite: was removed during the run" in text for text in texts) == 1

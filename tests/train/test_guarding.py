@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reporters import Listener
 
 import octavo
 from octavo import recipes
@@ -17,7 +18,7 @@ from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm, GuardEvent
 from octavo.monitor.store import RunReader
 from octavo.train import RunConfig
-from octavo.train.events import Event, TensorsMeasured
+from octavo.train.events import TensorsMeasured
 from octavo.train.files import read_metrics
 from octavo.train.parallel import ranks_of
 from octavo.train.run import Trainer, train
@@ -30,23 +31,7 @@ AT = 14
 LAST = "rowwise_bf16_fprop"
 
 
-class Keeper:
-    """Keeps the events of a run."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def report(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-    def of(self, kind: type) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-
-def backs(keeper: Keeper) -> list[int]:
+def backs(keeper: Listener) -> list[int]:
     """Return the steps that the run was rolled back to."""
     return [event.back_to for event in keeper.of(GuardEvent) if event.back_to is not None]
 
@@ -57,9 +42,9 @@ def guarded(configure: Configure, out: str, **sections: dict[str, Any]) -> RunCo
     return configure(run=run, guard=guard, **sections)
 
 
-def carry_out(config: RunConfig, strike: Callable[[Struck], None] | None = None) -> tuple[dict[str, Any], Keeper]:
+def carry_out(config: RunConfig, strike: Callable[[Struck], None] | None = None) -> tuple[dict[str, Any], Listener]:
     """Train, struck once before step `AT`."""
-    keeper = Keeper()
+    keeper = Listener()
     with ranks_of(config) as ranks:
         run = Struck(set_up(config, ranks), [keeper])
         if strike is not None:
@@ -145,8 +130,8 @@ def test_before_the_first_snapshot_is_the_beginning(configure: Configure, tmp_pa
 def test_a_layer_that_changed_its_recipe_goes_back_with_the_others(configure: Configure, tmp_path: Any) -> None:
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "saturated", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
-        assert run._guarded.guard._refine(alarm.layer, alarm)
-        assert run._guarded.guard._refine(alarm.layer, alarm)
+        assert run.guard._refine(alarm.layer, alarm)
+        assert run.guard._refine(alarm.layer, alarm)
         row_times_1000(run)
 
     summary, keeper = carry_out(guarded(configure, str(tmp_path / "run"), run={"recipe": "delayed"}), strike)
@@ -166,7 +151,7 @@ def test_layers_of_a_run_with_static_scales_take_another_recipe(
 
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "flushed", layer, "input", 1.0, 0.5)
-        assert run._guarded.guard._refine(alarm.layer, alarm)
+        assert run.guard._refine(alarm.layer, alarm)
         assert (octavo.scales(run.setup.states[0].model) is None) == (layer == "*")
 
     static = guarded(configure, str(tmp_path / "run"), run={"recipe": "static", "scales": str(scales)})
@@ -179,7 +164,7 @@ def test_layers_of_a_run_with_static_scales_take_another_recipe(
 def test_a_layer_that_left_fp8_stays_in_bf16_to_the_end(configure: Configure, tmp_path: Any) -> None:
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "saturated", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
-        while run._guarded.guard._refine(alarm.layer, alarm):
+        while run.guard._refine(alarm.layer, alarm):
             pass
 
     run = {"recipe": "tensorwise", "last_share": 0.2, "checkpoint_every": 18}
@@ -196,14 +181,14 @@ def test_a_layer_that_left_fp8_stays_in_bf16_to_the_end(configure: Configure, tm
 def test_steps_that_are_checked_late_may_be_followed_by_another_recipe(configure: Configure, tmp_path: Any) -> None:
     """As on a GPU, where a step is checked once the next one is queued."""
     config = guarded(configure, str(tmp_path / "run"), run={"last_share": 0.3, "recipe": "tensorwise"})
-    trainer = Trainer(set_up(config), [keeper := Keeper()])
-    trainer._guarded._lag = 1
+    trainer = Trainer(set_up(config), [keeper := Listener()])
+    trainer._lag = 1
 
     def refine() -> bool:
-        return trainer._guarded.guard._refine("layers.0.feed_forward.w2", Alarm(5, "saturated", "", "", 1.0, 0.5))
+        return trainer.guard._refine("layers.0.feed_forward.w2", Alarm(5, "saturated", "", "", 1.0, 0.5))
 
-    before = trainer._guarded.guard.before
-    trainer._guarded.guard.before = lambda: (before(), trainer.done == 5 and [refine() for _ in range(3)])  # type: ignore[method-assign]
+    before = trainer.guard.before
+    trainer.guard.before = lambda: (before(), trainer.done == 5 and [refine() for _ in range(3)])  # type: ignore[method-assign]
     trainer.run()
     assert [event.step for event in keeper.of(TensorsMeasured)] == [*range(1, 21)]
     assert len({len(event.values) for event in keeper.of(TensorsMeasured)}) == 3
@@ -218,7 +203,7 @@ def test_a_layer_that_cannot_be_refined_is_measured_on(
     def strike(run: Struck) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("octavo.train.guarding.convert_as", refused)
-            assert run._guarded.refine(recipes.load("block")) == "not today"
+            assert run.refine(recipes.load("block")) == "not today"
 
     _, keeper = carry_out(guarded(configure, str(tmp_path / "run")), strike)
     assert keeper.of(TensorsMeasured)[-1].step == 20
@@ -227,7 +212,7 @@ def test_a_layer_that_cannot_be_refined_is_measured_on(
 
 def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_path: Any) -> None:
     config = guarded(configure, str(tmp_path / "run"), guard={"mode": "watch"})
-    keeper = Keeper()
+    keeper = Listener()
     with ranks_of(config) as ranks, pytest.raises(RunError, match="no longer finite"):
         run = Struck(set_up(config, ranks), [keeper])
         run.prepare(Fault("", "weights", "sudden", "", strike=lambda run, _: nan_in_a_norm(run), at=(0,)), AT)
@@ -255,27 +240,27 @@ def test_batches_passed_over_stay_so_after_a_resume(configure: Configure, tmp_pa
     batch = config.run.batch
 
     def skip(run: Struck) -> None:
-        run._guarded.guard._skipped.append(run._guarded.position + 2 * batch)
+        run.guard._skipped.append(run.position + 2 * batch)
 
     carry_out(config, skip)
     with ranks_of(config) as ranks:
         run = Struck(set_up(config, ranks), [])
         run.resume()
-        assert run._guarded.guard._skipped == [(AT + 1) * batch]
-        run._guarded._seek((AT + 1) * batch)
-        run._guarded.guard.before()
-        assert run._guarded.position == (AT + 2) * batch
+        assert run.guard._skipped == [(AT + 1) * batch]
+        run._seek((AT + 1) * batch)
+        run.guard.before()
+        assert run.position == (AT + 2) * batch
 
 
 def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configure, tmp_path: Any) -> None:
     config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 10})
     carry_out(config)
-    keeper = Keeper()
+    keeper = Listener()
     with ranks_of(config) as ranks:
         run = Struck(set_up(config, ranks), [keeper])
         run.resume()
         row_times_1000(run)
-        run._guarded.guard.before()
+        run.guard.before()
     assert [event.layer for event in keeper.of(GuardEvent)] == ["layers.1.attention.wo"]
 
 
@@ -291,7 +276,7 @@ def test_a_resumed_run_goes_on_with_the_recipes_that_layers_had(configure: Confi
 
     with pytest.raises(KeyboardInterrupt):
         carry_out(guarded(configure, str(tmp_path / "parts"), **{k: {**v} for k, v in sections.items()}), stop)
-    keeper = Keeper()
+    keeper = Listener()
     config = guarded(configure, str(tmp_path / "parts"), **sections)
     resumed = train(config, reporters=[keeper], resume=True)
     moved = [event for event in keeper.of(GuardEvent) if event.cause == "precision"]

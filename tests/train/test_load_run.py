@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import octavo
-from octavo import recipes
 from octavo.errors import CheckpointError
 from octavo.nn import Linear
 from octavo.train import RunConfig, train
@@ -44,7 +43,7 @@ def test_weights_are_those_of_the_newest_checkpoint(configure: Configure, tmp_pa
 
 def test_static_scales_are_those_of_the_run(configure: Configure, tmp_path: Path) -> None:
     config = configure(run={"twin": False})
-    (lane,), _ = make_states(config, recipes.load("bf16"), torch.device("cpu"))
+    (lane,), _ = make_states(config.with_run(recipe="bf16"), torch.device("cpu"))
     tokens = torch.randint(256, (2, 16))
     calibration = octavo.calibrate(lane.model, [tokens], loss=lambda model, batch: model(batch, batch))
     calibration.save(tmp_path / "scales.json")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo import Policy, convert, recipes, scales
+from octavo import Policy, convert, scales
 from octavo.memory import Forecast
 from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
@@ -85,7 +85,7 @@ def test_a_step_of_a_run_takes_on_a_gpu_what_was_predicted() -> None:
     torch._C._cuda_clearCublasWorkspaces()  # an earlier test's would not be counted
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    (lane,), _ = make_states(config, recipes.load(config.run.recipe), torch.device("cuda"))
+    (lane,), _ = make_states(config, torch.device("cuda"))
     tokens = torch.zeros(64, config.data.sequence, dtype=torch.int64, device="cuda")
     for step in (1, 2):
         lane.step(tokens, tokens, step=step, lr=1e-3)

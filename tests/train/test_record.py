@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reporters import Listener
 from rich.console import Console
 
 from octavo.errors import ConfigError, RunError
@@ -17,18 +18,10 @@ from octavo.monitor.system import SystemProbe
 from octavo.train import train
 from octavo.train.config import RunConfig
 from octavo.train.console import ConsoleReporter
-from octavo.train.events import Evaluated, Event, Saved
+from octavo.train.events import Evaluated, Saved
 from octavo.train.files import read_metrics
 
 Configure = Callable[..., RunConfig]
-
-
-class Interrupter:
-    def report(self, event: Event) -> None:
-        if isinstance(event, Saved) and event.step == 3:
-            raise KeyboardInterrupt
-
-    def close(self) -> None: ...
 
 
 def test_the_store_holds_what_the_metrics_hold(configure: Configure) -> None:
@@ -58,7 +51,7 @@ def test_the_store_holds_what_the_metrics_hold(configure: Configure) -> None:
 def test_a_resumed_run_appends_to_its_checkpoint(configure: Configure) -> None:
     config = configure(run={"steps": 6, "log_every": 1, "checkpoint_every": 3})
     with pytest.raises(KeyboardInterrupt):
-        train(config, reporters=[Interrupter()])
+        train(config, reporters=[Listener(Saved, step=3)])
     assert RunReader(config.run.out).state() == "interrupted"
     train(config, resume=True)
     run = RunReader(config.run.out)
@@ -140,19 +133,8 @@ def test_the_energy_of_a_run_and_its_cost_are_in_the_summary(
     assert without["energy_kwh"] is None and without["energy_cost"] is None
 
 
-class Killer:
-    """Kills the process at the n-th event of a kind."""
-
-    def __init__(self, kind: type, count: int) -> None:
-        self.kind, self.left = kind, count
-
-    def report(self, event: Event) -> None:
-        if isinstance(event, self.kind):
-            self.left -= 1
-            if not self.left:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def close(self) -> None: ...
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def records(config: RunConfig) -> tuple[list[Any], list[Any]]:
@@ -179,7 +161,7 @@ def test_records_of_a_run_killed_after_a_checkpoint_are_those_of_one_that_was_no
     whole = configure(run={**run, "out": str(tmp_path / "whole")})
     train(whole)
     config = configure(run=run)
-    assert in_child(lambda: train(config, reporters=[Killer(kind, count)])) == signal.SIGKILL
+    assert in_child(lambda: train(config, reporters=[Listener(kind, kill, count=count)])) == signal.SIGKILL
     train(config, resume=True)
     assert records(config) == records(whole)
 
@@ -187,15 +169,9 @@ def test_records_of_a_run_killed_after_a_checkpoint_are_those_of_one_that_was_no
 def test_a_checkpoint_kept_before_records_were_counted_resumes(configure: Configure) -> None:
     config = configure(run={"steps": 4, "checkpoint_every": 2})
     with pytest.raises(KeyboardInterrupt):
-        train(config, reporters=[Stopper()])
+        train(config, reporters=[Listener(Saved)])
     file = config.run.out / "checkpoints/step-000002/state.json"
     state = json.loads(file.read_text(encoding="utf-8"))
     del state["recorded"], state["sha256"]
     file.write_text(json.dumps(state), encoding="utf-8")
     assert train(config, resume=True)["steps"] == 4
-
-
-class Stopper(Interrupter):
-    def report(self, event: Event) -> None:
-        if isinstance(event, Saved):
-            raise KeyboardInterrupt

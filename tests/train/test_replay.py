@@ -23,7 +23,7 @@ from octavo.nn.telemetry import Telemetry
 from octavo.train.config import LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
 from octavo.train.evaluate import heldout_losses
 from octavo.train.parallel import SINGLE_PROCESS, Launch
-from octavo.train.replay import WARM, Captured, Graphs, _stored, _WarningGraphs
+from octavo.train.replay import WARM, Captured, Graphs, _stored
 from octavo.train.setup import replays
 from octavo.train.train_state import TrainState
 from octavo_bench.ranks import join_alone
@@ -390,10 +390,7 @@ def test_gradients_that_a_replay_would_overwrite_are_an_error() -> None:
 
 
 def test_a_user_is_warned_where_nothing_is_captured() -> None:
-    class Refuses(_WarningGraphs, RefusesToCapture):
-        pass
-
-    own = lane(Refuses())
+    own = lane(RefusesToCapture(warns=True))
     with pytest.warns(UserWarning, match="launched one by one.*not permitted") as seen:
         trained(own, WARM + 1)
     assert len(seen) == 1

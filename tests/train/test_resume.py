@@ -21,6 +21,7 @@ def test_how_a_run_is_watched_and_kept_may_change() -> None:
         tiny(out="elsewhere", keep=9, log_every=1, eval_every=2, checkpoint_every=1, steps=99),
         Path("c"),
     )
+    check_same_run(saved, tiny(tracker="mlflow", tracker_tensors=10, price_per_kwh=0.3, telemetry_every=2), Path("c"))
 
 
 def test_what_decides_the_numbers_may_not() -> None:
@@ -36,6 +37,15 @@ def test_a_key_that_this_version_does_not_know() -> None:
     saved["run"]["magic"] = 1
     with pytest.raises(CheckpointError, match=r"run.magic"):
         check_same_run(saved, tiny(), Path("c"))
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("run", "last_share"), ("optimizer", "decay"), ("guard", "layer_shift"), ("lora", "layers")]
+)
+def test_a_key_that_the_checkpoint_does_not_know_had_its_default(section: str, key: str) -> None:
+    saved = config_reader.to_dict(tiny())
+    del saved[section][key]
+    check_same_run(saved, tiny(), Path("c"))
 
 
 def test_every_free_key_exists() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from reporters import Listener
 from safetensors.torch import load_file, save_file
 from torch._dynamo.testing import CompileCounter
 
@@ -19,7 +20,7 @@ from octavo.errors import CheckpointError, ConfigError, DataError, DivergedError
 from octavo.monitor.store.reader import RunReader
 from octavo.train import checkpoint, load_run, train
 from octavo.train.config import RunConfig
-from octavo.train.events import Event, Finished, Logged, Saved, Started, Switched
+from octavo.train.events import Finished, Logged, Saved, Started, Switched
 from octavo.train.files import read_metrics
 from octavo.train.setup import set_up
 from octavo.train.train_state import TrainState
@@ -28,27 +29,10 @@ Configure = Callable[..., RunConfig]
 EVERY_STEP = {"steps": 6, "log_every": 1, "checkpoint_every": 1, "keep": 10}
 
 
-class Listener:
-    """Writes down what happens, and stops the run after a step if told to."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.events: list[Event] = []
-        self.closed = 0
-        self._stop_after = stop_after
-
-    def report(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Saved) and event.step == self._stop_after:
-            raise KeyboardInterrupt
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 def stopped_after(step: int, config: RunConfig) -> Path:
     """Run until the checkpoint of `step` is written, then interrupt. Return the checkpoint."""
     with pytest.raises(KeyboardInterrupt):
-        train(config, reporters=[Listener(stop_after=step)])
+        train(config, reporters=[Listener(Saved, step=step)])
     path = checkpoint.latest(config.run.out / "checkpoints")
     assert path is not None
     return path
@@ -60,10 +44,33 @@ def measured(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in timed} for line in read_metrics(out / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("recipe", ["folded", "delayed", "bf16"])
-def test_resuming_continues_bit_for_bit(configure: Configure, tmp_path: Path, recipe: str) -> None:
-    straight = configure(run={**EVERY_STEP, "recipe": recipe, "out": str(tmp_path / "straight")})
-    broken = configure(run={**EVERY_STEP, "recipe": recipe, "out": str(tmp_path / "broken")})
+LARGE_ENOUGH = {"dim": 64, "ffn": 128, "layers": 1}
+"""For matrices that `keep_small` leaves to the tier."""
+MOMENT = {"fp8": torch.float8_e4m3fn, "exact": torch.bfloat16, "fp32": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("run", "optimizer"),
+    [
+        *(({"recipe": recipe}, {}) for recipe in ("folded", "delayed", "bf16")),
+        *(({}, {"states": states}) for states in ("fp8", "exact")),
+        ({}, {"states": "fp8", "name": "muon", "gradients": "fp8"}),
+        ({"weights": "bf16", "twin": False}, {"states": "fp32"}),
+        ({"weights": "fp8", "twin": False}, {"states": "fp8"}),
+    ],
+    ids=str,
+)
+def test_resuming_continues_bit_for_bit(
+    configure: Configure, tmp_path: Path, run: dict[str, Any], optimizer: dict[str, str]
+) -> None:
+    straight, broken = (
+        configure(
+            model=LARGE_ENOUGH if optimizer else {},
+            optimizer=optimizer,
+            run={**EVERY_STEP, **run, "out": str(tmp_path / name)},
+        )
+        for name in ("straight", "broken")
+    )
     summary = train(straight)
     stopped_after(3, broken)
     torch.manual_seed(99)  # a new process would start from other random numbers
@@ -71,42 +78,17 @@ def test_resuming_continues_bit_for_bit(configure: Configure, tmp_path: Path, re
 
     assert measured(broken.run.out) == measured(straight.run.out)
     assert len(measured(broken.run.out)) == 6 + 1
-    for key in ("heldout_loss_fp8", "heldout_loss_bf16", "fp8_gemms", "tokens"):
+    same = "heldout_loss_fp8 heldout_loss_bf16 fp8_gemms tokens optimizer_bytes_per_parameter"
+    for key in same.split():
         assert resumed[key] == summary[key], key
-    lanes = ["bf16"] if recipe == "bf16" else ["fp8", "bf16"]
+    lanes = ["bf16"] if run.get("recipe") == "bf16" else ["fp8"] if "twin" in run else ["fp8", "bf16"]
     for name in [*lanes, "random"]:
         a, b = (load_file(c.run.out / "checkpoints/step-000006" / f"{name}.safetensors") for c in (straight, broken))
         assert a.keys() == b.keys()
-        assert all(torch.equal(a[key], b[key]) for key in a)
-
-
-LARGE_ENOUGH = {"dim": 64, "ffn": 128, "layers": 1}
-"""For matrices that `keep_small` leaves to the tier."""
-
-
-@pytest.mark.parametrize(
-    ("states", "settings"), [("fp8", {}), ("exact", {}), ("fp8", {"name": "muon", "gradients": "fp8"})], ids=str
-)
-def test_optimizer_states_resume_bit_for_bit(
-    configure: Configure, tmp_path: Path, states: str, settings: dict[str, str]
-) -> None:
-    sections = {"model": LARGE_ENOUGH, "optimizer": {"states": states, **settings}}
-    straight = configure(**sections, run={**EVERY_STEP, "out": str(tmp_path / "straight")})
-    broken = configure(**sections, run={**EVERY_STEP, "out": str(tmp_path / "broken")})
-    summary = train(straight)
-    stopped_after(3, broken)
-    resumed = train(broken, resume=True)
-
-    assert measured(broken.run.out) == measured(straight.run.out)
-    assert resumed["optimizer_bytes_per_parameter"] == summary["optimizer_bytes_per_parameter"]
-    for name in ("fp8", "bf16"):
-        a, b = (load_file(c.run.out / "checkpoints/step-000006" / f"{name}.safetensors") for c in (straight, broken))
-        assert a["optimizer.layers.0.attention.wq.weight.exp_avg"].dtype == MOMENT[states]
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[key].view(torch.uint8), b[key].view(torch.uint8)) for key in a if a[key].ndim)
-
-
-MOMENT = {"fp8": torch.float8_e4m3fn, "exact": torch.bfloat16}
+        assert all(torch.equal(a[key].reshape(-1).view(torch.uint8), b[key].reshape(-1).view(torch.uint8)) for key in a)
+        moment = a.get("optimizer.layers.0.attention.wq.weight.exp_avg")
+        assert moment is None or moment.dtype == MOMENT[optimizer.get("states", "fp32")]
+        assert ("model.layers.0.feed_forward.w1.weight.codes" in a) == (name == "fp8" and run.get("weights") == "fp8")
 
 
 def test_stochastic_rounding_follows_the_seed_of_the_run(configure: Configure) -> None:
@@ -134,15 +116,6 @@ def test_fp8_states_learn_as_fp32_ones_do(configure: Configure, tmp_path: Path) 
     assert loss["exact"] == pytest.approx(loss["fp32"], rel=1e-2)
     assert loss["fp8"] == pytest.approx(loss["fp32"], rel=1e-2)
     assert 8.0 == taken["fp32"] > taken["exact"] > taken["fp8"] > 2.0
-
-
-@pytest.mark.parametrize(("saved", "asked"), [("fp8", "exact"), ("fp32", "fp8"), ("fp8", "fp32")])
-def test_a_checkpoint_of_other_optimizer_states_is_refused(configure: Configure, saved: str, asked: str) -> None:
-    run = {"steps": 2, "twin": False}
-    train(configure(model=LARGE_ENOUGH, optimizer={"states": saved}, run=run))
-    other = configure(model=LARGE_ENOUGH, optimizer={"states": asked}, run=run)
-    with pytest.raises(CheckpointError, match=rf"optimizer\.states is '{saved}' there and '{asked}' here"):
-        train(other, resume=True)
 
 
 def test_both_lanes_start_from_the_same_bits_and_see_the_same_batches(configure: Configure) -> None:
@@ -220,12 +193,6 @@ def test_a_run_in_bf16_runs_no_fp8_gemm(configure: Configure) -> None:
     assert not (config.run.out / "plan.json").exists()
 
 
-def test_a_resumed_run_may_be_longer(configure: Configure) -> None:
-    train(configure(run={"steps": 2}))
-    summary = train(configure(run={"steps": 4}), resume=True)
-    assert summary["steps"] == 4
-
-
 def test_a_finished_run_resumed_only_evaluates(configure: Configure) -> None:
     config = configure(run={"steps": 2})
     first = train(config)
@@ -242,50 +209,26 @@ def test_nobodys_run_is_overwritten_unasked(configure: Configure) -> None:
     assert [p.name for p in checkpoint.find(config.run.out / "checkpoints")] == ["step-000001"]
 
 
-def test_nothing_to_resume(configure: Configure) -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint to resume from"):
-        train(configure(), resume=True)
-    assert not configure().run.out.exists()
+OTHERS: list[tuple[dict[str, dict[str, Any]], str]] = [
+    ({"model": {"ffn": 96}}, "of another model: model.ffn is 64 there and 96 here"),
+    ({"run": {"recipe": "block"}}, "of another recipe: run.recipe is 'folded' there and 'block' here"),
+    ({"run": {"seed": 5}}, "of another run: run.seed"),
+    ({"run": {"steps": 1}}, "past the end of this run of 1 steps"),
+    ({"data": {"sequence": 16}}, "of another model: model.sequence"),
+    ({"run": {"weights": "bf16"}}, "run.weights is 'fp32' there and 'bf16' here"),
+    ({"optimizer": {"states": "exact"}}, r"optimizer\.states is 'fp32' there and 'exact' here"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model": {"ffn": 96}}, "of another model: model.ffn is 64 there and 96 here"),
-        ({"run": {"recipe": "block"}}, "of another recipe: run.recipe is 'folded' there and 'block' here"),
-        ({"run": {"seed": 5}}, "of another run: run.seed"),
-        ({"run": {"steps": 1}}, "past the end of this run of 1 steps"),
-        ({"data": {"sequence": 16}}, "of another model: model.sequence"),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused(
-    configure: Configure, change: dict[str, dict[str, Any]], message: str
-) -> None:
-    train(configure(run={"steps": 2}))
-    changed = {
-        "run": {"steps": 2, **change.get("run", {})},
-        **{k: v for k, v in change.items() if k != "run"},
-    }
-    with pytest.raises(CheckpointError, match=message):
-        train(configure(**changed), resume=True)
+def test_a_checkpoint_of_another_run_is_refused(configure: Configure) -> None:
+    run = {"steps": 2, "twin": False}
+    train(configure(run=run))
+    for change, message in OTHERS:
+        with pytest.raises(CheckpointError, match=message):
+            train(configure(**{**change, "run": {**run, **change.get("run", {})}}), resume=True)
     path = checkpoint.latest(configure().run.out / "checkpoints")
     assert path is not None
     assert checkpoint.load(path).step == 2
-
-
-def test_tensors_of_another_model_are_refused(configure: Configure) -> None:
-    # The configuration agrees, the tensors do not: a checkpoint put together by hand.
-    path = stopped_after(1, configure(run=EVERY_STEP))
-    file = path / "fp8.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"] = torch.ones(31)
-    rewrite(file, tensors)
-    with pytest.raises(CheckpointError, match=r"'norm.weight' has the shape \[31\] there and \[32\] here"):
-        train(configure(run=EVERY_STEP), resume=True)
-    del tensors["model.norm.weight"]
-    rewrite(file, tensors)
-    with pytest.raises(CheckpointError, match=r"only the model has the parameter 'norm.weight'"):
-        train(configure(run=EVERY_STEP), resume=True)
 
 
 def test_a_truncated_checkpoint_leaves_the_one_before_to_go_on_from(configure: Configure) -> None:
@@ -296,16 +239,6 @@ def test_a_truncated_checkpoint_leaves_the_one_before_to_go_on_from(configure: C
         train(config, resume=True)
     shutil.rmtree(path)
     assert train(config, resume=True)["steps"] == 6
-
-
-def test_a_weight_that_is_not_finite_is_named(configure: Configure) -> None:
-    config = configure(run=EVERY_STEP)
-    path = stopped_after(1, config)
-    tensors = load_file(path / "fp8.safetensors")
-    tensors["model.layers.0.attention.wq.weight"][3, 4] = float("nan")
-    rewrite(path / "fp8.safetensors", tensors)
-    with pytest.raises(NonFiniteError, match=r"layers\.0\.attention\.wq\.weight"):
-        train(config, resume=True)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(configure: Configure) -> None:
@@ -396,6 +329,8 @@ def test_the_first_steps_in_bf16_and_the_last_share_by_another_recipe(configure:
     in_backward = ledger.gemms.total() - 4 * PRODUCTS  # of two steps; the evaluation at the end has none
     assert 0 < in_backward < 2 * PRODUCTS
     lines = [line for line in measured(config.run.out) if "loss_fp8" in line]
+    shares = [line["fp8_flops"] for line in lines]
+    assert shares[:2] == [0, 0] and shares[2] > shares[6] > 0 and shares[2:6] == 4 * [shares[2]]
     same = [line["loss_fp8"] == line["loss_bf16"] for line in lines]
     assert same[:2] == [True, True] and not any(same[2:])  # until FP8 begins, the two are one model
     plan = RunReader(config.run.out).document("plan")
@@ -465,7 +400,9 @@ def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, 
     train(straight)
     for stop in (1, 2, 5, 6, 7):  # within BF16, where FP8 begins, where the last recipe does, within, at the end
         broken = configure(run={**run, "out": str(tmp_path / f"broken {stop}")})
-        stopped_after(stop, broken)
+        shutil.copytree(straight.run.out, broken.run.out)
+        for path in checkpoint.find(broken.run.out / "checkpoints")[stop:]:
+            shutil.rmtree(path)
         train(broken, resume=True)
         assert measured(broken.run.out) == measured(straight.run.out), stop
 
@@ -515,16 +452,6 @@ def test_a_schedule_works_in_compiled_blocks(configure: Configure) -> None:
     assert counts[1] > counts[0] and counts[1] == counts[2] == counts[3]  # once for each precision
 
 
-def damaged(configure: Configure, change: Callable[[dict[str, torch.Tensor]], object]) -> RunConfig:
-    """Return a run with a checkpoint after one step whose tensors were changed by hand, checksums included."""
-    config = configure(run=EVERY_STEP)
-    file = stopped_after(1, config) / "fp8.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    rewrite(file, tensors)
-    return config
-
-
 WQ = "layers.0.attention.wq.weight"
 
 
@@ -533,23 +460,28 @@ def _without_optimizer(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[name]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_without_optimizer, r"is incomplete: the optimizer's state of '.*' lacks exp_avg, exp_avg_sq, step"),
-        (lambda t: t.pop(f"optimizer.{WQ}.exp_avg_sq"), rf"state of '{re.escape(WQ)}' lacks exp_avg_sq"),
-        (lambda t: t[f"optimizer.{WQ}.exp_avg"].fill_(torch.nan), rf"values of 'optimizer.{re.escape(WQ)}.exp_avg'"),
-        (
-            lambda t: t.update({f"model.{WQ}": t[f"model.{WQ}"].bfloat16()}),
-            r"is torch.bfloat16 there and torch.float32",
-        ),
-    ],
-)
-def test_a_checkpoint_that_is_not_complete_is_refused(
-    configure: Configure, change: Callable[[dict[str, torch.Tensor]], object], message: str
-) -> None:
-    with pytest.raises((CheckpointError, NonFiniteError), match=message):
-        train(damaged(configure, change), resume=True)
+CHANGES: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
+    (_without_optimizer, r"is incomplete: the optimizer's state of '.*' lacks exp_avg, exp_avg_sq, step"),
+    (lambda t: t.pop(f"optimizer.{WQ}.exp_avg_sq"), rf"state of '{re.escape(WQ)}' lacks exp_avg_sq"),
+    (lambda t: t[f"optimizer.{WQ}.exp_avg"].fill_(torch.nan), rf"values of 'optimizer.{re.escape(WQ)}.exp_avg'"),
+    (lambda t: t[f"model.{WQ}"][3, 4].fill_(torch.nan), rf"1 of \d+ values of 'model.{re.escape(WQ)}'"),
+    (lambda t: t.update({f"model.{WQ}": t[f"model.{WQ}"].bfloat16()}), r"is torch.bfloat16 there and torch.float32"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"'norm.weight' has the shape \[31\] there and \[32\]"),
+    (lambda t: t.pop("model.norm.weight"), r"only the model has the parameter 'norm.weight'"),
+]
+
+
+def test_a_checkpoint_that_is_not_complete_is_refused(configure: Configure) -> None:
+    config = configure(run={**EVERY_STEP, "twin": False})
+    file = stopped_after(1, config) / "fp8.safetensors"
+    written = file.read_bytes()
+    for change, message in CHANGES:  # put together by hand, checksums included
+        file.write_bytes(written)
+        tensors = load_file(file)
+        change(tensors)
+        rewrite(file, tensors)
+        with pytest.raises((CheckpointError, NonFiniteError), match=message):
+            train(config, resume=True)
 
 
 def test_a_flipped_bit_is_noticed_by_all_who_read(configure: Configure) -> None:
@@ -594,30 +526,21 @@ def break_after(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[Tr
     monkeypatch.setattr(TrainState, "step", stepped)
 
 
-def test_weights_that_are_not_finite_never_become_a_checkpoint(
+def test_weights_and_moments_that_are_not_finite_never_become_a_checkpoint(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = configure(run={**EVERY_STEP, "keep": 1, "steps": 3})
-    break_after(monkeypatch, 3, lambda state: state.parameters[WQ].data[0, 0].fill_(torch.nan))
-    with pytest.raises(
-        DivergedError, match=rf"after step 3, in the FP8 model 1 of \d+ values of 'model.{WQ}'.*step-000002"
+    config = configure(run={**EVERY_STEP, "keep": 1, "steps": 4})
+    for step, change, message in (
+        (3, lambda state: state.parameters[WQ].data[0, 0].fill_(torch.nan), rf"1 of \d+ values of 'model.{WQ}'"),
+        (3, lambda state: state.optimizer.state[state.parameters[WQ]]["exp_avg"].fill_(torch.inf), "exp_avg' are NaN"),
     ):
-        train(config)
-    assert [path.name for path in checkpoint.find(config.run.out / "checkpoints")] == ["step-000002"]
-    assert not (config.run.out / "summary.json").exists()
-    monkeypatch.undo()
-    assert train(config, resume=True)["steps"] == 3
-
-
-def test_moments_that_are_not_finite_never_become_a_checkpoint(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def change(state: TrainState) -> None:
-        state.optimizer.state[state.parameters[WQ]]["exp_avg"].fill_(torch.inf)
-
-    break_after(monkeypatch, 1, change)
-    with pytest.raises(DivergedError, match=r"'optimizer.*exp_avg' are NaN or infinite: no checkpoint is written"):
-        train(configure(run=EVERY_STEP))
+        with monkeypatch.context() as patched:
+            break_after(patched, step, change)
+            with pytest.raises(DivergedError, match=rf"after step 3, in the FP8 model .*{message}.*step-000002"):
+                train(config, overwrite=True)
+        assert [path.name for path in checkpoint.find(config.run.out / "checkpoints")] == ["step-000002"]
+        assert not (config.run.out / "summary.json").exists()
+    assert train(config, resume=True)["steps"] == 4
 
 
 def test_a_heldout_loss_that_is_not_finite_is_no_summary(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from octavo import optim
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import ConfigError
 from octavo.tensor import FP8Tensor
 from octavo.train import train
 from octavo.train.config import RunConfig
-from octavo.train.events import Event, Saved
 from octavo.train.setup import set_up
 from octavo.train.train_state import TrainState
 
@@ -142,33 +140,3 @@ def test_a_run_in_fp8_weights_reaches_the_loss_of_bf16_weights(configure: Config
     assert taken == {"fp32": 4.0, "bf16": 2.0, "fp8": pytest.approx((in_fp8 + 4 * rows + 2 * (count - in_fp8)) / count)}
     kept = [summaries[weights]["optimizer_bytes_per_parameter"] for weights in taken]
     assert kept == [8.0, 10.0, pytest.approx((12 * in_fp8 + 10 * (count - in_fp8)) / count)]
-
-
-class _StopAt3:
-    def report(self, event: Event) -> None:
-        if isinstance(event, Saved) and event.step == 3:
-            raise KeyboardInterrupt
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("weights", "states"), [("bf16", "fp32"), ("fp8", "fp8")])
-def test_a_resumed_run_continues_bit_for_bit(configure: Configure, tmp_path: Path, weights: str, states: str) -> None:
-    def config(out: str, **run: Any) -> RunConfig:
-        kept = {"steps": 6, "log_every": 1, "checkpoint_every": 1, "keep": 10, "weights": weights, "twin": False}
-        optimizer = {"states": states}
-        return configure(model=MODEL, optimizer=optimizer, run={**kept, "out": str(tmp_path / out), **run})
-
-    summary = train(config("straight"))
-    with pytest.raises(KeyboardInterrupt):
-        train(config("broken"), reporters=[_StopAt3()])
-    resumed = train(config("broken"), resume=True)
-    assert resumed["heldout_loss_fp8"] == summary["heldout_loss_fp8"]
-    a, b = (load_file(tmp_path / out / "checkpoints/step-000006/fp8.safetensors") for out in ("straight", "broken"))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(*(tensors[key].reshape(-1).view(torch.uint8) for tensors in (a, b))) for key in a)
-    codes = a.get("model.layers.0.feed_forward.w1.weight.codes")
-    assert (codes is not None) == (weights == "fp8")
-    with pytest.raises(CheckpointError, match=rf"run.weights is '{weights}' there and 'fp32' here"):
-        train(config("broken", weights="fp32", steps=7), resume=True)

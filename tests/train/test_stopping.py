@@ -12,31 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reporters import Listener
 
 from octavo.errors import Interrupted
 from octavo.monitor.store.reader import RunReader
 from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig
-from octavo.train.events import Event, Logged
+from octavo.train.events import Logged
 from octavo.train.files import read_metrics
 from octavo.train.stopping import StopSignals
 
 Configure = Callable[..., RunConfig]
 RUN = {"steps": 6, "log_every": 1, "checkpoint_every": 0, "twin": False}
-
-
-class Signals:
-    """Sends this process a signal while a step is logged."""
-
-    def __init__(self, number: int, at: int) -> None:
-        self._number, self._at = number, at
-
-    def report(self, event: Event) -> None:
-        if isinstance(event, Logged) and event.step == self._at:
-            os.kill(os.getpid(), self._number)
-
-    def close(self) -> None:
-        pass
 
 
 def test_a_signal_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
@@ -47,7 +34,7 @@ def test_a_signal_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
     expected = train(straight)
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as error:
-        train(stopped, reporters=[Signals(number, 2)])
+        train(stopped, reporters=[Listener(Logged, lambda: os.kill(os.getpid(), number), step=2)])
     assert error.value.exit_code == code
     assert signal.getsignal(number) is before
     assert "saving a checkpoint after this step" in capfd.readouterr().err

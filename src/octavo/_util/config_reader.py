@@ -127,6 +127,15 @@ def to_dict(instance: Any) -> dict[str, Any]:
     return mapping
 
 
+def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings with those of `over` in place of, or beside, those of `under`."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return merged
+
+
 def read_file(path: Path, error: type[OctavoError] = ConfigError) -> dict[str, Any]:
     """Return the contents of a `.toml` or `.json` file: a table.
 

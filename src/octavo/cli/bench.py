@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -30,21 +29,10 @@ def is_here() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
-def benchmarks(module: str) -> ModuleType:
-    """Import a module of the benchmarks by its name inside their package.
-
-    Raises:
-        UnsupportedError: Octavo runs from an installed package, without its repository.
-    """
-    if not is_here():
-        raise UnsupportedError(ELSEWHERE)
-    return importlib.import_module(f"{PACKAGE}.{module}")
-
-
 def bench() -> App:
     """Return the command with its subcommands; outside the repository, one that says where they are."""
     if is_here():
-        commands: App = benchmarks("cli").bench
+        commands: App = importlib.import_module(f"{PACKAGE}.cli").bench
         return commands
     stub = App(name="bench", help=f"Measure speed and accuracy. {ELSEWHERE}")
 

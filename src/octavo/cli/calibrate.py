@@ -73,7 +73,7 @@ def calibrate(
     run
         Directory of a run, for the weights of its newest checkpoint; or a run file, for a newly initialised model.
     preset
-        demo (demo-cuda or demo-cpu, by device), tiny, or parity-cuda, newly initialised. RUN overrides it.
+        Preset of `octavo train`, newly initialised. RUN overrides it.
     output
         File to write or update; by default calibration.json, in the directory of the run if one is given.
     """

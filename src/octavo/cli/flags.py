@@ -111,13 +111,9 @@ def _default(f: dataclasses.Field[Any]) -> str:
     return f" [default: {' '.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default}]"
 
 
+@functools.cache  # shared by several commands; reading sources is half the time of `--help`
 def field_docs(cls: type) -> Mapping[str, str]:
     """Return the docstring literal under each field of a dataclass."""
-    return _field_docs(cls)
-
-
-@functools.cache  # shared by several commands; reading sources is half the time of `--help`
-def _field_docs(cls: type) -> Mapping[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)  # what getsource returns for a class
     docs = {}

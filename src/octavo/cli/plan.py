@@ -52,7 +52,7 @@ def plan(
     file
         Run file, .toml or .json, or the directory of a run.
     preset
-        demo (demo-cuda or demo-cpu, depending on the device), tiny, or parity-cuda. FILE overrides it.
+        Preset of `octavo train`. FILE overrides it.
     gpu
         Plan for this GPU, which need not be here, with the predicted gain of each layer where its rates are known.
     memory
@@ -95,8 +95,7 @@ def _plan(config: RunConfig, recipe: Recipe, gpu: str | None) -> Plan:
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
     hold_as(config.run.weights, model)
-    tokens = config.run.batch // config.run.accumulate * config.data.sequence
-    policy = policy_of(config, recipe)
+    policy, tokens = policy_of(config, recipe), config.tokens_per_pass()
     kind = "cuda" if gpu else here.type
     before = torch.is_autocast_enabled(kind)
     torch.set_autocast_enabled(kind, True)  # as a run computes; torch.autocast refuses a GPU that is not here

@@ -32,7 +32,7 @@ from octavo.recipes import GEMMS, Evidence, Recipe, load
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """What one linear layer, convolution or product of experts will do."""
+    """The plan of one linear layer, convolution or product of experts."""
 
     name: str
     kind: str = "linear"
@@ -52,16 +52,16 @@ class LayerPlan:
     gain: float | None
     """Predicted BF16 time / FP8 time on this GPU; None if Octavo has no rates of it, and for layers in BF16."""
     reason: str
-    """Why it stays in BF16, or what to know of its kernels."""
+    """Why it stays in BF16, or a note on its kernels."""
 
     keeps_input: bool = False
     """Whether backward quantises its input again (`Policy.requantise`)."""
     weight: Literal["as_it_is", "fp8"] = "as_it_is"
     """Whether its weight is stored in FP8 (`Policy.weights`), or is one already."""
     saves: int = 0
-    """Bytes of memory that storing it so saves, against now."""
+    """Bytes of memory that storing it in FP8 saves."""
     evidence: Evidence | None = None
-    """What a precision map says of it."""
+    """Its entry in a precision map."""
 
     @property
     def weights(self) -> int:

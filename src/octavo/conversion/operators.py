@@ -30,7 +30,7 @@ def _white() -> dict[str, str]:
     return {
         "linear": "a layer's product: projections of attention, MLPs",
         **dict.fromkeys(("matmul", "mm", "addmm"), products),
-        "mv": "a layer's product for one token; on a GPU `min_gain` leaves most as they are",
+        "mv": "a layer's product for one token; on a GPU `min_gain` excludes most",
         **dict.fromkeys(("bmm", "baddbmm"), "products of two activations, as attention's"),
         "einsum": "of two operands: one of the products above",
         **dict.fromkeys(("conv1d", "conv2d"), "a product of the matrix of patches and the weight"),
@@ -59,7 +59,7 @@ def _black() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """The lists. An operator on neither runs as it is and is not reported. `print` shows them as a table.
+    """White and black list. An operator on neither runs unchanged and is not reported. `print` shows them as a table.
 
     Names are PyTorch's. `matmul` is `a @ b` too, and a name stands for every way to call it: `softmax` is
     `F.softmax`, `torch.softmax` and `x.softmax`.
@@ -71,18 +71,18 @@ class Operators:
     white: dict[str, str] = field(default_factory=_white)
     """Runs in FP8: operator -> reason."""
     black: dict[str, str] = field(default_factory=_black)
-    """Runs as it is, in the dtype it is called in, and is reported: operator -> reason."""
+    """Runs unchanged, in the dtype of its operands, and is reported: operator -> reason."""
     own: dict[str, Reader] = field(default_factory=dict)
-    """Operators of other libraries by `namespace::name`, as `torch.library` registers them -> the white operator that a
-    call equals, and its operands. A call that cannot be FP8 remains one of the library's operator."""
+    """Operators of other libraries by `namespace::name`, as `torch.library` registers them -> the equivalent call of a
+    white operator. A call that cannot run in FP8 uses the library's operator."""
     min_features: int = 32
-    """A product with fewer columns, or with fewer terms in its sums, stays as it is."""
+    """A product with fewer columns, or with fewer terms per sum, does not run in FP8."""
     multiple: int = 16
-    """A batch of products stays as it is unless M, N and K are multiples of this."""
+    """A batch of products runs in FP8 only if M, N and K are multiples of this."""
     min_gain: float = 1.0
-    """On a GPU, a product whose predicted gain is below this stays as it is. 0 takes all."""
+    """On a GPU, a product whose predicted gain is below this does not run in FP8. 0: all do."""
     max_loop: int = 8
-    """On a GPU that has no batched FP8 kernel for the recipe, a larger batch of products stays as it is."""
+    """On a GPU without a batched FP8 kernel for the recipe, larger batches of products do not run in FP8."""
 
     def __post_init__(self) -> None:
         for name in (*self.white, *self.black, *self.own):

@@ -57,9 +57,9 @@ SAVED = ("activation_inputs", "norm_inputs", "attention_output")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What `plan` and `convert` leave alone, of layers with a GEMM.
+    """Layers that `plan` and `convert` leave in BF16, and what converted ones store and save for backward.
 
-    Norms, softmax, embeddings and losses have none: they are never computed in FP8, whatever the policy.
+    Norms, softmax, embeddings and losses have no GEMM and are never computed in FP8, whatever the policy.
     """
 
     keep: Mapping[str, str] | Sequence[str] = field(default_factory=dict)
@@ -76,30 +76,30 @@ class Policy:
     fuse: bool = True
     """Whether layers that share an input, MLPs and norms are computed together where they are recognised."""
     memory: Literal["exact", "low"] = "exact"
-    """What layers keep from forward to backward. `exact`: nothing twice, and FP8 codes where no gradient changes by it.
-    `low`: FP8 wherever possible; it sets the next three options to `fp8`, each where the model has what it is for."""
+    """What layers save for backward. `exact`: nothing twice, and FP8 codes where that changes no gradient. `low`: FP8
+    wherever possible; it sets the next three options to `fp8`."""
     activation_inputs: Precision = "bf16"
-    """What MLPs that are computed together keep the inputs of their activation in, the outputs of gate and up, from
-    forward to backward. They are about half of a Llama's saved activations: `fp8` halves those, and backward reads
-    fewer bytes. The forward stays what it is; the gradients of the MLP and of all before it take one more rounding to
-    E4M3 (power-of-two scales of 1x128)."""
+    """Format in which fused MLPs save the inputs of their activation, the outputs of gate and up, for backward. They
+    are about half of a Llama's saved activations: `fp8` halves those, and backward reads fewer bytes. The forward pass
+    is unchanged; the gradients of the MLP and of everything before it are rounded once more, to E4M3 (power-of-two
+    scales of 1x128)."""
     norm_inputs: Precision = "bf16"
-    """What norms keep their input in from forward to backward: the residual stream, which nothing else keeps. `fp8`
-    halves it. The forward stays what it is; the gradient of a norm's weight is that of an input rounded to E4M3
+    """Format in which norms save their input for backward: the residual stream, which no other operation saves. `fp8`
+    halves it. The forward pass is unchanged; the gradient of a norm's weight is that of an input rounded to E4M3
     (power-of-two scales of 1x128), and that of its input hardly changes."""
     attention_output: Precision = "bf16"
-    """What attention keeps its output in: `fp8` as the codes that the output projection keeps anyway, so that the
-    output itself goes. The forward and the projection's gradients stay what they are; those of q, k and v see the
-    output rounded. It is for modules that compute attention by `octavo.nn.ScaledDotProduct`, as Octavo's models do."""
+    """Format in which attention saves its output: `fp8` saves the codes of the output projection instead of the output.
+    The forward pass and the projection's gradients are unchanged; those of q, k and v see the rounded output. For
+    modules that compute attention by `octavo.nn.ScaledDotProduct`, as Octavo's models do."""
     weights: Weights = "as_they_are"
-    """What converted linear layers store their weights in: `fp8` makes each an `FP8Tensor`, a byte per element, whose
-    codes the GEMMs read as they are. The master is then the optimizer's to keep: make one of `octavo.optim` after the
-    conversion. It needs a recipe such as `folded`, which rounds a weight once."""
+    """Storage of the weights of converted linear layers: `fp8` makes each an `FP8Tensor`, one byte per element, whose
+    codes the GEMMs read directly. The optimizer then has to keep the master weight: create one of `octavo.optim` after
+    the conversion. Needs a recipe that rounds a weight once: `folded` or `folded_fast`."""
     requantise: tuple[str, ...] = ()
-    """Name patterns of linear layers that keep their input as it is from forward to backward, and quantise it again
-    there, instead of keeping its codes. It saves a byte per element where something else keeps that tensor anyway, as
-    attention keeps its output, and costs one elsewhere. Of layers that share an input, all must be named. The results
-    are the same to the bit."""
+    """Name patterns of linear layers that save their input itself for backward, and quantise it again there, instead of
+    saving its codes. This saves a byte per element if another operation saves the same tensor anyway, as attention
+    saves its output, and costs a byte otherwise. Of layers that share an input, all must be named. Results are bitwise
+    the same."""
     bf16_blocks: tuple[int, int] = (0, 0)
     """How many blocks at the start and at the end of the model stay in BF16. Blocks are the children of its
     `nn.ModuleList` with the most parameters."""

@@ -28,7 +28,7 @@ PIECE_CHARACTERS = 1_000_000
 class BPETokenizer:
     """A byte-level BPE: any text can be encoded, and decodes to itself."""
 
-    def __init__(self, backend: Backend, name: str = "bpe") -> None:
+    def __init__(self, backend: Backend) -> None:
         """Wrap a tokenizer of the package `tokenizers`; its own end-of-text token is used if it has one.
 
         Raises:
@@ -41,7 +41,7 @@ class BPETokenizer:
             raise DataError(f"the tokenizer has no end-of-document token; add one of {', '.join(ends)}.")
         if size > WIDEST:
             raise DataError(f"the tokenizer has {size} ids; token files hold {WIDEST} at most.")
-        self.name = f"{name}-{size}"
+        self.name = f"bpe-{size}"
         self.vocab = -(-size // 16) * 16
         self.end_of_document: int = found[0][0]
         self.end_token: str = found[0][1]

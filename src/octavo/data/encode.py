@@ -15,15 +15,8 @@ from numpy.typing import NDArray
 from octavo.data.corpus import Corpus
 from octavo.data.documents import Document
 from octavo.data.tokenizer import Tokenizer, Tokens
-from octavo.errors import ConfigError
 
 SPACE = 2**64
-
-
-def check_fraction(fraction: float) -> None:
-    """Raise ConfigError unless `fraction` is between 0 and 1, exclusive."""
-    if not 0 < fraction < 1:
-        raise ConfigError(f"heldout: {fraction} is not a share between 0 and 1 (0.02 holds out 2 %).")
 
 
 def digest(content: bytes) -> int:
@@ -118,7 +111,7 @@ class Side:
 def encode_split(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float) -> SplitTotals:
     """Write `train.bin` and `heldout.bin` of `corpus` into `folder`.
 
-    One pass is enough if the hash leaves documents on both sides. With few documents the limit may have to move,
+    One pass is enough if the hash leaves documents on both sides. With few documents the limit may have to move, which
     takes a second pass; reading such corpora twice avoids keeping every corpus in memory.
     """
     limit = int(fraction * SPACE)
@@ -193,24 +186,17 @@ def _pass(
             for document, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
                 content, name = document.text.encode(), source_of(document.name)
                 digests.append(digest(content))
-                key = None if limit is None else digests[-1] < limit
-                _place(_closed(ids, tokenizer), len(content), name, fraction, key, train, heldout)
+                ids = _closed(ids, tokenizer)
+                if limit is None:  # equal documents are on both sides
+                    cut = tail(len(ids), fraction)
+                    head = round(len(content) * min(1, cut / max(1, len(ids) - 1)))  # its end has no bytes
+                    train.add(ids[:cut], head, name)
+                    heldout.add(ids[cut:], len(content) - head, name)
+                else:
+                    (heldout if digests[-1] < limit else train).add(ids, len(content), name)
             train.flush()
             heldout.flush()
     return digests, train, heldout
-
-
-def _place(
-    ids: Tokens, size: int, source: str, fraction: float, is_heldout: bool | None, train: Side, heldout: Side
-) -> None:
-    """Add a document to its side; a single one (None) to both."""
-    if is_heldout is not None:
-        (heldout if is_heldout else train).add(ids, size, source)
-        return
-    cut = tail(len(ids), fraction)
-    head_bytes = round(size * min(1, cut / max(1, len(ids) - 1)))  # the end of document has no bytes
-    train.add(ids[:cut], head_bytes, source)
-    heldout.add(ids[cut:], size - head_bytes, source)
 
 
 def _closed(ids: Tokens, tokenizer: Tokenizer) -> Tokens:

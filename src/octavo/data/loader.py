@@ -144,12 +144,17 @@ def open_tokens(path: Path) -> Tokens:
     Raises:
         DataError: the file is missing, empty, or not made of 16-bit ids (32-bit ids if it ends in `.u32`).
     """
-    width = 4 if path.suffix == ".u32" else 2
+    width = width_of(path)
     with os_errors(path, DataError, "cannot be read"):
         size = path.stat().st_size
         if size == 0 or size % width:
             raise DataError(f"{path}: {size} bytes are not a file of {8 * width}-bit token ids.")
         return np.memmap(path, dtype=f"<u{width}", mode="r")
+
+
+def width_of(path: Path) -> int:
+    """Return the bytes of an id in a token file: 4 in `.u32`, otherwise 2."""
+    return 4 if path.suffix == ".u32" else 2
 
 
 def permutation(seed: int, epoch: int, windows: int) -> NDArray[np.int64]:

@@ -20,7 +20,8 @@ from octavo._util import config_reader
 from octavo._util.files import os_errors
 from octavo.data.chat import ChatFormat, encode_chat
 from octavo.data.corpus import Corpus, open_corpus
-from octavo.data.encode import SplitTotals, check_fraction, encode_split, suffix_of
+from octavo.data.encode import SplitTotals, encode_split, suffix_of
+from octavo.data.loader import width_of
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import ConfigError, DataError
 
@@ -70,7 +71,7 @@ class TokenFiles(SplitTotals):
         except ConfigError as error:
             raise DataError(f"{directory}: not a folder of token files: {error}") from error
         for path, tokens in ((files.train, files.train_tokens), (files.heldout, files.heldout_tokens)):
-            if not path.is_file() or path.stat().st_size != (4 if path.suffix == ".u32" else 2) * tokens:
+            if not path.is_file() or path.stat().st_size != width_of(path) * tokens:
                 raise DataError(f"{path}: missing or truncated; remove {directory} to prepare it again.")
         return files
 
@@ -92,7 +93,8 @@ def prepare(
         DataError: the source cannot be read, or the files cannot be written; no partial files remain.
         ConfigError: `heldout` is not between 0 and 1.
     """
-    check_fraction(heldout)
+    if not 0 < heldout < 1:
+        raise ConfigError(f"heldout: {heldout} is not a share between 0 and 1 (0.02 holds out 2 %).")
     corpus = open_corpus(source)
     listing = corpus.listing_sha256()
     key = f"{VERSION} {listing} {tokenizer.fingerprint} {heldout!r}" + (f" {chat.fingerprint}" if chat else "")
@@ -101,29 +103,26 @@ def prepare(
         return ready
     with os_errors(cache_dir, DataError, "token files cannot be written here"):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
+        scratch = tempfile.TemporaryDirectory(prefix=".writing-", dir=cache_dir, ignore_cleanup_errors=True)
     need = f"about {3 * corpus.size // 2**20 + 1} MiB are needed, and the token files could not be written"
-    try:
-        with os_errors(cache_dir, DataError, need):
-            folder = scratch / directory.name
-            folder.mkdir()
-            if chat is None:
-                written = encode_split(corpus, tokenizer, folder, heldout)
-            else:
-                written = encode_chat(corpus, tokenizer, folder, heldout, chat)
-            meta = {
-                "source": corpus.source,
-                "tokenizer": tokenizer.name,
-                "vocab": tokenizer.vocab,
-                **dataclasses.asdict(written),
-                "heldout_share": heldout,
-                "listing_sha256": listing,
-                "suffix": ".u32" if chat else suffix_of(tokenizer.vocab),
-            }
-            (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-            _publish(folder, directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with scratch, os_errors(cache_dir, DataError, need):
+        folder = Path(scratch.name, directory.name)
+        folder.mkdir()
+        if chat is None:
+            written = encode_split(corpus, tokenizer, folder, heldout)
+        else:
+            written = encode_chat(corpus, tokenizer, folder, heldout, chat)
+        meta = {
+            "source": corpus.source,
+            "tokenizer": tokenizer.name,
+            "vocab": tokenizer.vocab,
+            **dataclasses.asdict(written),
+            "heldout_share": heldout,
+            "listing_sha256": listing,
+            "suffix": ".u32" if chat else suffix_of(tokenizer.vocab),
+        }
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        _publish(folder, directory)
     return TokenFiles.read(directory)
 
 

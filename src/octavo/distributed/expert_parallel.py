@@ -45,7 +45,7 @@ from octavo.tensor import is_distributed
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     """Keep on each rank its part of the experts of a converted model, in place; return the names of their modules.
 
-    Call it before the optimizer is made: parameters are new ones, DTensors that are sharded by expert.
+    Call it before creating the optimizer: it replaces the parameters of experts by DTensors sharded by expert.
 
     Args:
         model: converted; every rank has the same values.

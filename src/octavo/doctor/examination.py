@@ -20,6 +20,7 @@ from octavo.doctor.software import relevant
 from octavo.doctor.subjects import Machine
 from octavo.errors import ConfigError, OctavoError, did_you_mean
 from octavo.monitor.store import FILE, RunReader
+from octavo.monitor.system import versions
 from octavo.train import device as devices
 from octavo.train.config import assemble, load_file, load_preset
 from octavo.train.workload import is_run_file
@@ -116,7 +117,7 @@ def system_info() -> dict[str, dict[str, Any]]:
         has = torch.cuda.get_device_properties(index)
         size = f"{has.total_memory / 2**30:.1f} GiB"
         hardware[f"cuda:{index}"] = f"{has.name}, compute capability {has.major}.{has.minor}, {size}"
-    return {"hardware": hardware, "versions": devices.versions()}
+    return {"hardware": hardware, "versions": versions()}
 
 
 def examination(

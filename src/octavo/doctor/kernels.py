@@ -16,10 +16,10 @@ from octavo.kernels.dispatch import triton_unsupported_reason
 from octavo.kernels.gemm import choose
 from octavo.kernels.reference import accumulator
 from octavo.kernels.selfcheck import check_kernels
+from octavo.monitor.system import versions
 from octavo.nn.functional import linear
 from octavo.numerics import sqnr_db, sqnr_per_row_db
 from octavo.recipes import load, names
-from octavo.train.device import versions
 
 
 @check(

@@ -12,8 +12,7 @@ import torch
 
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Machine
-from octavo.monitor.system import PREFIXES, version_of
-from octavo.train.device import versions
+from octavo.monitor.system import PREFIXES, version_of, versions
 
 
 class Known(NamedTuple):

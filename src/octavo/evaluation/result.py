@@ -17,14 +17,6 @@ from octavo.evaluation.text import EvalText
 from octavo.monitor.system import versions
 from octavo.train.evaluate import perplexity, standard_error
 
-
-def measure(computed: str, score: Callable[[Iterable[Batch]], Tensor], text: EvalText, report: Report) -> Score:
-    """Return the scores of a text; `score` returns the loss and accuracy per sequence, (S, 2)."""
-    with kernels.record() as ledger:
-        losses_S, hits_S = score(reported(text, len(text), f"{computed}, batch", report)).unbind(1)
-    return Score.of(computed, text, losses_S, hits_S, dict(ledger.gemms), tuple(dict.fromkeys(ledger.fallbacks)))
-
-
 SERVED, FP8, BF16, HIGH = "served", "FP8", "BF16", "high precision"
 TWIN, QUANTISED = "BF16 baseline", "BF16 quantised"
 _COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, TWIN), (FP8, QUANTISED)
@@ -53,29 +45,27 @@ class Score:
     fallbacks: tuple[str, ...]
     """Reasons for slower kernels."""
 
-    @classmethod
-    def of(
-        cls,
-        computed: str,
-        text: EvalText,
-        losses_S: Tensor,
-        hits_S: Tensor,
-        fp8_gemms: dict[str, int],
-        fallbacks: tuple[str, ...] = (),
-    ) -> Score:
-        """Return the scores for the loss and the share of correct targets of each sequence."""
-        mean, error = mean_and_error(losses_S)
-        return cls(
-            computed=computed,
-            losses_S=losses_S,
-            loss=mean,
-            loss_error=error,
-            perplexity=None if mean is None else _finite(perplexity(mean)),
-            bits_per_byte=None if mean is None or not text.bytes else mean * text.tokens / text.bytes / math.log(2),
-            accuracy=float(hits_S.mean()),
-            fp8_gemms=fp8_gemms,
-            fallbacks=fallbacks,
-        )
+
+Scoring = Callable[[Iterable[Batch]], Tensor]
+"""Batches -> loss and accuracy per sequence, (S, 2)."""
+
+
+def measure(computed: str, score: Scoring, text: EvalText, report: Report) -> Score:
+    """Return the scores of a text."""
+    with kernels.record() as ledger:
+        losses_S, hits_S = score(reported(text, len(text), f"{computed}, batch", report)).unbind(1)
+    mean, error = mean_and_error(losses_S)
+    return Score(
+        computed=computed,
+        losses_S=losses_S,
+        loss=mean,
+        loss_error=error,
+        perplexity=None if mean is None else _finite(perplexity(mean)),
+        bits_per_byte=None if mean is None or not text.bytes else mean * text.tokens / text.bytes / math.log(2),
+        accuracy=float(hits_S.mean()),
+        fp8_gemms=dict(ledger.gemms),
+        fallbacks=tuple(dict.fromkeys(ledger.fallbacks)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,7 +64,7 @@ def evaluate_served(
                 f"--run {run}: was trained on conversations, which transformers cannot keep apart in a sequence. Use"
                 " --tasks, or a text with --data."
             )
-        text, notes = loaded.text(settings)
+        text, notes = loaded.text()
     _check_vocabulary(directory, known, text)
     model = load(directory, device)
     found = [measure(SERVED, partial(score, model, device), text, report)]
@@ -123,7 +123,7 @@ def check_same_tokenizer(directory: Path, loaded: LoadedRun) -> None:
         vocab = read_file(file).get("model", {}).get("vocab")
     if vocab != own["model"]["vocab"]:
         raise ConfigError(
-            f"--run {loaded.checkpoint.path.parent.parent}: has another tokenizer than {directory}, which was not "
+            f"--run {loaded.checkpoint.run}: has another tokenizer than {directory}, which was not "
             "exported from it. Name the original run, or a text with --data."
         )
 

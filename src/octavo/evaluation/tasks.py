@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from octavo.train import device as devices
 from octavo.train.evaluate import compared
 from octavo.train.files import write_json
 from octavo.train.load_run import states_of
+from octavo.train.train_state import TrainState
 
 Logits = Callable[[Tensor], Tensor]
 """ids (B, T) to logits (B, T, V)."""
@@ -109,13 +109,15 @@ def _of_run(model: Path, settings: EvalSettings) -> Iterator[tuple[str, Any]]:
     states = states_of(loaded.checkpoint, loaded.config)
     for state in states:
         state.model.eval()
-        lane = _model(state.logits, loaded.tokenizer, longest, state.device, chat)
-        if state.name == "fp8":
-            yield "fp8", (lane, nullcontext())
-            if len(states) == 1:
-                yield "high_precision", (lane, disabled(state.model))
-        else:
-            yield "bf16", (lane, nullcontext())
+        yield state.name, _model(state.logits, loaded.tokenizer, longest, state.device, chat)
+        if state.name == "fp8" and len(states) == 1:
+            high = partial(_in_high_precision, state)
+            yield "high_precision", _model(high, loaded.tokenizer, longest, state.device, chat)
+
+
+def _in_high_precision(state: TrainState, ids_BT: Tensor) -> Tensor:
+    with disabled(state.model):
+        return state.logits(ids_BT)
 
 
 def _served(model: Path, settings: EvalSettings) -> Iterator[tuple[str, Any]]:
@@ -131,17 +133,14 @@ def _served(model: Path, settings: EvalSettings) -> Iterator[tuple[str, Any]]:
         found: Tensor = loaded(input_ids=ids_BT, use_cache=False).logits
         return found
 
-    yield "served", (_model(logits, tokenizer, known["max_position_embeddings"], device, chat), nullcontext())
+    yield "served", _model(logits, tokenizer, known["max_position_embeddings"], device, chat)
 
 
-def _results(
-    lane: tuple[Any, AbstractContextManager[None]], *, names: Sequence[str], files: Path | None, limit: int | None
-) -> Mapping[str, Any]:
+def _results(model: Any, *, names: Sequence[str], files: Path | None, limit: int | None) -> Mapping[str, Any]:
     """Return the harness's results."""
     harness = _harness()
     from lm_eval.tasks import TaskManager
 
-    model, precision = lane
     manager = TaskManager(include_path=None if files is None else str(files), include_defaults=files is None)
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
@@ -149,7 +148,7 @@ def _results(
         raise ConfigError(
             f"--tasks: lm-eval has no task '{unknown[0]}'{where}. Task files are named with --task-files."
         )
-    with precision, torch.no_grad():
+    with torch.no_grad():
         found: Mapping[str, Any] = harness.simple_evaluate(
             model,
             tasks=list(names),

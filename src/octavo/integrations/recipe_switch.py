@@ -10,7 +10,7 @@ from octavo.conversion import Plan
 from octavo.errors import ConfigError
 from octavo.guard.guarded import restore_scales, stored_scales
 from octavo.recipes import RecipeLike
-from octavo.train.config import in_last_share
+from octavo.train.schedule import in_last_share
 
 
 class RecipeSwitch:

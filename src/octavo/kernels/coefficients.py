@@ -1,4 +1,4 @@
-"""The coefficients contract: what a step multiplies by, a row a parameter, from settings and what clipping has found.
+"""The coefficients contract: what a step multiplies by, a row per parameter, from settings and what clipping has found.
 
 Everything is computed in FP64 and rounded once, to FP32; powers of betas by repeated squaring, so that they are the
 same to the bit on every device. Nothing waits for a GPU: there it is one launch, and one before it for the norm.
@@ -36,7 +36,7 @@ class StepInputs(NamedTuple):
     hyper: Tensor
     """FP64 (G, len(HYPER)), a row a group."""
     own: Tensor
-    """FP64 (P, len(ParamSettings._fields)), a row a parameter; P may be 0."""
+    """FP64 (P, len(ParamSettings._fields)), a row per parameter; P may be 0."""
     group_squares: Tensor | None
     """FP64 (G,), sums of the squares of gradients as they are, of all ranks; None: no norm is needed."""
     decays_weights: bool

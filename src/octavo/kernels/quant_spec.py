@@ -23,7 +23,7 @@ _RULES: dict[Scaling, int] = {"float32": 0, "power_of_two": 1, "engine": 2}
 
 
 class QuantSpec(NamedTuple):
-    """Codes of a format, one scale a tile."""
+    """Codes of a format, one scale per tile."""
 
     format: str
     granularity: str

@@ -9,7 +9,7 @@ share is an unbiased estimate. Beside them all scales are read, one tile in full
 first and last column of a product with the tensor, where a NaN or an infinity in any of its elements must show.
 
     flushed, subnormal, saturated   shares of the sampled elements, of x * fold * (1 / scale)
-    nonfinite                       the share of the sample; at least one element a row of the tensor that holds any
+    nonfinite                       the share of the sample; at least one element per row of the tensor that holds any
     mean, variance, kurtosis        of the sampled elements that are finite; a normal distribution has kurtosis 3
     amax                            the largest finite magnitude that was met; see `SampleInput.bound`
     scale                           the largest of all scales

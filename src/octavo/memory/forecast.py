@@ -106,10 +106,10 @@ def forecast(
         return _at_peak(timeline, Shards.of(program.models, gpus, gathers_codes), parameters, steady)
 
 
-def largest(peak_of: Callable[[int], int], budget: int, *, start: int = 32, power: float = 3.0) -> int:
+def largest(peak_of: Callable[[int], int], budget: int, *, start: int = 32) -> int:
     """Return the largest size whose peak is within `budget` bytes, or 0 if none is.
 
-    Each size is evaluated once, and few are: the next guess assumes that peaks grow with the given power of the size.
+    Each size is evaluated once, and few are: the next guess assumes that peaks grow with the third power of the size.
 
     Args:
         peak_of: size -> bytes, increasing.
@@ -124,7 +124,7 @@ def largest(peak_of: Callable[[int], int], budget: int, *, start: int = 32, powe
             high = size
         if high is not None and high - low <= 1:
             return low
-        guess = int(size * (budget / peak) ** (1 / power))
+        guess = int(size * (budget / peak) ** (1 / 3))
         size = max(guess, low + 1) if high is None else min(max(guess, low + 1), high - 1)
 
 

@@ -45,30 +45,31 @@ HOW_TO = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statistics:
-    """What was seen of a tensor while its scale was found. Shares are of all elements, 0 to 1, at that scale."""
+    """Statistics of a tensor from its calibration. Shares are of all elements, 0 to 1, with the resulting scale."""
 
     elements: int
-    """How many were looked at, in all batches."""
+    """Number of elements counted, in all batches."""
     batches: int
-    """How often the tensor was looked at."""
+    """Number of times that the tensor was counted."""
     zero: float
-    """Share that is zero."""
+    """Share of zeros."""
     flushed: float
-    """Share that is not zero, and whose code is."""
+    """Share that is nonzero and has a zero code."""
     subnormal: float
     """Share whose code has less than the full mantissa."""
     saturated: float
-    """Share past the largest code by more than rounding."""
+    """Share beyond the largest code by more than rounding."""
     percentiles: dict[str, float]
-    """Magnitudes below which so many percent of the elements lie that are not zero."""
+    """Percentiles of the magnitudes of nonzero elements."""
     batch_amax: tuple[float, float]
     """The smallest and the median of the batches' largest magnitudes; `amax` is the largest of them."""
     lowest: float
-    """The smallest scale that is recommended: that of the choice without its margin."""
+    """The smallest recommended scale: that of the scale policy without its margin."""
     highest: float | None
-    """The largest one: few elements are flushed. Below `lowest`, the format is too narrow; None: there is no limit."""
+    """The largest recommended scale: few elements are flushed. If below `lowest`, the format is too narrow. None: no
+    limit."""
     suggested: str
-    """The narrowest format that holds the tensor: `e4m3`, `e5m2`, or `finer scales` where neither does."""
+    """The narrowest format that holds the tensor: `e4m3`, `e5m2`, or `finer scales` if neither does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,15 +77,15 @@ class Origin:
     """Where a scale comes from."""
 
     change: int = 1
-    """Number of the change of this file that wrote it."""
+    """Number of the change of the file that wrote the entry."""
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    """When, UTC, ISO 8601."""
+    """Time of that change, UTC, ISO 8601."""
     recipe: str
-    """The name of the recipe that it was made for."""
+    """Name of the recipe that the scale is for."""
     how: str
-    """How it was chosen, and why it was changed."""
+    """How the scale was chosen, and why it was changed."""
     source: str = ""
-    """The model and the data, in words."""
+    """Description of the model and the data."""
     data: str = ""
     """The hash of the data, `sha256:` and 64 hexadecimal digits."""
 
@@ -94,19 +95,19 @@ class Calibrated:
     """One scale of a calibration file."""
 
     format: Literal["e4m3", "e5m2"]
-    """Of the codes that it was made for."""
+    """Format of the codes."""
     scaling: Scaling
-    """Whether it was rounded up to a power of two."""
+    """Rounding of the scale: up to a power of two, or none."""
     scale: float
-    """What a code is multiplied by."""
+    """A value is its code times this scale."""
     amax: float
-    """The largest magnitude that was seen."""
+    """The largest magnitude observed."""
     statistics: Statistics | None = None
-    """What else was seen, if the tensor itself was."""
+    """Further statistics, if the tensor itself was counted."""
     origin: Origin | None = None
-    """Where it comes from; a file of version 1 does not say."""
+    """Its provenance; missing in files of version 1."""
     previous: tuple[Calibrated, ...] = ()
-    """What it was before, the newest first; those have no `previous` of their own."""
+    """Earlier values, the newest first; these have no `previous` of their own."""
 
     @property
     def change(self) -> int:

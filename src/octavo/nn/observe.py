@@ -194,18 +194,18 @@ class _Tally:
 
 @contextmanager
 def observed(model: nn.Module) -> Iterator[Observation]:
-    """Count, inside the block, what quantising loses in each FP8 layer: flushed, saturated, non-finite, the largest.
+    """Count, inside the block, what quantising loses per FP8 layer: flushed, saturated and non-finite elements.
 
-    A layer's `input` and `weight` are looked at in every forward inside the block, its `grad_output` in every backward
-    inside the block of such a forward; a forward that is recomputed counts again. The forward gives what it gives
-    without, bit for bit. MLPs that are computed as one are computed layer by layer, as with any hook inside, so that
-    their gradients are rounded once more, to the dtype of the layers (and `activation_inputs="fp8"` keeps BF16). Code
-    under `torch.compile` runs eagerly inside the block. CUDA graphs that were captured before it are not looked at.
+    A layer's `input` and `weight` are counted in every forward inside the block, its `grad_output` in every backward of
+    such a forward; a recomputed forward counts again. Results of the forward are bitwise those without the block. Fused
+    MLPs are computed layer by layer, as with any hook inside, so that their gradients are rounded once more, to the
+    dtype of the layers (and `activation_inputs="fp8"` keeps BF16). Code under `torch.compile` runs eagerly inside the
+    block. CUDA graphs captured before it are not counted.
 
-    Each layer is looked at by itself, with the format, granularity and scaling of its recipe: with the scale of its
-    cell where the recipe keeps scales, otherwise with that of its own maximum, scales of folded partners multiplied in.
-    Layers that share an input share scales too: there a count of flushed elements of a gradient, or of a weight that is
-    scaled as a tensor, may differ slightly from what happens. Stochastic rounding is counted as rounding to nearest.
+    Each layer is counted by itself, with the format, granularity and scaling of its recipe: with its stored scale if
+    the recipe stores scales, otherwise with the scale of its own maximum, scales of folded partners multiplied in.
+    Layers that share an input share scales: their counts of flushed elements of a gradient, or of a weight with one
+    scale per tensor, may differ slightly from the real ones. Stochastic rounding is counted as rounding to nearest.
 
     Args:
         model: converted, or with layers of `octavo.nn`: `Linear`, `Conv1d`, `Conv2d`.

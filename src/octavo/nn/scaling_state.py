@@ -1,21 +1,20 @@
-"""Scales that are kept from step to step: one book a model, one page a layer, one roll an optimizer step.
+"""Scales kept from step to step: one `ScalingState` per model, one slot per layer, updated once per optimizer step.
 
     cells    FP32 (n, 2)       [scale, amax] of a layer's input, then of its grad_output; and so on for each layer
     history  FP32 (length, n)  the maxima of earlier steps, the newest first, 0 where there is none yet
 
 A layer quantises with the scale of its cell and raises the amax (`octavo.kernels.quantize_with_scale`). After an
-optimizer step `roll` moves every amax into the history and makes the next scale out of it:
+optimizer step `update_scales` moves every amax into the history and computes the next scale:
 
     scale = choose(history) / largest value of the format * 2^margin        (Transformer Engine, DelayedScaling)
 
-A scale of 0 is not known yet: a tensor is then scaled by its own maximum, so that no step is made with a scale of 1.
-An optimizer's step rolls the books of the models that it trains: those of which it holds any parameter, asked for when
-it steps, because `fully_shard` puts others in their place. One that holds none of any model's, such as a prompt that is
-trained in front of frozen layers or a copy of the weights in FP32, rolls the books that no optimizer has held so far:
-so does one that has nothing to do with them, until the first step of theirs.
+A scale of 0 means unknown: the tensor is then scaled by its own maximum, so that no step is made with a scale of 1.
+An optimizer's step updates the states of the models of which it has a parameter; this is looked up at each step,
+because `fully_shard` replaces parameters. An optimizer without a parameter of any model, for example of a prompt in
+front of frozen layers or of FP32 copies of the weights, updates the states that no other optimizer has updated so far.
 
-Nothing here waits for the device, and everything happens in memory that stays, as CUDA graphs need it. The book lies
-beside the model, not in its `state_dict`, whose names are the user's.
+Nothing here waits for the device, and all memory keeps its address, as CUDA graphs require. The state is stored beside
+the model, not in its `state_dict`, whose names are the user's.
 """
 
 from __future__ import annotations
@@ -344,8 +343,8 @@ def attach_scaling_state(layers: Mapping[str, Keeper], model: nn.Module | None =
 def scales(model: nn.Module) -> ScalingState | None:
     """Return the scales that a model keeps from step to step, None if its recipes keep none.
 
-    Layers that were built one by one (`octavo.nn.Linear(..., recipe="delayed")`) have a book each. They are joined here
-    into one, with the names that they have in this model: one roll and one all-reduce a step.
+    Layers built one by one (`octavo.nn.Linear(..., recipe="delayed")`) have a `ScalingState` each. These are joined
+    here into one, under the names of this model: one update and one all-reduce per step.
     """
     layers = {
         name: cast(Keeper, module)

@@ -49,18 +49,18 @@ Snapshot = tuple[int, NDArray[np.float32]]
 
 
 class Telemetry:
-    """Watches the FP8 layers of a model from now on. `detach` ends it; it is a context manager too.
+    """Statistics of the FP8 layers of a model from now on. `detach` ends it; it is a context manager too.
 
     Args:
         model: converted, and on its device: its layers keep the addresses of this buffer.
-        every: look at each step whose number this divides. In others nothing is read and there are no snapshots.
-        histograms_every: look at each step whose number this divides, too, and there also at `sqnr` and the exponents
+        every: measures each step whose number this divides. In others nothing is read and there are no snapshots.
+        histograms_every: also measures each step whose number this divides, there with `sqnr` and the exponents
             (`histograms`); 0: never. In all other steps `sqnr` is NaN.
-        group: of ranks that train the same model on parts of a batch, or each a stage of it, all of which make such a
-            telemetry and the same steps. Rows are then those of all of them, and values equal on all. It should be a
-            group of its own: its collectives wait for no other, and no other for them. By default those of this
-            process alone.
-        order: names of the layers of the whole model in their order, where ranks have different ones.
+        group: ranks that train the same model on parts of a batch, or each a stage of it. All of them create such a
+            telemetry and make the same steps; rows are then those of all ranks, with equal values. Use a separate
+            group, so that its collectives and those of training do not wait for each other. By default this process
+            alone.
+        order: names of the layers of the whole model in order, if ranks have different layers.
 
     Raises:
         ConfigError: `every` is not positive, the layers lie on several devices, or telemetry watches them already.

@@ -73,7 +73,7 @@ def _load(recipe: Any, where: str, users: tuple[Path | None, ...]) -> Recipe:
 def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | None, ...]) -> Recipe:
     base = _load(mapping.get("base", "folded"), f"{where}: base", users)
     changes = {key: value for key, value in mapping.items() if key not in ("base", "modules")}
-    merged = _merge(config_reader.to_dict(base), {"name": f"{base.name}, changed", **changes})
+    merged = config_reader.merge(config_reader.to_dict(base), {"name": f"{base.name}, changed", **changes})
     modules = mapping.get("modules", {})
     if not isinstance(modules, Mapping):
         raise ConfigError(f"{where}: modules: expected a table of patterns, got {config_reader.shown(modules)}.")
@@ -85,14 +85,6 @@ def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | No
         overrides[pattern] = next((known for known in overrides.values() if known == other), other)
     merged["modules"] = {**base.modules, **overrides}
     return config_reader.read(Recipe, merged, where)
-
-
-def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        nested = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if nested else value
-    return merged
 
 
 def brief(recipe: Recipe) -> str | dict[str, Any]:
@@ -174,13 +166,8 @@ def reused_from(recipe: Recipe, gemm: str, role: str) -> str | None:
 
 
 def kept_for_backward(recipe: Recipe) -> list[str]:
-    """Return what a linear layer saves between forward and backward, in words."""
-    kept = []
-    for gemm, role in (("wgrad", "input"), ("dgrad", "weight")):
-        if not recipe.gemm(gemm).is_fp8:
-            kept.append(f"{role} in BF16")
-        elif reused_from(recipe, gemm, role):
-            kept.append(f"{role} codes of fprop")
-        else:
-            kept.append(f"{role} codes of {gemm}")
-    return kept
+    """Return what a linear layer saves between forward and backward, in words: for wgrad, and for dgrad."""
+    own = "input codes of wgrad" if recipe.wgrad.is_fp8 else "input in BF16"
+    x = "input codes of fprop" if recipe.wgrad.is_fp8 and reused_from(recipe, "wgrad", "input") else own
+    reused = recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight")
+    return [x, "weight codes of fprop" if reused else "the weight itself"]

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from octavo._util.terminal import Report
 from octavo.conversion import revert
+from octavo.data.loader import Batch
 from octavo.recipes import Recipe, load
 from octavo.sensitivity.localisation import localize, parse_budget
 from octavo.sensitivity.result import Localisation
 from octavo.train import checkpoint
 from octavo.train.files import read_metrics
 from octavo.train.load_run import find, restore, settings_of
-from octavo.train.setup import Batch, Setup
+from octavo.train.setup import Setup
 
 TOKENS = 131_072
 FEW_TOKENS = 16_384
@@ -89,9 +90,9 @@ def localize_subject(
         budget=settings.budget,
         loss=by_sequence,
         few=min(len(batches), max(1, FEW_TOKENS // batches[0][1].numel())),
-        tokens=config.run.batch // config.run.accumulate * config.data.sequence,
+        tokens=config.tokens_per_pass(),
         measure=settings.measure,
-        progress=progress_of(read_metrics(subject.checkpoint.path.parent.parent / "metrics.jsonl")),
+        progress=progress_of(read_metrics(subject.checkpoint.run / "metrics.jsonl")),
         scales=config.run.scales or None,
         report=report,
     )

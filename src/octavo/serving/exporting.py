@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.numerics import dequantize
 from octavo.serving import files
-from octavo.serving.engine_models import EngineModel, engine_model
+from octavo.serving.engine_models import engine_model
 from octavo.serving.formats import COMPRESSED_TENSORS, FORMATS, Format
 from octavo.serving.layers import ServedLayer, served_experts, served_layers, unserved_layers
 from octavo.serving.notes import notes
@@ -87,18 +87,17 @@ def export(
         ConfigError: an unknown format, no layer in FP8, or the directory is not empty.
         UnsupportedError: the format cannot store a layer, no engine supports the model, or it is sharded over ranks.
     """
-    writer = _writer(format)
     files.check_free(Path(directory), overwrite)  # fail early
-    target, layers, experts = _what_is_stored(model, format, writer, dtype)
-    coded = [layer for layer in layers if layer.name != target.head]
+    stored = _Stored(model, format, dtype)
+    target, layers = stored.target, stored.layers
+    coded = [layer for layer in layers.values() if layer.name != target.head]
     renamed = [replace(layer, name=target.rename(layer.name)) for layer in coded]
     left = unserved_layers(model, coded) if layers else {}
     if len(coded) < len(layers):
         left[target.head] = "engines compute the head in high precision, from the values of its codes"
     others = {target.rename(name): reason for name, reason in left.items()}
-    quantization = {} if writer is None else {"quantization_config": writer.config(renamed, others)}
-    named = {layer.name: layer for layer in layers}
-    tensors = {name: tensor.cpu() for name, tensor in _tensors(model, named, experts, writer, target, dtype)}
+    quantization = {} if stored.writer is None else {"quantization_config": stored.writer.config(renamed, others)}
+    tensors = {name: tensor.cpu() for name, tensor in stored.tensors()}
     contents = {"config.json": {**target.config, **(config or {}), **quantization}, **(texts or {})}
     return Exported(
         directory=str(directory),
@@ -119,35 +118,64 @@ def served_tensors(
     Raises:
         ConfigError, UnsupportedError: as `export`.
     """
-    writer = _writer(format)
-    target, layers, experts = _what_is_stored(model, format, writer, dtype)
-    yield from _tensors(model, {layer.name: layer for layer in layers}, experts, writer, target, dtype)
+    yield from _Stored(model, format, dtype).tensors()
 
 
-def _writer(format: str) -> Format | None:
-    if format not in FORMATS:
-        raise ConfigError(f"format: '{format}' is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
-    return FORMATS[format]
+class _Stored:
+    """What a format stores of a model, under which names."""
+
+    def __init__(self, model: nn.Module, format: str, dtype: torch.dtype) -> None:
+        if format not in FORMATS:
+            raise ConfigError(f"format: '{format}' is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
+        self.model, self.dtype, self.writer = model, dtype, FORMATS[format]
+        self.target = engine_model(model, dtype)
+        self.layers: dict[str, ServedLayer] = {}
+        """All layers in FP8 by their name in the model."""
+        self.experts: dict[str, list[ServedLayer]] = {}
+        """Those of experts by parameter."""
+        if self.writer is None:
+            return
+        self.experts = served_experts(model, self.target.experts)
+        if self.experts and self.target.rename_with_experts is not None:
+            self.target = self.target._replace(rename=self.target.rename_with_experts)
+        layers = [*served_layers(model), *(layer for parts in self.experts.values() for layer in parts)]
+        _check_stores(self.writer, format, layers)
+        self.layers = {layer.name: layer for layer in layers}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors by their exported names; a tensor with two names by its first."""
+        seen = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            if is_distributed(tensor):
+                raise UnsupportedError(
+                    f"export: '{name}' is sharded over ranks. Export a checkpoint: octavo export RUN."
+                )
+            if self.writer is not None and name in self.experts:
+                for expert in self.experts[name]:
+                    for part, stored in self.writer.tensors(expert).items():
+                        yield f"{self.target.rename(expert.name)}.{part}", stored.detach().cpu()
+                continue
+            module = name.rpartition(".")[0]
+            for part, stored in self._parts(name, tensor).items():
+                yield f"{self.target.rename(module)}.{part}", stored.detach()
+
+    def _parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return what is stored of a tensor by the last part of its names."""
+        module, _, last = name.rpartition(".")
+        layer = self.layers.get(module) if last == "weight" else None
+        if layer is not None and module == self.target.head:
+            return {last: dequantize(layer.weight, self.dtype)}
+        if layer is not None and self.writer is not None:
+            return self.writer.tensors(layer)
+        values = tensor.dequantize(self.dtype) if isinstance(tensor, FP8Tensor) else tensor
+        return {last: values.to(self.dtype) if values.is_floating_point() else values}
 
 
-def _what_is_stored(
-    model: nn.Module, format: str, writer: Format | None, dtype: torch.dtype
-) -> tuple[EngineModel, list[ServedLayer], dict[str, list[ServedLayer]]]:
-    """Return the exported form of a model, all layers in FP8, and those of experts by parameter."""
-    target = engine_model(model, dtype)
-    if writer is None:
-        return target, [], {}
-    experts = served_experts(model, target.experts)
-    if experts and target.rename_with_experts is not None:
-        target = target._replace(rename=target.rename_with_experts)
-    return target, _layers(model, format, writer, experts), experts
-
-
-def _layers(
-    model: nn.Module, format: str, writer: Format, experts: Mapping[str, Sequence[ServedLayer]]
-) -> list[ServedLayer]:
-    """Return the layers in FP8; checks that the format can store each."""
-    layers = [*served_layers(model), *(layer for parts in experts.values() for layer in parts)]
+def _check_stores(writer: Format, format: str, layers: Sequence[ServedLayer]) -> None:
+    """Check that there is a layer in FP8, and that the format can store each."""
     if not layers:
         raise ConfigError("export: no linear layer is in FP8. Call octavo.convert first, or use the format 'plain'.")
     for layer in layers:
@@ -158,38 +186,3 @@ def _layers(
             raise UnsupportedError(
                 f"export: format '{format}' cannot store '{layer.name}': {reason}. Use the format {instead}."
             )
-    return layers
-
-
-def _tensors(
-    model: nn.Module,
-    layers: Mapping[str, ServedLayer],
-    experts: Mapping[str, Sequence[ServedLayer]],
-    writer: Format | None,
-    target: EngineModel,
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors by their exported names; a tensor with two names by its first."""
-    seen = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        module, _, last = name.rpartition(".")
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        if is_distributed(tensor):
-            raise UnsupportedError(f"export: '{name}' is sharded over ranks. Export a checkpoint: octavo export RUN.")
-        if writer is not None and name in experts:
-            for expert in experts[name]:
-                for part, stored in writer.tensors(expert).items():
-                    yield f"{target.rename(expert.name)}.{part}", stored.detach().cpu()
-            continue
-        layer = layers.get(module) if last == "weight" else None
-        if layer is not None and module == target.head:
-            parts = {last: dequantize(layer.weight, dtype)}
-        elif layer is not None and writer is not None:
-            parts = writer.tensors(layer)
-        else:
-            values = tensor.dequantize(dtype) if isinstance(tensor, FP8Tensor) else tensor
-            parts = {last: values.to(dtype) if values.is_floating_point() else values}
-        for part, stored in parts.items():
-            yield f"{target.rename(module)}.{part}", stored.detach()

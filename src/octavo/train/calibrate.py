@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo._util.terminal import Report, reported, silent
 from octavo.calibration import Calibration, Recalibration, ScalePolicy, Updates, calibrate
+from octavo.data.loader import Batch
 from octavo.errors import CheckpointError, ConfigError
 from octavo.recipes import Recipe
 from octavo.train import checkpoint
@@ -21,7 +22,6 @@ from octavo.train.setup import policy_of, set_up
 from octavo.train.state_tensors import restore_tensors
 from octavo.train.train_state import TrainState
 
-Batch = tuple[Tensor, Tensor]
 LOOK_EVERY = 10
 """Steps between checks for saturation, rounded up to a multiple of `run.telemetry_every`."""
 

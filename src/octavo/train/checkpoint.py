@@ -63,6 +63,11 @@ class Checkpoint:
         """Number of steps made when it was written."""
         return int(self.state["step"])
 
+    @property
+    def run(self) -> Path:
+        """Directory of its run."""
+        return self.path.parent.parent
+
 
 def save(
     directory: Path,

@@ -6,17 +6,19 @@ This module does not import torch: the command line reads it for `--help`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from octavo._util import config_reader
+from octavo._util.config_reader import merge
 from octavo.errors import ConfigError, did_you_mean
 from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
 from octavo.models.hugging_face import read_settings
+from octavo.train.schedule import in_last_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,17 +91,14 @@ class OptimizerConfig:
     """Steps without overflow after which `dynamic` doubles the scale."""
 
     def __post_init__(self) -> None:
-        _positive("optimizer", self, "lr", "eps")
-        _within("optimizer", self, "min_lr", low=0, high=1)
-        _within("optimizer", self, "warmup", "decay", low=0, high=1)
-        _positive("optimizer", self, "patience")
+        _positive("optimizer", self, "lr", "eps", "patience", "loss_scale_start", "loss_scale_window")
+        _within("optimizer", self, "min_lr", "warmup", "decay", low=0, high=1)
+        _within("optimizer", self, "weight_decay", "clip", low=0, high=math.inf)
         if self.lr_schedule == "wsd" and self.warmup + self.decay > 1:
             raise ConfigError(
                 f"optimizer.decay: {self.decay} and optimizer.warmup {self.warmup} are more than the whole run: 'wsd'"
                 " rises, stays and falls. Take less of one."
             )
-        _within("optimizer", self, "weight_decay", "clip", low=0, high=math.inf)
-        _positive("optimizer", self, "loss_scale_start", "loss_scale_window")
         if math.frexp(self.loss_scale_start)[0] != 0.5:
             raise ConfigError(f"optimizer.loss_scale_start: {self.loss_scale_start} is not a power of two.")
         _positive_values("optimizer.clip_per_group", self.clip_per_group)
@@ -195,12 +194,9 @@ class LoopConfig:
     def __post_init__(self) -> None:
         _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
         _within("run", self, "min_gain", "price_per_kwh", low=0, high=math.inf)
-        _within("run", self, "recalibrate_every", low=0, high=2**63 - 1)
-        _within("run", self, "recalibrate_above", low=0, high=1)
-        or_zero = ["eval_every", "checkpoint_every", "telemetry_every", "histograms_every", "tracker_tensors", "seed"]
-        or_zero += ["bf16_first_steps"]
-        _within("run", self, *or_zero, low=0, high=2**63 - 1)
-        _within("run", self, "last_share", low=0, high=1)
+        counts = "eval_every checkpoint_every telemetry_every histograms_every recalibrate_every tracker_tensors"
+        _within("run", self, *counts.split(), "seed", "bf16_first_steps", low=0, high=2**63 - 1)
+        _within("run", self, "recalibrate_above", "last_share", low=0, high=1)
         if self.last_share and self.weights == "fp8":
             raise ConfigError(
                 "run.last_share: with run.weights = 'fp8' a weight has the format of run.recipe to the end. Take"
@@ -211,7 +207,7 @@ class LoopConfig:
 
     def is_bf16(self, step: int) -> bool:
         """Return True if the FP8 model makes `step`, counted from 0, in BF16: one of the first, which change most."""
-        return step < self.bf16_first_steps
+        return 0 <= step < self.bf16_first_steps
 
     def is_last(self, step: int) -> bool:
         """Return True if the FP8 model makes `step`, counted from 0, by `last_recipe`, which recovers loss of FP8."""
@@ -274,6 +270,11 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _positive("parallel", self, "data", "tensor", "pipeline", "timeout")
         _within("parallel", self, "shard", low=0, high=2**31)
+
+    def sizes(self, ranks: int) -> dict[str, int]:
+        """Return the size of each dimension of the mesh of a run on `ranks` ranks, from the outermost."""
+        shard = self.shard or max(ranks // (self.data * self.tensor * self.pipeline), 1)
+        return {"pipeline": self.pipeline, "data": self.data, "shard": shard, "tensor": self.tensor}
 
     @property
     def reduction(self) -> str:
@@ -339,6 +340,10 @@ class RunConfig:
         """Number of training tokens per model."""
         return self.run.steps * self.run.batch * self.data.sequence
 
+    def tokens_per_pass(self, parts: int = 1) -> int:
+        """Return the number of tokens of one forward pass, of batches that `parts` ranks share."""
+        return self.run.batch // (self.run.accumulate * parts) * self.data.sequence
+
     def with_run(self, **changes: Any) -> RunConfig:
         """Return the configuration with changes to its section `run`."""
         return replace(self, run=replace(self.run, **changes))
@@ -355,7 +360,7 @@ def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     merged: dict[str, Any] = {}
     config: RunConfig | None = None
     for where, settings in layers:
-        merged = _merge(merged, settings)
+        merged = merge(merged, settings)
         config = config_reader.read(RunConfig, _with_defaults(merged, where), where)
     if config is None:
         raise ConfigError(f"no configuration given: name a file or a preset ({', '.join(presets())}).")
@@ -385,72 +390,11 @@ def load_preset(name: str, *, cuda: bool) -> tuple[str, dict[str, Any]]:
 def load_file(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a run file as a layer for `assemble`. The default output directory is `runs/<name of the file>`."""
     settings = config_reader.read_file(path)
-    return str(path), _merge({"run": {"out": f"runs/{path.stem}"}}, settings)
-
-
-def in_last_share(step: int, steps: int, share: float) -> bool:
-    """Return True if `step`, counted from 0, is in the last share of the steps."""
-    return step >= steps - round(share * steps)
-
-
-def learning_rate(config: OptimizerConfig, step: int, steps: int, heldout: Sequence[float] = ()) -> float:
-    """Return the learning rate of `step`, counted from 0, in a run of `steps` steps.
-
-    It rises linearly over the first `warmup * steps` steps (starting above 0), then follows `lr_schedule` from `lr` to
-    `min_lr * lr` at the last step; on a `plateau` it is halved, and never below that.
-
-    Args:
-        heldout: the held-out losses so far, for `plateau`.
-    """
-    peak, floor, rising = config.lr, config.min_lr, round(config.warmup * steps)
-    if step < rising:
-        return peak * (step + 1) / rising
-    if config.lr_schedule == "plateau":
-        return peak * max(floor, 0.5 ** plateaus(heldout, config.patience))
-    begin = max(rising, steps - 1 - round(config.decay * steps)) if config.lr_schedule == "wsd" else rising
-    progress = min(1.0, max(0, step - begin) / max(1, steps - 1 - begin))
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_schedule == "cosine" else 1 - progress
-    return peak * (floor + (1 - floor) * left)
-
-
-def plateaus(losses: Sequence[float], patience: int) -> int:
-    """Return how often `patience` losses in a row were not 0.1 % below the lowest before."""
-    least, since, found = math.inf, 0, 0
-    for loss in losses:
-        least, since = (loss, 0) if loss < least * (1 - 1e-3) else (least, since + 1)
-        if since == patience:
-            since, found = 0, found + 1
-    return found
-
-
-WARM_UP = (0.01, 0.5)
-"""Shares of a run between which warm-up raises no warning."""
-
-
-def warm_up_note(config: OptimizerConfig) -> str | None:
-    """Return what is wrong with the share of warm-up, or None."""
-    low, high = WARM_UP
-    if config.warmup < low:
-        return (
-            f"optimizer.warmup is {config.warmup:g} of the run: the first updates of Adam are the largest, and"
-            " scales from earlier steps know nothing yet. Take 0.06 to 0.08."
-        )
-    if config.warmup > high:
-        return f"optimizer.warmup is {config.warmup:g} of the run, which then hardly trains at its learning rate."
-    return None
+    return str(path), merge({"run": {"out": f"runs/{path.stem}"}}, settings)
 
 
 def _presets() -> Any:
     return resources.files("octavo.train") / "presets"
-
-
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(under)
-    for key, value in over.items():
-        below = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[key] = _merge(below, value) if both else value  # type: ignore[arg-type]
-    return merged
 
 
 LEVELS: dict[int, dict[str, dict[str, Any]]] = {
@@ -473,13 +417,13 @@ def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     run = settings.get("run", {})
     level, defaults = (run.get("level", 0), run.get("defaults")) if isinstance(run, Mapping) else (0, None)
     for each in sorted((each for each in LEVELS if each <= level), reverse=True) if isinstance(level, int) else ():
-        settings = _merge(LEVELS[each], settings)
-    settings = _merge(GUIDES, settings) if defaults == "guides" else settings
+        settings = merge(LEVELS[each], settings)
+    settings = merge(GUIDES, settings) if defaults == "guides" else settings
     settings = _started(settings, where)
     data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
     documents = "separate" if data.format == "chat" else "joined"
     decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence, "documents": documents}
-    return _merge({"model": decided}, settings)
+    return merge({"model": decided}, settings)
 
 
 def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -501,7 +445,7 @@ def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             " there (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set data.tokenizer."
         )
     own = {"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {}
-    return _merge(settings, {"model": shape, **own})
+    return merge(settings, {"model": shape, **own})
 
 
 def _vocabulary(tokenizer: str) -> int:

@@ -21,11 +21,10 @@ from octavo._util import terminal
 from octavo._util.terminal import quantity
 from octavo.guard.alarms import GuardEvent
 from octavo.train import events
-from octavo.train.final_report import final_report
+from octavo.train.summary import final_report
 
 _ROWS = 12
 SLOW_ON_A_CPU = "CPUs have no FP8 arithmetic: FP8 is slower than BF16 here, with the same numerics as on a GPU"
-_TITLES = {"fp8": "loss FP8", "bf16": "loss BF16"}
 _WIDTH = 11
 
 
@@ -88,7 +87,7 @@ class ConsoleReporter:
             self._say(SLOW_ON_A_CPU)
         if event.first_step:
             self._say(f"resumed after step {event.first_step}")
-        losses = [_TITLES[model] for model in event.models]
+        losses = [f"loss {events.MODELS[model]}" for model in event.models]
         gap = ["gap %"] if len(losses) == 2 else []
         self._columns = ["step", *losses, *gap, "tokens/s", "lr", "grad norm", "left"]
         if self._console.is_terminal:

@@ -12,9 +12,6 @@ from pathlib import Path
 import torch
 
 from octavo.errors import ConfigError
-from octavo.monitor.system import versions
-
-__all__ = ["WARM_UP_STEPS", "describe", "gc_frozen", "resolve", "versions"]
 
 WARM_UP_STEPS = 3
 """Steps after which compilation has usually finished."""

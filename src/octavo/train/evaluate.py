@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
+from octavo.data.loader import Batch
 from octavo.kernels.transfers import upload
 from octavo.train.train_state import TrainState
 
@@ -16,7 +17,7 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 _NORMAL = 1.959964
 
 
-def heldout_losses(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def heldout_losses(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     """Return the mean loss in nats per token of each sequence in `(inputs_BT, targets_BT)` batches; float64 on the CPU.
 
     All sequences have the same length: the mean of the result is the held-out loss. On several ranks all call it; each
@@ -25,13 +26,13 @@ def heldout_losses(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) 
     return _by_sequence(state, batches, by_sequence=True)
 
 
-def heldout_scores(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def heldout_scores(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     """Return per sequence the loss and the share of targets predicted as most likely: (S, 2). One process only."""
     return _by_sequence(state, batches, hits=True)
 
 
 @torch.no_grad()
-def _by_sequence(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]], **options: bool) -> Tensor:
+def _by_sequence(state: TrainState, batches: Iterable[Batch], **options: bool) -> Tensor:
     state.make_room()
     state.model.eval()
     own, sizes = [], []
@@ -44,7 +45,7 @@ def _by_sequence(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]], **
 
 
 @torch.no_grad()
-def answers_given(state: TrainState, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def answers_given(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     """Return for each packed conversation whether greedy decoding gives its answers: bool (conversations,).
 
     It does if each target is the likeliest id after those before it. On several ranks all call it, with all batches.

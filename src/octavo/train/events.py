@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from octavo.guard.alarms import GuardEvent
 from octavo.train.config import RunConfig
 
+MODELS = {"fp8": "FP8", "bf16": "BF16"}
+"""Titles of the models in training, by name."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparing:

@@ -1,4 +1,4 @@
-"""`GuardedRun`: a run of `octavo train` under guardrails (`octavo.guard.Guarded`)."""
+"""`GuardedRun`: the models of a run of `octavo train` under guardrails (`octavo.guard.Guarded`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,16 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo.data.loader import Batch
 from octavo.guard import Guard, Guarded, GuardEvent
 from octavo.guard.diagnosis import Probe
 from octavo.guard.parameters import ParameterCheck
+from octavo.monitor.measurements import arrived, telemetry_of
+from octavo.nn.telemetry import Telemetry
 from octavo.tensor import is_distributed
-from octavo.train.events import TensorsChanged
-from octavo.train.setup import Batch, convert_as
+from octavo.train import events
+from octavo.train.log import RunLog
+from octavo.train.setup import Setup, convert_as
 from octavo.train.state_tensors import SCALES, restore_tensors, state_tensors
-
-if TYPE_CHECKING:
-    from octavo.train.run import Trainer
 
 SNAPSHOT = Path("snapshot in memory")
 _State = Mapping[str, Mapping[str, Tensor]]
@@ -32,19 +32,28 @@ _State = Mapping[str, Mapping[str, Tensor]]
 
 
 class GuardedRun(Guarded):
-    """Connects a `Trainer` to guardrails. On a GPU a step is checked when the next one has been queued."""
+    """The models of a run, with telemetry and guardrails. On a GPU a step is checked when the next one is queued."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(lag=1 if trainer.setup.device.type == "cuda" else 0)
-        self._trainer = trainer
-        self._state = state = trainer.setup.states[0]
-        config, ranks = trainer.config, trainer.ranks
+    done = 0
+    """Number of steps made."""
+    telemetry: Telemetry | None = None
+    """Telemetry of the FP8 model."""
+
+    def __init__(self, setup: Setup, reporters: Sequence[events.Reporter]) -> None:
+        super().__init__(lag=1 if setup.device.type == "cuda" else 0)
+        self.setup, self.config, self.ranks = setup, setup.config, setup.ranks
+        self.log = RunLog(setup, reporters)
+        self._newest: NDArray[np.float32] | None = None
+        """The newest telemetry values that have arrived."""
+        self._state = state = setup.states[0]
+        config, ranks = setup.config, setup.ranks
+        self._start_telemetry()
         if config.guard.mode != "off" and ranks.parallel.pipeline == 1:  # stages hold different parameters
             has_replicas = ranks.count > 1 and not any(map(is_distributed, state.parameters.values()))
             group = dist.group.WORLD if ranks.count > 1 else None
             every = config.guard.parameters_every
             self.parameters = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
-        recipe = recipes.load(config.run.recipe) if trainer.setup.plan is not None else None
+        recipe = recipes.load(config.run.recipe) if setup.plan is not None else None
         self.guard = Guard(self, recipe, config.guard)
 
     def _is_overflow(self, loss: float, gradient_norm: float) -> bool:
@@ -52,11 +61,11 @@ class GuardedRun(Guarded):
 
     def _values_of(self, step: int) -> NDArray[np.float32] | None:
         """Return the telemetry of a step, once it has arrived; None if the step was not sampled."""
-        every = self._trainer.config.run.telemetry_every
-        if self.telemetry is None or step % every or self._trainer.is_bf16(step - 1):
+        run = self.config.run
+        if self.telemetry is None or step % run.telemetry_every or run.is_bf16(step - 1):
             return None
         while step not in self._values:
-            self._trainer.emit_tensors()
+            self._collect_telemetry()
             if step not in self._values:
                 time.sleep(1e-4)
         return super()._values_of(step)
@@ -64,72 +73,77 @@ class GuardedRun(Guarded):
     # --- defined by `octavo.guard.Guarded` --------------------------------------------------------------------------
 
     @property
-    def done(self) -> int:
-        """Number of steps made."""
-        return self._trainer.done
-
-    @property
     def models(self) -> Sequence[nn.Module]:
         """The models in training."""
-        return [state.model for state in self._trainer.setup.states]
-
-    @property
-    def telemetry(self) -> Any:
-        """Telemetry of the FP8 model."""
-        return self._trainer.telemetry
+        return [state.model for state in self.setup.states]
 
     @property
     def position(self) -> int:
         """Number of samples drawn so far, by all ranks."""
-        return self._trainer.setup.loader.state_dict()["samples"]
+        return self.setup.loader.state_dict()["samples"]
 
     def _seek(self, position: int) -> None:
-        loader = self._trainer.setup.loader
+        loader = self.setup.loader
         loader.load_state_dict({**loader.state_dict(), "samples": position})
 
     def _next_batch(self) -> Batch:
-        inputs_BT, targets_BT = next(self._trainer.setup.loader)
-        device = self._trainer.setup.device
-        return inputs_BT.to(device), targets_BT.to(device)
+        inputs_BT, targets_BT = next(self.setup.loader)
+        return inputs_BT.to(self.setup.device), targets_BT.to(self.setup.device)
 
     def _copy_state(self) -> _State:
         return {
             state.name: {n: _copy(t) for n, t in state_tensors(state).items() if not n.startswith(SCALES)}
-            for state in self._trainer.setup.states
+            for state in self.setup.states
         }
 
     def _load_state(self, step: int, state: _State) -> None:
-        trainer = self._trainer
-        for own in trainer.setup.states:
+        for own in self.setup.states:
             # Stored scales of the recipes that layers have now, which may differ from those in the snapshot.
             stored = {name: tensor for name, tensor in state_tensors(own).items() if name.startswith(SCALES)}
             restore_tensors(own, {**state[own.name], **stored}, SNAPSHOT)
             own.clear_failure()
-        trainer.go_back(step)
+        self.done = step
+        self.log.restart_clock(step)
 
     def _saved_weight(self, state: _State, name: str) -> Tensor | None:
-        is_plain = name in self._state.parameters and self._trainer.ranks.count == 1
+        is_plain = name in self._state.parameters and self.ranks.count == 1
         return state[self._state.name].get(f"model.{name}") if is_plain else None
 
     def _compute(self, batch: Batch, *, backward: bool = True, whole: bool = False) -> Probe:
-        parts = 1 if whole else self._trainer.config.run.accumulate
-        return self._state.probe(*batch, parts, backward=backward)
+        return self._state.probe(*batch, 1 if whole else self.config.run.accumulate, backward=backward)
 
     def _convert(self, recipe: recipes.Recipe) -> None:
-        trainer = self._trainer
-        trainer.setup.plan = convert_as(trainer.config, self._state.model, recipe, trainer.ranks)
+        self.setup.plan = convert_as(self.config, self._state.model, recipe, self.ranks)
 
     def _start_telemetry(self) -> None:
-        self._trainer.start_telemetry()
+        """Start telemetry of the FP8 layers as they are now, from the next step on."""
+        run, plan, together = self.config.run, self.setup.plan, self.ranks.count > 1
+        every, histograms = run.telemetry_every, run.histograms_every
+        self.telemetry = None
+        if plan is not None and every:
+            order = [layer.name for layer in plan.layers]
+            self.telemetry = telemetry_of(self._state.model, every, histograms, together=together, order=order)
+        if self.telemetry is not None:
+            self.telemetry.restart(self.done)
 
     def _collect_telemetry(self) -> None:
-        self._trainer.emit_tensors()
+        """Emit the tensor statistics of all steps that have arrived."""
+        for step, values, histograms in arrived(self.telemetry):
+            self._newest = values
+            self.measured(step, values)
+            self.log.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
+
+    def _await_telemetry(self) -> None:
+        """Emit the tensor statistics of all steps; waits for the device."""
+        if self.telemetry is not None:
+            self.telemetry.wait()
+            self._collect_telemetry()
 
     def refine(self, recipe: recipes.Recipe) -> str:
         """Convert layers to finer recipes, as guardrails ask; return why that is impossible, if it is."""
-        if self._trainer.ranks.count > 1:
+        if self.ranks.count > 1:
             return "its weights are sharded over ranks, which refine no layers"
-        if self._trainer.config.run.weights == "fp8":
+        if self.config.run.weights == "fp8":
             return "its weight is stored in FP8, in the format of its recipe"
         return self.change_recipe(recipe)
 
@@ -137,8 +151,7 @@ class GuardedRun(Guarded):
         """Convert the FP8 model to another recipe and emit the change; return why that is impossible, if it is."""
         reason = super().change_recipe(recipe)
         if not reason:
-            plan = self._trainer.setup.plan
-            self._trainer.emit(TensorsChanged(step=self.done, rows=self.rows, plan=plan))
+            self.log.emit(events.TensorsChanged(step=self.done, rows=self.rows, plan=self.setup.plan))
         return reason
 
     def locate(self) -> str:
@@ -147,12 +160,11 @@ class GuardedRun(Guarded):
         With tensor parallelism placeholders of gathered codes are NaN by design; in a pipeline each rank would find
         another tensor.
         """
-        ranks = self._trainer.ranks
-        return "" if ranks.parallel.splits_model else ranks.first_text(super().locate())
+        return "" if self.ranks.parallel.splits_model else self.ranks.first_text(super().locate())
 
     def emit(self, event: GuardEvent) -> None:
         """Emit an event of the run."""
-        self._trainer.emit(event)
+        self.log.emit(event)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -74,8 +74,7 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
     Raises:
         CheckpointError: it is of another model.
     """
-    recipe, device = recipes.load(config.run.recipe), devices.resolve(config.run.device)
-    states, plan = make_states(config, recipe, device)
+    states, plan = make_states(config, devices.resolve(config.run.device))
     _restore(found, config, states[0], plan)
     for baseline in states[1:]:
         restore_tensors(baseline, found.tensors[baseline.name], found.path, optimizer=False)
@@ -84,8 +83,8 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
 
 def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState, plan: Plan | None) -> Plan | None:
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
-    directory, policy = found.path.parent.parent, None
-    known = directory / "plan.json"
+    policy = None
+    known = found.run / "plan.json"
     if known.exists() and plan is not None:
         with blaming(known):
             trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
@@ -99,7 +98,7 @@ def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState,
     named = found.tensors[state.name]
     restore_tensors(state, {**named, **dict(_whole_rows(named))}, found.path, optimizer=False)
     if plan is not None and last != began:
-        scales = directory / "scales.json"  # of the last step by its own recipe
+        scales = found.run / "scales.json"  # of the last step by its own recipe
         config = config.with_run(scales=str(scales)) if scales.exists() else config
         plan = convert_as(config, state.model, recipes.load(config.run.recipe), policy=policy)
     return plan

@@ -29,11 +29,11 @@ GIVE_UP = 16
 class LossScale:
     """The loss scale of one model and its optimizer.
 
-    In a training loop, call the last three in this order, once per step:
+    In a training loop, in this order; with several micro-batches the first line is called for each, the others once:
 
         scale.scaled(loss).backward()
-            scale.unscale(model.parameters())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     # sees the gradients themselves
+        scale.unscale(model.parameters())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # reads unscaled gradients
         scale.step(optimizer)
     """
 

@@ -32,13 +32,14 @@ def forecast_run(config: RunConfig, *, gpus: int = 1, report: Report = silent) -
     phases = _phases(planned)
 
     def forecast(number: int) -> memory.Forecast:
-        def told(doing: str, done: float) -> None:
-            report(doing, (number + done) / len(phases))
+        return memory.forecast(
+            partial(_program, planned, phases[number]),
+            gpus=gpus,
+            gathers_codes=not config.run.leaves_recipe,
+            report=lambda doing, done: report(doing, (number + done) / len(phases)),
+        )
 
-        program = partial(_program, planned, phases[number])
-        return memory.forecast(program, gpus=gpus, gathers_codes=not config.run.leaves_recipe, report=told)
-
-    return max((forecast(number) for number in range(len(phases))), key=lambda found: found.peak)
+    return max(map(forecast, range(len(phases))), key=lambda found: found.peak)
 
 
 def largest_model(
@@ -53,10 +54,9 @@ def largest_model(
     """
 
     def forecast(model: ModelConfig) -> memory.Forecast:
-        def told(doing: str, done: float) -> None:
-            report(f"{quantity(model.layers, 'layer')} of {model.dim}, {doing}", done)
-
-        return forecast_run(replace(config, model=model), gpus=gpus, report=told)
+        size = f"{quantity(model.layers, 'layer')} of {model.dim}"
+        tried = replace(config, model=model)
+        return forecast_run(tried, gpus=gpus, report=lambda doing, done: report(f"{size}, {doing}", done))
 
     return largest_of(config.model, forecast, gib)
 
@@ -120,7 +120,7 @@ def _phases(config: RunConfig) -> list[Callable[[nn.Module], object]]:
 
 def _program(config: RunConfig, phase: Callable[[nn.Module], object]) -> memory.Program:
     config = config.with_run(start_from="")  # values do not matter
-    states, plan = make_states(config, recipes.load(config.run.recipe), torch.device("cpu"))
+    states, plan = make_states(config, torch.device("cpu"))
     if plan is not None:
         phase(states[0].model)
     shape = config.run.batch, config.data.sequence

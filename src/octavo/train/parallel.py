@@ -221,12 +221,9 @@ class Ranks:
 
         All ranks call it.
         """
-        name = self.parallel.reduction
-        if self.is_greedy:
-            from octavo.distributed import reduction
-
-            return reduction(name)
-        if self.mesh is None or name == "fp32" or (self.parallel.reduce is None and _shards(self.mesh) == 1):
+        parallel, name = self.parallel, self.parallel.reduction
+        is_whole = parallel.reduce is None and parallel.sizes(self.count)["shard"] == 1
+        if not self.is_greedy and (self.mesh is None or name == "fp32" or is_whole):
             return None
         from octavo.distributed import reduction
 
@@ -350,29 +347,16 @@ def _device(name: str, launch: Launch) -> torch.device:
 
 
 def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceMesh:
+    """Return the mesh of a run: `shard`, and each other dimension of more than one rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    data, tensor, pipeline = parallel.data, parallel.tensor, parallel.pipeline
-    if tensor * pipeline > 1:
-        sizes = {"data": data, "shard": ranks // (data * tensor * pipeline)}
-        sizes = ({"pipeline": pipeline} if pipeline > 1 else {}) | sizes | ({"tensor": tensor} if tensor > 1 else {})
-        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    if data == 1:
-        return init_device_mesh(device.type, (ranks,))
-    return init_device_mesh(device.type, (data, ranks // data), mesh_dim_names=("data", "shard"))
+    sizes = {name: size for name, size in parallel.sizes(ranks).items() if size > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _copies(mesh: DeviceMesh) -> DeviceMesh:
     """Return the submesh that models are sharded over: all dimensions but `tensor` and `pipeline`."""
-    if mesh.ndim < 3:
-        return mesh
-    return mesh["shard"] if mesh["data"].size() == 1 else mesh["data", "shard"]
-
-
-def _shards(mesh: DeviceMesh) -> int:
-    """Return the number of ranks that share one copy of the model."""
-    copies = _copies(mesh)
-    return copies.size(copies.ndim - 1)
+    return mesh["data", "shard"] if "data" in (mesh.mesh_dim_names or ()) else mesh["shard"]
 
 
 def _connection(timeout: timedelta) -> Store:

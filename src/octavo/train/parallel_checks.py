@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.torch_version import TorchVersion
@@ -12,6 +13,7 @@ from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.train.config import ParallelConfig, RunConfig
 
+_Conflict = Callable[[str, object, str, str], ConfigError]
 _STATELESS_RECIPES = "'folded', 'rowwise', 'block' or 'tensorwise'"
 
 
@@ -22,13 +24,12 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
         ConfigError: `[parallel]` asks for another number of ranks, or for something that the run cannot be split by.
     """
     parallel, run = config.parallel, config.run
-    others = parallel.data * parallel.tensor * parallel.pipeline
-    shards = parallel.shard or max(ranks // others, 1)
-    if others * shards != ranks:
-        raise ConfigError(_wrong_rank_count(parallel, others * shards, ranks))
+    sizes = parallel.sizes(ranks)
+    if (required := math.prod(sizes.values())) != ranks:
+        raise ConfigError(_wrong_rank_count(parallel, required, ranks))
     if ranks == 1:
         return
-    group = parallel.tensor * parallel.pipeline
+    shards, group = sizes["shard"], parallel.tensor * parallel.pipeline
     parts = ranks // group
     if run.batch % (run.accumulate * parts):
         over = f"{parts} ranks" if group == 1 else f"{parts} groups of {group} ranks"
@@ -44,7 +45,7 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
             " several ranks keep one recipe for the whole run. Leave both at 0, or train by FSDP2 alone."
         )
     if parallel.zero == "greedy":
-        _raise_first(_greedy_conflicts(config, ranks), "parallel.zero = 'greedy'")
+        _refuse_with_greedy(config, ranks, partial(_conflict, "parallel.zero = 'greedy'"))
     elif parallel.reduce not in (None, "fp32") and shards == 1 and parallel.data > 1:
         raise ConfigError(
             f"parallel.reduce: '{parallel.reduce}' applies to ranks that share the shards of a model. With data ="
@@ -101,7 +102,7 @@ def check_tensor(config: RunConfig, shards: int) -> None:
                 f"{key}: {size} cannot be split evenly over {parts} ranks (parallel.tensor = {ranks}, each part sharded"
                 f" over {shards}). Take a multiple of {parts}, or fewer ranks."
             )
-    _raise_first(_tensor_conflicts(config), f"parallel.tensor = {ranks}")
+    _refuse_with_tensor(config, partial(_conflict, f"parallel.tensor = {ranks}"))
 
 
 def check_pipeline(config: RunConfig) -> None:
@@ -124,7 +125,7 @@ def check_pipeline(config: RunConfig) -> None:
             f"run.accumulate: {config.run.accumulate} micro-batches do not fill a pipeline of {ranks} ranks. Take a"
             f" multiple of {ranks}; {4 * ranks} leave few ranks idle."
         )
-    _raise_first(_pipeline_conflicts(config), f"parallel.pipeline = {ranks}")
+    _refuse_with_pipeline(config, partial(_conflict, f"parallel.pipeline = {ranks}"))
 
 
 def _wrong_rank_count(parallel: ParallelConfig, required: int, started: int) -> str:
@@ -149,81 +150,71 @@ def _tensor_sizes(config: RunConfig, ranks: int, shards: int) -> Iterator[tuple[
     yield "model.ffn", model.ffn_dim, ranks * shards
 
 
-class _Conflict(NamedTuple):
-    """A key of a run file that cannot be combined with another one."""
-
-    key: str
-    value: object
-    reason: str
-    instead: str
-    """The value to take, as the user writes it."""
+def _conflict(setting: str, key: str, value: object, reason: str, instead: str) -> ConfigError:
+    """Return the error of a key that cannot be combined with a setting; `instead` is as the user writes it."""
+    return ConfigError(f"{key}: '{value}' does not go with {setting}: {reason}. Take {instead}.")
 
 
-def _tensor_conflicts(config: RunConfig) -> Iterator[_Conflict]:
+def _refuse_with_tensor(config: RunConfig, conflict: _Conflict) -> None:
     run, parallel = config.run, config.parallel
     if recipes.load(run.recipe).has_stored_scales:
         reason = "it keeps a scale per tensor from step to step, and each rank has part of a tensor"
-        yield _Conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
-    yield from _model_conflicts(config)
+        raise conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
+    _refuse_of_model(config, conflict)
     if config.model.qkv_bias or config.model.qk_norm:
         reason = "biases and norms of heads are not split"
-        yield _Conflict("model.qkv_bias, model.qk_norm", "true", reason, "parallel.shard")
+        raise conflict("model.qkv_bias, model.qk_norm", "true", reason, "parallel.shard")
     if parallel.embedding != "whole":
         reason = "each tensor-parallel rank has the embedding, and looks up its own tokens"
-        yield _Conflict("parallel.embedding", parallel.embedding, reason, "'whole'")
+        raise conflict("parallel.embedding", parallel.embedding, reason, "'whole'")
 
 
-def _greedy_conflicts(config: RunConfig, ranks: int) -> Iterator[_Conflict]:
+def _refuse_with_greedy(config: RunConfig, ranks: int, conflict: _Conflict) -> None:
     parallel, optimizer = config.parallel, config.optimizer
     if parallel.data != ranks:
-        yield _Conflict("parallel.data", parallel.data, f"each of the {ranks} ranks has all weights", f"{ranks}")
+        raise conflict("parallel.data", parallel.data, f"each of the {ranks} ranks has all weights", f"{ranks}")
     if parallel.reduce == "two-level":
-        yield _Conflict("parallel.reduce", "two-level", "it sends gradients to the ranks that own them", "'fp8-block'")
+        raise conflict("parallel.reduce", "two-level", "it sends gradients to the ranks that own them", "'fp8-block'")
     if parallel.embedding != "whole":
-        yield _Conflict("parallel.embedding", parallel.embedding, "each rank has the whole embedding", "'whole'")
+        raise conflict("parallel.embedding", parallel.embedding, "each rank has the whole embedding", "'whole'")
     if optimizer.gradients != "wide":
         reason = "they are reduced before they are rounded"
-        yield _Conflict("optimizer.gradients", optimizer.gradients, reason, "'wide'")
+        raise conflict("optimizer.gradients", optimizer.gradients, reason, "'wide'")
     if optimizer.loss_scale != "none":
         reason = "an overflow must be known before gradients are sent"
-        yield _Conflict("optimizer.loss_scale", optimizer.loss_scale, reason, "'none'")
+        raise conflict("optimizer.loss_scale", optimizer.loss_scale, reason, "'none'")
     if optimizer.clip_per_group:
         reason = "groups are clipped before the step, in which gradients are reduced"
-        yield _Conflict("optimizer.clip_per_group", "given", reason, "optimizer.clip alone")
+        raise conflict("optimizer.clip_per_group", "given", reason, "optimizer.clip alone")
 
 
-def _model_conflicts(config: RunConfig) -> Iterator[_Conflict]:
-    """Yield what a model must not have if its layers are split or in several stages."""
+def _refuse_of_model(config: RunConfig, conflict: _Conflict) -> None:
+    """Refuse what a model must not have if its layers are split or in several stages."""
     if config.lora.rank:
-        yield _Conflict("lora.rank", config.lora.rank, "updates of layers are not split", "parallel.shard")
+        raise conflict("lora.rank", config.lora.rank, "updates of layers are not split", "parallel.shard")
     if config.data.format == "chat":
         reason = "the mask of documents is made of all tokens, by the model as a whole"
-        yield _Conflict("data.format", "chat", reason, "parallel.shard")
+        raise conflict("data.format", "chat", reason, "parallel.shard")
 
 
-def _pipeline_conflicts(config: RunConfig) -> Iterator[_Conflict]:
+def _refuse_with_pipeline(config: RunConfig, conflict: _Conflict) -> None:
     model, run, optimizer, parallel = config.model, config.run, config.optimizer, config.parallel
     if model.architecture != "llama":
-        yield _Conflict("model.architecture", model.architecture, "only a Llama is split into stages", "'llama'")
-    yield from _model_conflicts(config)
+        raise conflict("model.architecture", model.architecture, "only a Llama is split into stages", "'llama'")
+    _refuse_of_model(config, conflict)
     if model.tie_embeddings:
         reason = "the embedding is also the head, which is in another stage"
-        yield _Conflict("model.tie_embeddings", "true", reason, "false")
+        raise conflict("model.tie_embeddings", "true", reason, "false")
     if recipes.load(run.recipe).has_stored_scales:
         reason = "it keeps scales of all layers together from step to step"
-        yield _Conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
+        raise conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
     if parallel.goes_backward_by_parts:
         if run.compile == "on":
             reason = f"'{parallel.schedule}' splits the backward pass of a block"
-            yield _Conflict("run.compile", "on", reason, "'auto'")
+            raise conflict("run.compile", "on", reason, "'auto'")
         if TorchVersion(torch.__version__) < "2.13":
             reason = f"PyTorch {torch.__version__} splits the backward pass of its own layers only"
-            yield _Conflict("parallel.schedule", parallel.schedule, reason, "'1f1b' or 'interleaved', or PyTorch 2.13")
+            raise conflict("parallel.schedule", parallel.schedule, reason, "'1f1b' or 'interleaved', or PyTorch 2.13")
     if optimizer.gradients != "wide":
         reason = "their norm would cover one stage only"
-        yield _Conflict("optimizer.gradients", optimizer.gradients, reason, "'wide'")
-
-
-def _raise_first(conflicts: Iterable[_Conflict], setting: str) -> None:
-    for key, value, reason, instead in conflicts:
-        raise ConfigError(f"{key}: '{value}' does not go with {setting}: {reason}. Take {instead}.")
+        raise conflict("optimizer.gradients", optimizer.gradients, reason, "'wide'")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from octavo.train.timing import Kernel, busy, kernels_of
@@ -55,13 +54,9 @@ class Profile:
         return spent | {"idle_ms": round(max(ms - self.busy, 0.0), 2)}
 
 
-def profile(step: Callable[[], Any], steps: int = 3, trace: Path | None = None) -> Profile:
-    """Run some steps under the profiler and return the mean of one.
-
-    Args:
-        trace: a file for a Chrome trace of these steps, of the host and of the GPU.
-    """
-    return summarise(kernels_of(step, steps, trace), steps)
+def profile(step: Callable[[], Any], steps: int = 3) -> Profile:
+    """Run some steps under the profiler and return the mean of one."""
+    return summarise(kernels_of(step, steps), steps)
 
 
 def summarise(kernels: Sequence[Kernel], steps: int) -> Profile:

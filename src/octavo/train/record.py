@@ -133,11 +133,9 @@ def changed(config: Any, prefix: str = "") -> list[str]:
 
 def _mesh(config: RunConfig) -> dict[str, Any]:
     """Return the shape of the mesh: data, shard, and tensor and pipeline if they are split."""
-    ranks, parallel = Launch.read().ranks, config.parallel
-    among = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
-    shard = ranks // (parallel.data * parallel.tensor * parallel.pipeline)
-    shape = {"data": parallel.data, "shard": shard} | {name: size for name, size in among.items() if size > 1}
-    return {"mesh": shape} if ranks > 1 else {}
+    ranks = Launch.read().ranks
+    sizes = config.parallel.sizes(ranks).items()
+    return {"mesh": {name: n for name, n in sizes if n > 1 or name in ("data", "shard")}} if ranks > 1 else {}
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:

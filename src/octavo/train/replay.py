@@ -54,8 +54,10 @@ class Graphs:
     refusal: str
     """Why capturing failed; empty if it did not."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, warns: bool = False) -> None:
+        """Start without a graph; with `warns` a failure is a warning."""
         self.refusal = ""
+        self._warns = warns
         self._pool: Any = None
         self._replays: list[Replay] = []
 
@@ -95,6 +97,8 @@ class Graphs:
         self.refusal = reason
         for replay in self._replays:
             replay.forget()
+        if self._warns:
+            warnings.warn(f"octavo.graph: kernels are launched one by one, capturing failed: {reason}", stacklevel=4)
 
     def free(self, held: int) -> int:
         """Return the bytes available to other work while graphs hold `held` bytes."""
@@ -232,12 +236,13 @@ def graph(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Repla
             optimizer.zero_grad()
 
     The model may be sharded by FSDP2, its blocks compiled, its layers in FP8 or not. If shapes, parameters or recipes
-    change, it is captured again. Where capturing fails, kernels are launched one by one, with a warning.
+    change, it is captured again. If capturing fails, kernels are launched one by one, with a warning; if the model is
+    sharded, that call raises UnsupportedError.
 
     Args:
         run: `run(*arguments)` returns the loss, shape (), and leaves gradients in the parameters. It must not
-            synchronise with the GPU, and what it reads besides tensors among its arguments, parameters and buffers
-            is as it was in the capture. With several micro-batches it runs all of them.
+            synchronise with the GPU. Apart from tensor arguments, parameters and buffers, a replay sees the values at
+            the time of the capture. With several micro-batches it runs all of them.
         model: on a GPU.
         optimizer: steps the parameters of `model`; `zero_grad` follows each step.
 
@@ -251,16 +256,7 @@ def graph(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Repla
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters or not parameters[0].is_cuda:
         raise UnsupportedError("graph: only a GPU replays CUDA graphs, and the model is not on one. Call the function.")
-    return _WarningGraphs().replay(run, model, parameters, optimizer)
-
-
-class _WarningGraphs(Graphs):
-    """Graphs whose refusal is a warning."""
-
-    def give_up(self, reason: str) -> None:
-        """Drop all graphs, capture no more, and say why."""
-        super().give_up(reason)
-        warnings.warn(f"octavo.graph: kernels are launched one by one, capturing failed: {reason}", stacklevel=4)
+    return Graphs(warns=True).replay(run, model, parameters, optimizer)
 
 
 def _stored(optimizer: torch.optim.Optimizer) -> Mapping[int, Any]:

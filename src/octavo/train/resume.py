@@ -1,15 +1,30 @@
-"""Check that a checkpoint belongs to the run that resumes from it."""
+"""What a run saves in its checkpoints, and how it goes on from the newest one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from octavo._util import config_reader
-from octavo.errors import CheckpointError
+from octavo._util.config_reader import blaming
+from octavo._util.rng import generator_states, restore_generators
+from octavo.errors import CheckpointError, DivergedError
 from octavo.monitor.store.reader import flat
-from octavo.train.config import DataConfig, LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
+from octavo.monitor.system import versions
+from octavo.train import checkpoint
+from octavo.train.config import RunConfig
+from octavo.train.events import Saved
+from octavo.train.state_tensors import place, restore_tensors, state_tensors
+from octavo.train.train_state import TrainState
+
+if TYPE_CHECKING:
+    from octavo.train.run import Trainer
 
 # Keys that may differ between a checkpoint and the resumed run: they do not affect the numbers, or only their last
 # bits (ranks, parts of a batch). `steps` and `last_share` do through the schedule, but changing them is deliberate.
@@ -32,11 +47,96 @@ FREE = {
     "run.last_share",
     "run.log_every",
     "run.out",
+    "run.price_per_kwh",
     "run.steps",
     "run.telemetry_every",
     "run.histograms_every",
     "run.tracker",
+    "run.tracker_tensors",
 }
+
+
+def save_checkpoint(trainer: Trainer, checkpoints: Path) -> None:
+    """Write a checkpoint of a run into the folder `checkpoints`.
+
+    Raises:
+        CheckpointError: it cannot be written.
+        DivergedError: a weight or an optimizer state is not finite; nothing is written.
+    """
+    config, ranks, setup = trainer.config, trainer.ranks, trainer.setup
+    tensors = {state.name: state_tensors(state) for state in setup.states}
+    faults = ((name, checkpoint.first_non_finite(named)) for name, named in tensors.items())
+    fault = next((f"in the {name.upper()} model {text}" for name, text in faults if text), "")
+    if fault := ranks.first_text(fault):
+        raise DivergedError(
+            f"after step {trainer.done}, {fault}: no checkpoint is written. {trainer.way_back()} Try a lower --lr, or"
+            " --recipe bf16 to compare."
+        )
+    plain = {
+        "config": config_reader.to_dict(config),
+        "loader": setup.loader.state_dict(),
+        "totals": trainer.log.totals(),
+        "heldout": {str(step): loss for step, loss in trainer.heldout.items()},
+        "versions": versions(),
+        "guard": trainer.guard.state_dict(),
+        "recipe": trainer.recipe,
+        **trainer.log.recorded(),
+    }
+    named = {**tensors, "random": generator_states()}
+    path = checkpoint.save(checkpoints, trainer.done, named, plain, keep=config.run.keep, ranks=ranks)
+    trainer.log.emit(Saved(step=trainer.done, path=path))
+
+
+def load_checkpoint(trainer: Trainer) -> checkpoint.Checkpoint:
+    """Load the newest checkpoint of a run into it, and return that.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another run.
+        NonFiniteError: it contains a NaN or infinite weight or optimizer state.
+    """
+    ranks, setup = trainer.ranks, trainer.setup
+    newest = checkpoint.find(trainer.checkpoints)[-1]
+    found = checkpoint.load(newest, ranks=ranks, place=None if ranks.count == 1 else partial(_place, setup.states))
+    _check(found, trainer)
+    if (recipe := found.state.get("recipe", trainer.recipe)) != trainer.recipe:
+        trainer.switch_recipe(recipe)  # before what the checkpoint holds of it
+    if "guard" in found.state:
+        with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to their recipes
+            trainer.guard.load_state_dict(found.state["guard"])
+    # A twin that is not in the checkpoint had ended before.
+    setup.states = tuple(state for state in setup.states if state.name in found.tensors)
+    for state in setup.states:
+        with blaming(found.path, CheckpointError):
+            own = {name: tensor for name, tensor in found.tensors[state.name].items() if state.holds(name)}
+            restore_tensors(state, own, found.path)
+    with blaming(found.path, CheckpointError):
+        restore_generators(found.tensors["random"])
+    with blaming(found.path / "state.json", CheckpointError):
+        setup.loader.load_state_dict(found.state["loader"])
+        trainer.log.earlier = {**found.state["totals"]}
+        trainer.heldout = {int(step): float(loss) for step, loss in found.state.get("heldout", {}).items()}
+    trainer.log.overflows = trainer.log.count_overflows()
+    return found
+
+
+def _place(states: Iterable[TrainState], name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """Return memory for the checkpoint tensor `<model>.<name>`; None if this rank has no part of it."""
+    model, _, own = name.partition(".")
+    state = next(known for known in states if known.name == model)
+    return place(state, own, shape, dtype) if state.holds(own) else None
+
+
+def _check(found: checkpoint.Checkpoint, trainer: Trainer) -> None:
+    """Check that a run can go on from a checkpoint."""
+    ranks, steps = trainer.ranks, trainer.config.run.steps
+    check_same_run(found.state["config"], trainer.config, found.path)
+    if ranks.is_greedy and found.state.get("ranks") != ranks.count:
+        raise CheckpointError(
+            f"{found.path}: with parallel.zero = 'greedy' each rank saved the states of its own tensors:"
+            f" resume with {found.state.get('ranks')} ranks, not {ranks.count}."
+        )
+    if found.step > steps:
+        raise CheckpointError(f"{found.path}: is past the end of this run of {steps} steps.")
 
 
 def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> None:
@@ -46,18 +146,15 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
         CheckpointError: they differ in a key that affects the numbers; the message names the first one.
     """
     # A key that is newer than the checkpoint had its default value.
-    there, here = {**_defaults(), **flat(saved)}, flat(config_reader.to_dict(config))
+    sections = ((f.name, f.default_factory) for f in fields(RunConfig))
+    defaults = {name: config_reader.to_dict(make()) for name, make in sections if make is not MISSING}
+    there, here = {**flat(defaults), **flat(saved)}, flat(config_reader.to_dict(config))
     for key in [*here, *(there.keys() - here.keys())]:
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
                 f"{where}: this is the checkpoint of another {_what(key)}: {key} is {there.get(key)!r} there"
                 f" and {here.get(key)!r} here. Resume with the same, or start a new run with another --out."
             )
-
-
-def _defaults() -> dict[str, Any]:
-    sections = {"data": DataConfig(), "optimizer": OptimizerConfig(), "run": LoopConfig(), "parallel": ParallelConfig()}
-    return flat({name: config_reader.to_dict(section) for name, section in sections.items()})
 
 
 def _what(key: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from octavo import recipes
 from octavo.conversion import Plan, Policy, convert, make_plan, revert
@@ -23,6 +23,7 @@ from octavo.data import (
     prepare,
 )
 from octavo.data.chat import ChatFormat
+from octavo.data.loader import Batch
 from octavo.errors import ConfigError
 from octavo.models import build
 from octavo.nn.lora import add_lora
@@ -31,8 +32,6 @@ from octavo.train.config import DataConfig, RunConfig
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
 from octavo.train.replay import Graphs
 from octavo.train.train_state import TrainState
-
-Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)
@@ -76,12 +75,12 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
     replays(config, device, ranks)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loader, heldout, corpus, statistics, end = ranks.first_per_host("text", lambda: _text(config, ranks))
+    text = ranks.first_per_host("text", lambda: _text(config, ranks))
     torch.manual_seed(config.run.seed)
-    states, plan = make_states(config, recipe, device, ranks)
+    states, plan = make_states(config, device, ranks)
     if ranks.count > 1:
         torch.manual_seed(config.run.seed + ranks.rank)  # each rank draws for its own part
-    return Setup(config, device, states, plan, loader, heldout, corpus, statistics, end, ranks)
+    return Setup(config, device, states, plan, *text, ranks)
 
 
 def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFiles, CorpusStatistics, int]:
@@ -112,13 +111,13 @@ def token_files(data: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
 
 
 def make_states(
-    config: RunConfig, recipe: recipes.Recipe, device: torch.device, ranks: Ranks = SINGLE_PROCESS
+    config: RunConfig, device: torch.device, ranks: Ranks = SINGLE_PROCESS
 ) -> tuple[tuple[TrainState, ...], Plan | None]:
     """Return the models in training, and the plan of the FP8 model.
 
     Both start from the same bits: the baseline is a copy made before weights are rounded or converted.
     """
-    start, lora = config.run.start_from, config.lora
+    start, lora, recipe = config.run.start_from, config.lora, recipes.load(config.run.recipe)
     model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
     baseline = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
     hold_as(config.run.weights, model)
@@ -160,7 +159,7 @@ def convert_as(
         ranks: ranks of the run.
         policy: by default `policy_of`.
     """
-    policy, tokens = policy or policy_of(config, recipe), tokens_of(config, ranks)
+    policy, tokens = policy or policy_of(config, recipe), config.tokens_per_pass(ranks.parts)
     scales, allow = config.run.scales or None, config.run.allow_reference
     if scales and not _keeps_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
         scales = None
@@ -169,11 +168,6 @@ def convert_as(
 
 def _keeps_scales(plan: Plan) -> bool:
     return any(recipe.has_stored_scales for recipe in plan.recipes.values())
-
-
-def tokens_of(config: RunConfig, ranks: Ranks) -> int:
-    """Return the number of tokens of one forward pass on a rank."""
-    return config.run.batch // (config.run.accumulate * ranks.parts) * config.data.sequence
 
 
 def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:

@@ -1,17 +1,20 @@
-"""The content of `summary.json`."""
+"""The summary of a run: the content of `summary.json`, and its report in a terminal with the next commands."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from octavo.train import device as devices
+from rich.console import Console
+
+from octavo.monitor.gap import wander
+from octavo.monitor.system import versions
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import paired_interval, perplexity
-from octavo.train.events import gap_percent
-
-MODELS = ("fp8", "bf16")
+from octavo.train.events import MODELS, Finished, gap_percent
+from octavo.train.plot import plot
 
 
 def summarise(
@@ -56,10 +59,119 @@ def summarise(
         "energy_cost": None if facts["energy_kwh"] is None else facts["energy_kwh"] * config.run.price_per_kwh or None,
         **memory,
         "corpus": dict(corpus),
-        "versions": devices.versions(),
+        "versions": versions(),
     }
 
 
 def _median(history: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [line[key] for line in history if line.get(key) is not None]
     return statistics.median(values) if values else None
+
+
+def final_report(console: Console, event: Finished) -> None:
+    """Print the loss curves, the results, the next commands and a verdict."""
+    curves = {
+        f"loss {title}": [
+            (line["step"], line[f"loss_{model}"]) for line in event.history if line.get(f"loss_{model}") is not None
+        ]
+        for model, title in MODELS.items()
+    }
+    console.print()
+    switches = [line["step"] for line in event.history if "recipe_fp8" in line]
+    drawn = plot({name: points for name, points in curves.items() if points}, marks={"change of recipe": switches})
+    console.print(drawn, soft_wrap=True)
+    console.print()
+    for label, value in _facts(event):
+        console.print(f"{label:<22}{value}", markup=False, soft_wrap=True)
+    console.print("\nNext", markup=False)
+    for purpose, command in _next(event):
+        console.print(f"  {purpose:<20}{command}", markup=False, soft_wrap=True)
+    if said := verdict(event.summary, event.history):
+        console.print(f"\n{said}", style="bold", markup=False, soft_wrap=True)
+
+
+def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return one line on the held-out gap and its noise; empty without a BF16 baseline. `history` has the gaps."""
+    gap, half_width = summary["gap_percent"], summary.get("gap_95_percent")
+    if gap is None:
+        return ""
+    if half_width is None:
+        return f"Held-out loss {gap:+z.2f} % beside BF16."
+    strays = wander([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
+    noise = max(half_width, strays)
+    found = "lower than" if gap < -noise else "higher than" if gap > noise else "indistinguishable from"
+    places = 2 if half_width >= 0.01 else 4
+    other = f"the gap wanders by ± {strays:.2f} %" if strays else "seeds vary by more"
+    interval = f"{gap:+z.{places}f} ± {half_width:.{places}f} %"
+    return f"Held-out loss: FP8 is {found} BF16, {interval} (95 %, sequences); {other}."
+
+
+def _facts(event: Finished) -> Iterator[tuple[str, str]]:
+    summary = event.summary
+    for model, title in MODELS.items():
+        loss = summary[f"heldout_loss_{model}"]
+        if loss is not None:
+            surprise = summary[f"perplexity_{model}"]
+            yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {surprise:.3f}"
+    for task, found in summary.get("tasks", {}).items():
+        shown = (
+            f"{title} {100 * found[m]:.1f} ± {100 * found[f'{m}_error']:.1f} %"
+            for m, title in MODELS.items()
+            if m in found
+        )
+        yield f"answered {task}"[:21], f"{', '.join(shown)} of {found['samples']:,}"
+    if summary["gap_percent"] is not None:
+        yield "gap", f"{summary['gap_percent']:+z.3f} % (FP8 against BF16, held-out)"
+    if summary["unigram_entropy"] is not None:
+        yield (
+            "unigram entropy",
+            f"{summary['unigram_entropy']:.4f} nats per token (token frequencies alone)",
+        )
+    for model, title in MODELS.items():
+        if summary["skipped_steps"].get(model):
+            yield f"skipped steps {title}", f"{summary['skipped_steps'][model]} (their gradients overflowed)"
+    yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
+    if summary.get("energy_kwh") is not None:
+        cost = "" if summary.get("energy_cost") is None else f", which cost {summary['energy_cost']:.4g}"
+        yield "energy", f"{summary['energy_kwh']:.4g} kWh of the GPUs, all models{cost}"
+    if summary["weights"] != "fp32":
+        yield "weights", f"{summary['weights']}, {summary['weight_bytes_per_parameter']:.2f} bytes per parameter"
+    if summary["optimizer_states"] != "fp32" or summary["weights"] != "fp32":
+        taken = f"{summary['optimizer_bytes_per_parameter']:.2f} bytes per parameter"
+        yield "optimizer states", f"{summary['optimizer_states']}, {taken}"
+    if summary["heldout_loss_fp8"] is not None:
+        gemms = (f"{count:,} {kernel}" for kernel, count in sorted(summary["fp8_gemms"].items()))
+        yield "FP8 GEMMs run", ", ".join(gemms) or "none"
+        yield "fallbacks", "; ".join(summary["fallbacks"]) or "none"
+    files = "summary.json, metrics.jsonl, run.sqlite, plan.json, config.json, checkpoints"
+    yield "stored in", f"{event.directory} ({files})"
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    times = [
+        f"{title} {summary[f'step_milliseconds_{model}']:.0f} ms per step"
+        for model, title in MODELS.items()
+        if summary[f"step_milliseconds_{model}"] is not None
+    ]
+    return ", ".join([f"{summary['tokens_per_second'] or math.nan:,.0f} tokens/s", *times])
+
+
+def _next(event: Finished) -> Sequence[tuple[str, str]]:
+    more = 2 * event.summary["steps"]
+    other = "block" if event.summary["recipe"] == "folded" else "folded"
+    served = [("export for serving", f"octavo export {event.directory}")]
+    return [
+        ("loss and telemetry", f"octavo dashboard {event.directory}"),
+        ("plan per layer", f"octavo plan {event.directory}"),
+        ("train longer", f"octavo train {event.directory} --resume --steps {more}"),
+        ("another recipe", f"octavo train {event.directory} --recipe {other} --out {event.directory}-{other}"),
+        ("evaluate", f"octavo eval {event.directory}"),
+        *(served if event.architecture == "llama" else []),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -7,7 +7,7 @@ Shapes: B sequences in a batch, T tokens in a sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -158,7 +158,8 @@ class TrainState:
         loss = torch.zeros((), device=self.device)
         with self._accumulating(parts):
             weights = self._weights(targets_BT, parts)
-            for index, (inputs, targets) in enumerate(_parts(inputs_BT, targets_BT, parts)):
+            halves = inputs_BT.chunk(parts), targets_BT.chunk(parts)
+            for index, (inputs, targets) in enumerate(zip(*halves, strict=True)):
                 part = self.loss(inputs, targets) / parts
                 part = part if weights is None else part * weights[index]
                 if torch.is_grad_enabled():
@@ -239,7 +240,3 @@ class TrainState:
     def clear_failure(self) -> None:
         """Clear the failure that `check` would report: the run was rolled back to a step before it."""
         self._broken_at.fill_(-1)
-
-
-def _parts(inputs_BT: Tensor, targets_BT: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(inputs_BT.chunk(count), targets_BT.chunk(count), strict=True)

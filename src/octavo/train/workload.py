@@ -6,7 +6,9 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +108,21 @@ def first(batch: Any) -> Tensor:
 
 def one_of(batch: Any) -> Any:
     """Return the first sample of a batch, as a batch."""
-    if isinstance(batch, Mapping):
-        return {key: one_of(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(one_of(value) for value in batch)
-    return batch[:1] if isinstance(batch, Tensor) and batch.dim() else batch
+    return _mapped(batch, lambda tensor: tensor[:1] if tensor.dim() else tensor)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch on a device."""
+    return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch with each tensor of it changed."""
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _mapped(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch
+        return type(batch)(_mapped(value, change) for value in batch)
+    return change(batch) if isinstance(batch, Tensor) else batch
 
 
 def _of_python(file: Path) -> Workload:
@@ -134,8 +137,8 @@ def _of_python(file: Path) -> Workload:
     is_text = sample.dim() == 2 and not sample.is_floating_point()
     return Workload(
         name=file.stem,
-        build=_seeded(module.build),
-        batches=lambda: _endless(module.batches, file),
+        build=partial(_seeded, module.build),
+        batches=partial(_endless, module.batches, file),
         loss=getattr(module, "loss", call_model),
         tokens=sample.numel() if is_text else len(sample),
         unit="token" if is_text else "sample",
@@ -154,13 +157,10 @@ def _endless(batches: Callable[[], Iterable[Any]], file: Path) -> Iterator[Any]:
             raise DataError(f"{file}: batches() yields nothing.")
 
 
-def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        with untouched_generators():
-            torch.manual_seed(0)
-            return make()
-
-    return build
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with untouched_generators():
+        torch.manual_seed(0)
+        return make()
 
 
 def _of_run(config: RunConfig, name: str) -> Workload:
@@ -190,10 +190,10 @@ def _of_hugging_face(file: Path, shape: Shape) -> Workload:
     cls = getattr(transformers, (known.get("architectures") or [""])[0], transformers.AutoModelForCausalLM)
     make = getattr(cls, "from_config", None) or cls._from_config
     is_image = getattr(cls, "main_input_name", "input_ids") == "pixel_values"
-    samples = _images(config, shape) if is_image else _texts(config, shape, file.parent)
+    samples = partial(_images, config, shape) if is_image else _texts(config, shape, file.parent)
     return Workload(
         name=f"{known['model_type']}, {cls.__name__}",
-        build=_seeded(lambda: make(config)),
+        build=partial(_seeded, partial(make, config)),
         batches=samples,
         loss=call_model,
         tokens=shape.batch if is_image else shape.batch * shape.sequence,
@@ -217,15 +217,12 @@ def _decode_with_cache(model: nn.Module, batch: Any) -> Step:
     return step
 
 
-def _images(config: Any, shape: Shape) -> Callable[[], Iterator[Any]]:
-    def batches() -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(0)
-        size = shape.batch, getattr(config, "num_channels", 3), config.image_size, config.image_size
-        while True:
-            labels = torch.randint(config.num_labels, (shape.batch,), generator=generator)
-            yield {"pixel_values": torch.randn(size, generator=generator), "labels": labels}
-
-    return batches
+def _images(config: Any, shape: Shape) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(0)
+    size = shape.batch, getattr(config, "num_channels", 3), config.image_size, config.image_size
+    while True:
+        labels = torch.randint(config.num_labels, (shape.batch,), generator=generator)
+        yield {"pixel_values": torch.randn(size, generator=generator), "labels": labels}
 
 
 def _texts(config: Any, shape: Shape, directory: Path) -> Callable[[], Iterator[Any]]:
@@ -235,19 +232,22 @@ def _texts(config: Any, shape: Shape, directory: Path) -> Callable[[], Iterator[
         raise ConfigError(f"--sequence {shape.sequence}: the model's maximum is {longest} tokens.")
     ids = None if shape.data is None else _encoded(shape.data, directory, config.vocab_size, size)
 
-    def batches() -> Iterator[Any]:
-        generator, at = torch.Generator().manual_seed(0), 0
-        weights = 1 / torch.arange(1, min(config.vocab_size, 2**20) + 1, dtype=torch.float64)
-        while True:
-            if ids is None:
-                drawn = torch.multinomial(weights, size[0] * size[1], replacement=True, generator=generator)
-            else:
-                drawn, at = ids[at : at + size[0] * size[1]], at + size[0] * size[1]
-                at = 0 if at + size[0] * size[1] > len(ids) else at
-            tokens = drawn.reshape(size)
-            yield {"input_ids": tokens, "labels": tokens}
+    return partial(_zipf, config.vocab_size, size) if ids is None else partial(_in_turn, ids, size)
 
-    return batches
+
+def _zipf(vocab: int, size: tuple[int, int]) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(0)
+    weights = 1 / torch.arange(1, min(vocab, 2**20) + 1, dtype=torch.float64)
+    while True:
+        tokens = torch.multinomial(weights, size[0] * size[1], replacement=True, generator=generator).reshape(size)
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def _in_turn(ids: Tensor, size: tuple[int, int]) -> Iterator[Any]:
+    rows = size[0] * size[1]
+    for start in cycle(range(0, len(ids) - rows + 1, rows)):
+        tokens = ids[start : start + rows].reshape(size)
+        yield {"input_ids": tokens, "labels": tokens}
 
 
 def _encoded(data: Path, directory: Path, vocab: int, size: tuple[int, int]) -> Tensor:

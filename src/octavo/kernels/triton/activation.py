@@ -317,7 +317,7 @@ def _forward_rows_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, gate_codes, gate_scale, up_codes, up_scale,
     total_r, total_c, KIND: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, held whole."""
+    """One row per program, held whole."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, SIZE)
     there = cols < total_c

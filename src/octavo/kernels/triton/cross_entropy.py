@@ -142,7 +142,7 @@ def _kernel(
     logits_ptr, stride, targets_ptr, loss_ptr, ignore_index, softcap, z_loss,
     GRADIENT: tl.constexpr, CAPPED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row a program."""
+    """One row per program."""
     WHOLE: tl.constexpr = VOCAB // BLOCK * BLOCK
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride

@@ -219,7 +219,7 @@ def _backward_kernel(
 @Kernel
 @triton.jit
 def _sum_kernel(shares_ptr, total_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums over the rows of an FP32 matrix, a few columns a program."""
+    """Sums over the rows of an FP32 matrix, a few columns per program."""
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = cols < total_c
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)

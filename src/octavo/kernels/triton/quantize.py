@@ -161,7 +161,7 @@ def _write(
 def _rows_kernel(
     x_ptr, stride, factor_ptr, fold_ptr, codes_ptr, scale_ptr, cols, SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, held whole."""
+    """One row per program, held whole."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
     there = columns < cols

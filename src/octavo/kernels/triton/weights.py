@@ -1,4 +1,4 @@
-"""Quantise many weights in one launch: a program a row, wherever in memory that row is."""
+"""Quantise many weights in one launch: a program per row, wherever in memory that row is."""
 
 # mypy: disable-error-code="assignment,var-annotated"
 # A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
