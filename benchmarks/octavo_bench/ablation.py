@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -82,21 +82,17 @@ def run_ablation(
     steps: int = 1000,
     seeds: Sequence[int] = (0, 1),
     beta2: float = 0.95,
-    report: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Return one row per choice and seed, as the result kind `ablation` has them: held-out loss, or that it diverged.
+) -> Iterator[Row]:
+    """Yield one row per choice and seed, as the result kind `ablation` has them: held-out loss, or that it diverged.
 
     The paper's choices are rounded to nearest, as it does; Octavo's tiers stochastically.
     """
     text = _text()
-    rows: list[Row] = []
     for choice in choices:
         for seed in seeds:
             loss = _train(choice, text, steps=steps, seed=seed, beta2=beta2)
             row: Row = {"states": choice.name, "about": choice.about, "seed": seed, "steps": steps, "beta2": beta2}
-            rows.append(row | ({"heldout_loss": round(loss, 5)} if math.isfinite(loss) else {"error": "diverged"}))
-            report(rows[-1])
-    return rows
+            yield row | ({"heldout_loss": round(loss, 5)} if math.isfinite(loss) else {"error": "diverged"})
 
 
 def _train(choice: Choice, text: Tensor, *, steps: int, seed: int, beta2: float) -> float:

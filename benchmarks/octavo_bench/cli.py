@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ Names = Annotated[tuple[str, ...], Parameter(negative=())]
 COMMANDS = {
     "demo": "demo:command",
     "step": "step:command",
-    "host": "step:host",
+    "host": "host:command",
     "hf": "hf:command",
     "clients": "clients:command",
     "pilot": "pilot:command",
@@ -79,27 +79,52 @@ class Output:
 
         return line
 
-    def save(
-        self, kind: str, rows: Sequence[Row], command: str, *, device: str = "auto", machine: str = ""
-    ) -> Path | None:
-        """Write the rows measured so far if `--write` was given, and return the file.
+    def keep(
+        self,
+        kind: str,
+        rows: Iterable[Row],
+        command: str,
+        show: Callable[[Row], object] = lambda row: None,
+        *,
+        device: str = "auto",
+        machine: str | None = None,
+    ) -> list[Row]:
+        """Show, print and write rows, and return them. Of no rows, as other ranks than the first have, nothing is said.
+
+        Each row is shown and written as it comes, as measuring the next may end the process.
 
         Args:
+            rows: a row that comes again has changed.
+            command: measures the rows again.
+            show: prints a line of progress.
             machine: a name in place of the device's.
         """
         from octavo_bench import results
 
-        if self.write is None:
-            return None
-        return results.save(kind, rows, self.write, command, device=device, machine=machine or None)
-
-    def finish(self, kind: str, rows: Sequence[Row], command: str, *, device: str = "auto", machine: str = "") -> int:
-        """Print and write the rows. Returns the exit code: 1 if a row failed."""
-        if self.json_output:
-            print(json.dumps(rows, indent=1))
-        if path := self.save(kind, rows, command, device=device, machine=machine):
+        measured: dict[int, Row] = {}
+        path = None
+        for row in rows:
+            show(row)
+            measured[id(row)] = row
+            if self.write is not None:
+                path = results.save(kind, [*measured.values()], self.write, command, device=device, machine=machine)
+        if self.json_output and measured:
+            print(json.dumps([*measured.values()], indent=1))
+        if path is not None:
             print(f"written: {path}", file=sys.stderr)
-        return int(any("error" in row for row in rows))
+        return [*measured.values()]
+
+    def finish(
+        self,
+        kind: str,
+        rows: Iterable[Row],
+        command: str,
+        show: Callable[[Row], object] = lambda row: None,
+        *,
+        device: str = "auto",
+    ) -> int:
+        """As `keep`, and return the exit code: 1 if a row failed."""
+        return int(any("error" in row for row in self.keep(kind, rows, command, show, device=device)))
 
 
 TO_STDOUT = Output()

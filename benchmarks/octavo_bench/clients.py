@@ -6,7 +6,6 @@ FP8 run is made twice, the second time from a checkpoint that the first has left
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import os
 import socket
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,8 @@ import octavo
 from octavo.nn import Linear
 from octavo.train.timing import synchronize
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
-from octavo_bench.results import Row, attempt
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt, free, peak_gib
 
 WARM_UP = 20
 """Steps before time is taken: the first ones compile and tune."""
@@ -458,12 +459,8 @@ def _resumes(client: Client, job: Job, weights: list[Tensor]) -> bool:
 
 def _run(client: Client, job: Job) -> tuple[Row, list[Tensor]]:
     """Return the figures of one run, and its trained weights."""
-    torch._dynamo.reset()
+    free(job.device)
     torch._dynamo.utils.counters.clear()
-    gc.collect()
-    if job.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     with timed(job.clock):
         model = client.loop(job)
     counters = torch._dynamo.utils.counters
@@ -477,7 +474,7 @@ def _run(client: Client, job: Job) -> tuple[Row, list[Tensor]]:
         "graph_breaks": sum(counters["graph_break"].values()),
     }
     if job.device == "cuda":
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        row["peak_gib"] = peak_gib(job.device)
     trained = [p.detach() for p in model.parameters() if p.requires_grad]
     return row, [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in trained]
 
@@ -489,19 +486,15 @@ def bench_clients(
     size: Size,
     steps: int,
     resume: bool = True,
-    report: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Return a row per client that is installed, or per client of `only`; one that fails has `error`."""
-    rows: list[Row] = []
+) -> Iterator[Row]:
+    """Yield a row per client that is installed, or per client of `only`; one that fails has `error`."""
     for name, client in CLIENTS.items():
         version = version_of(client.library)
         if (only and name not in only) or (version is None and not only):
             continue
         row: Row = {"client": name, "library": client.library, "version": version or "not installed"}
         row |= {"dim": size.dim, "layers": size.layers, "tokens": size.tokens, "steps": steps}
-        rows.append(attempt(row, lambda: measure(client, size, device, steps, resume)))  # noqa: B023  # called at once
-        report(rows[-1])
-    return rows
+        yield attempt(row, partial(measure, client, size, device, steps, resume))
 
 
 def version_of(library: str) -> str | None:
@@ -556,12 +549,12 @@ def command(
         known("--only", name, list(CLIENTS), "client")
     device, steps = device_named(device), 2 * (positive("--steps", steps) // 2)
     size = sized(SIZES[device], {"dim": dim, "batch": batch})
-    report = output.lines(lambda row: f"{row['client']:<11} {row['version']:<12}", figures)
+    show = output.lines(lambda row: f"{row['client']:<11} {row['version']:<12}", figures)
     resume = device == "cpu" if resume is None else resume
-    rows = bench_clients(only, device=device, size=size, steps=steps, resume=resume, report=report)
+    rows = bench_clients(only, device=device, size=size, steps=steps, resume=resume)
     flags = {"dim": dim or None, "batch": batch or None, "resume": resume and device == "cuda"}
     line = command_line("octavo bench clients", only=only, steps=steps, **flags)
-    return output.finish("clients", rows, line, device=device)
+    return output.finish("clients", rows, line, show, device=device)
 
 
 def figures(row: Row) -> str:

@@ -35,15 +35,13 @@ from octavo.monitor.store import RunReader
 from octavo.train import checkpoint
 from octavo.train.files import read_metrics
 from octavo.train.train_state import TrainState
+from octavo_bench.robustness import TEXT, Trial
 
 SOURCE = Path(__file__).with_name("kill_at.c")
 STEPS = 6
 TIMEOUT = 2.0
 """Seconds (`parallel.timeout`) within which a rank that is gone must be named."""
 _FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "src")
-
-Trial = tuple[str, str, str, bool]
-"""What was killed, where, what is wrong (empty if it survived), and whether the culprit was named."""
 
 
 def kills_of_runs(tried: int, seed: int) -> Iterator[Trial]:
@@ -59,7 +57,7 @@ def kills_of_runs(tried: int, seed: int) -> Iterator[Trial]:
             for nth in at:
                 fork([_train(out, place)], nth=nth, below=str(out))
             code, said, _ = fork([_train(out, place)])[0]
-            yield "run", f"system call {', then '.join(map(str, at))}", _unlike(good, out, code, said), True
+            yield Trial("run", f"system call {', then '.join(map(str, at))}", _unlike(good, out, code, said))
 
 
 def kills_of_ranks(tried: int, seed: int) -> Iterator[Trial]:
@@ -80,7 +78,8 @@ def kills_of_ranks(tried: int, seed: int) -> Iterator[Trial]:
             again = fork([_train(out, place)] * 2)
             fault = "the other rank did not end" if code in (0, None) else _unlike(good, out, *again[0][:2])
             is_named = is_named and seconds < 30
-            yield "rank", f"{how} of rank {rank} in step {step}", fault or ("" if is_named else said[-300:]), is_named
+            about = f"{how} of rank {rank} in step {step}"
+            yield Trial("rank", about, fault or ("" if is_named else said[-300:]), is_named)
 
 
 def _unlike(good: Path, out: Path, code: int | None, said: str) -> str:
@@ -139,8 +138,7 @@ def _forks(place: Path) -> Iterator[Any]:
         raise ConfigError("kills: need Linux and a C compiler, which makes kill_at.c a library to preload.")
     library = place / "kill_at.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"], check=True)
-    text = "\n\n".join(f"{i} apples and {i * i % 89} pears\nand {i % 7} plums" for i in range(1500))
-    (place / "text.txt").write_text(text, "utf-8")
+    (place / "text.txt").write_text(TEXT, "utf-8")
     (place / "run.toml").write_text(_RUN.format(place=place, steps=STEPS, timeout=TIMEOUT), "utf-8")
     known = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
     known["PYTHONPATH"] = os.pathsep.join(map(str, _FOLDERS))

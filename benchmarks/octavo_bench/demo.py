@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from octavo._util import config_reader
 from octavo.errors import ConfigError
+from octavo.train.files import read_metrics
 from octavo_bench.cli import TO_STDOUT, Output
 from octavo_bench.results import Row
 
@@ -21,8 +21,7 @@ def row_of(run: Path) -> Row:
     log = run / "metrics.jsonl"
     if not log.exists():
         raise ConfigError(f"{log}: no such file. Name the directory of a finished run of `octavo train`.")
-    history = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    return {**summary, "config": config_reader.read_file(run / "config.json"), "history": history}
+    return {**summary, "config": config_reader.read_file(run / "config.json"), "history": read_metrics(log)}
 
 
 def command(run: Path = Path("runs/demo"), /, *, output: Output = TO_STDOUT) -> int:

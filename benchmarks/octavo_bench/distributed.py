@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -16,23 +17,23 @@ from cyclopts import Parameter
 from torch import Tensor, nn
 
 from octavo._util.dist import is_first_rank
-from octavo.errors import ConfigError, did_you_mean
+from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.train.device import WARM_UP_STEPS, gc_frozen
 from octavo.train.profile import profile
 from octavo.train.timing import milliseconds, synchronize
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, positive
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
 from octavo_bench.implementations import BF16
 from octavo_bench.ranks import any_rank, process_group, under_torchrun
-from octavo_bench.results import Row, failure
+from octavo_bench.results import Row
 from octavo_bench.sharded import Implementation, Layout, Whole, implementations, lay_out, part_of_batch
+from octavo_bench.timing import attempt, beside, peak_gib
 from octavo_bench.traffic import Traffic
 
 WARM_UP = WARM_UP_STEPS
 """Steps that are not timed: they compile. Two more if a graph is captured after them."""
 PROFILED = 2
 """Steps under the profiler, on a GPU."""
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +84,8 @@ class Work:
     """Measure one rank of that many without the others (`octavo_bench.ranks`); None: `torchrun`'s ranks."""
 
 
-def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Return a row per layout and implementation. Every rank of `torchrun` must call this; rank 0 alone gets rows.
+def bench_distributed(work: Work) -> Iterator[Row]:
+    """Yield a row per layout and implementation. Every rank of `torchrun` must call this; rank 0 alone gets rows.
 
     `ms` is of steps one after another, as in a run: the host is ahead of the GPU, if it can be. `waited_ms` is of steps
     that each begin when all ranks have ended the one before, as in a run that reads its loss after each. On a GPU a row
@@ -95,60 +96,31 @@ def bench_distributed(work: Work, report: Callable[[Row], None] = lambda row: No
         ConfigError: an unknown workload or implementation, or a layout that the ranks cannot have.
     """
     workload, chosen = _check(work)
-    rows = []
     with process_group(work.alone_of) as device:
         began = time.perf_counter()
         for layout in work.layouts:
-            bf16_rate = None
+            baseline: Row | None = None
             for implementation in chosen:
                 row = _about(workload, implementation, layout)
                 if work.seconds is not None and any_rank(device, time.perf_counter() - began > work.seconds):
                     row["error"] = f"not begun: --seconds {work.seconds:g} had gone by"
                 else:
-                    row |= _tried(workload, implementation, layout, work, device)
-                if implementation.name == BF16:
-                    bf16_rate = row.get("tokens_per_s_per_gpu")
-                row |= _beside(row, bf16_rate)
+                    row = attempt(row, partial(_measure, workload, implementation, layout, work, device), device.type)
+                baseline = baseline or row
                 if is_first_rank():
-                    rows.append(row)
-                    report(row)
-    return rows
+                    yield beside(row, baseline)
 
 
 def _check(work: Work) -> tuple[Workload, list[Implementation]]:
-    known = implementations()
-    asked: list[tuple[str, Collection[str]]] = [(work.workload, WORKLOADS), *((name, known) for name in work.only)]
-    for name, names in asked:
-        if name not in names:
-            raise ConfigError(f"there is no '{name}'.{did_you_mean(name, names)} Known are: {', '.join(names)}.")
-    chosen = [known[name] for name in known if name == BF16 or not work.only or name in work.only]
-    return WORKLOADS[work.workload], chosen
+    found = implementations()
+    names = {BF16, *(known("--only", name, list(found), "implementation") for name in work.only or found)}
+    workload = WORKLOADS[known("--workload", work.workload, list(WORKLOADS), "workload")]
+    return workload, [implementation for name, implementation in found.items() if name in names]
 
 
 def _about(workload: Workload, implementation: Implementation, layout: Layout) -> Row:
     row: Row = {"workload": workload.name, "implementation": implementation.name, "layout": str(layout)}
     return row | {"ranks": dist.get_world_size(), "shape": asdict(workload.model), "compiled": workload.compile}
-
-
-def _beside(row: Row, bf16_rate: float | None) -> Row:
-    """Return a row's speed in units of BF16's, or that there is none."""
-    if "error" in row:
-        return {}
-    if bf16_rate is None:
-        return {"error": f"BF16 of this layout failed; {row['tokens_per_s_per_gpu']:.0f} tokens/s/GPU beside nothing"}
-    return {"ratio_to_bf16": row["tokens_per_s_per_gpu"] / bf16_rate}
-
-
-def _tried(workload: Workload, implementation: Implementation, layout: Layout, work: Work, device: torch.device) -> Row:
-    try:
-        return _measure(workload, implementation, layout, work, device)
-    except Exception as error:  # the others are still worth knowing
-        return {"error": failure(error)}
-    finally:
-        gc.collect()
-        torch._dynamo.reset()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _measure(
@@ -165,7 +137,7 @@ def _measure(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         timed = _time(training, warm_up, work.steps, device)
-        peak = _largest(torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0, device)
+        peak = _largest(peak_gib(device.type), device)
         profiled = profile(training.step, PROFILED) if device.type == "cuda" else None
     training.launch()
     return {
@@ -326,19 +298,9 @@ def command(*, flags: Flags = BY_DEFAULT, output: Output = TO_STDOUT) -> int:
             "octavo bench distributed measures the ranks of torchrun: "
             "torchrun --nproc-per-node 4 -m octavo bench distributed"
         )
-    device, show, rows = "cuda" if torch.cuda.is_available() else "cpu", output.lines(_name, _line), list[Row]()
-
-    def report(row: Row) -> None:  # on rank 0
-        show(row)
-        rows.append(row)
-        output.save("distributed", rows, _command(row, flags), device=device)  # a later row may end the process
-
-    bench_distributed(flags.work(), report)
-    return output.finish("distributed", rows, _command(rows[0], flags), device=device) if rows else 0
-
-
-def _command(row: Row, flags: Flags) -> str:
-    return f"torchrun --nproc-per-node {row['ranks']} -m octavo bench distributed {flags}"
+    line = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} -m octavo bench distributed {flags}"
+    rows, show = bench_distributed(flags.work()), output.lines(_name, _line)
+    return output.finish("distributed", rows, line, show, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def rank(
@@ -363,9 +325,9 @@ def rank(
         Ranks that share the model; may be given again for another measurement.
     """
     show = output.lines(lambda row: f"rank of {row['ranks']:>4}  {_name(row)}", _line)
-    rows = [row for count in ranks for row in bench_distributed(flags.work(positive("--ranks", count)), show)]
+    rows = (row for count in ranks for row in bench_distributed(flags.work(positive("--ranks", count))))
     line = f"{command_line('octavo bench rank', ranks=ranks)} {flags}"
-    return output.finish("rank", rows, line, device="cuda" if torch.cuda.is_available() else "cpu")
+    return output.finish("rank", rows, line, show, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def parse_layout(text: str) -> Layout:

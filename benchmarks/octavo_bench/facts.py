@@ -34,7 +34,17 @@ from octavo.recipes import Recipe
 from octavo.recipes.spec import MOST_MARGIN
 from octavo.train.config import LEVELS, RunConfig
 from octavo_bench import ladder
-from octavo_bench.passes import Pass, Shape, kept_bytes, kept_weight_bytes, operand_names, operand_of, passes
+from octavo_bench.passes import (
+    Pass,
+    Shape,
+    block_kept,
+    kept_bytes,
+    kept_weight_bytes,
+    operand_names,
+    operand_of,
+    passes,
+    recomputed,
+)
 from octavo_bench.render import table
 from octavo_bench.results import KINDS
 
@@ -186,7 +196,6 @@ def optimizer_state_table() -> str:
 def activation_table() -> str:
     """Return the bytes per token in a block of Llama-3-8B, by option, and the share that an option computes twice."""
     from octavo.conversion import Policy
-    from octavo_bench import memory
     from octavo_bench.workloads import WORKLOADS
 
     config = WORKLOADS["llama-8b-stack"].config
@@ -194,10 +203,10 @@ def activation_table() -> str:
     policies = {"as converted": {}} | {f'`{name} = "fp8"`': {name: "fp8"} for name in fp8} | {"all three": fp8}
     rows = []
     for what, chosen in policies.items():
-        sizes = (sum(memory.kept(config, Policy(**chosen), compiled=way).values()) for way in (False, True))
+        sizes = (sum(block_kept(config, Policy(**chosen), compiled=way).values()) for way in (False, True))
         rows.append((what, *sizes, 0.0))
     for keep, lowest in (("products", 1.0), ("5000", 5000.0), ("nothing", float("inf"))):
-        shown, (size, share) = keep if keep.isdigit() else f'"{keep}"', memory.recomputed(config, lowest)
+        shown, (size, share) = keep if keep.isdigit() else f'"{keep}"', recomputed(config, lowest)
         rows.append((f"`recompute(model, {shown})`", size, size, share))
     first = rows[0][2]
     lines = [(w, f"{e:,}", f"{c:,}", f"{c / first:.2f}", f"{share:.0%}" if share else "-") for w, e, c, share in rows]

@@ -14,8 +14,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from octavo.train.setup import set_up
 from octavo.train.state_tensors import restore_tensors
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.fault_cases import FAULTS, Fault
+from octavo_bench.results import Row
 
 TRAINED = 3000
 """Steps that the model is trained for before anything strikes."""
@@ -188,49 +191,30 @@ class Bench:
         return found
 
 
-def bench_faults(
-    faults: Sequence[Fault],
-    bench: Bench,
-    *,
-    jobs: int = 1,
-    report: Callable[[Mapping[str, Any]], None] = lambda _: None,
-) -> list[dict[str, Any]]:
-    """Strike runs with faults, with guardrails that watch and that act; return a row for each."""
+def bench_faults(faults: Sequence[Fault], bench: Bench, *, jobs: int = 1) -> Iterator[Row]:
+    """Strike runs with faults, with guardrails that watch and that act; yield a row for each."""
     start = bench.checkpoint()
     recipes = [*dict.fromkeys(fault.recipe for fault in faults)]
-    with _Mapper(jobs) as run:
+    with _mapper(jobs) as run:
         plain = dict(zip(recipes, run(partial(_undisturbed, bench, start), recipes), strict=True))
-        rows = []
-        for row in run(partial(_row, bench, start), [(fault.name, plain[fault.recipe]) for fault in faults]):
-            rows.append(row)
-            report(row)
-    return rows
+        yield from run(partial(_row, bench, start), [(fault.name, plain[fault.recipe]) for fault in faults])
 
 
-def bench_clean(
-    bench: Bench, *, steps: int = CLEAN, jobs: int = 1, report: Callable[[Mapping[str, Any]], None] = lambda _: None
-) -> list[dict[str, Any]]:
-    """Make clean runs of several configurations and return a row for each, with the alarms that they raised."""
-    start, rows = bench.checkpoint(), []
-    with _Mapper(jobs) as run:
-        for row in run(partial(_clean_row, bench, start, steps), list(CONFIGURATIONS)):
-            rows.append(row)
-            report(row)
-    return rows
+def bench_clean(bench: Bench, *, steps: int = CLEAN, jobs: int = 1) -> Iterator[Row]:
+    """Make clean runs of several configurations and yield a row for each, with the alarms that they raised."""
+    start = bench.checkpoint()
+    with _mapper(jobs) as run:
+        yield from run(partial(_clean_row, bench, start, steps), list(CONFIGURATIONS))
 
 
-class _Mapper:
-    """Maps a function over arguments, in this process or several."""
-
-    def __init__(self, jobs: int) -> None:
-        self._pool = ProcessPoolExecutor(jobs) if jobs > 1 else None
-
-    def __enter__(self) -> Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]:
-        return map if self._pool is None else self._pool.map
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+@contextmanager
+def _mapper(jobs: int) -> Iterator[Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]]:
+    """Map a function over arguments, in this process or several."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield pool.map
 
 
 def _undisturbed(bench: Bench, start: Path, recipe: str) -> float:
@@ -384,12 +368,11 @@ def command(
     device, jobs = device_named(device), positive("--jobs", jobs)
     with tempfile.TemporaryDirectory() as passing:
         bench = Bench(out=out or Path(passing), device=device)
-        rows = bench_faults(chosen, bench, jobs=jobs, report=lambda row: output.say(_line(row)))
-        if clean:
-            rows += bench_clean(bench, steps=clean, jobs=jobs, report=lambda row: output.say(_line(row)))
-    line = command_line("octavo bench faults", fault=fault, clean=clean, jobs=jobs, device=device)
-    is_missed = any(row.get("alarms") or (row.get("costs") and not row["is_noted"]) for row in rows)
-    return output.finish("faults", rows, line, device=device) or int(is_missed)
+        undisturbed = bench_clean(bench, steps=clean, jobs=jobs) if clean else ()
+        made = chain(bench_faults(chosen, bench, jobs=jobs), undisturbed)
+        line = command_line("octavo bench faults", fault=fault, clean=clean, jobs=jobs, device=device)
+        rows = output.keep("faults", made, line, lambda row: output.say(_line(row)), device=device)
+    return int(any(row.get("alarms") or (row.get("costs") and not row["is_noted"]) for row in rows))
 
 
 def _line(row: Mapping[str, Any]) -> str:

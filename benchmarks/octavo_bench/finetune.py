@@ -12,6 +12,7 @@ import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -139,18 +140,20 @@ def command(
     """
     if min(pretraining, steps, count) < 1:
         raise ConfigError("--pretraining, --steps, --count: must be positive.")
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        text, chat = write_texts(folder, count)
-        base = pretrain(folder, text, pretraining)
-        for method in METHODS:
-            for seed in numbers(seeds):
-                found = [*rows_of(finetune(folder, base, chat, method, seed, steps), method, seed)]
-                rows += found
-                for row in found:
-                    shown = [f"{m} {row[m]:.1f} ± {row[f'{m}_error']:.1f} %" for m in ("fp8", "bf16", "difference")]
-                    near = "" if within_error(row) else ", beyond two standard errors"
-                    output.say(f"{method}, seed {seed}, {row['task']}: {', '.join(shown)}{near}")
-    again = command_line("octavo bench finetune", seeds=seeds, pretraining=pretraining, steps=steps, count=count)
-    return output.finish("finetune", rows, again, device="cpu")
+
+    def rows() -> Iterator[Row]:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            text, chat = write_texts(folder, count)
+            base = pretrain(folder, text, pretraining)
+            for method, seed in product(METHODS, numbers(seeds)):
+                yield from rows_of(finetune(folder, base, chat, method, seed, steps), method, seed)
+
+    line = command_line("octavo bench finetune", seeds=seeds, pretraining=pretraining, steps=steps, count=count)
+    return output.finish("finetune", rows(), line, lambda row: output.say(_line(row)), device="cpu")
+
+
+def _line(row: Row) -> str:
+    shown = [f"{m} {row[m]:.1f} ± {row[f'{m}_error']:.1f} %" for m in ("fp8", "bf16", "difference")]
+    near = "" if within_error(row) else ", beyond two standard errors"
+    return f"{row['method']}, seed {row['seed']}, {row['task']}: {', '.join(shown)}{near}"

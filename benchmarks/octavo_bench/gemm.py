@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError, RunError
+from octavo.errors import ConfigError
 from octavo.kernels.gemm import KERNELS
 from octavo.monitor.system import SystemProbe
-from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, positive
 from octavo_bench.implementations import BF16
 from octavo_bench.rates import Shape, energy_row, normal, quantized
-from octavo_bench.results import Row, failure
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt, beside, median_ms
 
 SHAPES: tuple[Shape, ...] = (
     (8192, 8192, 8192),
@@ -44,42 +43,26 @@ OPERANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 """Granularity of the operands' scales, and the accumulations that a kernel may use."""
 
 
-def bench_gemm(
-    shapes: tuple[Shape, ...] = SHAPES,
-    *,
-    device: str = "cuda",
-    repeats: int = 20,
-    report: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Return one row for each shape and kernel that takes such operands, as the result kind `gemm` has them.
+def bench_gemm(shapes: tuple[Shape, ...] = SHAPES, *, device: str = "cuda", repeats: int = 20) -> Iterator[Row]:
+    """Yield one row for each shape and kernel that takes such operands, as the result kind `gemm` has them.
 
     A kernel that fails has a row with `error` and no figures, and the others go on.
 
     Args:
         repeats: calls to time; the median counts.
-        report: called with each row as it comes.
     """
-    rows: list[Row] = []
     for shape in shapes:
-        baseline: Row = {}
-        for row, call in _candidates(shape, device):
+        baseline: Row | None = None
+        for about, call in _candidates(shape, device):
+            row = attempt(about, partial(_measure, shape, call, device, repeats))
             baseline = baseline or row
-            try:
-                row |= _figures(shape, _time(call, device, repeats), baseline)
-                row |= _energy(shape, call, row["ms"]) if device == "cuda" else {}
-            except Exception as error:  # one that fails must not lose the others
-                row["error"] = failure(error)
-            rows.append(row)
-            report(row)
-    return rows
+            yield beside(row, baseline)
 
 
-def _figures(shape: Shape, ms: float, baseline: Row) -> Row:
-    m, n, k = shape
-    if "error" in baseline:
-        raise RunError(f"{BF16} failed on this shape, and there is nothing to compare with")
-    bf16_ms = baseline.get("ms", ms)
-    return {"tflops": round(2 * m * n * k / ms / 1e9, 3), "ratio_to_bf16": round(bf16_ms / ms, 3), "ms": round(ms, 4)}
+def _measure(shape: Shape, call: Callable[[], Tensor], device: str, repeats: int) -> Row:
+    ms = median_ms(call, device, repeats, seconds=0.1)
+    row = {"tflops": round(2 * math.prod(shape) / ms / 1e9, 3), "ms": round(ms, 4)}
+    return row | (_energy(shape, call, ms) if device == "cuda" else {})
 
 
 def _candidates(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], Tensor]]]:
@@ -97,11 +80,6 @@ def _candidates(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], T
             for accumulate in accumulations:
                 row = {"shape": name, "kernel": kernel.name, "operands": scales, "accumulate": accumulate}
                 yield row, partial(kernel.run, a, b, torch.bfloat16, accumulate == "fast")
-
-
-def _time(call: Callable[[], Tensor], device: str, repeats: int) -> float:
-    warm_up(call, device, seconds=0.1)
-    return statistics.median(milliseconds(call, device, repeats, queued=True))
 
 
 def _energy(shape: Shape, call: Callable[[], Tensor], ms: float) -> Row:
@@ -147,8 +125,9 @@ def command(*, shape: Names = (), device: str = "auto", repeats: int = 20, outpu
         Calls timed, after a warm-up; the median counts.
     """
     shapes, repeats = tuple(map(parse_shape, shape)) or SHAPES, positive("--repeats", repeats)
-    rows = bench_gemm(shapes, device=device_named(device), repeats=repeats, report=output.lines(_name, _line))
-    return output.finish("gemm", rows, command_line("octavo bench gemm", shape=shape, repeats=repeats), device=device)
+    rows = bench_gemm(shapes, device=device_named(device), repeats=repeats)
+    line = command_line("octavo bench gemm", shape=shape, repeats=repeats)
+    return output.finish("gemm", rows, line, output.lines(_name, _line), device=device)
 
 
 def _name(row: Row) -> str:

@@ -11,33 +11,31 @@ without the mask, in every implementation.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
 
 import octavo
 from octavo.errors import NonFiniteError, UnsupportedError
 from octavo.train.timing import synchronize
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
-from octavo_bench.implementations import BF16, is_no_head
-from octavo_bench.results import Row, failure
+from octavo_bench.implementations import BF16, TORCHAO, convert_torchao
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt, beside, peak_gib
 
 WARM_UP = 4
 """Steps before the time begins: the first ones compile and tune."""
 MODES = ("eager", "torch_compile", "torch_compile_causal")
 CAUSAL = "sdpa_causal"
 """Name of transformers' own attention function where no mask is made for it."""
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +69,12 @@ def implementations(tokens: int) -> dict[str, Callable[[nn.Module], object]]:
     """Return what each implementation does to a model of that many tokens per step, by name; the baseline first."""
     found: dict[str, Callable[[nn.Module], object]] = {BF16: lambda model: None}
     if importlib.util.find_spec("torchao") is not None:
-        found["torchao tensorwise"] = _convert_torchao
+        found[TORCHAO] = convert_torchao
     for recipe in ("folded", "folded_fast"):
         found[f"octavo {recipe}"] = partial(octavo.convert, recipe=recipe, tokens=tokens)
     with_head = octavo.Policy(keep_defaults=False)
     found["octavo folded_fast + fp8 head"] = partial(octavo.convert, recipe="folded_fast", policy=with_head)
     return found
-
-
-def _convert_torchao(model: nn.Module) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = Float8LinearConfig.from_recipe_name("tensorwise")
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: is_no_head(name, layer))
 
 
 def bench_hf(
@@ -93,44 +84,49 @@ def bench_hf(
     *,
     device: str = "cuda",
     steps: int = 12,
-    report: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Return a row per mode and implementation, as the result kind `hf` has them; one that fails has `error`.
+) -> Iterator[Row]:
+    """Yield a row per mode and implementation, as the result kind `hf` has them; one that fails has `error`.
 
     Args:
         only: implementations beside BF16; all if empty.
         steps: timed steps, after `WARM_UP` others.
 
     Raises:
-        UnsupportedError: transformers or accelerate is not installed, or a name that is not there.
+        ConfigError: a name that is not there.
+        UnsupportedError: transformers or accelerate is not installed.
     """
     for package in ("transformers", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise UnsupportedError(f"octavo bench hf needs {package}, which is not installed: pip install {package}.")
     found = implementations(model.batch * model.sequence)
-    for name in only:
-        known("--only", name, list(found), "implementation")
-    rows: list[Row] = []
+    chosen = {BF16, *(known("--only", name, list(found), "implementation") for name in only or found)}
     for mode in modes:
-        baseline: float | None = None
-        for name in [name for name in found if name == BF16 or not only or name in only]:
-            row: Row = {"model": model.name, "mode": mode, "implementation": name, "shape": asdict(model)}
-            try:
-                row |= _measure(model, found[name], mode, device, steps)
-                baseline = row["tokens_per_s"] if name == BF16 else baseline
-                if baseline is None:
-                    raise UnsupportedError("BF16 of this mode failed, and there is nothing to compare with")
-                row["ratio_to_bf16"] = round(row["tokens_per_s"] / baseline, 3)
-            except Exception as error:  # one that fails must not lose the others
-                row["error"] = failure(error)
-            finally:
-                _free(device)
-            rows.append(row)
-            report(row)
-    return rows
+        baseline: Row | None = None
+        for name in (name for name in found if name in chosen):
+            about: Row = {"model": model.name, "mode": mode, "implementation": name, "shape": asdict(model)}
+            row = attempt(about, partial(_measure, model, found[name], mode, device, steps), device)
+            baseline = baseline or row
+            yield beside(row, baseline)
 
 
 def _measure(model: Model, convert: Callable[[nn.Module], object], mode: str, device: str, steps: int) -> Row:
+    torch.manual_seed(0)
+    made = _make(model, device)
+    convert(made)
+    return train(made, model.batch, model.sequence, mode, device=device, steps=steps)
+
+
+def train(model: Any, batch: int, sequence: int, mode: str, *, device: str, steps: int) -> Row:
+    """Train a model of transformers by its Trainer on random tokens; return speed, peak of memory and loss.
+
+    Args:
+        batch: sequences per step.
+        mode: one of `MODES`.
+        steps: timed steps, after `WARM_UP` others.
+
+    Raises:
+        NonFiniteError: the loss is not finite.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Clock(TrainerCallback):
@@ -144,16 +140,14 @@ def _measure(model: Model, convert: Callable[[nn.Module], object], mode: str, de
                 synchronize(device)
                 self.began, self.ended = self.ended, time.perf_counter()
 
-    torch.manual_seed(0)
-    made, clock = _make(model, device), Clock()
-    convert(made)
+    clock = Clock()
     if mode == "torch_compile_causal":
-        leave_out_mask(made)
+        leave_out_mask(model)
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
             output_dir=directory,
             max_steps=WARM_UP + steps,
-            per_device_train_batch_size=model.batch,
+            per_device_train_batch_size=batch,
             learning_rate=1e-4,
             optim="adamw_torch_fused",
             bf16=True,
@@ -164,17 +158,17 @@ def _measure(model: Model, convert: Callable[[nn.Module], object], mode: str, de
             report_to=[],
             disable_tqdm=True,
         )
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        data = RandomTokens(model.vocab, model.sequence, model.batch * (WARM_UP + steps))
-        result = Trainer(model=made, args=arguments, train_dataset=data, callbacks=[clock]).train()
+        shape, draw = (batch * (WARM_UP + steps), sequence), torch.Generator().manual_seed(0)
+        tokens = torch.randint(model.config.vocab_size, shape, generator=draw)
+        data: Any = [{"input_ids": ids, "labels": ids} for ids in tokens]
+        result = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[clock]).train()
     if not math.isfinite(result.training_loss):  # NaN draws less power than numbers: its time would be too good
         raise NonFiniteError("its loss is not finite, so its time means nothing.")
     seconds = clock.ended - clock.began
     return {
-        "tokens_per_s": round(steps * model.batch * model.sequence / seconds),
+        "tokens_per_s": round(steps * batch * sequence / seconds),
         "ms": round(1e3 * seconds / steps, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2) if device == "cuda" else 0.0,
+        "peak_gib": round(peak_gib(device), 2),
         "loss": round(result.training_loss, 6),
     }
 
@@ -204,26 +198,6 @@ def leave_out_mask(model: Any) -> None:
 
     AttentionInterface.register(CAUSAL, sdpa_attention_forward)
     model.set_attn_implementation(CAUSAL)
-
-
-class RandomTokens(Dataset[dict[str, Tensor]]):
-    """Sequences of random tokens, each its own labels."""
-
-    def __init__(self, vocab: int, sequence: int, count: int) -> None:
-        self._tokens = torch.randint(vocab, (count, sequence), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
-
-
-def _free(device: str) -> None:
-    gc.collect()
-    torch._dynamo.reset()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def command(
@@ -261,9 +235,9 @@ def command(
     chosen = MODELS[known("--model", model, list(MODELS), "model")]
     modes = tuple(known("--mode", one, MODES, "mode") for one in mode)
     device, steps = device_named(device), positive("--steps", steps)
-    rows = bench_hf(chosen, only, modes, device=device, steps=steps, report=output.lines(_name, _figures))
+    rows = bench_hf(chosen, only, modes, device=device, steps=steps)
     line = command_line("octavo bench hf", model=model, mode=mode, only=only, steps=steps)
-    return output.finish("hf", rows, line, device=device)
+    return output.finish("hf", rows, line, output.lines(_name, _figures), device=device)
 
 
 def _name(row: Row) -> str:

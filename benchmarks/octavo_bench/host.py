@@ -1,7 +1,5 @@
 """Host time and kernel launches per block, on Llama blocks so small that the GPU never holds the host up.
 
-Stands alone: `python host.py --json OUT` needs PyTorch, Octavo and a CUDA GPU, and times torchao too if it is there.
-
 A step is forward and backward of 8 blocks. Before each step, outside the timed region, all weights are modified in
 place by one foreach operation, so that every implementation quantises them again, as after an optimizer step. Host
 time is the wall time of a step until the host has issued everything, without a synchronise inside. Launches are
@@ -10,28 +8,28 @@ counted by the profiler in a second pass, after all timing, as the profiler slow
 
 from __future__ import annotations
 
-import argparse
 import gc
-import importlib.metadata
-import importlib.util
-import json
 import os
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Row = dict[str, Any]
-Convert = Callable[[nn.Module], object]
+import octavo
+from octavo.errors import UnsupportedError
+from octavo.train.timing import Kernel, busy
+from octavo_bench.cli import TO_STDOUT, Output, command_line, known, positive
+from octavo_bench.implementations import BF16, TORCHAO, Implementation, implementations
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt
 
 DIM, FFN, HEADS, HEAD_DIM, BLOCKS, TOKENS = 1024, 4096, 8, 128, 8, 128
 MODES = ("eager", "compiled")
@@ -98,7 +96,7 @@ def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 class Stack:
     """The blocks of one implementation, with their input and the gradient of their output."""
 
-    def __init__(self, convert: Convert, device: str) -> None:
+    def __init__(self, implementation: Implementation, device: str) -> None:
         torch.manual_seed(0)
         with torch.device(device):
             self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS)).to(torch.bfloat16)
@@ -107,7 +105,7 @@ class Stack:
             self.x = torch.randn(1, TOKENS, DIM, dtype=torch.bfloat16).requires_grad_()
             self.gradient = torch.randn(1, TOKENS, DIM, dtype=torch.bfloat16)
         self.tables = angles_TE.cos().bfloat16(), angles_TE.sin().bfloat16()
-        convert(self.blocks)
+        implementation.convert(self.blocks, TOKENS)
         self.parameters: list[Tensor] = list(self.blocks.parameters())
 
     def compile(self) -> None:
@@ -145,85 +143,39 @@ class Launches:
     """Kernels by name, the most frequent first."""
 
 
-def bench_host(
-    recipes: Sequence[str] = ("folded",),
-    *,
-    steps: int = STEPS,
-    report: Callable[[Row], None] = lambda row: None,
-    note: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
-    """Return one row per implementation and mode, as the result kind `host` has them.
+def bench_host(recipes: Sequence[str] = ("folded",), *, steps: int = STEPS) -> Iterator[Row]:
+    """Yield one row per implementation and mode, as the result kind `host` has them, once all are timed.
 
     Args:
         recipes: Octavo recipes to time beside BF16 and torchao's tensorwise.
         steps: steps to time, 30 or more.
-        report: called with each row when it is complete.
-        note: called with a line on each implementation that is left out.
 
     Raises:
         UnsupportedError: there is no CUDA GPU.
     """
     if not torch.cuda.is_available():
-        from octavo.errors import UnsupportedError
-
         raise UnsupportedError("octavo bench host times the work of the host for a CUDA GPU, and there is none here.")
-    found = implementations(recipes, note)
-    rows: list[Row] = []
-    for name, convert in found.items():
-        rows += _attempts(name, convert, lambda stack: host_times(stack, steps))
-    for name, convert in found.items():
-        for counted in _attempts(name, convert, lambda stack: launch_figures(count_launches(stack))):
-            row = next(r for r in rows if (r["implementation"], r["mode"]) == (name, counted["mode"]))
-            row |= counted
-            report(row)
-    return rows
+    found = implementations()
+    names = [name for name in (BF16, TORCHAO, *(f"octavo {recipe}" for recipe in recipes)) if name in found]
+    timed = {
+        (name, mode): attempt({"implementation": name, "mode": mode}, partial(_times, found[name], mode, steps), "cuda")
+        for name in names
+        for mode in MODES
+    }
+    for (name, mode), row in timed.items():
+        yield row if "error" in row else attempt(row, partial(_launch_figures, found[name], mode), "cuda")
 
 
-def implementations(recipes: Sequence[str], note: Callable[[str], None]) -> dict[str, Convert]:
-    """Return the conversion of each implementation by name, the baseline first."""
-    found: dict[str, Convert] = {"bf16": lambda blocks: None}
-    if importlib.util.find_spec("torchao") is not None:
-        found["torchao tensorwise"] = _convert_torchao
-    else:
-        note("torchao is not installed: its rows are left out.")
-    return found | {f"octavo {recipe}": _octavo(recipe) for recipe in recipes}
+def _stack(implementation: Implementation, mode: str) -> Stack:
+    stack = Stack(implementation, "cuda")
+    if mode == "compiled":
+        stack.compile()
+    return stack
 
 
-def _convert_torchao(blocks: nn.Module) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    convert_to_float8_training(blocks, config=Float8LinearConfig.from_recipe_name("tensorwise"))
-
-
-def _octavo(recipe: str) -> Convert:
-    def convert(blocks: nn.Module) -> None:
-        import octavo
-
-        octavo.convert(blocks, recipe, policy=octavo.Policy(min_gain=0.0), tokens=TOKENS, strict=True)
-
-    return convert
-
-
-def _attempts(name: str, convert: Convert, measure: Callable[[Stack], Row]) -> Iterator[Row]:
-    """Yield a row per mode; where one fails, a row that says how, and the others go on."""
-    for mode in MODES:
-        row: Row = {"implementation": name, "mode": mode}
-        try:
-            stack = Stack(convert, "cuda")
-            if mode == "compiled":
-                stack.compile()
-            yield row | measure(stack)
-        except Exception as error:
-            yield row | {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
-        finally:
-            stack = None  # type: ignore[assignment]
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-
-
-def host_times(stack: Stack, steps: int) -> Row:
+def _times(implementation: Implementation, mode: str, steps: int) -> Row:
     """Time steps: the milliseconds until all is issued, and until all is done, per block."""
+    stack = _stack(implementation, mode)
     _warm_up(stack)
     issued, done = [], []
     with _no_collection():
@@ -245,9 +197,10 @@ def host_times(stack: Stack, steps: int) -> Row:
     }
 
 
-def count_launches(stack: Stack) -> Launches:
-    """Profile a few steps, each by itself, and return the GPU work of one."""
+def _launch_figures(implementation: Implementation, mode: str) -> Row:
+    """Profile a few steps, each by itself, and return the GPU work of the median one, per block."""
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    stack = _stack(implementation, mode)
     _warm_up(stack)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     seen: list[Launches] = []
@@ -258,11 +211,7 @@ def count_launches(stack: Stack) -> Launches:
             stack.step()
             torch.cuda.synchronize()
         seen.append(_launches(profiler.events() or ()))
-    return sorted(seen, key=lambda entry: entry.kernels)[len(seen) // 2]
-
-
-def launch_figures(launches: Launches) -> Row:
-    """Return the figures of a row from the launches of a step, per block."""
+    launches = sorted(seen, key=lambda entry: entry.kernels)[len(seen) // 2]
     return {
         "launches_per_block": round(launches.kernels / BLOCKS, 2),
         "copies_per_block": round(launches.copies / BLOCKS, 2),
@@ -277,14 +226,11 @@ def _launches(events: Sequence[Any]) -> Launches:
     ran = [e for e in events if e.device_type == gpu and not getattr(e, "is_user_annotation", False)]
     names = Counter(e.name for e in ran)
     copies = sum(count for name, count in names.items() if name.startswith(("Memcpy", "Memset")))
-    busy, reached = 0.0, float("-inf")
-    for start, end in sorted((e.time_range.start, e.time_range.end) for e in ran):
-        busy += max(end - max(start, reached), 0.0)
-        reached = max(reached, end)
+    spans = [Kernel(e.name, e.time_range.start, e.time_range.end) for e in ran]
     return Launches(
         kernels=len(ran) - copies,
         copies=copies,
-        busy_ms=busy / 1e3,
+        busy_ms=busy(spans) / 1e3,
         pieces=sum(e.device_type != gpu and e.name.startswith("Torch-Compiled Region") for e in events),
         names=dict(names.most_common()),
     )
@@ -308,44 +254,37 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def line(row: Row) -> str:
-    """Return one line of progress for a row."""
-    named = f"{row['implementation']:24} {row['mode']:9}"
-    if "error" in row:
-        return f"{named} failed: {row['error']}"
+def command(*, recipes: str = "folded", steps: int = STEPS, output: Output = TO_STDOUT) -> int:
+    """Time the host per block and count kernel launches, on Llama blocks too small to keep a GPU busy.
+
+    Forward and backward of 8 blocks (dim 1024, 128 tokens) in BF16, torchao if it is there, and Octavo, in eager mode
+    and compiled block by block. It needs a CUDA device.
+
+    Examples:
+
+        octavo bench host
+        octavo bench host --recipes folded,block --write benchmarks/results
+
+    Parameters
+    ----------
+    recipes
+        Octavo's recipes, separated by commas.
+    steps
+        Steps timed, after a warm-up, 30 or more; the median counts.
+    """
+    names = [known("--recipes", name, octavo.recipes.names(), "recipe") for name in recipes.split(",")]
+    rows = bench_host(names, steps=positive("--steps", steps))
+    line = command_line("octavo bench host", "--recipes", recipes, steps=steps)
+    return output.finish("host", rows, line, output.lines(_name, _line), device="cuda")
+
+
+def _name(row: Row) -> str:
+    return f"{row['implementation']:24} {row['mode']:9}"
+
+
+def _line(row: Row) -> str:
     return (
-        f"{named} host {row['ms_per_block']:7.3f} ms, GPU {row['gpu_ms_per_block']:6.3f} ms, "
+        f"host {row['ms_per_block']:7.3f} ms, GPU {row['gpu_ms_per_block']:6.3f} ms, "
         f"{row['launches_per_block']:6.1f} launches, {row['copies_per_block']:4.1f} copies, "
         f"{row['pieces_per_block']:3.1f} compiled pieces per block"
     )
-
-
-def main() -> None:
-    """Run the file by itself."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file to write the rows to")
-    parser.add_argument("--recipes", default="folded", help="Octavo recipes, separated by commas")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps to time")
-    given = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("host: there is no CUDA GPU here, and it times the host's work for one.")
-    rows = bench_host(
-        [name for name in given.recipes.split(",") if name],
-        steps=given.steps,
-        report=lambda row: print(line(row), flush=True),
-        note=lambda text: print(text, flush=True),
-    )
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    for package in ("octavo", "torchao", "triton"):
-        if importlib.util.find_spec(package) is not None:
-            try:
-                versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                versions[package] = "not installed, on the path"
-    if given.json is not None:
-        found = {"hardware": torch.cuda.get_device_name(), "versions": versions, "rows": rows}
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

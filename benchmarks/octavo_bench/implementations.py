@@ -15,6 +15,7 @@ from octavo import recipes
 from octavo.recipes import Recipe
 from octavo_bench import engine
 
+TORCHAO = "torchao tensorwise"
 BF16 = "bf16"
 """The baseline: of the implementations, and of the precisions of a GEMM."""
 HEAD = "lm_head"
@@ -112,7 +113,7 @@ def _precision(granularities: set[str] | None, accumulate: str) -> str:
 def _torchao(recipe: str, scales: str) -> Implementation:
     # Its recipes accumulate fast in fprop alone (`Float8LinearConfig.gemm_config_output`).
     gemms = (f"{scales} fast", f"{scales} slow", f"{scales} slow")
-    convert = partial(_convert_torchao, recipe=recipe)
+    convert = partial(convert_torchao, recipe=recipe)
     return Implementation(name=f"torchao {recipe}", convert=convert, gemms=gemms, package="torchao")
 
 
@@ -145,11 +146,12 @@ def _octavo(
     )
 
 
-def _convert_torchao(model: nn.Module, tokens: int, recipe: str) -> None:
+def convert_torchao(model: nn.Module, tokens: int = 0, *, recipe: str = "tensorwise", **options: Any) -> None:
+    """Convert all linear layers but the head by torchao: by a recipe of its own, or tensorwise with options."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: name != HEAD)
+    config = Float8LinearConfig(**options) if options else Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: is_no_head(name, layer))
 
 
 def _convert_octavo(model: nn.Module, tokens: int, recipe: str, fp8_head: bool, **policy: Any) -> None:

@@ -7,7 +7,6 @@ both passes. A second read of a program's own row comes from the cache and is no
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels import record
@@ -34,10 +34,10 @@ from octavo.kernels.rotary import rotate
 from octavo.kernels.transpose import transpose
 from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import PER_ROW, Quantized, dequantize
-from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, positive
 from octavo_bench.rates import copy_rate
-from octavo_bench.results import Row, attempt
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt, median_ms
 
 BY_ROW = QuantSpec("e4m3", "row", "power_of_two")
 BY_COLUMN = QuantSpec("e4m3", "column", "power_of_two")
@@ -88,14 +88,8 @@ class Draw:
         return torch.exp2(exponents.float())
 
 
-def bench_kernels(
-    names: tuple[str, ...] = (),
-    *,
-    device: str = "cuda",
-    repeats: int = 20,
-    report: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Return one row per kernel and shape, as the result kind `kernels` has them.
+def bench_kernels(names: tuple[str, ...] = (), *, device: str = "cuda", repeats: int = 20) -> Iterator[Row]:
+    """Yield one row per kernel and shape, as the result kind `kernels` has them.
 
     A kernel that fails, or that only its slow reference can replace, has a row with `error` and no figures, and
     the others go on. On a CPU it is the references that run, on small shapes.
@@ -103,17 +97,13 @@ def bench_kernels(
     Args:
         names: run the kernels whose name begins with one of these; all if empty.
         repeats: calls to time; the median counts.
-        report: called with each row as it comes.
     """
-    rows: list[Row] = []
     for case in CASES:
         if names and not case.kernel.startswith(names):
             continue
         height, width = case.shape if device == "cuda" else map(min, case.shape, SMALL)
         row: Row = {"kernel": case.kernel, "shape": f"{height} x {width}"}
-        rows.append(attempt(row, partial(_measure, case, height, width, device, repeats)))
-        report(rows[-1])
-    return rows
+        yield attempt(row, partial(_measure, case, height, width, device, repeats))
 
 
 def _measure(case: Case, height: int, width: int, device: str, repeats: int) -> Row:
@@ -126,8 +116,7 @@ def _measure(case: Case, height: int, width: int, device: str, repeats: int) -> 
     written = results if case.writes is None else case.writes(*operands)
     moved = case.passes * _bytes(operands) + _bytes(written)
     del results, written
-    warm_up(call, device, seconds=0.05)
-    ms = statistics.median(milliseconds(call, device, repeats, queued=True, cold=True))
+    ms = median_ms(call, device, repeats, cold=True)
     rate = moved / ms / 1e6
     return {
         "ms": round(ms, 4),
@@ -139,16 +128,7 @@ def _measure(case: Case, height: int, width: int, device: str, repeats: int) -> 
 
 
 def _bytes(tensors: object) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tensors))
-
-
-def _tensors(result: object) -> Iterator[Tensor]:
-    """Yield the tensors of a nested result."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, tuple | list):
-        for part in result:
-            yield from _tensors(part)
+    return sum(each.numel() * each.element_size() for each in tree_leaves(tensors) if isinstance(each, Tensor))
 
 
 Operands = Callable[[Draw, int, int], Sequence[Any]]
@@ -295,10 +275,9 @@ def command(*, only: Names = (), device: str = "auto", repeats: int = 20, output
             near = did_you_mean(start, names)
             raise ConfigError(f"--only: no kernel begins with '{start}'.{near} Kernels: {', '.join(names)}.")
     repeats = positive("--repeats", repeats)
-    rows = bench_kernels(only, device=device_named(device), repeats=repeats, report=output.lines(_name, _line))
-    return output.finish(
-        "kernels", rows, command_line("octavo bench kernels", only=only, repeats=repeats), device=device
-    )
+    rows = bench_kernels(only, device=device_named(device), repeats=repeats)
+    line = command_line("octavo bench kernels", only=only, repeats=repeats)
+    return output.finish("kernels", rows, line, output.lines(_name, _line), device=device)
 
 
 def _name(row: Row) -> str:

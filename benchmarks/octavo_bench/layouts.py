@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from octavo.memory.forecast import GIB
 from octavo.models.config import ModelConfig
 from octavo.models.flops import matmul_parameters
 from octavo_bench.assumptions import Assumptions, Group, Scheme
-
-GIB = 2**30
 
 
 class Layout(NamedTuple):

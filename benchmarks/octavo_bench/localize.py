@@ -21,6 +21,7 @@ from octavo.sensitivity.result import Localisation
 from octavo.sensitivity.run import TOKENS, Settings, by_sequence, count_batches, localize_subject, subject_of
 from octavo.train.evaluate import standard_error
 from octavo_bench.cli import TO_STDOUT, Output, command_line, device_named
+from octavo_bench.results import Row
 
 SINGLE, RANDOM = "single layers", "random maps"
 LEAST = 0.7
@@ -189,12 +190,12 @@ def command(
     settings = Settings(recipe=recipe, tokens=tokens, device=device)
     with progress() as report:
         rows = verify_run(run, settings, maps, verify_tokens, report)
-    for row in rows:
-        output.say(
-            f"{row['maps']}, {len(row['predicted'])} on {row['heldout_tokens']:,} other tokens: "
-            f"rank correlation {row['rank_correlation']:.3f} (each measured ± {row['error']:.0e})"
-        )
     flags = {"maps": maps, "recipe": recipe or None, "tokens": tokens, "verify_tokens": verify_tokens}
     line = command_line("octavo bench localize", run.name, **flags)
-    output.finish("localize", rows, line, device=device_named(device))  # its code is of failed rows: here an error bar
+    output.keep("localize", rows, line, lambda row: output.say(_line(row)), device=device_named(device))
     return int(any(row["rank_correlation"] < LEAST for row in rows))
+
+
+def _line(row: Row) -> str:
+    tried = f"{row['maps']}, {len(row['predicted'])} on {row['heldout_tokens']:,} other tokens"
+    return f"{tried}: rank correlation {row['rank_correlation']:.3f} (each measured ± {row['error']:.0e})"

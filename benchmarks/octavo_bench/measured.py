@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from octavo.train.evaluate import student
 from octavo_bench import results
 from octavo_bench.evidence import over_seeds
 from octavo_bench.implementations import BF16
-from octavo_bench.render import by_columns, cell, figures, grouped, table
+from octavo_bench.render import Table, by_columns, cell, figures, grouped, newest, table
 from octavo_bench.results import Result, Row
 
 # --- accuracy --------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ DEMO = (
 def demo(directory: Path) -> str:
     """Return one line per machine: the newest run of the demo."""
     found = results.latest_by_hardware("demo", directory)
-    return "\n\n".join([demo_of(*found), *(result.origin for result in found)])
+    return "\n\n".join([demo_of(*found), *(result.origin for result in found)]) if found else ""
 
 
 def demo_of(*found: Result) -> str:
@@ -187,20 +187,6 @@ def _parity_of(title: str, rows: Sequence[Row]) -> str:
     return f"**{title}**: held-out loss, nats per token\n\n{table(header, body)}\n\n{said}"
 
 
-def parity_summary(result: Result) -> str:
-    """Return one line per model and recipe: the mean loss, and its gap to BF16 beside the spread of BF16's seeds."""
-    header = ("model", "tokens", "recipe", "seeds", "held-out loss", "gap to BF16", "BF16 seeds apart")
-    body = []
-    for (model, tokens), of_model in grouped(result.rows, "model", "tokens").items():
-        losses = {recipe: _by_seed(rows) for (recipe,), rows in grouped(of_model, "recipe").items()}
-        bf16 = losses.pop(BF16, {})
-        spread = f"{_spread_percent(list(bf16.values())):.2f} %" if len(bf16) > 1 else ""
-        for recipe, own in losses.items():
-            mean, gap = f"{fmean(own.values()):.4f}", _gap(own, bf16)[0]
-            body.append((model, f"{tokens:,}", f"`{recipe}`", str(len(own)), mean, gap, spread))
-    return table(header, body)
-
-
 def tiers(result: Result) -> str:
     """Return one line per tier of optimizer states: held-out loss of each seed, and the gap to FP32 states."""
     return tiers_of(result.rows)
@@ -321,34 +307,24 @@ LIMITS = (
 
 def step(result: Result) -> str:
     """Return, per workload, the time of every implementation and of its parts, and its peak memory."""
-    columns = (*SUMMARY[:-1], *PARTS, SUMMARY[-1], *LIMITS)
-    return "\n\n".join(_step(rows, columns) + _session(rows[0]) for rows in grouped(result.rows, "workload").values())
+    return "\n\n".join(_step(rows) + _session(rows[0]) for rows in grouped(result.rows, "workload").values())
 
 
-def step_summary(result: Result) -> str:
-    """Return, per language model, time, speed against its peers and peak memory of every implementation."""
-    groups = grouped((row for row in result.rows if not _is_of_images(row)), "workload").values()
-    return "\n\n".join(_step(rows, SUMMARY) for rows in groups)
-
-
-def _step(rows: Sequence[Row], columns: Sequence[tuple[str, str]]) -> str:
+def _step(rows: Sequence[Row]) -> str:
     peer = next((row["ms"] for row in rows if row["implementation"] == PEER and "ms" in row), None)
     if peer is not None:
         rows = [row | {"ratio_to_peer": peer / row["ms"]} if "ms" in row else row for row in rows]
     peers = dict.fromkeys(row["package"] for row in rows if "package" in row)
     beside = f"; beside {' and '.join(peers)}" if peers else ""
+    columns = (*SUMMARY[:-1], *PARTS, SUMMARY[-1], *LIMITS)
     return f"**{rows[0]['workload']}**{_shape(rows[0])}{beside}\n\n{figures(columns, rows)}"
-
-
-def _is_of_images(row: Row) -> bool:
-    return "size" in row.get("shape", {})
 
 
 def _shape(row: Row) -> str:
     if "shape" not in row:
         return ""
     shape = row["shape"]
-    if _is_of_images(row):
+    if "size" in shape:
         return f": {shape['batch']} images of {shape['size']} x {shape['size']} pixels, bottlenecks {shape['depths']}"
     kind = f", vocabulary {shape['vocab']:,}" if shape.get("vocab") else ", no head"
     tokens = f"{shape['batch']} x {shape['sequence']:,} tokens"
@@ -566,16 +542,7 @@ MEMORY = (
 
 def memory(result: Result) -> str:
     """Return one line per workload and case: parameters, measured and predicted peak, and the forecast by kind."""
-    return _memory(result, (*MEMORY, *((kind, f"{{{kind}_gib:.2f}}") for kind in KINDS)))
-
-
-def memory_summary(result: Result) -> str:
-    """Return the same without the forecast by kind."""
-    return _memory(result, MEMORY)
-
-
-def _memory(result: Result, columns: Sequence[tuple[str, str]]) -> str:
-    shown = []
+    columns, shown = (*MEMORY, *((kind, f"{{{kind}_gib:.2f}}") for kind in KINDS)), list[Row]()
     for rows in grouped(result.rows, "workload").values():
         first = next((row["peak_gib"] for row in rows if "error" not in row), None)
         for row in rows:
@@ -610,13 +577,6 @@ def distributed(result: Result) -> str:
     return "\n\n".join(_of_workload(rows) for rows in grouped(result.rows, "workload", "ranks").values())
 
 
-def distributed_summary(result: Result) -> str:
-    """Return the same of the workloads that only data parallelism splits."""
-    workloads = grouped(result.rows, "workload", "ranks").values()
-    whole = [rows for rows in workloads if all(row["layout"].split(",")[0] == "data" for row in rows)]
-    return "\n\n".join(_of_workload(rows) for rows in whole)
-
-
 def _of_workload(rows: Sequence[Row]) -> str:
     shown = []
     for of_layout in grouped(rows, "layout").values():
@@ -628,16 +588,7 @@ def _of_workload(rows: Sequence[Row]) -> str:
     row = rows[0]
     how = "blocks compiled" if row["compiled"] else "eager"
     setting = f"{row['ranks']} GPUs, sequences of {row['shape']['sequence']:,} tokens, {how}"
-    return f"**{row['workload']}**, {_model(row)}: {setting}\n\n{_all_columns(DISTRIBUTED, shown, 2)}"
-
-
-def _all_columns(columns: Sequence[tuple[str, str]], rows: Sequence[Row], names: int) -> str:
-    """Return a table with every column, also those without a figure."""
-    body = [[cell(form, row) for _, form in columns] for row in rows]
-    for row, cells in zip(rows, body, strict=True):
-        if "error" in row:
-            cells[names:] = [f"failed: {row['error']}", *[""] * (len(columns) - names - 1)]
-    return table([title for title, _ in columns], body)
+    return f"**{row['workload']}**, {_model(row)}: {setting}\n\n{figures(DISTRIBUTED, shown, 2, every=True)}"
 
 
 def _beside(row: Row, first: Row | None) -> Row:
@@ -696,17 +647,17 @@ def _sent(row: Row) -> str:
     return f"{row['wire_bytes'] / row['elements']:.2f}{across}"
 
 
-def moe(result: Result) -> str:
-    """Return one line per workload and implementation: time, against BF16, and what backward keeps."""
-    header = ("workload", "implementation", "ms", "BF16 / this", "activations kept, MiB", "weight codes kept, MiB")
-    figures = "{ms:.2f}", "{ratio_to_bf16:.2f}", "{kept_mib:.0f}", "{kept_weight_codes_mib:.0f}"
-    body = [
-        (row["workload"], row["implementation"], *(cell(form, row) for form in figures))
-        if "error" not in row
-        else (row["workload"], row["implementation"], "failed", "", "", "")
-        for row in result.rows
-    ]
-    return table(header, body)
+moe = by_columns(
+    (
+        ("workload", "{workload}"),
+        ("implementation", "{implementation}"),
+        ("ms", "{ms:.2f}"),
+        ("BF16 / this", "{ratio_to_bf16:.2f}"),
+        ("activations kept, MiB", "{kept_mib:.0f}"),
+        ("weight codes kept, MiB", "{kept_weight_codes_mib:.0f}"),
+    ),
+    names=2,
+)
 
 
 # --- the choice of a recipe ------------------------------------------------------------------------------------------
@@ -751,7 +702,7 @@ def choice(directory: Path) -> str:
         noise = [value for row in stressed for key, value in row.items() if key.endswith("_median_db")]
         speed = {k: v for k, v in timed.get(f"octavo {recipe}", {}).items() if k in ("ratio_to_bf16", "peak_gib")}
         rows.append(row | speed | ({"lowest": min(noise)} if noise else {}))
-    return f"{_all_columns(CHOICE, rows, 1)}\n\n{_conclusion(rows, spread, trained[0], len(bf16))}"
+    return f"{figures(CHOICE, rows, every=True)}\n\n{_conclusion(rows, spread, trained[0], len(bf16))}"
 
 
 def _conclusion(rows: Sequence[Row], spread: float, run: Row, seeds: int) -> str:
@@ -780,39 +731,32 @@ def _largest(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if times and row["model"] == max(times, key=lambda model: times[model])]
 
 
-TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
-    "parity": ("parity", parity),
-    "parity-summary": ("parity", parity_summary),
-    "tiers": ("tiers", tiers),
-    "stress": ("stress", stress),
-    "faults": ("faults", faults),
-    "robustness": ("robustness", robustness),
-    "finetune": ("finetune", finetune),
-    "faults-summary": ("faults", faults_summary),
-    "localize": ("localize", localize),
-    "step": ("step", step),
-    "step-summary": ("step", step_summary),
-    "host": ("host", host),
-    "hf": ("hf", hf),
-    "pilot": ("pilot", pilot),
-    "gemm": ("gemm", gemm),
-    "kernels": ("kernels", kernels),
-    "moe": ("moe", moe),
-    "optimizer": ("optimizer", optimizer),
-    "memory": ("memory", memory),
-    "memory-summary": ("memory", memory_summary),
-    "ablation": ("ablation", ablation),
-    "ablation-figure": ("ablation", ablation_figure),
-    "distributed": ("distributed", distributed),
-    "distributed-summary": ("distributed", distributed_summary),
-    "rank": ("rank", rank),
-    "reduce": ("reduce", reduce),
-}
-"""By name: the kind whose newest result the table shows, and the function that shows it."""
-COMBINED: dict[str, Callable[[Path], str]] = {
+TABLES: dict[str, Table] = {
+    "parity": newest("parity", parity),
+    "tiers": newest("tiers", tiers),
+    "stress": newest("stress", stress),
+    "faults": newest("faults", faults),
+    "robustness": newest("robustness", robustness),
+    "finetune": newest("finetune", finetune),
+    "faults-summary": newest("faults", faults_summary),
+    "localize": newest("localize", localize),
+    "step": newest("step", step),
+    "host": newest("host", host),
+    "hf": newest("hf", hf),
+    "pilot": newest("pilot", pilot),
+    "gemm": newest("gemm", gemm),
+    "kernels": newest("kernels", kernels),
+    "moe": newest("moe", moe),
+    "optimizer": newest("optimizer", optimizer),
+    "memory": newest("memory", memory),
+    "ablation": newest("ablation", ablation),
+    "ablation-figure": newest("ablation", ablation_figure),
+    "distributed": newest("distributed", distributed),
+    "rank": newest("rank", rank),
+    "reduce": newest("reduce", reduce),
     "choice": choice,
     "clients": clients,
     "demo": demo,
     "telemetry": telemetry,
 }
-"""By name: tables of several results, from their directory."""
+"""By name. A new one is a function above and a line here."""

@@ -1,11 +1,11 @@
-"""Peak memory of training a Llama beside its forecast, and the largest that fits; bytes per block keeps, by option."""
+"""Peak memory of training a Llama beside its forecast, and the largest that fits."""
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -13,19 +13,18 @@ from cyclopts import Parameter
 
 import octavo
 from octavo import memory
-from octavo.conversion import Policy
-from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
+from octavo.errors import NonFiniteError, RunError, UnsupportedError
 from octavo.kernels.storage import Storage
-from octavo.models.config import ModelConfig
+from octavo.memory.forecast import GIB
 from octavo.models.llama import Llama
 from octavo.optim import AdamW, keep_none, keep_small
 from octavo.optim.states import States
 from octavo.train.memory import largest_of
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
-from octavo_bench.results import Row, failure
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt, peak_gib
 from octavo_bench.workloads import WORKLOADS, Workload
 
-GIB = 2**30
 USABLE = 0.95
 """Share of a GPU's memory that the largest model may take: the rest is the driver's, and the allocator's fragments."""
 
@@ -59,39 +58,30 @@ CASES = {
 BASELINE, *_, LEANEST = CASES
 
 
-def bench_memory(
-    workload: Workload,
-    names: tuple[str, ...] = (),
-    *,
-    largest: bool = False,
-    report: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Return one row a case, as the result kind `memory` has them. A case that fails has a row with `error`.
+def bench_memory(workload: Workload, names: tuple[str, ...] = (), *, largest: bool = False) -> Iterator[Row]:
+    """Yield one row per case, as the result kind `memory` has them. A case that fails has a row with `error`.
 
     Args:
         workload: a whole model.
         names: of `CASES`; all if empty.
         largest: measure, of the baseline and the leanest case, the largest model of its proportions that is predicted
             to fit, on one sequence per step, instead of the workload.
-        report: called with each row as it comes.
 
     Raises:
         RunError: there is no CUDA device.
-        UnsupportedError: a name that is not there, or a workload that is no whole model.
+        UnsupportedError: a workload that is no whole model.
     """
     if not torch.cuda.is_available():
         raise RunError("bench memory measures on a CUDA device, and there is none. `octavo plan --memory` needs none.")
     if not workload.vocab:
         raise UnsupportedError(f"workload '{workload.name}' is a stack of blocks: memory is measured of whole models.")
-    if missing := next((name for name in names if name not in CASES), None):
-        near = did_you_mean(missing, CASES)
-        raise UnsupportedError(f"no case '{missing}' here.{near} There are: {'; '.join(CASES)}.")
-    rows = []
     for name in names or ((BASELINE, LEANEST) if largest else CASES):
         chosen = _largest(workload, CASES[name]) if largest else workload
-        rows.append(_row(chosen, name))
-        report(rows[-1])
-    return rows
+        about: Row = {"workload": chosen.name, "implementation": name, "shape": asdict(chosen)}
+        row = attempt(about, lambda: predict(chosen, CASES[name]).to_dict())  # noqa: B023  # called at once
+        if "error" not in row:  # the forecast is kept beside the error of a measurement
+            row = attempt(row, partial(_measure, chosen, CASES[name], row["predicted_gib"]), "cuda")
+        yield row
 
 
 def predict(workload: Workload, case: Case, *, gpus: int = 1) -> memory.Forecast:
@@ -153,23 +143,8 @@ def _of_shape(workload: Workload, model: Any) -> Workload:
     return replace(workload, name=f"largest {workload.name}", batch=1, layers=model.layers, **shape)
 
 
-def _row(workload: Workload, name: str) -> Row:
-    row: Row = {"workload": workload.name, "implementation": name}
-    try:
-        predicted = predict(workload, CASES[name]).to_dict()
-        row |= {"shape": asdict(workload), **predicted}
-        peak = _measure(workload, CASES[name])
-        return row | {"peak_gib": round(peak / GIB, 3), "error_percent": _percent(predicted["predicted_gib"], peak)}
-    except Exception as error:  # one that fails, of memory above all, must not lose the others
-        return row | {"error": failure(error)}
-    finally:
-        gc.collect()
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
-
-
-def _measure(workload: Workload, case: Case) -> int:
-    """Return the most bytes allocated while the program is made and makes two steps."""
+def _measure(workload: Workload, case: Case, predicted_gib: float) -> Row:
+    """Return the most memory allocated while the program is made and makes two steps."""
     torch.cuda.reset_peak_memory_stats()
     program = build(workload, case, "cuda")
     for _ in range(2):
@@ -177,57 +152,8 @@ def _measure(workload: Workload, case: Case) -> int:
         program.update()
     if not math.isfinite(float(loss)):
         raise NonFiniteError(f"the loss of {workload.name} is {float(loss)} at the second step.")
-    return torch.cuda.max_memory_allocated()
-
-
-def _percent(predicted_gib: float, peak: int) -> float:
-    return round((predicted_gib * GIB / peak - 1) * 100, 2)
-
-
-BF16, CODE, SCALE, TILE = 2, 1, 4, 128
-
-
-def kept(config: ModelConfig, policy: Policy | None = None, *, compiled: bool = False) -> dict[str, int]:
-    """Return the bytes per token that a block of a converted Llama keeps from forward to backward, by content.
-
-    A test compares them with the storages that a block saves. The recipe has a scale per token, as `folded` does;
-    layers share inputs and MLPs are fused. Beside these lie the scales of the rows of the block's weights.
-
-    Args:
-        compiled: readers of norms recompute their codes from the norm's input, where that is kept in BF16.
-    """
-    policy = policy or Policy()
-    dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
-    by_row, by_tile = CODE * dim + SCALE, {width: CODE * width + SCALE * -(-width // TILE) for width in (dim, ffn)}
-    recomputes = compiled and policy.norm_inputs == "bf16"
-    return {
-        "inputs of the norms": 2 * ((by_tile[dim] if policy.norm_inputs == "fp8" else BF16 * dim) + SCALE),
-        "codes that layers read": 2 * (SCALE if recomputes else by_row) + by_row * (policy.attention_output == "fp8"),
-        "queries, keys, values": BF16 * (dim + 2 * keys),
-        "attention's output": 0 if policy.attention_output == "fp8" else BF16 * dim + SCALE,
-        "logsumexp": SCALE * config.heads,
-        "gate and up": 2 * (by_tile[ffn] if policy.activation_inputs == "fp8" else BF16 * ffn),
-        "scale of the hidden activation": SCALE,
-    }
-
-
-def recomputed(config: ModelConfig, keep: float) -> tuple[int, float]:
-    """Return the bytes per token of a block that is recomputed, and the share of its forward's FLOPs that run again.
-
-    Args:
-        keep: FLOPs a byte from which on a result is kept, infinite for none.
-    """
-    dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
-    results = [  # length of the sum, elements per token, other bytes kept with it
-        (dim, dim + 2 * keys, 0),
-        (config.sequence, dim, SCALE * config.heads),
-        (dim, dim, 0),
-        (dim, 2 * ffn, 0),
-        (ffn, dim, 0),
-    ]
-    size = BF16 * dim + sum(BF16 * elements + more for length, elements, more in results if length >= keep)
-    flops = sum(length * elements for length, elements, _ in results)
-    return size, sum(length * elements for length, elements, _ in results if length < keep) / flops
+    peak = peak_gib("cuda")
+    return {"peak_gib": round(peak, 3), "error_percent": round((predicted_gib / peak - 1) * 100, 2)}
 
 
 def command(
@@ -256,9 +182,10 @@ def command(
         Find the largest model of the workload's proportions that is predicted to fit this GPU, and train that instead.
     """
     chosen = WORKLOADS[known("--workload", workload, list(WORKLOADS), "workload")]
-    rows = bench_memory(chosen, only, largest=largest, report=lambda row: output.say(_line(row)))
+    names = tuple(known("--only", name, list(CASES), "case") for name in only)
     line = command_line("octavo bench memory", workload=workload, only=only, largest=largest)
-    return output.finish("memory", rows, line, device="cuda")
+    rows = bench_memory(chosen, names, largest=largest)
+    return output.finish("memory", rows, line, lambda row: output.say(_line(row)), device="cuda")
 
 
 def _line(row: Row) -> str:

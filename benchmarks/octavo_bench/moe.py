@@ -7,13 +7,9 @@ is the memory of tensors that autograd saves, weights not counted, and codes of 
 
 from __future__ import annotations
 
-import os
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,13 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from octavo import Policy, convert
+from octavo._util.dist import is_first_rank
 from octavo.conversion import enable
 from octavo.distributed import expert_parallel, rank_loads
 from octavo.kernels import record
-from octavo.train.timing import milliseconds, synchronize, warm_up
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
-from octavo_bench.hf import leave_out_mask
-from octavo_bench.results import Row, failure
+from octavo_bench import hf
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.implementations import BF16
+from octavo_bench.ranks import process_group
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt, beside, median_ms
 
 
 class Shape(NamedTuple):
@@ -54,8 +53,10 @@ RIVAL = "bf16 torch._grouped_mm"
 TRAINER = "4 layers of Qwen3-30B-A3B in the Trainer, 2 x 4096 tokens"
 WITH_HEAD = " + fp8 head"
 MODES = {"trainer": "eager", "compiled": "compiled", "causal": "compiled, no mask"}
-"""Of the Trainer, by part of the benchmark. Compiled, transformers masks attention, see `octavo_bench.hf`."""
-WARM_UP_STEPS, STEPS = 4, 8
+"""Names of the Trainer's modes, by part of the benchmark."""
+TRAINER_MODES = dict(zip(MODES, hf.MODES, strict=True))
+PARTS = ("layer", *MODES, "parallel")
+STEPS = 8
 
 
 class Mixture(nn.Module):
@@ -88,7 +89,7 @@ class Way(NamedTuple):
     """An implementation of a layer."""
 
     name: str
-    recipe: str = "bf16"
+    recipe: str = BF16
     inputs: Any = "bf16"
     compiled: bool = False
 
@@ -103,26 +104,21 @@ WAYS = (
 )
 
 
-def bench_layers(shapes: Sequence[Shape], device: str, repeats: int, report: Callable[[Row], None]) -> list[Row]:
-    """Return a row per layer and implementation: forward and backward, to x, the routing weights and all weights."""
-    rows: list[Row] = []
+def bench_layers(shapes: Sequence[Shape], device: str, repeats: int) -> Iterator[Row]:
+    """Yield a row per layer and implementation: forward and backward, to x, the routing weights and all weights.
+
+    A row before that the fastest rival, come later, is now compared with changes its ratio.
+    """
     for shape in shapes:
         given, found = _inputs(shape, device), list[Row]()
         for way in WAYS:
-            row: Row = {"workload": shape.name, "implementation": way.name}
-            try:
-                row |= _measure(shape, way, given, device, repeats)
-            except Exception as error:  # one that fails must not lose the others
-                row["error"] = failure(error)
-            torch._dynamo.reset()
-            found.append(row)
-            best = min((r["ms"] for r in found if r["implementation"].startswith(RIVAL) and "ms" in r), default=0)
-            for each in found:  # those before, too: a later rival may be faster
-                if "ms" in each:
-                    each["ratio_to_bf16"] = round(best / each["ms"], 3)
-            report(row)
-        rows += found
-    return rows
+            about: Row = {"workload": shape.name, "implementation": way.name}
+            found.append(attempt(about, partial(_measure, shape, way, given, device, repeats), device))
+            rivals = [row for row in found if row["implementation"].startswith(RIVAL) and "ms" in row]
+            best = min(rivals, key=lambda row: float(row["ms"]), default={})
+            for row in found:
+                row |= beside(row, best)
+            yield found[-1]
 
 
 def _inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -134,7 +130,7 @@ def _inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _measure(shape: Shape, way: Way, given: tuple[Tensor, ...], device: str, repeats: int) -> Row:
     module: nn.Module = Mixture(shape, device)
-    if way.recipe != "bf16":
+    if way.recipe != BF16:
         policy = Policy(min_gain=0, activation_inputs=way.inputs)
         plan = convert(nn.ModuleDict({"experts": module}), way.recipe, policy=policy)
         if plan.fp8_layers != 2:
@@ -149,8 +145,7 @@ def _measure(shape: Shape, way: Way, given: tuple[Tensor, ...], device: str, rep
 
     with record() as ledger:  # of eager code: while a ledger is open, compiled code is another
         torch.autograd.grad(module(x, ids, weights), inputs, dy)
-    warm_up(step, device)
-    ms = statistics.median(milliseconds(step, device, repeats))
+    ms = median_ms(step, device, repeats, seconds=1.0, queued=False)
     flops = 18 * shape.tokens * shape.each * shape.dim * shape.ffn
     row = {"ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1), **kept}
     return row | ({"fallbacks": "; ".join(map(str, ledger.fallbacks))} if ledger.fallbacks else {})
@@ -178,28 +173,20 @@ def _kept(module: nn.Module, given: tuple[Tensor, ...]) -> Row:
 # --- in the Trainer --------------------------------------------------------------------------------------------------
 
 
-def bench_trainer(device: str, recipe: str, mode: str, report: Callable[[Row], None]) -> None:
-    """Report a row per precision: the median step of Transformers' Trainer, its optimizer included.
+def bench_trainer(device: str, recipe: str, mode: str) -> Iterator[Row]:
+    """Yield a row per precision: a step of Transformers' Trainer, its optimizer included.
 
     The head of so few layers has most FLOPs of the model, so FP8 is timed with it and without.
 
     Args:
-        mode: a value of `MODES`.
+        mode: a key of `MODES`.
     """
-    base = 0.0
-    for precision in ("bf16", recipe, recipe + WITH_HEAD):
-        row: Row = {"workload": TRAINER, "implementation": f"{precision}, {mode}"}
-        try:
-            row |= _train(device, precision, mode)
-            base = row["ms"] if precision == "bf16" else base
-            row["ratio_to_bf16"] = round(base / row["ms"], 3) if base else 0.0
-        except Exception as error:
-            row["error"] = failure(error)
-        torch._dynamo.reset()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        report(row)
+    baseline: Row | None = None
+    for precision in (BF16, recipe, recipe + WITH_HEAD):
+        about: Row = {"workload": TRAINER, "implementation": f"{precision}, {MODES[mode]}"}
+        row = attempt(about, partial(_train, device, precision, mode), device)
+        baseline = baseline or row
+        yield beside(row, baseline)
 
 
 def _model(device: str) -> nn.Module:
@@ -228,107 +215,55 @@ def _model(device: str) -> nn.Module:
 
 
 def _train(device: str, precision: str, mode: str) -> Row:
-    from transformers import Trainer, TrainingArguments
-    from transformers.trainer_callback import TrainerCallback
-
     torch.manual_seed(0)
-    model, length = _model(device), 4096 if device == "cuda" else 32
-    share = 0.0
-    if precision != "bf16":
+    model, length, share = _model(device), 4096 if device == "cuda" else 32, 0.0
+    if precision != BF16:
         policy = Policy(min_gain=0, keep_defaults=not precision.endswith(WITH_HEAD))
         plan = convert(model, precision.removesuffix(WITH_HEAD), policy=policy, tokens=2 * length)
         fp8 = sum(row.count * row.shape[0] * row.shape[1] for row in plan.layers if row.is_fp8)
         share = fp8 / sum(row.count * row.shape[0] * row.shape[1] for row in plan.layers)
-    if mode == MODES["causal"]:
-        leave_out_mask(model)
-    times: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            synchronize(device)
-            times.append(-time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronize(device)
-            times[-1] += time.perf_counter()
-
-    vocabulary = int(cast(Any, model).config.vocab_size)
-    tokens = torch.randint(vocabulary, (2 * (WARM_UP_STEPS + STEPS), length), device="cpu")
-    optimizer = "adamw_torch_fused" if device == "cuda" else "adamw_torch"
-    with tempfile.TemporaryDirectory() as place:
-        arguments = TrainingArguments(
-            place, max_steps=WARM_UP_STEPS + STEPS, per_device_train_batch_size=2, bf16=device == "cuda",
-            torch_compile=mode != MODES["trainer"], optim=optimizer, save_strategy="no", report_to=[],
-            logging_strategy="no", disable_tqdm=True, use_cpu=device == "cpu", dataloader_pin_memory=False,
-        )  # fmt: skip
-        data = [{"input_ids": row, "labels": row} for row in tokens]
-        trained = Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
-    ms = 1e3 * statistics.median(times[WARM_UP_STEPS:])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    row = {"ms": round(ms, 2), "loss": round(trained.training_loss, 4), "fp8_share": round(share, 4)}
-    return row | {"peak_gib": round(peak, 2)}
+    found = hf.train(model, 2, length, TRAINER_MODES[mode], device=device, steps=STEPS)
+    return found | {"fp8_share": round(share, 4)}
 
 
 # --- on several ranks ------------------------------------------------------------------------------------------------
 
 
-def bench_parallel(shapes: Sequence[Shape], device: str, repeats: int, report: Callable[[Row], None]) -> None:
-    """Time experts that are divided over the ranks of torchrun, in FP8 and in BF16, on tokens of every rank."""
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    ranks = dist.get_world_size()
-    for shape in shapes:
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"experts": Mixture(shape, device)})
-        convert(model, "folded", policy=Policy(min_gain=0))
-        expert_parallel(model, init_device_mesh(device, (ranks,)))
-        torch.manual_seed(dist.get_rank())
-        x, ids, weights, dy = _inputs(shape, device)
-        inputs, base = [x, weights, *model.parameters()], 0.0
-        for precision in ("bf16", "folded"):
-            row: Row = {"workload": f"{shape.name} per rank, {ranks} ranks", "implementation": f"octavo {precision}"}
-            try:
-                enable(model, precision != "bf16")
-                step = partial(_step, model["experts"], (x, ids, weights), inputs, dy)
-                for _ in range(3):
-                    step()
-                dist.barrier()
-                row["ms"] = round(statistics.median(milliseconds(step, device, repeats)), 3)
-                base = row["ms"] if precision == "bf16" else base
-                row |= {
-                    "ratio_to_bf16": round(base / row["ms"], 3),
-                    "rank_load": round(rank_loads(model)["experts"], 3),
-                }
-            except Exception as error:
-                row["error"] = failure(error)
-            if dist.get_rank() == 0:
-                report(row)
-    dist.destroy_process_group()
+def bench_parallel(shapes: Sequence[Shape], device: str, repeats: int) -> Iterator[Row]:
+    """Time experts that are divided over the ranks of torchrun, in FP8 and in BF16, on tokens of every rank.
+
+    Every rank must call this; rank 0 alone gets rows.
+    """
+    with process_group():
+        ranks = dist.get_world_size()
+        for shape in shapes:
+            torch.manual_seed(0)
+            model = nn.ModuleDict({"experts": Mixture(shape, device)})
+            convert(model, "folded", policy=Policy(min_gain=0))
+            expert_parallel(model, init_device_mesh(device, (ranks,)))
+            torch.manual_seed(dist.get_rank())
+            given, baseline = _inputs(shape, device), None
+            for precision in (BF16, "folded"):
+                name = f"{shape.name} per rank, {ranks} ranks"
+                about: Row = {"workload": name, "implementation": f"octavo {precision}"}
+                row = attempt(about, partial(_in_parallel, model, precision, given, device, repeats))
+                baseline = baseline or row
+                if is_first_rank():
+                    yield beside(row, baseline)
 
 
-def _step(module: nn.Module, given: tuple[Tensor, ...], inputs: list[Tensor], dy: Tensor) -> None:
-    torch.autograd.grad(module(*given), inputs, dy)
+def _in_parallel(
+    model: nn.ModuleDict, precision: str, given: tuple[Tensor, Tensor, Tensor, Tensor], device: str, repeats: int
+) -> Row:
+    enable(model, precision != BF16)
+    x, ids, weights, dy = given
+    inputs = [x, weights, *model.parameters()]
 
+    def step() -> None:
+        torch.autograd.grad(model["experts"](x, ids, weights), inputs, dy)
 
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def profile(shape: Shape, device: str) -> Iterator[str]:
-    """Yield lines: the kernels of one step of the folded layer, longest first."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    module, (x, ids, weights, dy) = Mixture(shape, device), _inputs(shape, device)
-    convert(nn.ModuleDict({"experts": module}), "folded", policy=Policy(min_gain=0))
-    for _ in range(3):
-        torch.autograd.grad(module(x, ids, weights), [x, weights, *module.parameters()], dy)
-    with profiler(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as found:
-        torch.autograd.grad(module(x, ids, weights), [x, weights, *module.parameters()], dy)
-        synchronize(device)
-    events = sorted(found.key_averages(), key=lambda e: -e.device_time_total)[:24]
-    for event in events:
-        yield f"{event.device_time_total / 1e3:8.3f} ms  {event.count:>3} x  {event.key[:100]}"
+    ms = median_ms(step, device, repeats, seconds=0.0, queued=False)  # so many calls: all ranks make the same
+    return {"ms": round(ms, 3), "rank_load": round(rank_loads(model)["experts"], 3)}
 
 
 def command(
@@ -352,7 +287,7 @@ def command(
     ----------
     only
         layer, trainer (eager), compiled (the Trainer with torch_compile), causal (the same, and no mask for
-        attention), profile or parallel; the first three by default.
+        attention) or parallel; the first three by default.
     recipe
         Recipe in the Trainer.
     device
@@ -360,28 +295,16 @@ def command(
     repeats
         Calls of a layer that are timed; the median counts.
     """
-    device = device_named(device)
-    parts = only or ("layer", "trainer", "compiled")
+    device, shapes = device_named(device), LAYERS if device_named(device) == "cuda" else SMALL
+    parts = [known("--only", part, PARTS, "part") for part in only] or PARTS[:3]
+    benches = {
+        "layer": partial(bench_layers, shapes, device, repeats),
+        **{part: partial(bench_trainer, device, recipe, part) for part in MODES},
+        "parallel": partial(bench_parallel, shapes, device, repeats),
+    }
+    rows = (row for part in PARTS if part in parts for row in benches[part]())
     line = command_line("octavo bench moe", only=only, recipe=recipe, repeats=repeats)
-    rows, show = list[Row](), output.lines(_name, _figures)
-
-    def report(row: Row) -> None:
-        show(row)
-        rows.append(row)
-        output.save("moe", rows, line, device=device)  # in case a later row ends the process
-
-    shapes = LAYERS if device == "cuda" else SMALL
-    if "profile" in parts:
-        for each in profile(shapes[0], device):
-            output.say(each)
-    if "layer" in parts:
-        bench_layers(shapes, device, repeats, report)
-    if "parallel" in parts:
-        bench_parallel(shapes, device, repeats, report)
-    for part, mode in MODES.items():
-        if part in parts:
-            bench_trainer(device, recipe, mode, report)
-    return output.finish("moe", rows, line, device=device) if rows else 0
+    return output.finish("moe", rows, line, output.lines(_name, _figures), device=device)
 
 
 def _name(row: Row) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from octavo.optim import TIERS, AdamW, Muon, Optimizer, states_named
 from octavo.optim.states import RuleName
 from octavo.tensor import FP8Tensor
-from octavo.train.timing import milliseconds, synchronize, warm_up
+from octavo.train.timing import synchronize
 from octavo_bench.ablation import run_ablation
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, numbers, positive
 from octavo_bench.rates import copy_rate
-from octavo_bench.results import Row, failure
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt, median_ms
 
 BASELINE, MUON_BASELINE = "torch fused AdamW", "torch Muon"
 CLIP = 1.0
@@ -93,9 +94,8 @@ def bench_optimizer(
     device: str = "cuda",
     repeats: int = 20,
     states: Sequence[str] = (),
-    report: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Return one row per tier and dtype of the weight, as the result kind `optimizer` has them.
+) -> Iterator[Row]:
+    """Yield one row per tier and dtype of the weight, as the result kind `optimizer` has them.
 
     `ms` is a step without clipping or a search for overflows, as PyTorch's has neither; `ms_clipped` is one with
     clipping to a global norm, PyTorch's by `clip_grad_norm_`. `seconds` is the time of the row;
@@ -104,27 +104,24 @@ def bench_optimizer(
     Args:
         parameters: about how many.
         states: tiers to time beside the baseline; all if empty.
-        report: called with each row as it comes.
     """
-    rows: list[Row] = []
-    width = LARGE if device == "cuda" else SMALL
-    copy = copy_rate(device)
+    baseline: Row | None = None
+    width, copy = LARGE if device == "cuda" else SMALL, copy_rate(device)
     for case in CASES:
         if states and case.states not in (BASELINE, *states):
             continue
         start = time.perf_counter()
-        row: Row = {"states": case.label, "weight": _dtype_name(case.weight), "gradient": _dtype_name(case.gradient)}
-        try:
-            row |= _measure(case, width, parameters, device, repeats, copy)
-            row["ratio_to_fused_adamw"] = round(row["ms"] / (rows[0]["ms"] if rows else row["ms"]), 3)
-        except Exception as error:  # one that fails must not lose the others
-            row["error"] = failure(error)
+        about: Row = {"states": case.label, "weight": _dtype_name(case.weight), "gradient": _dtype_name(case.gradient)}
+        row = attempt(about, partial(_measure, case, width, parameters, device, repeats, copy))
+        baseline = baseline or row
+        if "ms" in row and "ms" in baseline:
+            row["ratio_to_fused_adamw"] = round(row["ms"] / baseline["ms"], 3)
+        elif "ms" in row:
+            row["error"] = f"{BASELINE} failed; {row['ms']:.3f} ms beside nothing"
         row["seconds"] = round(time.perf_counter() - start, 1)
-        rows.append(row)
-        report(row)
+        yield row
         if device == "cuda":
             torch.cuda.empty_cache()
-    return rows
 
 
 def _measure(case: Case, width: Width, count: int, device: str, repeats: int, copy: float) -> Row:
@@ -213,8 +210,7 @@ def _update_error(case: Case, device: str) -> float:
 
 
 def _time(call: Callable[[], Any], device: str, repeats: int) -> float:
-    warm_up(call, device, calls=1, seconds=0.05)
-    return round(statistics.median(milliseconds(call, device, repeats, queued=True)), 4)
+    return round(median_ms(call, device, repeats, calls=1), 4)
 
 
 def _weights(case: Case, width: Width, count: int, device: str) -> list[nn.Parameter]:
@@ -343,26 +339,18 @@ def command(
     for name in states:
         states_named(name)
     if ablation:
-        rows = run_ablation(
-            steps=positive("--steps", steps), seeds=numbers(seeds), report=lambda row: output.say(_ablation_line(row))
-        )
+        found = run_ablation(steps=positive("--steps", steps), seeds=numbers(seeds))
         line = command_line("octavo bench optimizer", ablation=True, steps=steps, seeds=seeds)
-        output.finish("ablation", rows, line, device="cpu")
+        output.keep("ablation", found, line, lambda row: output.say(_ablation_line(row)), device="cpu")
         return 0  # divergence is a result
     device, repeats = device_named(device), positive("--repeats", repeats)
     count = positive("--parameters", int(parameters or (1e9 if device == "cuda" else 1e6)))
-    line, done = command_line("octavo bench optimizer", states=states, parameters=count, repeats=repeats), list[Row]()
-    show = output.lines(_name, _line)
-
-    def report(row: Row) -> None:
-        show(row)
-        done.append(row)
-        output.save("optimizer", done, line, device=device)  # in case a later row ends the process
-
-    rows = bench_optimizer(parameters=count, device=device, repeats=repeats, states=states, report=report)
+    line = command_line("octavo bench optimizer", states=states, parameters=count, repeats=repeats)
+    bench = bench_optimizer(parameters=count, device=device, repeats=repeats, states=states)
+    rows = output.keep("optimizer", bench, line, output.lines(_name, _line), device=device)
     spent, before = (sum(row.get(key, 0.0) for row in rows) for key in ("seconds", "seconds_to_first_step"))
     output.say(f"{spent:.0f} s, {before:.0f} s of them until the first steps were done: weights, states, compilation")
-    return output.finish("optimizer", rows, line, device=device)
+    return int(any("error" in row for row in rows))
 
 
 def _ablation_line(row: Row) -> str:

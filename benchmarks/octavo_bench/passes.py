@@ -1,4 +1,4 @@
-"""Memory traffic of a recipe: each pass over a matrix that a linear layer makes, and what it keeps for backward.
+"""Memory traffic of a recipe: each pass over a matrix that a layer makes; what it, and a block, keep for backward.
 
 Counted as `octavo.nn.functional` works, in bytes: inputs and gradients are BF16, weights FP32, codes one byte, scales
 FP32. Reads are the fewest that the scales allow. A maximum over a row, or over a tile of up to 128 x 128, is known to
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
+from octavo.conversion import Policy
+from octavo.models.config import ModelConfig
 from octavo.numerics import PER_ROW, Granularity
 from octavo.recipes.spec import OPERANDS, Operand, Recipe
 
@@ -172,3 +174,46 @@ def _in_sight(tiles: Sequence[Granularity]) -> bool:
 def _bytes_made(name: str, operand: Operand, shape: Shape) -> int:
     rows, cols = shape.of(name.split(".")[1])
     return quantised_bytes(operand, cols, rows) if is_transposed(name) else quantised_bytes(operand, rows, cols)
+
+
+def block_kept(config: ModelConfig, policy: Policy | None = None, *, compiled: bool = False) -> dict[str, int]:
+    """Return the bytes per token that a block of a converted Llama keeps from forward to backward, by content.
+
+    A test compares them with the storages that a block saves. The recipe has a scale per token, as `folded` does;
+    layers share inputs and MLPs are fused. Beside these lie the scales of the rows of the block's weights.
+
+    Args:
+        compiled: readers of norms recompute their codes from the norm's input, where that is kept in BF16.
+    """
+    policy = policy or Policy()
+    dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
+    by_row, by_tile = CODE * dim + SCALE, {width: CODE * width + SCALE * -(-width // _SIDE) for width in (dim, ffn)}
+    recomputes = compiled and policy.norm_inputs == "bf16"
+    return {
+        "inputs of the norms": 2 * ((by_tile[dim] if policy.norm_inputs == "fp8" else BF16 * dim) + SCALE),
+        "codes that layers read": 2 * (SCALE if recomputes else by_row) + by_row * (policy.attention_output == "fp8"),
+        "queries, keys, values": BF16 * (dim + 2 * keys),
+        "attention's output": 0 if policy.attention_output == "fp8" else BF16 * dim + SCALE,
+        "logsumexp": SCALE * config.heads,
+        "gate and up": 2 * (by_tile[ffn] if policy.activation_inputs == "fp8" else BF16 * ffn),
+        "scale of the hidden activation": SCALE,
+    }
+
+
+def recomputed(config: ModelConfig, keep: float) -> tuple[int, float]:
+    """Return the bytes per token of a block that is recomputed, and the share of its forward's FLOPs that run again.
+
+    Args:
+        keep: FLOPs a byte from which on a result is kept, infinite for none.
+    """
+    dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
+    results = [  # length of the sum, elements per token, other bytes kept with it
+        (dim, dim + 2 * keys, 0),
+        (config.sequence, dim, SCALE * config.heads),
+        (dim, dim, 0),
+        (dim, 2 * ffn, 0),
+        (ffn, dim, 0),
+    ]
+    size = BF16 * dim + sum(BF16 * elements + more for length, elements, more in results if length >= keep)
+    flops = sum(length * elements for length, elements, _ in results)
+    return size, sum(length * elements for length, elements, _ in results if length < keep) / flops

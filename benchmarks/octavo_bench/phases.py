@@ -77,12 +77,15 @@ def command(
             "bench phases measures on a CUDA device, and there is none. `octavo pilot` predicts without one."
         )
     settings = Settings(recipes=tuple(recipes.split(",")), precisions=("bf16", "fp16"), steps=steps)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        for shape in (Shape(one, tokens) for tokens in numbers(sequence) for one in numbers(batch)):
-            pilot = run_pilot(load_workload(Path(folder), shape), settings)
-            rows += rows_of(pilot, shape)
-            output.say(f"\n{to_text(pilot)}")
-    again = command_line("octavo bench phases", batch=batch, sequence=sequence, recipes=recipes, steps=steps)
-    return output.finish("phases", rows, again, device="cuda")
+    shapes = [Shape(one, tokens) for tokens in numbers(sequence) for one in numbers(batch)]
+
+    def rows() -> Iterator[Row]:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+            for shape in shapes:
+                pilot = run_pilot(load_workload(Path(folder), shape), settings)
+                output.say(f"\n{to_text(pilot)}")
+                yield from rows_of(pilot, shape)
+
+    line = command_line("octavo bench phases", batch=batch, sequence=sequence, recipes=recipes, steps=steps)
+    return output.finish("phases", rows(), line, device="cuda")

@@ -21,7 +21,8 @@ from octavo.pilot.judging import ALIKE, Pilot
 from octavo.pilot.report import to_dict, to_html
 from octavo.train.workload import Shape
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
-from octavo_bench.results import Row, attempt
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt
 
 _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096}
 MODELS: dict[str, tuple[dict[str, Any], Shape]] = {
@@ -108,13 +109,11 @@ def command(
     if reports is not None:
         page.plotly()
     chosen = [known("--only", name, list(MODELS), "model") for name in only] or list(MODELS)
-    report, rows = output.lines(lambda row: f"{row['model']:<30}", _figures), list[Row]()
+    show, steps = output.lines(lambda row: f"{row['model']:<30}", _figures), positive("--steps", steps)
     with tempfile.TemporaryDirectory() as scratch:
-        for name in chosen:
-            measure = partial(check, name, reports or Path(scratch), positive("--steps", steps), reports is not None)
-            rows.append(attempt({"model": name}, measure))
-            report(rows[-1])
-    return output.finish("pilot", rows, command_line("octavo bench pilot", only=only, steps=steps))
+        measure = partial(check, directory=reports or Path(scratch), steps=steps, html=reports is not None)
+        rows = (attempt({"model": name}, partial(measure, name)) for name in chosen)
+        return output.finish("pilot", rows, command_line("octavo bench pilot", only=only, steps=steps), show)
 
 
 def _figures(row: Row) -> str:

@@ -10,7 +10,7 @@ On Hopper its own accumulator computes; elsewhere it is emulated, which suits sm
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,13 @@ TOLERANCE = 0.02
 AS_TRAINED = "as trained"
 
 
-def probe(
-    run: Path,
-    *,
-    device: str = "auto",
-    tokens: int | None = None,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
-) -> list[dict[str, Any]]:
-    """Return the held-out loss of a run's newest weights in each way, one row each, `as trained` first.
+def probe(run: Path, *, device: str = "auto", tokens: int | None = None) -> Iterator[Row]:
+    """Yield the held-out loss of a run's newest weights in each way, one row each, `as trained` first.
 
     Args:
         run: directory of a run of `octavo train`, or of one of its checkpoints.
         device: where to compute, as `run.device`.
         tokens: held-out tokens, in place of the run's `eval_tokens`.
-        report: called with each row.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
@@ -59,7 +52,6 @@ def probe(
     found = find(run)
     setup = restore(found, _settings(found, device, tokens))
     lane, about = setup.states[0], _about(found, setup)
-    rows: list[dict[str, Any]] = []
     trained = None
     for name, how in _ways(lane, setup):
         with kernels.record() as ledger, how:
@@ -67,9 +59,7 @@ def probe(
         trained = losses if trained is None else trained
         figures = {"heldout_loss": float(losses.mean()), "difference": float((losses - trained).mean())}
         ran = {"kernels": dict(ledger.gemms), "fallbacks": ledger.fallbacks}
-        rows.append({**about, "computation": name, **figures, **ran})
-        report(rows[-1])
-    return rows
+        yield {**about, "computation": name, **figures, **ran}
 
 
 def alarm(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -> str | None:
@@ -161,15 +151,15 @@ def command(
         cuda or cpu; auto takes the GPU if there is one.
     """
     output.say("held-out loss, nats per token; beside it the difference to that as trained")
-    rows = probe(run, device=device, tokens=tokens, report=lambda row: output.say(_line(row)))
+    line = command_line("octavo bench portability", run.name, tolerance=tolerance, tokens=tokens)
+    found = probe(run, device=device, tokens=tokens)
+    rows = output.keep("portability", found, line, lambda row: output.say(_line(row)), device=device_named(device))
     about = "{model}, {recipe}, step {step}, {heldout_tokens:,} tokens; accumulator: {accumulator}"
     output.say(about.format(**rows[0]))
-    line = command_line("octavo bench portability", run.name, tolerance=tolerance, tokens=tokens)
-    code = output.finish("portability", rows, line, device=device_named(device))
     message = alarm(rows, TOLERANCE if tolerance is None else tolerance)
     if message is not None:
         print(f"octavo: alarm: {message}", file=sys.stderr)
-    return code if message is None else 1
+    return int(message is not None)
 
 
 def _line(row: Row) -> str:

@@ -6,10 +6,10 @@ draws less power runs faster.
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch import Tensor
 from octavo import kernels
 from octavo.monitor.system import SystemProbe
 from octavo.numerics import Quantized
-from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.implementations import BF16, Implementation
+from octavo_bench.timing import median_ms
 from octavo_bench.workloads import Workload
 
 Shape = tuple[int, int, int]
@@ -79,9 +79,7 @@ def copy_rate(device: str, size: int | None = None, repeats: int = 20) -> float:
     size = size or (2**30 if device == "cuda" else 2**24)
     source = torch.randint(255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    warm_up(lambda: target.copy_(source), device, seconds=0.05)
-    times = milliseconds(lambda: target.copy_(source), device, repeats, queued=True, cold=True)
-    return 2 * size / statistics.median(times) / 1e6
+    return 2 * size / median_ms(lambda: target.copy_(source), device, repeats, cold=True) / 1e6
 
 
 def _tflops(shapes: Mapping[Shape, int], precision: str, device: str, repeats: int) -> float:
@@ -92,18 +90,11 @@ def _tflops(shapes: Mapping[Shape, int], precision: str, device: str, repeats: i
 def _gemm_ms(shape: Shape, precision: str, device: str, repeats: int) -> float:
     if precision == BF16:
         a_MK, b_NK = normal(shape, device)
-
-        def call() -> Tensor:
-            return a_MK @ b_NK.t()
+        call = partial(torch.matmul, a_MK, b_NK.t())
     else:
         left, right, accumulate = PRECISIONS[precision]
-        a, b = quantized(shape, (left, right), device)
-
-        def call() -> Tensor:
-            return kernels.gemm(a, b, torch.bfloat16, accumulate)
-
-    warm_up(call, device, calls=2, seconds=0.02)
-    return statistics.median(milliseconds(call, device, repeats, queued=True))
+        call = partial(kernels.gemm, *quantized(shape, (left, right), device), torch.bfloat16, accumulate)
+    return median_ms(call, device, repeats, calls=2, seconds=0.02)
 
 
 def normal(shape: Shape, device: str) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,16 +25,14 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from octavo._util.dist import is_first_rank
 from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.scheme import Scheme, TwoLevel
-from octavo.errors import ConfigError, RunError, did_you_mean
-from octavo.train.timing import milliseconds
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, positive
+from octavo.errors import ConfigError, RunError
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
 from octavo_bench.ranks import TIMEOUT, process_group, under_torchrun
-from octavo_bench.results import Row, failure
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt, median_ms
 
 COLUMNS = 1024
 """Columns of a heavy-tailed gradient, each of a size of its own."""
-WARM_UP = 3
-"""Calls; a fixed number, for all ranks must make the same calls."""
 EXACT_DB = 300.0
 """Reported if FP64 sees no error."""
 
@@ -53,8 +50,8 @@ class Work(NamedTuple):
     """Calls that are timed; the median counts."""
 
 
-def bench_reduce(work: Work, ranks: Sequence[int] = (), report: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Return a row per scheme, gradient and collective.
+def bench_reduce(work: Work, ranks: Sequence[int] = ()) -> Iterator[Row]:
+    """Yield a row per scheme, gradient and collective.
 
     Under `torchrun` every rank must call this, and rank 0 alone gets rows.
 
@@ -67,37 +64,22 @@ def bench_reduce(work: Work, ranks: Sequence[int] = (), report: Callable[[Row], 
     """
     _check(work, ranks)
     if under_torchrun():
-        return _by_torchrun(work, report)
-    found = []
+        with process_group() as device:
+            yield from (row for row in _measure(work, device) if is_first_rank())
+        return
     for number in ranks or (2, 4):
-        rows = _in_processes(work, number)
-        for row in rows:
-            report(row)
-        found += rows
-    return found
+        yield from _in_processes(work, number)
 
 
 def _check(work: Work, ranks: Sequence[int]) -> None:
     for name in work.schemes:
-        if name not in REDUCTIONS:
-            near = did_you_mean(name, REDUCTIONS)
-            raise ConfigError(f"unknown reduction '{name}'.{near} Reductions: {', '.join(REDUCTIONS)}.")
+        known("--scheme", name, list(REDUCTIONS), "reduction")
     if work.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"gradients are float32 or bfloat16, not '{work.dtype}'.")
     if ranks and under_torchrun():
         raise ConfigError("under torchrun the ranks are its own: leave out --ranks.")
     if any(number < 2 for number in ranks):
         raise ConfigError(f"one rank has nothing to reduce: {', '.join(map(str, ranks))} ranks.")
-
-
-def _by_torchrun(work: Work, report: Callable[[Row], None]) -> list[Row]:
-    rows = []
-    with process_group() as device:
-        for row in _measure(work, device):
-            if is_first_rank():
-                rows.append(row)
-                report(row)
-    return rows
 
 
 def _in_processes(work: Work, ranks: int) -> list[Row]:
@@ -132,24 +114,20 @@ def _measure(work: Work, device: torch.device) -> Iterator[Row]:
             for collective, call in COLLECTIVES.items():
                 row = {"scheme": name, "ranks": ranks, "gradient": kind, "collective": collective}
                 row |= {"elements": work.elements, "dtype": work.dtype}
-                try:
-                    yield row | _figures(_scheme(name, device), call, own, exact, work.repeats)
-                except Exception as error:  # unsupported on this machine: the same on every rank
-                    yield row | {"error": failure(error)}
+                # What is unsupported on this machine is so on every rank.
+                yield attempt(row, partial(_figures, name, call, own, exact, work.repeats))
 
 
-def _figures(scheme: Scheme, call: Collective, own: Tensor, exact: Tensor, repeats: int) -> Row:
+def _figures(name: str, call: Collective, own: Tensor, exact: Tensor, repeats: int) -> Row:
+    scheme = _scheme(name, own.device)
     found = call(scheme, own.clone())
     sent = {"wire_bytes": scheme.sent}
     if isinstance(scheme, TwoLevel):
         sent["across_bytes"] = scheme.outer.sent
     if found.numel() < exact.numel():
         exact = exact.chunk(dist.get_world_size())[dist.get_rank()]
-    used = own.clone()
-    for _ in range(WARM_UP):
-        call(scheme, used)
-    dist.barrier()
-    ms = statistics.median(milliseconds(partial(call, scheme, used), own.device.type, repeats))
+    # No seconds of warm-up but calls: all ranks must make as many.
+    ms = median_ms(partial(call, scheme, own.clone()), own.device.type, repeats, seconds=0.0, queued=False)
     return {**_error(found, exact), "ms": round(ms, 4), **sent}
 
 
@@ -271,13 +249,11 @@ def command(
     on_gpu = under_torchrun() and torch.cuda.is_available()
     count = positive("--elements", int(elements or (1e8 if on_gpu else 2e5)))
     work = Work(scheme or tuple(REDUCTIONS), count, dtype, positive("--repeats", repeats))
-    rows = bench_reduce(work, ranks, output.lines(_name, _line))
-    if not rows:  # rank 0 reports
-        return 0
-    launch = f"torchrun --nproc-per-node {rows[0]['ranks']} -m octavo" if under_torchrun() else "octavo"
+    launch = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} -m octavo" if under_torchrun() else "octavo"
     given = {"scheme": scheme, "ranks": ranks, "elements": count, "dtype": dtype, "repeats": repeats}
     line = command_line(launch, "bench reduce", **given)
-    return output.finish("reduce", rows, line, device="cuda" if on_gpu else "cpu")
+    show = output.lines(_name, _line)
+    return output.finish("reduce", bench_reduce(work, ranks), line, show, device="cuda" if on_gpu else "cpu")
 
 
 def _name(row: Row) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from octavo_bench import results
 from octavo_bench.results import Result, Row
 
+Table = Callable[[Path], str]
+"""A table in Markdown, from the directory of results; empty if nothing of it was measured."""
 Column = tuple[str, str]
 """Title, and the cell as a format of the row's keys: `("gap", "{gap_percent:+z.2f} %")`."""
 
@@ -33,17 +37,27 @@ def cell(form: str, row: Row) -> str:
         return ""
 
 
-def figures(columns: Sequence[Column], rows: Sequence[Row], names: int = 1) -> str:
-    """Return a table of rows. The first `names` columns name a row; the first figure of a failed row is its error.
+def figures(columns: Sequence[Column], rows: Sequence[Row], names: int = 1, *, every: bool = False) -> str:
+    """Return a table of rows. The first `names` columns name a row; the only figure of a failed row is its error.
 
-    Columns for which no row has a figure are left out.
+    Args:
+        every: also show columns for which no row has a figure.
     """
-    shown = [c for i, c in enumerate(columns) if i < names or any(cell(c[1], row) for row in rows)]
+    shown = [c for i, c in enumerate(columns) if every or i < names or any(cell(c[1], row) for row in rows)]
     body = [[cell(form, row) for _, form in shown] for row in rows]
     for row, cells in zip(rows, body, strict=True):
         if "error" in row:
-            cells[names] = f"failed: {row['error']}"
+            cells[names:] = [f"failed: {row['error']}", *[""] * (len(shown) - names - 1)]
     return table([title for title, _ in shown], body)
+
+
+def newest(kind: str, show: Callable[[Result], str]) -> Table:
+    """Return the table of the newest results of a kind, each with its origin."""
+
+    def shown(directory: Path) -> str:
+        return "\n\n".join(f"{show(result)}\n\n{result.origin}" for result in results.shown(kind, directory))
+
+    return shown
 
 
 def by_columns(columns: Sequence[Column], names: int = 1) -> Callable[[Result], str]:

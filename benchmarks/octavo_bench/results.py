@@ -12,7 +12,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,14 +218,6 @@ def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str)
     for key, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{where}: '{key}' is {value}. A figure must be finite.")
-
-
-def attempt(row: Row, measure: Callable[[], Row]) -> Row:
-    """Return the row with its figures, or with `error`: a case that fails must not lose the others."""
-    try:
-        return row | measure()
-    except Exception as error:
-        return row | {"error": failure(error)}
 
 
 def failure(error: Exception) -> str:

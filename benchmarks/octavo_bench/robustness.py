@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
 from octavo_bench.malformed import ESCAPE, damage
+from octavo_bench.results import Row
 
 TEXT = "\n\n".join(f"{i} apples and {i * i % 89} pears\nand {i % 7} plums" for i in range(1500))
 SECONDS = 60
@@ -197,7 +198,7 @@ class Trial(NamedTuple):
     """What is malformed, and what Octavo said."""
     fault: str
     """Empty if it survived."""
-    is_named: bool
+    is_named: bool = True
     """True unless an error does not name what is at fault."""
 
     def __str__(self) -> str:
@@ -337,22 +338,20 @@ CLASSES: dict[str, tuple[int, str]] = {
 def trials_of(name: str, tried: int, seed: int) -> Iterator[Trial]:
     """Yield the trials of a class."""
     module, _, function = CLASSES[name][1].partition(":")
-    for trial in getattr(importlib.import_module(f"octavo_bench.{module}"), function)(tried, seed):
-        yield Trial(*trial)
+    yield from getattr(importlib.import_module(f"octavo_bench.{module}"), function)(tried, seed)
 
 
 def rows_of(
     classes: Sequence[str], *, share: float = 1.0, seed: int = 0, report: Callable[[str], None] = lambda _: None
-) -> list[dict[str, Any]]:
-    """Return a row per class; those that did not survive, or are not named, are reported.
+) -> Iterator[Row]:
+    """Yield a row per class; trials that Octavo did not survive, or did not name, are reported.
 
     Args:
         classes: some of `CLASSES`.
         share: of the trials, from 0 to 1; at least one of each class.
         seed: gives the same trials again.
-        report: is told each trial that fell, and each row.
+        report: is told each trial that fell.
     """
-    rows = []
     for name in classes:
         trials = []
         for trial in trials_of(name, max(1, round(CLASSES[name][0] * share)), seed):
@@ -360,9 +359,7 @@ def rows_of(
             if trial.fault or not trial.is_named:
                 report(str(trial))
         survived, named = sum(not trial.fault for trial in trials), sum(trial.is_named for trial in trials)
-        rows.append({"class": name, "tried": len(trials), "survived": survived, "named": named, "seed": seed})
-        report(_line(rows[-1]))
-    return rows
+        yield {"class": name, "tried": len(trials), "survived": survived, "named": named, "seed": seed}
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -390,7 +387,7 @@ def command(*, only: Names = (), share: float = 1.0, seed: int = 0, output: Outp
     """
     positive("--share", int(share > 0))
     chosen = [known("--only", name, list(CLASSES), "class") for name in only or CLASSES]
-    rows = rows_of(chosen, share=share, seed=seed, report=output.say)
     line = command_line("octavo bench robustness", only=only, share=None if share == 1 else share, seed=seed or None)
-    fell = any(row["survived"] < row["tried"] or row["named"] < row["tried"] for row in rows)
-    return output.finish("robustness", rows, line, device="cpu") or int(fell)
+    found = rows_of(chosen, share=share, seed=seed, report=output.say)
+    rows = output.keep("robustness", found, line, lambda row: output.say(_line(row)), device="cpu")
+    return int(any(row["survived"] < row["tried"] or row["named"] < row["tried"] for row in rows))

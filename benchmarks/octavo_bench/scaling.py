@@ -7,7 +7,7 @@ result says: the point of 4 GPUs is compared with such a measurement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,12 +16,13 @@ from cyclopts import Parameter
 
 from octavo._util import config_reader
 from octavo.errors import ConfigError
+from octavo.memory.forecast import GIB
 from octavo.models.config import ModelConfig
 from octavo.models.flops import matmul_parameters
 from octavo_bench import results
 from octavo_bench.assumptions import PEER, Assumptions, Scheme, load
 from octavo_bench.cli import TO_STDOUT, Output, command_line
-from octavo_bench.layouts import GIB, Case, Estimate, Layout, best, estimate, kept_values
+from octavo_bench.layouts import Case, Estimate, Layout, best, estimate, kept_values
 from octavo_bench.results import Row
 
 CHECK = ("8B", 4, 4 * 8192, Layout(tensor=1, stages=1, shard=4, replicas=1, sequences=1))
@@ -30,16 +31,15 @@ CHECKED_BY = ("llama-3-8b", "data")
 """Workload and layout of its rows of kind `distributed`."""
 
 
-def bench_scaling(assumptions: Assumptions, report: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Return one row for each model, number of GPUs and scheme, as the result kind `scaling` has them.
+def bench_scaling(assumptions: Assumptions) -> Iterator[Row]:
+    """Yield one row for each model, number of GPUs and scheme, as the result kind `scaling` has them.
 
     The first row carries the assumptions. A case that fits on no layout has `error` in place of figures.
 
     Args:
         assumptions: with all rates known: see `measured`.
-        report: called with each row as it comes.
     """
-    rows: list[Row] = []
+    first: Row = {"assumptions": config_reader.to_dict(assumptions)}
     points: list[tuple[str, int, int, Layout | None]] = [CHECK] if CHECK[0] in assumptions.models else []
     points += [(name, gpus, assumptions.batch_tokens, None) for name in assumptions.models for gpus in assumptions.gpus]
     for name, gpus, tokens, layout in points:
@@ -55,9 +55,8 @@ def bench_scaling(assumptions: Assumptions, report: Callable[[Row], None] = lamb
                 alike = estimate(case, peer.layout).seconds
                 row |= {"ratio_to_bf16": _round(peer.seconds / found.seconds)}
                 row |= {"ratio_in_its_layout": _round(peer.seconds / alike)}
-            rows.append(row if rows else row | {"assumptions": config_reader.to_dict(assumptions)})
-            report(row)
-    return rows
+            yield row | first
+            first = {}
 
 
 def case_of(assumptions: Assumptions, model: str, scheme: str, gpus: int, batch_tokens: int) -> Case:
@@ -180,9 +179,9 @@ def command(
     results
         Directory of the result files that rates of one GPU are taken from.
     """
-    rows = bench_scaling(measured(load(file), results), report=lambda row: output.say(_line(row)))
+    rows = bench_scaling(measured(load(file), results))
     line = command_line("octavo bench scaling", *([file.name] if file else []))
-    output.finish("scaling", rows, line, machine="paper")
+    output.keep("scaling", rows, line, lambda row: output.say(_line(row)), machine="paper")
     return 0  # that a model fits on no layout is an answer
 
 

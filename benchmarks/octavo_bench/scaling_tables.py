@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.flags import field_docs
 from octavo_bench import results
 from octavo_bench.assumptions import PEER, Assumptions, Scheme
-from octavo_bench.render import table
+from octavo_bench.render import Table, figures, grouped, table
 from octavo_bench.results import Result, Row
 from octavo_bench.scaling import CHECK, CHECKED_BY
 
@@ -17,15 +18,26 @@ WIDTH = 50
 """Characters of the longest bar."""
 
 
-def bars(directory: Path) -> str:
+def computed(show: Callable[[Result], str]) -> Table:
+    """Return the table of the newest result, with its origin; empty if it shows nothing."""
+
+    def shown(directory: Path) -> str:
+        result = results.latest("scaling", directory)
+        text = "" if result is None else show(result)
+        if result is None or not text:
+            return ""
+        origin = f"Computed, not measured, with `{result.command}` from measured rates and stated links"
+        return f"{text}\n\n{origin}: `{result.file_name}`."
+
+    return shown
+
+
+def bars(result: Result) -> str:
     """Return, for each model, a bar per scheme and number of GPUs: the GPU time of a step by part."""
-    result = results.latest("scaling", directory)
-    if result is None:
-        return ""
     models = dict.fromkeys(row["model"] for row in result.rows)
     drawn = "\n\n".join(_bars(model, [row for row in _points(result) if row["model"] == model]) for model in models)
     legend = "█ products, attention and all else that computes   ░ pipeline bubble   ▒ communication that is not hidden"
-    return f"```text\n{drawn}\n\n{legend}\n```\n\n{_origin(result)}"
+    return f"```text\n{drawn}\n\n{legend}\n```"
 
 
 def _bars(model: str, rows: Sequence[Row]) -> str:
@@ -46,47 +58,35 @@ def _bars(model: str, rows: Sequence[Row]) -> str:
 
 
 COLUMNS = (
-    ("ms", "ms", "{:,.0f}"),
-    ("computing", "compute_ms", "{:,.0f}"),
-    ("bubble", "bubble_ms", "{:,.0f}"),
-    ("communicating", "communication_ms", "{:,.0f}"),
-    ("of it not hidden", "exposed_ms", "{:,.0f}"),
-    ("tokens/s/GPU", "tokens_per_s_per_gpu", "{:,.0f}"),
-    ("times BF16's speed", "ratio_to_bf16", "{:.2f}"),
-    ("in BF16's layout", "ratio_in_its_layout", "{:.2f}"),
-    ("peak GiB", "peak_gib", "{:.0f}"),
+    ("GPUs", "{gpus}"),
+    ("scheme", "{scheme}"),
+    ("layout", "{layout}"),
+    ("ms", "{ms:,.0f}"),
+    ("computing", "{compute_ms:,.0f}"),
+    ("bubble", "{bubble_ms:,.0f}"),
+    ("communicating", "{communication_ms:,.0f}"),
+    ("of it not hidden", "{exposed_ms:,.0f}"),
+    ("tokens/s/GPU", "{tokens_per_s_per_gpu:,.0f}"),
+    ("times BF16's speed", "{ratio_to_bf16:.2f}"),
+    ("in BF16's layout", "{ratio_in_its_layout:.2f}"),
+    ("peak GiB", "{peak_gib:.0f}"),
 )
-"""Title, key of the row, format."""
 
 
-def figures(directory: Path) -> str:
+def fastest(result: Result) -> str:
     """Return, for each model, a line per scheme and number of GPUs: the fastest layout that fits, and its figures."""
-    result = results.latest("scaling", directory)
-    if result is None:
-        return ""
-    blocks = []
-    for model in dict.fromkeys(row["model"] for row in result.rows):
-        rows = [row for row in _points(result) if row["model"] == model]
-        titles = ("GPUs", "scheme", "layout", *(title for title, *_ in COLUMNS))
-        body = [
-            (str(row["gpus"]), row["scheme"], row.get("layout", row.get("error", "")), *_cells(row)) for row in rows
-        ]
-        blocks.append(f"**{model}**, {rows[0]['batch_tokens']:,} tokens per step\n\n{table(titles, body)}")
-    return "\n\n".join([*blocks, _origin(result)])
+    return "\n\n".join(
+        f"**{model}**, {rows[0]['batch_tokens']:,} tokens per step\n\n{figures(COLUMNS, rows, 2, every=True)}"
+        for (model,), rows in grouped(_points(result), "model").items()
+    )
 
 
-def _cells(row: Row) -> list[str]:
-    return [form.format(row[key]) if key in row else "" for _, key, form in COLUMNS]
-
-
-def wire(directory: Path) -> str:
+def wire(result: Result) -> str:
     """Return the GB that a GPU sends in a step of the point of 4 GPUs, by scheme, and how much less than BF16's."""
-    result = results.latest("scaling", directory)
-    rows = [] if result is None else _checked(result)
-    if result is None or not rows:
+    rows, body = _checked(result), list[Sequence[str]]()
+    if not rows:
         return ""
     peer = next(row for row in rows if row["scheme"] == PEER)
-    body = []
     for row in rows:
         sent = row["sent_gb"]
         less = f"{100 * (row['wire_gb'] / peer['wire_gb'] - 1):+z.0f} %" if row is not peer else ""
@@ -94,19 +94,21 @@ def wire(directory: Path) -> str:
         numbers = (f"{sent['weights']:.1f}", f"{sent['gradients']:.1f}", f"{row['wire_gb']:.1f}")
         body.append((row["scheme"], scheme["about"], *numbers, less))
     header = ("scheme", "what it is", "weights, GB", "gradients, GB", "both", f"against `{PEER}`")
-    return f"{table(header, body)}\n\n{_origin(result)}"
+    return table(header, body)
 
 
 def check(directory: Path) -> str:
     """Return the point of 4 GPUs as computed, beside results of kind `distributed`."""
-    result = results.latest("scaling", directory)
-    rows = [] if result is None else _checked(result)
-    if result is None or not rows:
-        return ""
     found = [row for result in results.newest("distributed", directory) for row in result.rows]
     points = [row for row in found if (row["workload"], row["layout"], row["ranks"]) == (*CHECKED_BY, CHECK[1])]
     measured = {row["implementation"]: row for row in points if "error" not in row}
-    body = []
+    return computed(partial(_beside_measured, measured))(directory)
+
+
+def _beside_measured(measured: Mapping[str, Row], result: Result) -> str:
+    rows, body = _checked(result), list[Sequence[str]]()
+    if not rows:
+        return ""
     for row in rows:
         real = measured.get(_assumed(result)["schemes"][row["scheme"]]["measured_as"], {})
         pairs = [("tokens_per_s_per_gpu", "{:,.0f}"), ("ratio_to_bf16", "{:.2f}"), ("peak_gib", "{:.1f}")]
@@ -114,15 +116,11 @@ def check(directory: Path) -> str:
         body.append((row["scheme"], *(cell for pair in cells for cell in pair)))
     titles = ("tokens/s/GPU", "times BF16's speed", "peak GiB")
     header = ("scheme", *(name for title in titles for name in (f"{title}, computed", "measured")))
-    said = [] if measured else ["Not measured yet."]
-    return "\n\n".join([table(header, body), *said, _origin(result)])
+    return "\n\n".join([table(header, body), *([] if measured else ["Not measured yet."])])
 
 
-def assumptions(directory: Path) -> str:
+def assumptions(result: Result) -> str:
     """Return every assumption with its value: those of all, then those of each scheme."""
-    result = results.latest("scaling", directory)
-    if result is None:
-        return ""
     known = _assumed(result)
     docs = field_docs(Assumptions)
     body = [(f"`{key}`", _value(known[key]), _one_line(docs[key])) for key in docs if key not in ("models", "schemes")]
@@ -136,7 +134,6 @@ def assumptions(directory: Path) -> str:
         table(("assumption", "value", "meaning"), body),
         table(("model", *_SHAPE), models),
         table(("of a scheme", *(f"`{name}`" for name in schemes), "meaning"), rows),
-        _origin(result),
     )
     return "\n\n".join(parts)
 
@@ -167,17 +164,11 @@ def _points(result: Result) -> list[Row]:
     return [row for row in result.rows if row not in _checked(result)]
 
 
-def _origin(result: Result) -> str:
-    return (
-        f"Computed, not measured, with `{result.command}` from measured rates and stated links: `{result.file_name}`."
-    )
-
-
-TABLES: dict[str, Callable[[Path], str]] = {
-    "scaling-bars": bars,
-    "scaling": figures,
-    "scaling-wire": wire,
+TABLES: dict[str, Table] = {
+    "scaling-bars": computed(bars),
+    "scaling": computed(fastest),
+    "scaling-wire": computed(wire),
     "scaling-check": check,
-    "scaling-assumptions": assumptions,
+    "scaling-assumptions": computed(assumptions),
 }
-"""By name, from the directory of results."""
+"""By name."""

@@ -24,7 +24,7 @@ from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages
 from octavo.tensor import is_distributed
 from octavo.train.replay import Replay
-from octavo_bench.implementations import BF16, HEAD, is_no_head
+from octavo_bench.implementations import BF16, TORCHAO, convert_torchao, is_no_head
 
 Sharded = Llama | Stage
 """A whole model, or a stage of one."""
@@ -68,7 +68,9 @@ def implementations() -> dict[str, Implementation]:
     if importlib.util.find_spec("torchao") is not None:
         found.append(
             Implementation(
-                name="torchao tensorwise, FP8 gather", convert=_convert_torchao, after_step=_precompute_scales
+                name=f"{TORCHAO}, FP8 gather",
+                convert=partial(convert_torchao, enable_fsdp_float8_all_gather=True),
+                after_step=_precompute_scales,
             )
         )
     found += [_octavo("folded"), _octavo("folded_fast")]
@@ -120,13 +122,6 @@ def _policy(model: Sharded) -> MixedPrecisionPolicy:
 
 def _fp8_states(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return octavo.optim.AdamW(parameters, lr=LEARNING_RATE, states="fp8")
-
-
-def _convert_torchao(model: nn.Module) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: name != HEAD)
 
 
 def _precompute_scales(model: nn.Module) -> None:

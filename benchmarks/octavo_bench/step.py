@@ -7,34 +7,33 @@ own rates the floor, and BF16 timed again at the end the drift of the machine.
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from cyclopts import Parameter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import octavo
 from octavo import kernels
-from octavo.errors import NonFiniteError, RunError, UnsupportedError, did_you_mean
+from octavo.errors import NonFiniteError, RunError, UnsupportedError
 from octavo.models.flops import datasheet_tflops
 from octavo.monitor.system import SystemProbe
 from octavo.train.profile import Profile, profile
 from octavo.train.timing import milliseconds, warm_up
-from octavo_bench import host as host_bench
 from octavo_bench import rates
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.implementations import BF16, Implementation, implementations
 from octavo_bench.rates import floor_ms
-from octavo_bench.results import Row, failure, slug
+from octavo_bench.results import Row, slug
+from octavo_bench.timing import attempt, peak_gib
 from octavo_bench.workloads import IMAGE_WORKLOADS, WORKLOADS, ImageWorkload, Training, Workload, build
 
 PROFILED_MS = 200
@@ -49,80 +48,62 @@ class Session:
     """Settings that all implementations of one run share."""
 
     workload: Workload | ImageWorkload
-    device: str
-    compile: bool
-    steps: int
-    warm_up_s: float
-    trace: Path | None
+    device: str = "cuda"
+    """On a CPU nothing is compiled."""
+    steps: int = 20
+    """Steps to time; the median counts."""
+    warm_up_s: float = 1.0
+    """Seconds of steps before that, three steps at the least."""
+    trace: Path | None = None
+    """Directory for the longest kernels of each implementation, one JSON file each; on a GPU only."""
 
 
-def bench_step(
-    workload: Workload | ImageWorkload,
-    names: tuple[str, ...] = (),
-    *,
-    device: str = "cuda",
-    compile: bool = True,
-    steps: int = 20,
-    warm_up_s: float = 1.0,
-    trace: Path | None = None,
-    report: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
-    """Return one row per implementation, as the result kind `step` has them; the baseline first.
+def bench_step(session: Session, names: tuple[str, ...] = ()) -> Iterator[Row]:
+    """Yield one row per implementation, as the result kind `step` has them; the baseline first.
 
-    An implementation that fails has a row with `error` and no figures, and the others go on.
+    An implementation that fails has a row with `error` and no figures, and the others go on. The baseline's row comes
+    once more in the end, with its drift.
 
     Args:
         names: implementations to run, BF16 always first; all if empty.
-        steps: steps to time; the median counts.
-        warm_up_s: seconds of steps before that, three steps at the least.
-        trace: directory for the longest kernels of each implementation, one JSON file each; on a GPU only.
-        report: called with each row as it comes, and with the baseline's once more, when its drift is known.
 
     Raises:
-        UnsupportedError: a name that is not there.
+        ConfigError: a name that is not there.
         RunError: the baseline failed, so that there is nothing to compare with.
     """
+    workload, limits = session.workload, None
     if isinstance(workload, ImageWorkload):
-        known, rates_of = workload.implementations(), None
+        found = workload.implementations()
     else:
-        known, rates_of = implementations(head=workload.vocab > 0), workload
-    if missing := next((name for name in names if name not in known), None):
-        near = did_you_mean(missing, known)
-        raise UnsupportedError(f"no implementation '{missing}' here.{near} There are: {', '.join(known)}.")
-    session = Session(workload=workload, device=device, compile=compile, steps=steps, warm_up_s=warm_up_s, trace=trace)
-    limits = rates.measure(rates_of, device) if rates_of is not None and device == "cuda" else None
-    rows: list[Row] = []
-    for name in dict.fromkeys((BF16, *(names or known))):
-        row = _attempt(session, known[name])
-        if not rows and "error" in row:
-            raise RunError(f"the baseline {BF16} failed, and the rest has nothing to be compared with: {row['error']}")
-        rows.append(row)
+        found = implementations(head=workload.vocab > 0)
+        limits = rates.measure(workload, session.device) if session.device == "cuda" else None
+    chosen = [known("--only", name, list(found), "implementation") for name in names] or found
+    baseline = _row(session, found[BF16])
+    if "error" in baseline:
+        raise RunError(f"the baseline {BF16} failed, and the rest has nothing to be compared with: {baseline['error']}")
+    others = [name for name in dict.fromkeys(chosen) if name != BF16]
+    for name in (BF16, *others):
+        row = baseline if name == BF16 else _row(session, found[name])
         if "error" not in row:
-            _compare(session, row, rows[0], known[name], limits)
-        report(row)
-    if len(rows) > 1:
-        again = _attempt(session, known[BF16])
-        rows[0] |= {"drift": round(again["ms"] / rows[0]["ms"] - 1, 4)} if "ms" in again else {}
-        report(rows[0])
-    return rows
+            _compare(session, row, baseline, found[name], limits)
+        yield row
+    if others:
+        again = _row(session, found[BF16])
+        baseline |= {"drift": round(again["ms"] / baseline["ms"] - 1, 4)} if "ms" in again else {}
+        yield baseline
 
 
-def _attempt(session: Session, implementation: Implementation) -> Row:
-    """Return the row of an implementation; if it fails, one that says how."""
+def _row(session: Session, implementation: Implementation) -> Row:
+    """Return the row of an implementation."""
     row: Row = {"workload": session.workload.name, "implementation": implementation.name}
     if implementation.package is not None:
         row["package"] = f"{implementation.package} {importlib.metadata.version(implementation.package)}"
-    try:
-        return row | _measure(session, implementation)
-    except Exception as error:  # one that fails must not lose the others
-        return row | {"error": failure(error)}
-    finally:
-        _free(session.device)
+    return attempt(row, partial(_measure, session, implementation), session.device)
 
 
 def _measure(session: Session, implementation: Implementation) -> Row:
     workload, device = session.workload, session.device
-    training = build(workload, implementation, device, compile=session.compile)
+    training = build(workload, implementation, device, compile=device == "cuda")
     with _attention(device):
         first_norm = _gradient_norm(training)
         warm_up(training.step, device, seconds=session.warm_up_s)
@@ -180,7 +161,7 @@ def _time(training: Training, session: Session) -> tuple[list[float], float, Row
     probe = SystemProbe(torch.cuda.current_device())
     times = milliseconds(training.step, session.device, session.steps)
     energy = rates.energy_row(probe, "mj_per_token", 1e-3 * session.steps * session.workload.tokens)
-    return times, torch.cuda.max_memory_allocated() / 2**30, energy
+    return times, peak_gib(session.device), energy
 
 
 def _gradient_norm(training: Training) -> float:
@@ -224,13 +205,6 @@ def _attention(device: str) -> Iterator[None]:
         return
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         yield
-
-
-def _free(device: str) -> None:
-    gc.collect()
-    torch._dynamo.reset()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 @Parameter(name="*")
@@ -301,10 +275,10 @@ def command(
     fields = asdict(shape)
     chosen = [all_known[known("--workload", name, list(all_known), "workload")].but(**fields) for name in workload]
     device, steps = device_named(device), positive("--steps", steps)
-    settings: dict[str, Any] = {"device": device, "compile": device == "cuda", "steps": steps, "trace": trace}
-    rows = [row for one in chosen for row in bench_step(one, only, **settings, report=output.lines(_name, _figures))]
+    sessions = (Session(workload=one, device=device, steps=steps, trace=trace) for one in chosen)
+    rows = (row for session in sessions for row in bench_step(session, only))
     line = command_line("octavo bench step", workload=workload, only=only, **fields, steps=steps)
-    return output.finish("step", rows, line, device=device)
+    return output.finish("step", rows, line, output.lines(_name, _figures), device=device)
 
 
 def _name(row: Row) -> str:
@@ -321,30 +295,3 @@ def _figures(row: Row) -> str:
     floor = f"  {row['fraction_of_floor']:.2f} of floor" if "fraction_of_floor" in row else ""
     figures = f"{row['ms']:>9.2f} ms  {row['ratio_to_bf16']:.2f} x BF16  {row['peak_gib']:.1f} GiB{energy}{floor}"
     return f"{figures}  {spent}".rstrip()
-
-
-def host(*, recipes: str = "folded", steps: int = host_bench.STEPS, output: Output = TO_STDOUT) -> int:
-    """Time the host per block and count kernel launches, on Llama blocks too small to keep a GPU busy.
-
-    Forward and backward of 8 blocks (dim 1024, 128 tokens) in BF16, torchao if it is there, and Octavo, in eager mode
-    and compiled block by block. It needs a CUDA device.
-
-    Examples:
-
-        octavo bench host
-        octavo bench host --recipes folded,block --write benchmarks/results
-
-    Parameters
-    ----------
-    recipes
-        Octavo's recipes, separated by commas.
-    steps
-        Steps timed, after a warm-up, 30 or more; the median counts.
-    """
-    names = [known("--recipes", name, octavo.recipes.names(), "recipe") for name in recipes.split(",")]
-    steps = positive("--steps", steps)
-    rows = host_bench.bench_host(
-        names, steps=steps, report=lambda row: output.say(host_bench.line(row)), note=output.say
-    )
-    line = command_line("octavo bench host", "--recipes", recipes, steps=steps)
-    return output.finish("host", rows, line, device="cuda")

@@ -7,7 +7,7 @@ plain: scales that have a history have not seen it coming. M tokens, K input fea
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import recipes
-from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import sqnr_per_row_db
 from octavo.recipes import Recipe
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named
-from octavo_bench.results import Row, attempt
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.results import Row
+from octavo_bench.timing import attempt
 
 M, K, N = 256, 384, 256
 STEPS_BEFORE = 4
@@ -95,24 +95,11 @@ CASES = (
 )
 
 
-def bench_stress(
-    names: Sequence[str] = (), *, device: str = "cpu", report: Callable[[dict[str, Any]], None] = lambda row: None
-) -> list[dict[str, Any]]:
-    """Return one row for each case and recipe, as the result kind `stress` has them; `names`: recipes, all if empty.
-
-    Raises:
-        ConfigError: there is no recipe of this name.
-    """
-    for name in names:
-        if name not in recipes.names():
-            near = did_you_mean(name, recipes.names())
-            raise ConfigError(f"--recipe: there is no '{name}'.{near} Recipes: {', '.join(recipes.names())}.")
-    rows = []
+def bench_stress(names: Sequence[str] = (), *, device: str = "cpu") -> Iterator[Row]:
+    """Yield one row for each case and recipe, as the result kind `stress` has them; `names`: recipes, all if empty."""
     for case in CASES:
         for name in names or recipes.names():
-            rows.append(attempt({"case": case.name, "recipe": name}, partial(measure, case, name, device)))
-            report(rows[-1])
-    return rows
+            yield attempt({"case": case.name, "recipe": name}, partial(measure, case, name, device))
 
 
 def measure(case: Case, recipe: str, device: str = "cpu") -> dict[str, Any]:
@@ -215,9 +202,9 @@ def command(*, recipe: Names = (), device: str = "auto", output: Output = TO_STD
     device
         cuda or cpu; auto takes the GPU if there is one.
     """
-    device = device_named(device)
-    rows = bench_stress(recipe, device=device, report=output.lines(_name, _line))
-    return output.finish("stress", rows, command_line("octavo bench stress", recipe=recipe), device=device)
+    device, names = device_named(device), [known("--recipe", name, recipes.names(), "recipe") for name in recipe]
+    line = command_line("octavo bench stress", recipe=recipe)
+    return output.finish("stress", bench_stress(names, device=device), line, output.lines(_name, _line), device=device)
 
 
 def _name(row: Row) -> str:

@@ -15,16 +15,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from cyclopts import Parameter
 
-from octavo.errors import ConfigError, RunError, did_you_mean
+from octavo.errors import ConfigError, RunError
 from octavo.models.factory import model_name
 from octavo.train.files import read_metrics
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, numbers
+from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, numbers
 from octavo_bench.evidence import equal_loss, over_sequences, read_curve
 from octavo_bench.measured import parity_of, tiers_of
 from octavo_bench.results import Row
@@ -161,23 +162,29 @@ def run_parity(
 
 
 def _parity_row(recipe: str, seed: int, run: Path) -> Row:
+    summary, lane = read_run(run)[0], "bf16" if recipe == "bf16" else "fp8"
+    keys = ("tokens_per_second", "fp8_gemms", "unigram_entropy")
+    more = {"perplexity": summary[f"perplexity_{lane}"], "corpus_tokens": summary["corpus"].get("train_tokens")}
+    return {**_row(run, lane), "recipe": recipe, "seed": seed, **{key: summary[key] for key in keys}, **more}
+
+
+def _row(run: Path, lane: str) -> Row:
+    """Return the keys of every study's rows."""
     summary, config = read_run(run)
-    lane = "bf16" if recipe == "bf16" else "fp8"
     return {
         "model": model_name(config["model"]["architecture"], summary["parameters"]),
         "tokens": summary["tokens"],
-        "recipe": recipe,
-        "seed": seed,
         "heldout_loss": summary[f"heldout_loss_{lane}"],
-        "perplexity": summary[f"perplexity_{lane}"],
         "step_ms": summary[f"step_milliseconds_{lane}"],
-        "tokens_per_second": summary["tokens_per_second"],
-        "fp8_gemms": summary["fp8_gemms"],
         "fallbacks": summary["fallbacks"],
-        "unigram_entropy": summary["unigram_entropy"],
         "heldout_tokens": config["run"]["eval_tokens"],
-        "corpus_tokens": summary["corpus"].get("train_tokens"),
     }
+
+
+def _gap(losses: Sequence[float], reference: Sequence[float]) -> Row:
+    """Return the held-out loss less the reference's, in nats, and half of its 95 % interval over sequences."""
+    gap = over_sequences(losses, reference)
+    return {"gap": gap.mean} | ({} if gap.half_width is None else {"gap_95": gap.half_width})
 
 
 def add_evidence(
@@ -210,14 +217,12 @@ def add_evidence(
 
 def _beside(row: Row, bf16: Row, out: Path) -> Row:
     mine, reference = out / f"{row['recipe']}-{row['seed']}", out / f"bf16-{row['seed']}"
-    gap = over_sequences(heldout_losses(mine, "fp8"), heldout_losses(reference, "bf16"))
     equal = equal_loss(
         read_curve(read_metrics(mine / "metrics.jsonl"), "fp8"),
         read_curve(read_metrics(reference / "metrics.jsonl"), "bf16"),
     )
     return {
-        "gap": gap.mean,
-        **({} if gap.half_width is None else {"gap_95": gap.half_width}),
+        **_gap(heldout_losses(mine, "fp8"), heldout_losses(reference, "bf16")),
         "equal_loss": equal.loss,
         "tokens_ratio": equal.tokens_ratio,
         "loss_matched_speedup": bf16["step_ms"] / row["step_ms"] / equal.tokens_ratio,
@@ -239,20 +244,12 @@ def gap_curves(out: Path, rows: Sequence[Row]) -> dict[str, list[tuple[float, fl
 def curves(out: Path, recipes: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]:
     """Return the logged training loss of every run, one row each: recipe, seed, steps and losses."""
     rows = []
-    for recipe in recipes:
-        for seed in seeds:
-            lines = (out / f"{recipe}-{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            logged = [line for line in map(json.loads, lines) if "step" in line]
-            key = "loss_bf16" if recipe == "bf16" else "loss_fp8"
-            points = [(line["step"], round(line[key], 4)) for line in logged if line.get(key) is not None]
-            rows.append(
-                {
-                    "recipe": recipe,
-                    "seed": seed,
-                    "steps": [p[0] for p in points],
-                    "loss": [p[1] for p in points],
-                }
-            )
+    for recipe, seed in product(recipes, seeds):
+        key = "loss_bf16" if recipe == "bf16" else "loss_fp8"
+        logged = read_metrics(out / f"{recipe}-{seed}" / "metrics.jsonl")
+        points = [(line["step"], round(line[key], 4)) for line in logged if line.get(key) is not None]
+        steps, loss = ([*column] for column in zip(*points, strict=True))
+        rows.append({"recipe": recipe, "seed": seed, "steps": steps, "loss": loss})
     return rows
 
 
@@ -295,8 +292,7 @@ def run_tiers(
         RunError: as `run_all`.
     """
     for name in tiers:
-        if name not in TIERS:
-            raise ConfigError(f"there is no tier '{name}'.{did_you_mean(name, TIERS)} Tiers: {'; '.join(TIERS)}.")
+        known("--states", name, list(TIERS), "tier")
     pairs = [(tier, seed) for seed in seeds for tier in tiers]
     jobs = [Job(_folder(tier, seed), (*TIERS[tier], "--seed", str(seed))) for tier, seed in pairs]
     run_all(jobs, arguments, out=out, slots=slots, report=report)
@@ -309,22 +305,10 @@ def _folder(tier: str, seed: int) -> str:
 
 def _tier_row(tier: str, seed: int, out: Path) -> Row:
     run, peer = out / _folder(tier, seed), out / _folder(PEER, seed)
-    summary, config = read_run(run)
-    row = {
-        "model": model_name(config["model"]["architecture"], summary["parameters"]),
-        "tokens": summary["tokens"],
-        "recipe": config["run"]["recipe"],
-        "states": tier,
-        "seed": seed,
-        "heldout_loss": summary["heldout_loss_fp8"],
-        "step_ms": summary["step_milliseconds_fp8"],
-        "heldout_tokens": config["run"]["eval_tokens"],
-        "fallbacks": summary["fallbacks"],
-    }
-    if tier != PEER and (peer / "heldout.json").exists():
-        gap = over_sequences(heldout_losses(run, "fp8"), heldout_losses(peer, "fp8"))
-        row |= {"gap": gap.mean} | ({} if gap.half_width is None else {"gap_95": gap.half_width})
-    return row
+    row = {**_row(run, "fp8"), "recipe": read_run(run)[1]["run"]["recipe"], "states": tier, "seed": seed}
+    if tier == PEER or not (peer / "heldout.json").exists():
+        return row
+    return row | _gap(heldout_losses(run, "fp8"), heldout_losses(peer, "fp8"))
 
 
 @Parameter(name="*")

@@ -19,7 +19,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo_bench import facts, ladder, measured, readme, results, scaling_tables, spreads
+from octavo_bench import facts, ladder, measured, readme, scaling_tables, spreads
+from octavo_bench.render import Table
 
 MARK = re.compile(r"^<!-- (?:table: (?P<name>\S+)|(?P<end>end)) -->$")
 
@@ -72,8 +73,8 @@ def bring_up_to_date(root: Path, *, check: bool) -> list[str]:
 
 NOT_MEASURED = "*Not measured yet.*"
 
-COMBINED = {
-    **measured.COMBINED,
+TABLES: dict[str, Table] = {
+    **measured.TABLES,
     **scaling_tables.TABLES,
     **readme.TABLES,
     "ladder": ladder.evidence,
@@ -81,6 +82,7 @@ COMBINED = {
     "parity-pilot": spreads.pilot_table,
     "parity-cost": spreads.cost_table,
 }
+"""Tables of measurements by name; those of facts are `facts.TABLES`."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -92,14 +94,10 @@ def render(name: str, directory: Path) -> str:
     """
     if name in facts.TABLES:
         return facts.TABLES[name]()
-    if name in COMBINED:
-        return COMBINED[name](directory) or NOT_MEASURED
-    if name not in measured.TABLES:
-        known = (*measured.TABLES, *COMBINED, *facts.TABLES)
+    if name not in TABLES:
+        known = (*TABLES, *facts.TABLES)
         raise ConfigError(f"unknown table '{name}'.{did_you_mean(name, known)} Tables: {', '.join(known)}.")
-    kind, show = measured.TABLES[name]
-    found = results.shown(kind, directory)
-    return "\n\n".join(f"{show(result)}\n\n{result.origin}" for result in found) or NOT_MEASURED
+    return TABLES[name](directory) or NOT_MEASURED
 
 
 def command(*, check: Annotated[bool, Parameter(negative=())] = False, root: Path = ROOT) -> int:

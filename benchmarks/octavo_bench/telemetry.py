@@ -41,7 +41,6 @@ def bench_telemetry(
     histograms_every: int = 0,
     steps: int = 1,
     rounds: int = 60,
-    report: Callable[[Row], None] = lambda row: None,
 ) -> Row:
     """Return the row of a workload, as the result kind `telemetry` has it.
 
@@ -61,7 +60,6 @@ def bench_telemetry(
         histograms_every: the same.
         steps: of each kind in a round; their median counts.
         rounds: pairs.
-        report: called with the row.
     """
     training = build(workload, implementations()[IMPLEMENTATION], device, compile=device == "cuda")
     telemetry: Telemetry | None = None
@@ -101,7 +99,7 @@ def bench_telemetry(
     overheads = [100 * (ours / theirs - 1) for ours, theirs in zip(watched, plain, strict=True)]
     low, high = interval(overheads)
     with Telemetry(training.model, every) as counted:
-        row = {
+        return {
             "workload": workload.name,
             "overhead_percent": round(statistics.median(overheads), 3),
             "low_percent": round(low, 3),
@@ -119,8 +117,6 @@ def bench_telemetry(
             "tokens": workload.tokens,
             "compiled": device == "cuda",
         }
-    report(row)
-    return row
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -223,9 +219,9 @@ def command(
         "steps": positive("--steps", steps),
         "rounds": positive("--rounds", rounds),
     }
-    rows = [bench_telemetry(one, **settings, report=lambda row: output.say(_line(row))) for one in chosen]
+    rows = (bench_telemetry(one, **settings) for one in chosen)
     line = command_line("octavo bench telemetry", workload=names, **settings)
-    return output.finish("telemetry", rows, line, device=device)
+    return output.finish("telemetry", rows, line, lambda row: output.say(_line(row)), device=device)
 
 
 def _line(row: Row) -> str:

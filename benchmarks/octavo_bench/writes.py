@@ -19,6 +19,7 @@ from octavo.nn import Linear
 from octavo.numerics import sqnr_db
 from octavo.tensor import FP8Tensor
 from octavo_bench.ranks import join_alone
+from octavo_bench.robustness import Trial
 
 
 class Net(nn.Module):
@@ -495,10 +496,10 @@ def fault_in_fp8(way: str, model: nn.Module, call: Callable[[Tensor], Tensor]) -
     return "" if of_new_values else "computes with old values"
 
 
-def trials(tried: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
+def trials(tried: int, seed: int) -> Iterator[Trial]:
     """Yield `tried` trials for `octavo bench robustness`; a seed gives the same."""
     cases = [*product(("folded", "rowwise"), WAYS | EAGER_WAYS), *(("FP8 weights", way) for way in ALL_FP8_WAYS)]
     for number in range(tried):
         recipe, way = cases[(number * 37 + seed) % len(cases)]  # 37 has no factor of their number: all, and mixed
         fault = fault_of_fp8(way) if recipe == "FP8 weights" else fault_of(way, recipe)
-        yield f"write, {recipe}", way, fault, True
+        yield Trial(f"write, {recipe}", way, fault)

@@ -8,7 +8,7 @@ import torch
 import octavo
 from octavo.models.config import ModelConfig
 from octavo.nn import norm
-from octavo_bench import memory as activations
+from octavo_bench import passes as activations
 from octavo_bench.facts import activation_table
 from octavo_bench.workloads import Stack
 
@@ -47,7 +47,7 @@ def test_what_is_kept(options, stack):
     policy = octavo.Policy(**options)
     octavo.convert(stack, policy=policy, strict=True)
     x = torch.randn(2, CONFIG.sequence, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
-    activations_bytes = 2 * CONFIG.sequence * sum(activations.kept(CONFIG, policy).values())
+    activations_bytes = 2 * CONFIG.sequence * sum(activations.block_kept(CONFIG, policy).values())
     assert saved(stack, x) == activations_bytes + weight_scales(stack)
 
 
@@ -61,7 +61,7 @@ def test_what_is_kept_by_compiled_blocks(options, stack, monkeypatch):
     for block in stack.layers:
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     x = torch.randn(2, CONFIG.sequence, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
-    activations_bytes = 2 * CONFIG.sequence * sum(activations.kept(CONFIG, policy, compiled=True).values())
+    activations_bytes = 2 * CONFIG.sequence * sum(activations.block_kept(CONFIG, policy, compiled=True).values())
     assert saved(stack, x) == activations_bytes + weight_scales(stack)
     torch._dynamo.reset()
 
@@ -75,7 +75,7 @@ def test_what_a_block_that_is_recomputed_keeps(keep, options, stack):
     lowest = {"products": 1.0, "nothing": float("inf")}.get(keep, keep)
     size, share = activations.recomputed(CONFIG, lowest)
     assert chosen.bytes == 2 * CONFIG.sequence * size and chosen.share == pytest.approx(share)
-    kept = activations.kept(CONFIG, octavo.Policy(**options))
+    kept = activations.block_kept(CONFIG, octavo.Policy(**options))
     assert everything.bytes == 2 * CONFIG.sequence * sum(kept.values()) + weight_scales(stack)
     assert everything.share == 0
 

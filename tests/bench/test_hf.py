@@ -11,7 +11,7 @@ from octavo_bench.results import Result
 
 
 def test_the_trainer_trains_each_implementation_on_the_same_tokens() -> None:
-    rows = hf.bench_hf(hf.MODELS["tiny"], ["octavo folded"], ["eager"], device="cpu", steps=2)
+    rows = [*hf.bench_hf(hf.MODELS["tiny"], ["octavo folded"], ["eager"], device="cpu", steps=2)]
     assert [row["implementation"] for row in rows] == ["bf16", "octavo folded"]
     assert rows[0]["ratio_to_bf16"] == 1.0
     assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=0.01) and rows[1]["loss"] != rows[0]["loss"]
@@ -37,7 +37,7 @@ def test_one_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> No
 
     found = hf.implementations(64) | {"octavo folded": broken}
     monkeypatch.setattr(hf, "implementations", lambda tokens: found)
-    rows = hf.bench_hf(hf.MODELS["tiny"], ["octavo folded"], ["eager"], device="cpu", steps=1)
+    rows = [*hf.bench_hf(hf.MODELS["tiny"], ["octavo folded"], ["eager"], device="cpu", steps=1)]
     assert "tokens_per_s" in rows[0] and "no such kernel" in rows[1]["error"]
     with pytest.raises(ConfigError, match="there is no implementation 'octavo foldd'"):
-        hf.bench_hf(hf.MODELS["tiny"], ["octavo foldd"], ["eager"], device="cpu")
+        [*hf.bench_hf(hf.MODELS["tiny"], ["octavo foldd"], ["eager"], device="cpu")]

@@ -1,6 +1,6 @@
 """The ResNet workload: its operations, its step in every implementation, and what it refuses."""
 
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ from octavo_bench import step
 from octavo_bench.measured import _shape
 from octavo_bench.workloads import IMAGE_WORKLOADS, build
 
-bench = partial(step.bench_step, device="cpu", compile=False, steps=2, warm_up_s=0.0)
+
+def bench(workload: Any, names: tuple[str, ...] = ()) -> list[step.Row]:
+    return [*step.bench_step(step.Session(workload=workload, device="cpu", steps=2, warm_up_s=0.0), names)]
 
 
 def test_operations_of_resnet_50():
@@ -22,7 +24,7 @@ def test_operations_of_resnet_50():
 
 
 def test_every_implementation_computes_the_same_gradients_but_for_its_precision():
-    rows = bench(IMAGE_WORKLOADS["tiny-resnet"], ("octavo folded", "octavo tensorwise"))
+    rows = bench(IMAGE_WORKLOADS["tiny-resnet"], ("octavo folded", "octavo tensorwise"))[:-1]
     assert [sum(row["fp8_gemms"].values()) > 0 for row in rows] == [False, True, True]
     norms = [row["gradient_norm"] for row in rows]
     assert norms[1:] == pytest.approx([norms[0]] * 2, rel=0.1)

@@ -10,8 +10,7 @@ from octavo_bench.results import KINDS
 
 def test_rows_of_a_layer(monkeypatch):
     monkeypatch.setattr(moe, "WAYS", (moe.Way(moe.RIVAL), moe.Way("octavo", "folded"), moe.Way("wrong", "tensorwise")))
-    rows = moe.bench_layers(moe.SMALL, "cpu", 1, lambda row: None)
-    rival, ours, wrong = rows
+    rival, ours, wrong = moe.bench_layers(moe.SMALL, "cpu", 1)
     assert all(KINDS["moe"].keys() <= row.keys() and row["ratio_to_bf16"] > 0 for row in (rival, ours))
     assert rival["ratio_to_bf16"] == 1.0 and ours["kept_mib"] <= rival["kept_mib"]
     assert "Grouped GEMMs have a scale per row" in wrong["error"]
@@ -21,7 +20,7 @@ def test_ratios_are_to_the_fastest_bf16(monkeypatch):
     times = iter([{"ms": 4.0}, {"ms": 2.0}, {"ms": 1.0}])
     monkeypatch.setattr(moe, "WAYS", (moe.Way(moe.RIVAL), moe.Way(f"{moe.RIVAL}, compiled"), moe.Way("octavo")))
     monkeypatch.setattr(moe, "_measure", lambda *given: next(times))
-    rows = moe.bench_layers(moe.SMALL, "cpu", 1, lambda row: None)
+    rows = [*moe.bench_layers(moe.SMALL, "cpu", 1)]
     assert [row["ratio_to_bf16"] for row in rows] == [0.5, 1.0, 2.0]
 
 
@@ -33,12 +32,21 @@ def test_activations_as_large_as_a_weight_are_no_codes_of_it():
     assert kept["kept_weight_codes_mib"] == round(sum(p.numel() for p in module.parameters()) / 2**20, 3)
 
 
-@pytest.mark.parametrize("mode", [*moe.MODES.values()])
+@pytest.mark.parametrize("mode", moe.MODES)
 def test_ratios_of_the_trainer_are_to_bf16_of_the_same_mode(monkeypatch, mode):
-    asked, rows = [], []
+    asked = []
     times = iter([{"ms": 4.0}, {"ms": 3.2}, {"ms": 2.0}])
     monkeypatch.setattr(moe, "_train", lambda *given: asked.append(given) or next(times))
-    moe.bench_trainer("cpu", "folded", mode, rows.append)
+    rows = [*moe.bench_trainer("cpu", "folded", mode)]
     assert asked == [("cpu", precision, mode) for precision in ("bf16", "folded", "folded + fp8 head")]
     assert [row["ratio_to_bf16"] for row in rows] == [1.0, 1.25, 2.0]
-    assert all(row["implementation"].endswith(f", {mode}") for row in rows)
+    assert all(row["implementation"].endswith(f", {moe.MODES[mode]}") for row in rows)
+
+
+def test_the_trainer_of_the_experts_is_that_of_the_other_models():
+    pytest.importorskip("transformers", reason="needs transformers")
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    rows = [*moe.bench_trainer("cpu", "folded", "trainer")]
+    assert [row["implementation"] for row in rows] == ["bf16, eager", "folded, eager", "folded + fp8 head, eager"]
+    assert rows[0]["fp8_share"] == 0.0 < rows[1]["fp8_share"] < rows[2]["fp8_share"]
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=0.01)

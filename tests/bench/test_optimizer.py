@@ -24,7 +24,7 @@ def result(kind, rows):
 
 
 def test_every_tier_is_timed():
-    rows = bench_optimizer(parameters=10**5, device="cpu", repeats=1)
+    rows = [*bench_optimizer(parameters=10**5, device="cpu", repeats=1)]
     assert [row["states"] for row in rows] == [case.label for case in CASES]
     assert not [row for row in rows if "error" in row]
     assert rows[0]["ratio_to_fused_adamw"] == 1 and rows[0]["bytes_per_parameter"] == 16
@@ -54,7 +54,7 @@ def test_the_ablation_in_small():
     chosen = [
         states for states in CHOICES if states.name not in ("FP8-LM #2b", "exact", "fp8-min", "fp8-min, FP8 weights")
     ]
-    rows = run_ablation(chosen, steps=40, seeds=(0,))
+    rows = [*run_ablation(chosen, steps=40, seeds=(0,))]
     loss = {row["states"]: row.get("heldout_loss", float("inf")) for row in rows}
     assert loss["FP8-LM #2a"] == pytest.approx(loss["FP32"], abs=0.02)
     assert loss["fp8"] == pytest.approx(loss["FP32"], abs=0.02)

@@ -20,7 +20,7 @@ def test_the_leanest_case_takes_the_least() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_it_says_what_to_do_without_a_gpu() -> None:
     with pytest.raises(RunError, match="octavo plan --memory"):
-        bench_memory(SMALL)
+        next(bench_memory(SMALL))
 
 
 def test_a_table_shows_what_was_measured_beside_what_was_predicted() -> None:

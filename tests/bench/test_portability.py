@@ -33,9 +33,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., P
 
 
 def test_the_four_ways(trained):
-    lines = []
-    rows = probe(trained("folded"), device="cpu", report=lines.append)
-    assert [row["computation"] for row in rows] == WAYS and lines == rows
+    rows = [*probe(trained("folded"), device="cpu")]
+    assert [row["computation"] for row in rows] == WAYS
     assert rows[0]["heldout_loss"] == rows[1]["heldout_loss"]  # it accumulates slowly anyway
     assert rows[3]["heldout_loss"] != rows[0]["heldout_loss"]
     assert all(row["difference"] == pytest.approx(row["heldout_loss"] - rows[0]["heldout_loss"]) for row in rows)
@@ -52,12 +51,12 @@ def test_the_four_ways(trained):
 def test_in_bf16_is_the_loss_that_training_reports_of_such_a_model(trained):
     summary = json.loads((trained("bf16") / "summary.json").read_text())
     assert summary["heldout_loss_bf16"] == pytest.approx(
-        probe(trained("folded"), device="cpu")[3]["heldout_loss"], abs=0.01
+        [*probe(trained("folded"), device="cpu")][3]["heldout_loss"], abs=0.01
     )
 
 
 def test_slow_differs_where_it_was_trained_fast(trained):
-    rows = probe(trained("folded_fast", ffn=1024, layers=1), device="cpu", tokens=128)
+    rows = [*probe(trained("folded_fast", ffn=1024, layers=1), device="cpu", tokens=128)]
     assert rows[0]["heldout_tokens"] == 128
     assert rows[1]["difference"] != 0
     assert abs(rows[1]["heldout_loss"] - rows[2]["heldout_loss"]) < abs(
@@ -66,7 +65,7 @@ def test_slow_differs_where_it_was_trained_fast(trained):
 
 
 def test_what_hopper_cannot_multiply_runs_as_this_device_does_it_and_says_so(trained):
-    rows = probe(trained("mxfp8"), device="cpu", tokens=128)
+    rows = [*probe(trained("mxfp8"), device="cpu", tokens=128)]
     assert rows[0]["accumulator"] == "this device's: no tensor core of Hopper takes 1x32 scales"
     assert "hopper" not in rows[0]["kernels"] and rows[1]["heldout_loss"] == rows[0]["heldout_loss"]
 
@@ -81,14 +80,14 @@ def test_the_layers_are_those_that_were_trained_in_fp8(trained, tmp_path):
         layer["precision"] = "bf16 / bf16 / bf16"
     (run / "plan.json").write_text(json.dumps(plan))
     assert len(kept) == 2
-    rows = probe(run, device="cpu", tokens=128)
+    rows = [*probe(run, device="cpu", tokens=128)]
     assert rows[0]["kernels"] == {"hopper": FP8_LAYERS - 2}
 
 
 def test_a_checkpoint_can_be_named_and_nothing_is_left_switched(trained):
     run = trained("folded")
     newest = max((run / "checkpoints").iterdir())
-    assert probe(newest, device="cpu", tokens=128) == probe(run, device="cpu", tokens=128)
+    assert [*probe(newest, device="cpu", tokens=128)] == [*probe(run, device="cpu", tokens=128)]
     a = kernels.quantize(torch.ones(16, 32), "e4m3", "row")
     with kernels.record() as ledger:
         kernels.gemm(a, a, torch.float32)
@@ -97,9 +96,9 @@ def test_a_checkpoint_can_be_named_and_nothing_is_left_switched(trained):
 
 def test_what_cannot_be_probed_is_named(trained, tmp_path):
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
-        probe(tmp_path, device="cpu")
+        [*probe(tmp_path, device="cpu")]
     with pytest.raises(ConfigError, match="trained in BF16 alone"):
-        probe(trained("bf16"), device="cpu")
+        [*probe(trained("bf16"), device="cpu")]
 
 
 def rows_of(*differences: float) -> list[dict[str, Any]]:
@@ -142,9 +141,9 @@ def test_on_a_gpu_the_emulated_accumulator_gives_the_loss_of_the_real_one(traine
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("not Hopper")
     run = trained("folded_fast", ffn=1024, layers=1)
-    real = probe(run, device="cuda")
+    real = [*probe(run, device="cuda")]
     monkeypatch.setattr("octavo_bench.portability._is_hopper", lambda device: False)
-    emulated = probe(run, device="cuda")
+    emulated = [*probe(run, device="cuda")]
     assert real[0]["kernels"] != emulated[0]["kernels"] and real[0]["accumulator"] == "Hopper's"
     for one, other in zip(real, emulated, strict=True):
         assert one["heldout_loss"] == pytest.approx(other["heldout_loss"], abs=1e-4)

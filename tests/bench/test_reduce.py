@@ -59,5 +59,5 @@ def test_ranks_are_those_of_torchrun(monkeypatch, capsys):
 def test_under_torchrun_rank_0_has_the_rows(monkeypatch, tmp_path):
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(key, value)
-    rows = bench_reduce(Work(("bf16",), 1000, "bfloat16", 1))
+    rows = [*bench_reduce(Work(("bf16",), 1000, "bfloat16", 1))]
     assert [row["ranks"] for row in rows] == [1] * 4 and rows[0]["wire_bytes"] == 0

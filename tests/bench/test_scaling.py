@@ -43,7 +43,7 @@ SMALL = {"gpus": (8, 16), "batch_tokens": 2**18}
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> list[dict[str, object]]:
     directory = committed(tmp_path_factory.mktemp("results"))
-    return bench_scaling(measured(Assumptions(**SMALL), directory))
+    return [*bench_scaling(measured(Assumptions(**SMALL), directory))]
 
 
 def test_rates_are_operations_and_bytes_by_what_was_measured(tmp_path):
@@ -152,7 +152,7 @@ def test_tables_come_from_the_result_or_not_at_all(name, directory, tmp_path_fac
 
 
 def test_bars_are_as_long_as_steps(directory, rows):
-    text = scaling_tables.bars(directory)
+    text = scaling_tables.TABLES["scaling-bars"](directory)
     first = next(row for row in rows if row["model"] == "70B" and "ms" in row)
     longest = max(row["ms"] * row["gpus"] for row in rows if row["model"] == "70B" and "ms" in row)
     line = next(part for part in text.split("70B:")[1].splitlines()[1:] if "█" in part)
@@ -162,12 +162,16 @@ def test_bars_are_as_long_as_steps(directory, rows):
 
 def test_wire_bytes_are_compared_with_bf16(directory, rows):
     last = rows[3]
-    line = next(line for line in scaling_tables.wire(directory).splitlines() if line.startswith("| fp8, fp8-block |"))
+    line = next(
+        line
+        for line in scaling_tables.TABLES["scaling-wire"](directory).splitlines()
+        if line.startswith("| fp8, fp8-block |")
+    )
     assert f"{100 * (last['wire_gb'] / rows[0]['wire_gb'] - 1):+.0f} %" in line
 
 
 def test_the_check_shows_what_was_measured(directory):
-    assert "Not measured yet." in scaling_tables.check(directory)
+    assert "Not measured yet." in scaling_tables.TABLES["scaling-check"](directory)
     row = {
         "workload": "llama-3-8b",
         "layout": "data",
@@ -179,12 +183,12 @@ def test_the_check_shows_what_was_measured(directory):
     cut = row | {"layout": "tensor 2", "tokens_per_s_per_gpu": 54321.0}
     keys = {"date": "2026-11-21", "hardware": "gpu", "versions": {}, "command": "x"}
     results.write(results.Result(kind="distributed", rows=(row, cut), **keys), directory)
-    text = scaling_tables.check(directory)
+    text = scaling_tables.TABLES["scaling-check"](directory)
     assert "12,345 |" in text and "| 1.30 |" in text and "Not measured yet." not in text and "54,321" not in text
 
 
 def test_assumptions_are_all_there(directory):
-    text = scaling_tables.assumptions(directory)
+    text = scaling_tables.TABLES["scaling-assumptions"](directory)
     for name in (*Assumptions.__dataclass_fields__, *Assumptions().schemes["fp8"].__dataclass_fields__):
         assert name in ("models", "schemes") or f"| `{name}` |" in text
     assert "| 175B | gpt | 96 |" in text

@@ -66,7 +66,7 @@ def test_stress_prints_and_writes(octavo: Octavo, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("stress --recipe foldd", "--recipe: there is no 'foldd'. Did you mean 'folded'"),
+        ("stress --recipe foldd", "--recipe: there is no recipe 'foldd'. Did you mean 'folded'"),
         ("step --workload tyni", "there is no workload 'tyni'. Did you mean 'tiny'"),
         ("step --workload tiny --heads 3", "3 heads do not divide dim 128"),
         ("step --workload tiny --steps 0", "--steps: 0 is not a positive number"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_bench.measured import demo_of, parity, parity_summary
+from octavo_bench.measured import demo_of, parity
 from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
@@ -44,14 +44,6 @@ def test_parity_keeps_models_apart_and_leaves_missing_seeds_empty(result: MakeRe
     small, large = parity(result("parity", *rows)).split("**1b")
     assert "| folded |  | 2.1000 | 2.1000 | -4.55 % |  |" in small  # to BF16 of the same seed
     assert "BF16 not measured" in large and "0 seeds" in large
-
-
-def test_the_summary_sets_gaps_beside_the_spread_of_bf16(result: MakeResult) -> None:
-    rows = [loss("bf16", 0, 2.0), loss("bf16", 1, 2.02), loss("folded", 0, 2.03), loss("folded", 1, 2.05)]
-    text = parity_summary(result("parity", *rows, loss("block", 1, 2.0), loss("folded", 0, 9.0, "1b")))
-    assert "| 124m | 1,000 | `folded` | 2 | 2.0400 | +1.49 % | 1.00 % |" in text
-    assert "| 124m | 1,000 | `block` | 1 | 2.0000 | -0.99 % | 1.00 % |" in text  # to BF16 of the same seed
-    assert "| 1b | 1,000 | `folded` | 1 | 9.0000 | BF16 not measured |  |" in text and "bf16 |" not in text
 
 
 def test_one_seed_of_one_recipe_stands_once(result: MakeResult) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo_bench.measured import distributed, distributed_summary, rank
+from octavo_bench.measured import distributed, rank
 from octavo_bench.render import Row
 from octavo_bench.results import Result
 
@@ -40,14 +40,6 @@ def test_a_line_an_implementation_beside_bf16_of_its_run(result: MakeResult) -> 
         "| data | octavo | 15,000 | 1.50 | 1.50 | 30.0 | 10.0 | -50 % | -50 % | 4.0000 |",
         "| tensor 2 | bf16 | 9,000 | 1.00 |  | 60.0 | 0.0 |  |  | 4.1000 |",
     ]
-
-
-def test_a_summary_leaves_out_what_is_cut(result: MakeResult) -> None:
-    blocks = [
-        measured("bf16", 9000.0, 1, 60.0, 1, 4.1, workload="blocks", layout=layout) for layout in ("data", "tensor 2")
-    ]
-    text = distributed_summary(result("distributed", measured("bf16", 10000.4, 1, 60.0, 1, 4.0), *blocks))
-    assert "**8b**" in text and "blocks**" not in text
 
 
 def test_a_rank_alone_says_where_its_time_goes(result: MakeResult) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo_bench import results
-from octavo_bench.measured import clients, gemm, kernels, pilot, step, step_summary, telemetry
+from octavo_bench.measured import clients, gemm, kernels, pilot, step, telemetry
 from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
@@ -52,18 +52,6 @@ def test_step_says_where_time_goes_and_what_was_possible(result: MakeResult) -> 
     assert "**w**: 2 layers, dim 128, ffn 256, 4 heads, 2 KV heads, no head, 2 x 1,024 tokens" in text
     assert "copy 4,170 GB/s; GEMM TFLOP/s: bf16 668, row slow 1,155." in text
     assert "timed again at the end: -1.2 % of its time" in text
-
-
-def test_the_summary_of_a_step_has_no_parts(result: MakeResult) -> None:
-    text = step_summary(result("step", timed("bf16", 100.0, drift=0.1), timed("octavo folded", 64.0)))
-    assert "| implementation | ms | times BF16's speed | peak GiB |" in text
-    assert "| octavo folded | 64.0 | 1.56 | 2.0 |" in text and "again" not in text
-
-
-def test_the_summary_of_a_step_is_of_language_models(result: MakeResult) -> None:
-    images = timed("bf16", 40.0, shape={"depths": [1], "size": 32, "batch": 2}) | {"workload": "images"}
-    rows = result("step", timed("bf16", 100.0, shape=SHAPE), images)
-    assert "**images**" in step(rows) and "**images**" not in step_summary(rows)
 
 
 def test_gemm_has_a_line_a_shape_and_a_column_a_kernel(result: MakeResult) -> None:

@@ -1,0 +1,72 @@
+"""Parts of all measurements: the median of calls after a warm-up, the peak of memory, rows that say how they failed."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from octavo.memory.forecast import GIB
+from octavo.train.timing import milliseconds, warm_up
+from octavo_bench.results import Row, failure
+
+
+def median_ms(
+    call: Callable[[], Any],
+    device: str,
+    repeats: int,
+    *,
+    calls: int = 3,
+    seconds: float = 0.05,
+    queued: bool = True,
+    cold: bool = False,
+) -> float:
+    """Return the median milliseconds of a call.
+
+    Args:
+        calls, seconds: of the warm-up, as of `octavo.train.timing.warm_up`.
+        queued, cold: as of `octavo.train.timing.milliseconds`.
+    """
+    warm_up(call, device, calls=calls, seconds=seconds)
+    return statistics.median(milliseconds(call, device, repeats, queued=queued, cold=cold))
+
+
+def peak_gib(device: str) -> float:
+    """Return the most GiB allocated on the GPU since its peak was reset; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
+
+
+def attempt(row: Row, measure: Callable[[], Row], device: str | None = None) -> Row:
+    """Return the row with its figures, or with `error`: a case that fails must not lose the others.
+
+    Args:
+        device: given, what the case compiled and allocated there is dropped.
+    """
+    try:
+        return row | measure()
+    except Exception as error:
+        return row | {"error": failure(error)}
+    finally:
+        if device is not None:
+            free(device)
+
+
+def beside(row: Row, baseline: Row) -> Row:
+    """Return the row with its speed in units of the baseline's; where there is none, an error beside its figures."""
+    if "error" in row:
+        return row
+    if "ms" not in baseline:
+        return row | {"error": f"BF16 failed; {row['ms']:.2f} ms beside nothing"}
+    return row | {"ratio_to_bf16": round(baseline["ms"] / row["ms"], 3)}
+
+
+def free(device: str) -> None:
+    """Drop what was compiled and allocated, and reset the peak of memory."""
+    gc.collect()
+    torch._dynamo.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
