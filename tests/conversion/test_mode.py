@@ -1,5 +1,8 @@
 """`octavo.autocast`: white operators in FP8 by the recipe, all others bit for bit as without it."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,7 @@ import octavo
 from octavo import kernels
 from octavo.conversion import Operators
 from octavo.errors import ConfigError
-from octavo.nn import Linear
+from octavo.nn import GroupedLinear, Linear
 from octavo.numerics import sqnr_db
 
 WHITE = {
@@ -311,6 +314,22 @@ def test_converted_modules_are_not_seen_and_kept_layers_stay_as_the_plan_says():
     with octavo.autocast() as seen:
         model["lm_head"](x), model["up"](x)
     assert seen.calls == {("linear", ""): 2}
+
+
+def test_what_kernels_multiply_themselves_is_not_seen():
+    layer = GroupedLinear(3, 64, 64, recipe="rowwise_bf16_wgrad")
+    x, ends = torch.randn(12, 64, requires_grad=True), torch.tensor([4, 4, 12], dtype=torch.int32)
+    with octavo.autocast() as seen:
+        torch.autograd.backward(layer(x, ends).sum())
+    assert not seen.calls
+    kernels_of = Path(octavo.__file__).parent / "kernels"
+    products = [
+        f"{path.name}:{node.lineno}"
+        for path in kernels_of.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
+    ]
+    assert not products, f"write octavo.kernels.product.product: {products}"
 
 
 def test_a_layer_whose_forward_is_bf16_stays_so():

@@ -25,6 +25,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.dispatch import on_gpu
 from octavo.kernels.operator import call, define_packed, unpack
+from octavo.kernels.product import product
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import (
     Input,
@@ -201,7 +202,7 @@ class _Head:
         if not needs_x:
             return None
         if g is None:
-            return d_MV @ values(self.weight_VK, self.dtype)
+            return product(d_MV, values(self.weight_VK, self.dtype))
         if self._dgrad_KV is None:  # made once for all chunks
             self._dgrad_KV = transposed_weight(self._kept, self.recipe, g.codes)
         return kernels.gemm(g, self._dgrad_KV, self.dtype, self.recipe.dgrad.accumulate)
@@ -218,7 +219,7 @@ class _Head:
             right = transposed_input(kept, self.recipe, h.codes)
             part = kernels.gemm(h, right, self.dtype, self.recipe.wgrad.accumulate)
         else:
-            part = d_VM @ x
+            part = product(d_VM, x)
         self.dw_VK = part.float() if total is None else total.add_(part)
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import ScaleRef
+from octavo.kernels.product import product
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
@@ -210,12 +211,6 @@ class Kept(NamedTuple):
             codes, scale = self.tensors
             return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), self.rows)
         return quantize_weights(self.tensors, spec_of(recipe.fprop.weight))
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return A B for two matrices. `octavo.autocast` takes `A @ B` for a user's product, and not this."""
-    result: Tensor = torch.ops.aten.mm.default(a, b)
-    return result
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -20,6 +20,7 @@ from torch import Tensor
 from octavo._util.autograd import first_order
 from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
+from octavo.kernels.product import product
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn import functional
 from octavo.nn.operands import check_dtypes
@@ -49,7 +50,7 @@ def matmul(a: Tensor, b: Tensor, recipe: Recipe, dtype: torch.dtype | None = Non
 
 def _multiply(a_BMK: Tensor, b_BKN: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     if 0 in (*a_BMK.shape, *b_BKN.shape):
-        return _product(a_BMK.to(dtype), b_BKN.to(dtype))
+        return product(a_BMK.to(dtype), b_BKN.to(dtype))
     result: Tensor = _Matmul.apply(a_BMK, b_BKN, recipe, dtype)  # type: ignore[no-untyped-call]
     return result
 
@@ -76,11 +77,6 @@ def quantize_both(
     return batch_of([row for row, _ in parts]), batch_of([column for _, column in parts])
 
 
-def _product(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
-    result: Tensor = torch.ops.aten.bmm.default(a_BMK, b_BKN)  # `octavo.autocast` takes `torch.bmm` for a user's
-    return result
-
-
 class _Matmul(torch.autograd.Function):
     """C = A B. Keeps of each operand what the other one's gradient needs, in FP8 wherever that GEMM is."""
 
@@ -93,7 +89,7 @@ class _Matmul(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.recipe, ctx.dtype, ctx.split, ctx.dtypes = recipe, dtype, len(for_a), (a_BMK.dtype, b_BKN.dtype)
         if x is None or w is None:
-            return _product(a_BMK.to(dtype), b_BKN.to(dtype))
+            return product(a_BMK.to(dtype), b_BKN.to(dtype))
         return bmm(x, w, dtype, recipe.fprop.accumulate)
 
     @staticmethod
@@ -136,7 +132,7 @@ def _read_gradient(
     dc_BMN: Tensor, for_a: tuple[Tensor, ...], for_b: tuple[Tensor, ...], recipe: Recipe
 ) -> tuple[Batch | None, Batch | None]:
     """Return dC as dgrad reads it, and dC^T as wgrad does, with the scales of folded partners; None for BF16."""
-    rows, columns = recipe.grad_outputs(bool(for_a), bool(for_b))
+    rows, columns = recipe.grad_outputs(len(for_a) > 0, len(for_b) > 0)
     if rows is None and columns is None:
         return None, None
     row_fold = for_a[1].transpose(1, 2) if rows is not None and recipe.folds("dgrad.weight") else None
@@ -149,8 +145,8 @@ def _gradient(
 ) -> Tensor:
     """Return dC X for what was kept of X (B, S, C), as (B, R, C); for wgrad its transpose, as B lies."""
     if dc is None:
-        product = _product(dc_BRS, kept[0])
-        return product.transpose(1, 2) if gemm == "wgrad" else product
+        result = product(dc_BRS, kept[0])
+        return result.transpose(1, 2) if gemm == "wgrad" else result
     operand: Operand = getattr(recipe.gemm(gemm), role)
     if recipe.reuses(f"{gemm}.{role}"):
         x = Batch(kept[0], kept[1], operand.tile.transposed).transposed()

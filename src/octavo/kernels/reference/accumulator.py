@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octavo.kernels.product import product
 from octavo.numerics import Quantized, format_of
 
 PRODUCTS = 32
@@ -67,7 +68,7 @@ def chain(a_codes: Tensor, b_codes: Tensor) -> Tensor:
         result[m, n] = _chain_of_tile(a_finite[m], a_exponent[m], b_finite[n], b_exponent[n])
     if bool(a.isfinite().all()) and bool(b.isfinite().all()):
         return result
-    ieee = a @ b.t()
+    ieee = product(a, b.t())
     return torch.where(ieee.isfinite(), result, ieee)
 
 
@@ -149,4 +150,4 @@ def _scale(x: Quantized, tile: int) -> Tensor:
 def exact(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
     """Return a . b^T summed in FP64 and rounded to FP32, then to `out_dtype`: no accumulator shows in it."""
     a_values, b_values = (x.codes.double() * x.granularity.expand(x.scale, *x.codes.shape) for x in (a, b))
-    return (a_values @ b_values.t()).float().to(out_dtype)
+    return product(a_values, b_values.t()).float().to(out_dtype)

@@ -10,12 +10,14 @@ import math
 import torch
 from torch import Tensor
 
+from octavo.kernels.product import product
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return y (B, H, T, E) in q's dtype and the logsumexp (B, H, T) in FP32."""
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
-    y = (scores - lse[..., None]).exp() @ _heads(v, q)
+    y = product((scores - lse[..., None]).exp(), _heads(v, q))
     return y.to(q.dtype), lse
 
 
@@ -26,13 +28,13 @@ def attention_backward(
     dy = dy.float()
     p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
     delta = (dy * y.float()).sum(-1, keepdim=True)
-    ds = p * (dy @ _heads(v, q).mT - delta) * _scale(q, scale)
-    dk, dv = (_grouped(x, k) for x in (ds.mT @ q.float(), p.mT @ dy))
-    return (ds @ _heads(k, q)).to(q.dtype), dk, dv
+    ds = p * (product(dy, _heads(v, q).mT) - delta) * _scale(q, scale)
+    dk, dv = (_grouped(x, k) for x in (product(ds.mT, q.float()), product(p.mT, dy)))
+    return product(ds, _heads(k, q)).to(q.dtype), dk, dv
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
-    scores = q.float() @ _heads(k, q).mT * _scale(q, scale)
+    scores = product(q.float(), _heads(k, q).mT) * _scale(q, scale)
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(hidden, -torch.inf) if causal else scores
 

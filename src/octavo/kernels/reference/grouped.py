@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.padding import padded_ends, padded_length
+from octavo.kernels.product import product
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import PER_ROW, quantize
 
@@ -55,11 +56,11 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """See `octavo.kernels.grouped.grouped_mm`."""
     groups = list(groups_of(ends))
     if b.dim() == 2:
-        parts = [a[:, tokens] @ b[tokens] for tokens in groups]
+        parts = [product(a[:, tokens], b[tokens]) for tokens in groups]
         return torch.stack(parts) if parts else a.new_zeros(0, a.shape[0], b.shape[1])
     y = a.new_zeros(a.shape[0], b.shape[2])
     for e, tokens in enumerate(groups):
-        y[tokens] = a[tokens] @ b[e]
+        y[tokens] = product(a[tokens], b[e])
     return y
 
 
