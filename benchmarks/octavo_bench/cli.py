@@ -9,6 +9,7 @@ import ast
 import inspect
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class Output:
     ) -> list[Row]:
         """Show, print and write rows, and return them. Of no rows, as other ranks than the first have, nothing is said.
 
-        Each row is shown and written as it comes, as measuring the next may end the process.
+        Each row is shown as it comes, and kept in `UNFINISHED` until all are measured, as the next may end the process.
 
         Args:
             rows: a row that comes again has changed.
@@ -102,15 +103,17 @@ class Output:
         from octavo_bench import results
 
         measured: dict[int, Row] = {}
-        path = None
         for row in rows:
             show(row)
             measured[id(row)] = row
             if self.write is not None:
-                path = results.save(kind, [*measured.values()], self.write, command, device=device, machine=machine)
+                drafts = self.write / UNFINISHED
+                results.save(kind, [*measured.values()], drafts, command, device=device, machine=machine)
         if self.json_output and measured:
             print(json.dumps([*measured.values()], indent=1))
-        if path is not None:
+        if self.write is not None and measured:
+            path = results.save(kind, [*measured.values()], self.write, command, device=device, machine=machine)
+            shutil.rmtree(self.write / UNFINISHED)
             print(f"written: {path}", file=sys.stderr)
         return [*measured.values()]
 
@@ -127,6 +130,8 @@ class Output:
         return int(any("error" in row for row in self.keep(kind, rows, command, show, device=device)))
 
 
+UNFINISHED = "unfinished"
+"""Folder, in that of the results, of the rows of a measurement that goes on, or that was killed."""
 TO_STDOUT = Output()
 
 

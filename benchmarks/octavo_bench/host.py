@@ -156,7 +156,8 @@ def bench_host(recipes: Sequence[str] = ("folded",), *, steps: int = STEPS) -> I
     if not torch.cuda.is_available():
         raise UnsupportedError("octavo bench host times the work of the host for a CUDA GPU, and there is none here.")
     found = implementations()
-    names = [name for name in (BF16, TORCHAO, *(f"octavo {recipe}" for recipe in recipes)) if name in found]
+    own = [known("--recipes", f"octavo {recipe}", [*found], "implementation") for recipe in recipes]
+    names = [name for name in found if name in (BF16, TORCHAO, *own)]
     timed = {
         (name, mode): attempt({"implementation": name, "mode": mode}, partial(_times, found[name], mode, steps), "cuda")
         for name in names

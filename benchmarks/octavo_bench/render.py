@@ -44,6 +44,7 @@ def figures(columns: Sequence[Column], rows: Sequence[Row], names: int = 1, *, e
         every: also show columns for which no row has a figure.
     """
     shown = [c for i, c in enumerate(columns) if every or i < names or any(cell(c[1], row) for row in rows)]
+    shown = shown if len(shown) > names else [*columns[: names + 1]]  # where all failed the errors need a column
     body = [[cell(form, row) for _, form in shown] for row in rows]
     for row, cells in zip(rows, body, strict=True):
         if "error" in row:

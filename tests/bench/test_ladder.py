@@ -118,6 +118,8 @@ def test_conditions_join() -> None:
     hard = ladder.under("half+lr4+batch4", own)
     assert (hard.branch, hard.lr, hard.batch) == (0.5, 4 * own.lr, 4 * own.batch)
     assert hard.first == hard.steps / 2 and hard.tokens == pytest.approx(own.tokens, rel=0.01)
+    assert [ladder.under(name, own).branch for name in ("quarter", "tenth")] == [0.25, 0.1]
+    assert ladder.under("half+short", own).tokens == pytest.approx(own.tokens / 4, rel=0.01)
     assert ladder.under("whole", own) == own
     with pytest.raises(ConfigError, match="Did you mean 'outliers'"):
         ladder.under("half+outlier", own)
@@ -273,6 +275,7 @@ def test_a_gap_is_worth_the_compute_that_would_lower_bf16s_loss_as_much(tmp_path
         own = ladder.SIZES[name]
         size = {"model": ladder.model_name("llama", own.parameters), "tokens": own.tokens, "condition": "half"}
         rows += [row | size for row in block(0, bf16=loss, null=loss, folded=1.002 * loss)]
+        rows += [row | size | {"condition": "quarter"} for row in block(0, bf16=9.0, null=9.0, folded=9.9)]
     assert ladder.worth_table(tmp_path) == ""
     results.write(results.made_today("ladder", rows, "x", device="cpu"), tmp_path)
     compute = [6 * ladder.SIZES[name].parameters * ladder.SIZES[name].tokens for name in ("1m", "3m")]

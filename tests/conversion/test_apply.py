@@ -6,7 +6,11 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import octavo
 from octavo import kernels
@@ -15,7 +19,10 @@ from octavo.conversion import plan as plan_module
 from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
 from octavo.kernels import dispatch
 from octavo.kernels.devices import architecture_of
+from octavo.models import ModelConfig, build
 from octavo.nn import Linear
+from octavo.nn.adopted import Adopted
+from octavo.nn.scaling_state import scales
 from octavo.recipes import load
 
 TOKENS = torch.arange(24).reshape(2, 12) * 3
@@ -407,3 +414,50 @@ def test_weights_that_are_in_use_are_not_made_plain():
     assert all(isinstance(layer, Linear) for layer in model), "nothing has changed"
     del y
     assert revert(model) == 2 and type(model[0].weight) is nn.Parameter
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("again", ["revert", "bf16"])
+def test_what_fsdp2_has_wrapped_is_released_too(one_rank, again):
+    model = build(ModelConfig(vocab=32, dim=64, layers=1, heads=2, ffn=128, sequence=16), 0)
+    block, tokens = model.layers[0], torch.randint(32, (1, 16))
+    expected = model(tokens)
+    convert(model, policy=Policy(min_gain=0))
+    wrapped = [block.feed_forward, block.attention.wo, block.attention_norm]
+    for module in wrapped:
+        fully_shard(module, mesh=one_rank)
+    before = {id(module): type(module).__mro__ for module in wrapped}
+    assert revert(model) == 7 if again == "revert" else convert(model, "bf16")
+    with kernels.record() as ledger:
+        assert torch.equal(model(tokens), expected)
+    assert not ledger.gemms
+    for module in wrapped:
+        assert isinstance(module, FSDPModule) and not isinstance(module, Adopted), before[id(module)]
+
+
+def test_names_that_octavo_uses_may_be_a_users_attributes():
+    class Own(nn.Module):
+        prefix = "mine"
+
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
+            self.down_proj = nn.Linear(128, 64, bias=False)
+            self.parent, self.fields, self.scaling_state = "a tree", "of wheat", "dynamic"
+
+        def forward(self, x):
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    model = nn.Sequential(Own())
+    convert(model, "delayed", policy=Policy(min_gain=0))
+    assert scales(model) is not None
+    assert revert(model) == 3 and type(model[0]) is Own
+    assert (model[0].parent, model[0].fields, model[0].scaling_state, model[0].prefix) == (
+        "a tree", "of wheat", "dynamic", "mine",
+    )  # fmt: skip

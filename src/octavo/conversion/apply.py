@@ -21,6 +21,7 @@ from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn import GroupedLinear, Linear, calibration
+from octavo.nn.adopted import is_taken
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
 from octavo.nn.experts import FIRST, SECOND, Experts
@@ -161,7 +162,7 @@ def _release(model: nn.Module) -> int:
     for module in list(model.modules()):
         if isinstance(module, ScaledDotProduct):
             module.keep_values()
-        if isinstance(module, FusedMLP | Norm | Experts | Linear | Convolution) and "parent" in vars(type(module)):
+        if isinstance(module, FusedMLP | Norm | Experts | Linear | Convolution) and is_taken(module):
             count += 2 * isinstance(module, Experts) + isinstance(module, Linear | Convolution)
             module.release()
     return count

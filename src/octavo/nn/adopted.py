@@ -29,18 +29,33 @@ class Adopted(nn.Module):
 
     def release(self) -> None:
         """Turn this module back into its own class in place."""
-        for name in self.fields:
+        own, present = own_class(self), type(self)
+        for name in own.fields:
             self.__dict__.pop(name, None)
-        self.__class__ = self.parent  # type: ignore[assignment]
+        if own is not present:  # stays FSDP2's
+            refusals = {name: value for name, value in vars(present).items() if name == "__deepcopy__"}
+            self.__class__ = type(f"FSDP{own.parent.__name__}", (present.__bases__[0], own.parent), refusals)
+        else:
+            self.__class__ = own.parent  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Reduce to the parent's class: no file can name a class that was made while running."""
         reduced, bases = cast(tuple[Any, ...], super().__reduce_ex__(protocol)), type(self).__bases__
-        if _CLASSES.get(bases) is not type(self) or reduced[1][:1] != (
-            type(self),
-        ):  # a class of a file; the user's way
+        is_of_a_file = _CLASSES.get(bases) is not type(self)
+        if is_of_a_file or reduced[1][:1] != (type(self),):  # or the user's own way
             return reduced
         return _rebuild, (*bases, *reduced[1][1:]), *reduced[2:]
+
+
+def own_class(module: nn.Module) -> Any:
+    """Return the class of a module, without that which FSDP2 sets before it."""
+    cls = type(module)
+    return cls.__bases__[1] if cls.__bases__[0].__module__.startswith("torch.distributed.fsdp") else cls
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Return whether a module is of a class of Octavo, and of none that a user has derived from one."""
+    return isinstance(module, Adopted) and "parent" in vars(own_class(module))
 
 
 def _class_for(kind: type[nn.Module], parent: type[nn.Module]) -> type[Any]:

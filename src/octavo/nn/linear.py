@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.adopted import Adopted
+from octavo.nn.adopted import Adopted, is_taken
 from octavo.nn.calibration import check
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import linears
@@ -136,4 +136,4 @@ def is_transposed(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def is_adopted(module: nn.Module) -> TypeGuard[Linear]:
     """Return whether a module computes as `Linear` does, in no class that a user has derived from that."""
-    return isinstance(module, Linear) and "parent" in vars(type(module))
+    return isinstance(module, Linear) and is_taken(module)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import set_stance
 
+from octavo.nn.adopted import own_class
+
 CALLS = 3
 """Calls in each mode."""
 _CONTAINERS = (dict, list, set)
@@ -69,7 +71,8 @@ def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
 
     It holds the same tensors and objects, in dictionaries, lists and sets of its own.
     """
-    twin = copy.copy(module)
+    own = own_class(module)
+    twin = copy.copy(module) if own is type(module) else own.__new__(own)  # FSDP2's class makes one by its arguments
     held = {name: copy.copy(value) if isinstance(value, _CONTAINERS) else value for name, value in vars(module).items()}
     hooks: dict[str, Any] = {name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
     children = {name: child and shallow_copy(child, training) for name, child in module._modules.items()}

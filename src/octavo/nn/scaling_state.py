@@ -337,7 +337,8 @@ def scales(model: nn.Module) -> ScalingState | None:
     Layers built one by one (`octavo.nn.Linear(..., recipe="delayed")`) have a `ScalingState` each. These are joined
     here into one, under the names of this model: one update and one all-reduce per step.
     """
-    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if getattr(m, "scaling_state", None) is not None}
+    slots: dict[str, Any] = {name: getattr(module, "scaling_slot", None) for name, module in model.named_modules()}
+    layers: dict[str, Any] = {n: model.get_submodule(n) for n, slot in slots.items() if isinstance(slot, ScalingSlot)}
     before = {name: (layer.scaling_state, layer.scaling_slot) for name, layer in layers.items()}
     states = {id(state): state for state, _ in before.values()}
     if len(states) < 2:

@@ -122,7 +122,7 @@ def served_tensors(
 
 
 class _Stored:
-    """What a format stores of a model, under which names."""
+    """Tensors of a model that an export format stores, with their names."""
 
     def __init__(self, model: nn.Module, format: str, dtype: torch.dtype) -> None:
         if format not in FORMATS:

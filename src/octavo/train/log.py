@@ -1,4 +1,4 @@
-"""What a run tells: events to its reporters, on the first rank its files, and totals that go on across resumes."""
+"""The log of a run: events for its reporters, files on the first rank, totals that continue across resumes."""
 
 from __future__ import annotations
 
