@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import shutil
 import sys
@@ -92,7 +93,8 @@ class Output:
     ) -> list[Row]:
         """Show, print and write rows, and return them. Of no rows, as other ranks than the first have, nothing is said.
 
-        Each row is shown as it comes, and kept in `UNFINISHED` until all are measured, as the next may end the process.
+        Each row is shown as it comes, and kept in a folder `unfinished-*` until all are measured, as the next may end
+        the process.
 
         Args:
             rows: a row that comes again has changed.
@@ -103,17 +105,17 @@ class Output:
         from octavo_bench import results
 
         measured: dict[int, Row] = {}
+        drafts = None if self.write is None else self.write / f"unfinished-{os.getpid()}"
         for row in rows:
             show(row)
             measured[id(row)] = row
-            if self.write is not None:
-                drafts = self.write / UNFINISHED
+            if drafts is not None:
                 results.save(kind, [*measured.values()], drafts, command, device=device, machine=machine)
         if self.json_output and measured:
             print(json.dumps([*measured.values()], indent=1))
-        if self.write is not None and measured:
+        if self.write is not None and drafts is not None and measured:
             path = results.save(kind, [*measured.values()], self.write, command, device=device, machine=machine)
-            shutil.rmtree(self.write / UNFINISHED)
+            shutil.rmtree(drafts)
             print(f"written: {path}", file=sys.stderr)
         return [*measured.values()]
 
@@ -130,8 +132,6 @@ class Output:
         return int(any("error" in row for row in self.keep(kind, rows, command, show, device=device)))
 
 
-UNFINISHED = "unfinished"
-"""Folder, in that of the results, of the rows of a measurement that goes on, or that was killed."""
 TO_STDOUT = Output()
 
 

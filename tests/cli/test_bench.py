@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from octavo.cli import bench as command
 from octavo.errors import ConfigError, UnsupportedError
 from octavo_bench import kernels as bench_kernels
 from octavo_bench import results
+from octavo_bench.cli import Output
+from octavo_bench.results import Row
 
 Octavo = Callable[[str], int]
 
@@ -89,3 +91,27 @@ def test_outside_the_repository_a_message_says_where_the_benchmarks_are(
     monkeypatch.setattr(command, "BENCHMARKS", tmp_path)
     with pytest.raises(UnsupportedError, match="clone the repository"):
         command.bench()(["step", "--only", "x"], exit_on_error=False, print_error=False)
+
+
+def test_rows_of_a_measurement_that_was_stopped_replace_no_result(tmp_path: Path) -> None:
+    def rows(*factors: float) -> Iterator[Row]:
+        yield from ({"workload": "w", "recipe": f"r{factor}", "overhead_percent": factor} for factor in factors)
+
+    def stopped() -> Iterator[Row]:
+        yield from rows(3.0)
+        raise KeyboardInterrupt
+
+    output = Output(write=tmp_path)
+    output.keep("telemetry", rows(1.0, 2.0), "octavo bench telemetry", device="cpu")
+    committed = sorted(path for path in tmp_path.rglob("*.json"))
+    before = [path.read_bytes() for path in committed]
+    with pytest.raises(KeyboardInterrupt):
+        output.keep("telemetry", stopped(), "octavo bench telemetry", device="cpu")
+    assert [path.read_bytes() for path in committed] == before
+    (draft,) = tmp_path.glob("unfinished-*/*.json")
+    assert [row["overhead_percent"] for row in results.load(draft).rows] == [3.0]
+    other = tmp_path / "unfinished-another" / draft.name
+    other.parent.mkdir()
+    other.write_bytes(draft.read_bytes())
+    output.keep("telemetry", rows(4.0), "octavo bench telemetry", device="cpu")
+    assert other.exists() and not draft.exists()  # only its own
