@@ -356,7 +356,8 @@ def turn(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with (Path(tempfile.gettempdir()) / f"octavo-parity-{device.index or 0}.lock").open("w") as file:
+    gpu = torch.cuda.get_device_properties(device).uuid  # its index is among the visible ones alone
+    with (Path(tempfile.gettempdir()) / f"octavo-parity-{gpu}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -135,6 +135,7 @@ def test_a_row_says_how_far_it_is_from_the_floor() -> None:
 @pytest.mark.gpu
 def test_a_gpu_says_where_time_goes(tmp_path: Path) -> None:
     session = step.Session(workload=WORKLOADS["tiny-model"], steps=3, warm_up_s=0.0, trace=tmp_path)
+    torch.compiler.reset()  # tests before it in this process may have used up the recompilations of a block
     for row in step.bench_step(session, ("octavo folded",)):
         parts = ("gemm", "attention", "elementwise", "optimizer", "idle")
         assert all(row[f"{part}_ms"] >= 0 for part in parts) and row["optimizer_ms"] > 0
