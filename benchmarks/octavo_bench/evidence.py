@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, linear_regression, stdev
 from typing import Any
 
 import torch
@@ -48,6 +48,40 @@ def over_seeds(differences: Sequence[float]) -> Interval:
         return Interval(fmean(differences), None)
     error = stdev(differences) / math.sqrt(len(differences))
     return Interval(fmean(differences), student(len(differences) - 1) * error)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line through points, by least squares."""
+
+    slope: float
+    intercept: float
+    center: float
+    """Mean of x."""
+    residual: float
+    """Standard deviation of the points about the line, with two degrees of freedom less than points."""
+    width: float
+    """Root of the sum of squares of x about its mean."""
+    points: int
+
+    @property
+    def slope_error(self) -> float:
+        """Half of the 95 % confidence interval of the slope."""
+        return student(self.points - 2) * self.residual / self.width
+
+    def at(self, x: float) -> tuple[float, float]:
+        """Return the line at x, and half of the 95 % confidence interval of its mean there."""
+        error = self.residual * math.sqrt(1 / self.points + ((x - self.center) / self.width) ** 2)
+        return self.intercept + self.slope * x, student(self.points - 2) * error
+
+
+def fit(x: Sequence[float], y: Sequence[float]) -> Line:
+    """Return the line through three or more points by least squares."""
+    slope, intercept = linear_regression(x, y)
+    squares = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    center = fmean(x)
+    width = math.sqrt(sum((a - center) ** 2 for a in x))
+    return Line(slope, intercept, center, math.sqrt(squares / (len(x) - 2)), width, len(x))
 
 
 LEVEL = 0.05

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.factory import model_name
 from octavo.train.evaluate import student
 from octavo_bench.cli import known
-from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, over_seeds
+from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, fit, over_seeds
 from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
 from octavo_bench.lanes import BF16, NULL, Training
 from octavo_bench.render import grouped, table
@@ -388,32 +388,78 @@ LARGE_SLOPE = 0.050
 WORTH = ("model", "compute", "BF16's loss", "{arm}'s gap", "worth in compute", "worth by the slope of large models")
 
 
+class Rung(NamedTuple):
+    """A dense size of the ladder under a condition, and a recipe's gap there."""
+
+    model: str
+    parameters: int
+    tokens: int
+    loss: float
+    """BF16's mean loss, nats per token."""
+    gap: Gap
+
+
+def rungs(rows: Sequence[Row], arm: str, condition: str) -> list[Rung]:
+    """Return the dense sizes of equal tokens per parameter that have pairs of a recipe, smaller models first."""
+    found = []
+    by_model = {model_name(own.model.architecture, own.parameters): own for own in SIZES.values()}
+    for of_study in studies([row for row in rows if row["condition"] == condition]):
+        model, tokens, _ = (of_study[0][key] for key in STUDY)
+        own = by_model.get(model)
+        gap = next((gap for gap in gaps(of_study) if gap.arm == arm and gap.differences), None)
+        if own is None or gap is None:
+            continue
+        if own.model.architecture != "llama" or own.tokens_per_parameter != SIZES["1m"].tokens_per_parameter:
+            continue
+        loss = fmean(row[decisive(of_study)] for row in of_study if row["recipe"] == BF16 and "error" not in row)
+        found.append(Rung(model, own.parameters, tokens, loss, gap))
+    return sorted(found, key=lambda rung: rung.parameters)
+
+
 def worth_table(directory: Path, arm: str = "folded", condition: str = "half") -> str:
     """Return what the gaps of a recipe are worth in BF16's compute, by dense size; empty without two sizes.
 
     Compute is 6 FLOPs per parameter and token (Kaplan et al. 2020, section 2.1). Sizes of equal tokens per parameter
     give the slope of the logarithm of BF16's loss over that of compute, between a size and its neighbours.
     """
-    found: list[tuple[str, float, float, Gap]] = []
-    by_model = {model_name(own.model.architecture, own.parameters): own for own in SIZES.values()}
-    for rows in studies(read_rows(directory)):
-        own = by_model.get(rows[0]["model"])
-        gap = next((gap for gap in gaps(rows) if gap.arm == arm and gap.differences), None)
-        if own is None or gap is None or rows[0]["condition"] != condition:
-            continue
-        if own.model.architecture != "llama" or own.tokens_per_parameter != SIZES["1m"].tokens_per_parameter:
-            continue
-        loss = fmean(row[decisive(rows)] for row in rows if row["recipe"] == BF16 and "error" not in row)
-        found.append((rows[0]["model"], 6.0 * own.parameters * rows[0]["tokens"], loss, gap))
+    found = rungs(read_rows(directory), arm, condition)
     if len(found) < 2:
         return ""
-    body = []
-    for at, (model, compute, loss, gap) in enumerate(found):
-        (_, less, higher, _), (_, more, lower, _) = found[max(0, at - 1)], found[min(len(found) - 1, at + 1)]
-        slope = math.log(higher / lower) / math.log(more / less)
-        worths = [f"{100 * math.expm1(gap.mean / 100 / each):.1f} %" for each in (slope, LARGE_SLOPE)]
-        body.append((model, f"{compute:.1e} FLOP", f"{loss:.4f}", _interval(gap), *worths))
+    computes, body = [6.0 * rung.parameters * rung.tokens for rung in found], []
+    for at, (rung, compute) in enumerate(zip(found, computes, strict=True)):
+        below, above = max(0, at - 1), min(len(found) - 1, at + 1)
+        slope = math.log(found[below].loss / found[above].loss) / math.log(computes[above] / computes[below])
+        worths = [f"{100 * math.expm1(rung.gap.mean / 100 / each):.1f} %" for each in (slope, LARGE_SLOPE)]
+        body.append((rung.model, f"{compute:.1e} FLOP", f"{rung.loss:.4f}", _interval(rung.gap), *worths))
     return table([name.format(arm=arm) for name in WORTH], body)
+
+
+BEYOND = {"100 M": 1e8, "1 B": 1e9, "8 B": 8e9}
+"""Parameters that the ladder is extended to."""
+TREND = ("condition", "recipe", "sizes", "pairs", "gap per tenfold parameters", *(f"at {name}" for name in BEYOND))
+
+
+def trend_table(directory: Path) -> str:
+    """Return the ladder's gaps extended to larger models by a line in the logarithm of parameters, with 95 % intervals.
+
+    Each size counts once, by the mean of its pairs: sizes differ by more than that mean's error. Intervals are those of
+    the line for a single look, with two degrees of freedom less than sizes; they assume that the line goes on.
+    Only recipes with three or more sizes have one. Empty without any.
+    """
+    rows = read_rows(directory)
+    body = []
+    for condition in dict.fromkeys(row["condition"] for row in rows):
+        for arm in dict.fromkeys(row["recipe"] for row in rows if row["recipe"] not in (BF16, NULL)):
+            found = rungs(rows, arm, condition)
+            if len(found) > 2:
+                line = fit([math.log10(rung.parameters) for rung in found], [rung.gap.mean for rung in found])
+                figures = [(line.slope, line.slope_error), *(line.at(math.log10(size)) for size in BEYOND.values())]
+                pairs = ", ".join(str(len(rung.gap.differences)) for rung in found)
+                sizes = f"{found[0].model} to {found[-1].model}"
+                body.append(
+                    (condition, arm, sizes, pairs, *(f"{mean:+.2f} % ± {half:.2f} %" for mean, half in figures))
+                )
+    return table(TREND, body) if body else ""
 
 
 def evidence(directory: Path) -> str:

@@ -79,6 +79,7 @@ TABLES: dict[str, Table] = {
     **readme.TABLES,
     "ladder": ladder.evidence,
     "parity-worth": ladder.worth_table,
+    "parity-trend": ladder.trend_table,
     "parity-pilot": spreads.pilot_table,
     "parity-cost": spreads.cost_table,
 }

@@ -284,3 +284,31 @@ def test_a_gap_is_worth_the_compute_that_would_lower_bf16s_loss_as_much(tmp_path
     _, _, *lines = ladder.worth_table(tmp_path).splitlines()
     assert [line.split(" | ")[-2] for line in lines] == [f"{worth:.1f} %"] * 2
     assert [line.split(" | ")[-1] for line in lines] == ["4.1 % |"] * 2  # by the slope of large models: exp(0.04) - 1
+
+
+def test_gaps_of_three_sizes_are_extended_by_a_line_through_their_means(tmp_path: Path) -> None:
+    rows: list[Row] = []
+    gaps = {"1m": 0.1, "3m": 0.2, "10m": 0.15}
+    for name, gap in gaps.items():
+        own = ladder.SIZES[name]
+        size = {"model": ladder.model_name("llama", own.parameters), "tokens": own.tokens, "condition": "half"}
+        for seed, off in ((0, -0.01), (1, 0.01)):
+            rows += [row | size for row in block(seed, bf16=1.0, null=1.0, folded=1 + (gap + off) / 100)]
+        if name != "1m":
+            rows += [row | size | {"condition": "quarter"} for row in block(0, bf16=1.0, null=1.0, folded=1.1)]
+    results.write(results.made_today("ladder", rows, "x", device="cpu"), tmp_path)
+    (line,) = ladder.trend_table(tmp_path).splitlines()[2:]  # two sizes make no line
+    x = [math.log10(ladder.SIZES[name].parameters) for name in gaps]
+    expected = line_by_matrices(x, [*gaps.values()], 9.0)
+    assert line.split(" | ")[3] == "2, 2, 2"
+    assert line.split(" | ")[6] == expected
+
+
+def line_by_matrices(x: list[float], y: list[float], at: float) -> str:
+    """By matrices: the mean of y at a point, and its 95 % interval with one degree of freedom."""
+    design = np.stack([np.ones(3), x], 1)
+    inverse = np.linalg.inv(design.T @ design)
+    weights = inverse @ design.T @ np.array(y)
+    variance = np.square(np.array(y) - design @ weights).sum()
+    point = np.array([1.0, at])
+    return f"{point @ weights:+.2f} % ± {12.706 * math.sqrt(variance * (point @ inverse @ point)):.2f} %"
