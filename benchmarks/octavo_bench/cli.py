@@ -37,6 +37,7 @@ COMMANDS = {
     "parity": "parity:parity",
     "compare": "study:compare",
     "tiers": "study:tiers",
+    "data-parallel": "study:data_parallel",
     "finetune": "finetune:command",
     "stress": "stress:command",
     "portability": "portability:command",

@@ -209,6 +209,38 @@ def tiers_of(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def data_parallel(result: Result) -> str:
+    """Return one line per recipe and seed: held-out loss on one GPU and on several, and FP8's gap on each."""
+    return data_parallel_of(result.rows)
+
+
+def data_parallel_of(rows: Sequence[Row]) -> str:
+    """Return the same from the rows alone."""
+    parts = []
+    for (model, tokens), of_model in grouped(rows, "model", "tokens").items():
+        losses = {(row["recipe"], row["seed"], row["ranks"]): row["heldout_loss"] for row in of_model}
+        several = max(row["ranks"] for row in of_model)
+        body = []
+        for row in of_model:
+            recipe, seed = row["recipe"], row["seed"]
+            if row["ranks"] == 1:
+                continue
+            gaps = [
+                f"{100 * (losses[recipe, seed, ranks] / losses[BF16, seed, ranks] - 1):+z.2f} %"
+                if recipe != BF16 and (BF16, seed, ranks) in losses
+                else ""
+                for ranks in (1, several)
+            ]
+            alone = losses[recipe, seed, 1]
+            within = f" ± {100 * row['gap_95'] / alone:.2f} %" if "gap_95" in row else ""
+            figures = (f"{alone:.4f}", f"{row['heldout_loss']:.4f}", f"{100 * row['gap'] / alone:+z.2f} %{within}")
+            body.append((recipe, str(seed), *figures, *gaps))
+        header = ("recipe", "seed", "one GPU", f"{several} GPUs", "difference, 95 % over sequences")
+        header += ("gap to BF16 on one", f"on {several}")
+        parts += [f"**{model}, {tokens:,} tokens**: held-out loss, nats per token", table(header, body)]
+    return "\n\n".join(parts)
+
+
 def _by_seed(rows: Sequence[Row]) -> dict[int, float]:
     return {row["seed"]: row["heldout_loss"] for row in rows}
 
@@ -733,6 +765,7 @@ def _largest(rows: Sequence[Row]) -> list[Row]:
 
 TABLES: dict[str, Table] = {
     "parity": newest("parity", parity),
+    "data-parallel": newest("data-parallel", data_parallel),
     "tiers": newest("tiers", tiers),
     "stress": newest("stress", stress),
     "faults": newest("faults", faults),

@@ -34,6 +34,14 @@ KINDS: dict[str, dict[str, type]] = {
         "gap_percent": float,
     },
     "parity": {"model": str, "tokens": int, "recipe": str, "seed": int, "heldout_loss": float},
+    "data-parallel": {
+        "model": str,
+        "tokens": int,
+        "recipe": str,
+        "seed": int,
+        "ranks": int,
+        "heldout_loss": float,
+    },
     "ladder": {
         "protocol": int,
         "model": str,

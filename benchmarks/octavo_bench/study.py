@@ -3,7 +3,7 @@
 `compare` trains one model by several recipes and seeds. Runs of one seed start from the same weights and see the same
 batches, so that only the recipe differs; the spread between BF16's seeds says how much a difference means. `tiers`
 trains one with every tier of optimizer states. Weights are kept in BF16 beside the optimizer's master; the last two
-tiers keep everything in FP8: weights and gradients too.
+tiers keep everything in FP8: weights and gradients too. `data_parallel` trains one on one GPU and sharded over several.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.models.factory import model_name
 from octavo.train.files import read_metrics
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, numbers
 from octavo_bench.evidence import equal_loss, over_sequences, read_curve
-from octavo_bench.measured import parity_of, tiers_of
+from octavo_bench.measured import data_parallel_of, parity_of, tiers_of
 from octavo_bench.results import Row
 
 
@@ -38,6 +38,15 @@ class Job(NamedTuple):
     """Name of its directory, below the study's, and in messages."""
     flags: tuple[str, ...]
     """Flags of `octavo train`, beside those that all runs share."""
+    ranks: int = 1
+    """Processes of the run; several are started by torchrun and see every GPU."""
+
+    @property
+    def launcher(self) -> list[str]:
+        """The Python arguments in front of `octavo`'s."""
+        if self.ranks == 1:
+            return ["-m"]
+        return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
 
 
 @dataclass
@@ -64,7 +73,7 @@ def run_all(
     Args:
         arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
         out: directory for the runs, one below it for each.
-        slots: runs at a time; slot i sees GPU i alone, where there are GPUs.
+        slots: runs at a time; one of a single rank in slot i sees GPU i alone, or shares it if there are fewer.
         report: called with a line of progress.
 
     Raises:
@@ -104,12 +113,13 @@ def _start(job: Job, slot: int, arguments: Sequence[str], out: Path) -> _Worker:
     run = out / job.name
     run.mkdir(parents=True, exist_ok=True)
     flags = [*job.flags, "--out", str(run), "--no-twin", "--overwrite"]
+    gpu = {"CUDA_VISIBLE_DEVICES": str(slot % max(torch.cuda.device_count(), 1))} if job.ranks == 1 else {}
     with (run / "output.log").open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "octavo", "train", *arguments, *flags],
+            [sys.executable, *job.launcher, "octavo", "train", *arguments, *flags],
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(slot)},
+            env={**os.environ, **gpu},
         )
     return _Worker(job=job, slot=slot, process=process, run=run)
 
@@ -311,6 +321,55 @@ def _tier_row(tier: str, seed: int, out: Path) -> Row:
     return row | _gap(heldout_losses(run, "fp8"), heldout_losses(peer, "fp8"))
 
 
+POINTS = 50
+"""Points of a stored curve of training loss, each the mean of the logged losses in its part of the run."""
+
+
+def run_data_parallel(
+    arguments: Sequence[str],
+    recipes: Sequence[str],
+    seeds: Sequence[int],
+    ranks: int,
+    *,
+    out: Path,
+    slots: int = 1,
+    report: Callable[[str], None] = print,
+) -> list[Row]:
+    """Run `octavo train` for every recipe and seed, by one rank and by several, and return one row each.
+
+    All have the same weights and batches to begin with. Rows of several ranks have `gap` and `gap_95`: held-out loss
+    less that of one rank, in nats, and half of the 95 % interval over sequences.
+
+    Args:
+        arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
+        ranks: number of the several.
+        out, slots, report: as for `run_all`.
+
+    Raises:
+        RunError, ConfigError: as `run_all`.
+    """
+    cases = [(recipe, seed, count) for seed in seeds for recipe in recipes for count in (1, ranks)]
+    jobs = {
+        case: Job("{}-{}-{}".format(*case), ("--recipe", case[0], "--seed", str(case[1])), case[2]) for case in cases
+    }
+    run_all([*jobs.values()], arguments, out=out, slots=slots, report=report)
+    rows = []
+    for recipe, seed, count in cases:
+        run, lane = out / jobs[recipe, seed, count].name, "bf16" if recipe == "bf16" else "fp8"
+        row = {**_row(run, lane), "recipe": recipe, "seed": seed, "ranks": count, "training_loss": _curve(run, lane)}
+        if count > 1:
+            alone = out / jobs[recipe, seed, 1].name
+            row |= _gap(heldout_losses(run, lane), heldout_losses(alone, lane))
+        rows.append(row)
+    return rows
+
+
+def _curve(run: Path, lane: str) -> list[float]:
+    lines = [line.get(f"loss_{lane}") for line in read_metrics(run / "metrics.jsonl")]
+    losses = torch.tensor([loss for loss in lines if loss is not None], dtype=torch.float64)
+    return [round(float(part.mean()), 5) for part in losses.tensor_split(min(POINTS, len(losses)))]
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
@@ -337,6 +396,7 @@ class Runs:
 
 
 RUNS = Runs()
+SHARDED = Runs(seeds="0", preset="parity-10m-cuda")
 
 
 def compare(
@@ -407,3 +467,40 @@ def tiers(*, states: Names = (), runs: Runs = RUNS, out: Path = Path("runs/tiers
     output.say(tiers_of(rows))
     line = command_line(command_line("octavo bench tiers", states=states, seeds=runs.seeds), *runs.shared)
     return output.finish("tiers", rows, line)
+
+
+def data_parallel(
+    *,
+    recipes: str = "bf16,folded",
+    ranks: int = 2,
+    runs: Runs = SHARDED,
+    out: Path = Path("runs/data-parallel"),
+    output: Output = TO_STDOUT,
+) -> int:
+    """Train one model on one GPU and sharded over several, on the same batches, and compare losses.
+
+    The runs of several ranks are those of `torchrun`: FSDP2, each rank with its part of every batch. Without GPUs the
+    ranks are processes on the CPU.
+
+    Examples:
+
+        octavo bench data-parallel --write benchmarks/results
+        octavo bench data-parallel --ranks 4 --steps 3000
+        octavo bench data-parallel --preset tiny
+
+    Parameters
+    ----------
+    recipes
+        Recipes, separated by commas.
+    ranks
+        Ranks that share the model.
+    out
+        Directory for the runs.
+    """
+    if ranks < 2:
+        raise ConfigError(f"--ranks: {ranks} rank has no other to be compared with. Take two or more.")
+    names, seeds = recipes.split(","), numbers(runs.seeds)
+    rows = run_data_parallel(runs.shared, names, seeds, ranks, out=out, slots=runs.at_a_time, report=output.say)
+    output.say(data_parallel_of(rows))
+    line = command_line("octavo bench data-parallel", recipes=recipes, ranks=ranks, seeds=runs.seeds)
+    return output.finish("data-parallel", rows, command_line(line, *runs.shared))

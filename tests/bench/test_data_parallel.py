@@ -1,0 +1,58 @@
+"""The bench of data parallelism trains each recipe by one rank and by several, on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo_bench import results
+from octavo_bench.measured import data_parallel_of
+from octavo_bench.results import Row
+from octavo_bench.study import data_parallel, run_data_parallel
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]) -> list[Row]:
+    folder = tmp_path_factory.mktemp("data-parallel")
+    text = write_text(folder / "text")
+    shared = ["--preset", "tiny", "--steps", "6", "--log-every", "1", "--device", "cpu"]
+    shared += ["--source", str(text), "--cache", str(folder / "cache")]
+    return run_data_parallel(shared, ["bf16", "folded"], [0], 2, out=folder / "out", slots=4, report=lambda line: None)
+
+
+def test_one_and_two_ranks_have_the_same_losses_but_for_the_order_of_sums(rows: list[Row]) -> None:
+    assert [(row["recipe"], row["ranks"]) for row in rows] == [
+        ("bf16", 1),
+        ("bf16", 2),
+        ("folded", 1),
+        ("folded", 2),
+    ]
+    results.Result(kind="data-parallel", date="2026-11-23", hardware="x", versions={}, command="c", rows=tuple(rows))
+    for alone, shared in (rows[:2], rows[2:]):
+        assert len(shared["training_loss"]) == 6 and shared["tokens"] == alone["tokens"]
+        assert shared["training_loss"] == pytest.approx(alone["training_loss"], rel=2e-3)
+        assert shared["gap"] == pytest.approx(shared["heldout_loss"] - alone["heldout_loss"], abs=1e-6)
+        assert "gap" not in alone
+    other = abs(rows[0]["training_loss"][-1] / rows[0]["training_loss"][0] - 1)
+    assert other > 2e-2  # the loss falls by far more than what is allowed above
+
+
+def test_the_table_has_both_differences() -> None:
+    own = {"model": "llama-1m", "tokens": 64, "seed": 0}
+    losses = {("bf16", 1): 2.0, ("bf16", 2): 2.02, ("folded", 1): 2.1, ("folded", 2): 2.0}
+    rows: list[Row] = [
+        own | {"recipe": recipe, "ranks": ranks, "heldout_loss": loss} for (recipe, ranks), loss in losses.items()
+    ]
+    rows[1] |= {"gap": 0.02, "gap_95": 0.01}
+    rows[3] |= {"gap": -0.1}
+    *_, bf16, folded = data_parallel_of(rows).splitlines()
+    assert bf16 == "| bf16 | 0 | 2.0000 | 2.0200 | +1.00 % ± 0.50 % |  |  |"
+    assert folded == "| folded | 0 | 2.1000 | 2.0000 | -4.76 % | +5.00 % | -0.99 % |"
+
+
+def test_one_rank_has_nothing_beside_it() -> None:
+    with pytest.raises(ConfigError, match="--ranks: 1 rank"):
+        data_parallel(ranks=1)
