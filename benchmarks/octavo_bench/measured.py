@@ -235,8 +235,8 @@ def data_parallel_of(rows: Sequence[Row]) -> str:
             within = f" ± {100 * row['gap_95'] / alone:.2f} %" if "gap_95" in row else ""
             figures = (f"{alone:.4f}", f"{row['heldout_loss']:.4f}", f"{100 * row['gap'] / alone:+z.2f} %{within}")
             body.append((recipe, str(seed), *figures, *gaps))
-        header = ("recipe", "seed", "one GPU", f"{several} GPUs", "difference, 95 % over sequences")
-        header += ("gap to BF16 on one", f"on {several}")
+        shown = ("one GPU", f"{several} GPUs", "difference, 95 % over sequences")
+        header = ("recipe", "seed", *shown, "gap to BF16 on one", f"on {several}")
         parts += [f"**{model}, {tokens:,} tokens**: held-out loss, nats per token", table(header, body)]
     return "\n\n".join(parts)
 

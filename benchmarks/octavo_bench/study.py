@@ -395,8 +395,18 @@ class Runs:
         return self.slots or max(torch.cuda.device_count(), 1)
 
 
-RUNS = Runs()
-SHARDED = Runs(seeds="0", preset="parity-10m-cuda")
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedRuns(Runs):
+    """Flags of a study's runs on one GPU and on several."""
+
+    seeds: str = "0"
+    """Seeds, separated by commas. Runs of one seed share weights and batches."""
+    preset: str = "parity-10m-cuda"
+    """The run that all share."""
+
+
+RUNS, SHARDED_RUNS = Runs(), ShardedRuns()
 
 
 def compare(
@@ -473,7 +483,7 @@ def data_parallel(
     *,
     recipes: str = "bf16,folded",
     ranks: int = 2,
-    runs: Runs = SHARDED,
+    runs: ShardedRuns = SHARDED_RUNS,
     out: Path = Path("runs/data-parallel"),
     output: Output = TO_STDOUT,
 ) -> int:

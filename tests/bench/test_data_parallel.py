@@ -9,6 +9,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo_bench import results
+from octavo_bench.cli import bench
 from octavo_bench.measured import data_parallel_of
 from octavo_bench.results import Row
 from octavo_bench.study import data_parallel, run_data_parallel
@@ -56,3 +57,9 @@ def test_the_table_has_both_differences() -> None:
 def test_one_rank_has_nothing_beside_it() -> None:
     with pytest.raises(ConfigError, match="--ranks: 1 rank"):
         data_parallel(ranks=1)
+
+
+def test_a_flag_leaves_the_other_flags_at_the_defaults_of_this_study() -> None:
+    _, bound, *_ = bench.parse_args(["data-parallel", "--steps", "5"])
+    runs = bound.arguments["runs"]
+    assert (runs.steps, runs.seeds, runs.preset) == (5, "0", "parity-10m-cuda")

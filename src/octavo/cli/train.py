@@ -45,8 +45,8 @@ def train(
     file
         Run file, .toml or .json, or the directory of a run.
     preset
-        demo (demo-cuda or demo-cpu, depending on the device), tiny, moe, parity-cuda, parity-350m-cuda,
-        parity-1b-cuda or parity-moe-cuda. FILE overrides it.
+        demo (demo-cuda or demo-cpu, depending on the device), tiny, moe, parity-cuda, parity-10m-cuda,
+        parity-350m-cuda, parity-1b-cuda or parity-moe-cuda. FILE overrides it.
     resume
         Resume from the last checkpoint, bit for bit.
     overwrite
