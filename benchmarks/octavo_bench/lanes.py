@@ -11,7 +11,7 @@ Shapes: B sequences of a batch, T tokens of a sequence, S held-out sequences.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,6 +31,7 @@ from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
 from octavo.models.moe import MoE
 from octavo.nn.scaling_state import ScalingState
+from octavo.optim import AdamW, states_named
 from octavo.recipes import Recipe
 from octavo.train.config import LoopConfig
 from octavo_bench.cli import known
@@ -163,13 +164,18 @@ class Lane:
         self._prepare()
 
     def _make_optimizer(self) -> None:
-        own, parameters = self.training, self._parameters.values()
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": own.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        own, named = self.training, self._parameters.items()
+        groups: list[dict[str, Any]] = [
+            {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": own.weight_decay},
+            {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0},
         ]
         self._lr = torch.zeros((), device=self.device)
-        self.optimizer = torch.optim.AdamW(groups, lr=self._lr, betas=own.betas, fused=True, capturable=True)
+        states = states_of(self.arm)
+        self.optimizer: torch.optim.Optimizer
+        if states is None:
+            self.optimizer = torch.optim.AdamW(groups, lr=self._lr, betas=own.betas, fused=True, capturable=True)
+        else:
+            self.optimizer = AdamW(groups, lr=self._lr, betas=own.betas, states=states, skip_nonfinite=False)
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr  # a step writes it
 
@@ -312,10 +318,14 @@ class Lane:
         torch._foreach_copy_([*self._parameters.values()], snapshot.weights)
         for name, value in snapshot.buffers.items():
             self._buffers[name][0].copy_(value)
-        for parameter, moments in zip(self._parameters.values(), snapshot.moments, strict=True):
-            state = self.optimizer.state[parameter]
-            for name, value in moments.items():
-                state[name].copy_(value) if name in state else state.__setitem__(name, value.clone())
+        known = dict(zip(self._parameters.values(), snapshot.moments, strict=True))
+        if isinstance(self.optimizer, AdamW):
+            _import_in_place(self.optimizer, known)
+        else:
+            for parameter, moments in known.items():
+                state = self.optimizer.state[parameter]
+                for name, value in moments.items():
+                    state[name].copy_(value) if name in state else state.__setitem__(name, value.clone())
         self._losses.copy_(snapshot.losses)
         self._at.copy_(snapshot.at)
 
@@ -377,6 +387,20 @@ class Lane:
             torch._foreach_copy_([*self._parameters.values()], [*source._parameters.values()])
             for name, (buffer, _) in self._buffers.items():
                 buffer.copy_(source._buffers[name][0])
+
+
+def _import_in_place(optimizer: AdamW, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+    """Round FP32 moments of `torch.optim.AdamW` to an optimizer's own states, in the memory that a graph knows."""
+    held = {parameter: dict(optimizer.state[parameter]) for parameter in moments}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    groups = [{"params": [numbers[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+    state = {numbers[parameter]: own for parameter, own in moments.items()}
+    optimizer.import_state_dict({"state": state, "param_groups": groups})
+    for parameter, tensors in held.items():
+        for name, tensor in tensors.items():
+            tensor.copy_(optimizer.state[parameter][name])
+        optimizer.state[parameter] = tensors or optimizer.state[parameter]
 
 
 def _split(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -445,6 +469,10 @@ def add_outliers(model: nn.Module, factor: float) -> None:
         mlp.get_parameter("w1.weight")[::OUTLIERS_EVERY] = mlp.get_parameter("w3.weight")[::OUTLIERS_EVERY]
 
 
+OUTSIDE = ("policy", "run", "optimizer")
+"""Tables of an arm's changes that are not of its recipe."""
+
+
 def recipe_of(arm: str) -> Recipe:
     """Return the recipe of an arm: a name, and what differs from it, as in `folded+wgrad.precision=bf16`.
 
@@ -452,7 +480,7 @@ def recipe_of(arm: str) -> Recipe:
         ConfigError: there is no such recipe or key, or no kernel could run it.
     """
     name, changes = _parse(arm)
-    changes = {key: change for key, change in changes.items() if key not in ("policy", "run")}
+    changes = {key: change for key, change in changes.items() if key not in OUTSIDE}
     return recipes.load({"base": name, "name": arm, **changes} if changes else name, f"--recipes: {arm}")
 
 
@@ -492,6 +520,21 @@ def schedule_of(arm: str, steps: int) -> LoopConfig:
         return LoopConfig(steps=steps, last_share=share, **changes)
     except ValueError:
         raise ConfigError(f"--recipes: '{arm}': run.last_share is a number from 0 to 1.") from None
+
+
+def states_of(arm: str) -> str | None:
+    """Return the tier of an arm's optimizer states, as in `folded+optimizer.states=fp8`; None for PyTorch's AdamW.
+
+    The weights stay in FP32, so that no tier has a master beside them. Small parameters, embeddings and heads have the
+    tiers that `octavo.optim.keep_small` gives them.
+
+    Raises:
+        ConfigError: there is no such tier, or another option of the optimizer is changed.
+    """
+    changes = {} if arm in (BF16, NULL) else _parse(arm)[1].get("optimizer", {})
+    for name in changes:
+        known("--recipes", name, ["states"], "option of an optimizer")
+    return states_named(changes["states"]).name if changes else None
 
 
 def _parse(arm: str) -> tuple[str, dict[str, Any]]:

@@ -44,6 +44,7 @@ from octavo_bench.lanes import (
     run_together,
     schedule_of,
     score_together,
+    states_of,
 )
 from octavo_bench.results import Row
 
@@ -120,6 +121,7 @@ def parity(
         octavo bench parity --sizes 3m --minutes 8 --write benchmarks/results
         octavo bench parity --sizes 1m --conditions half,half+lr4,half+outliers --recipes folded
         octavo bench parity --sizes 1m --recipes folded,folded+wgrad.precision=bf16,folded+policy.memory=low
+        octavo bench parity --sizes 1m --conditions half --recipes folded,folded+optimizer.states=fp8
         octavo bench parity --sizes moe-1m --conditions half --recipes folded,rowwise --until-verdict
         octavo bench parity --sizes tiny --minutes 1 --device cpu
 
@@ -134,7 +136,7 @@ def parity(
     recipes
         FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`, with
         `policy.` what is kept for backward or left in BF16, with `run.last_share=` the share of the last steps that
-        has fprop in BF16, or runs by `run.last_recipe=`.
+        has fprop in BF16, or runs by `run.last_recipe=`, with `optimizer.states=` the tier of the moments.
     plots
         Directory to draw the pictures of all committed results to, those of `--write` if given; needs matplotlib.
     """
@@ -356,10 +358,14 @@ def turn(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    gpu = torch.cuda.get_device_properties(device).uuid  # its index is among the visible ones alone
-    with (Path(tempfile.gettempdir()) / f"octavo-parity-{gpu}.lock").open("w") as file:
+    with (Path(tempfile.gettempdir()) / f"octavo-parity-{gpu_of(device)}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return the identity of a GPU on this machine; its index counts only those that the process sees."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def save(rows: Sequence[Row], directory: Path, command: str, device: str) -> Path:
@@ -409,6 +415,7 @@ def check_recipes(names: Sequence[str]) -> None:
         recipe = recipe_of(name)
         policy_of(name)
         schedule_of(name, 1)
+        states_of(name)
         if not recipe.is_fp8:
             raise ConfigError(f"--recipes: '{name}' has no FP8 GEMM: BF16 is trained in any case.")
         if recipe.has_stored_scales:

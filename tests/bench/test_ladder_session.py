@@ -65,12 +65,12 @@ def test_another_recipe_or_condition_joins_the_blocks(session: Run) -> None:
     changed = "folded+wgrad.precision=bf16"
     second = session(1, f"folded,{changed}")
     assert second[:3] == first and [row["recipe"] for row in second[3:]] == [changed]
-    assert second[3]["fresh_loss"] != second[2]["fresh_loss"]
+    assert second[3]["training_loss"] != second[2]["training_loss"]
     both = session(1, conditions="half,whole,half+outliers")
     whole, hard = both[4:7], both[7:]
     assert {row["condition"] for row in whole} == {"whole"} and {row["condition"] for row in hard} == {"half+outliers"}
     assert whole[0]["fresh_loss"] == first[0]["fresh_loss"] != hard[0]["fresh_loss"]  # BF16 branched from itself
-    assert whole[2]["fresh_loss"] != first[2]["fresh_loss"]
+    assert whole[2]["training_loss"] != first[2]["training_loss"]
 
 
 def test_no_arm_joins_a_branch_that_a_gpu_would_not_repeat(session: Run) -> None:
@@ -124,6 +124,7 @@ def test_a_settled_study_gives_its_time_to_the_others(session: Run, tmp_path: Pa
 
 def test_sessions_on_one_gpu_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(parity, "gpu_of", lambda device: f"gpu-{device.index or 0}")
     order, cuda = [], torch.device("cuda")
 
     def other() -> None:
@@ -132,12 +133,14 @@ def test_sessions_on_one_gpu_take_turns(tmp_path: Path, monkeypatch: pytest.Monk
 
     beside = threading.Thread(target=other)
     with parity.turn(cuda):
+        with parity.turn(torch.device("cuda", 1)):  # another GPU
+            order.append("elsewhere")
         beside.start()
         beside.join(0.1)
         assert beside.is_alive()
         order.append("first")
     beside.join(10)
-    assert order == ["first", "second"]
+    assert order == ["elsewhere", "first", "second"]
 
 
 def test_recipes_that_cannot_be_paired_are_refused() -> None:

@@ -28,6 +28,7 @@ from octavo_bench.lanes import (
     run_together,
     schedule_of,
     score_together,
+    states_of,
 )
 
 TINY = replace(ladder.SIZES["tiny"], tokens_per_parameter=0.1)
@@ -246,6 +247,64 @@ def test_an_arm_is_a_recipe_and_what_differs_from_it() -> None:
         recipe_of("folded+wgrad.exactness=bf16")
 
 
+WIDE = replace(TINY, model=replace(TINY.model, dim=64, ffn=128))
+"""Matrices of 64 x 64 are large enough for one-byte moments."""
+
+
+@pytest.fixture(scope="module")
+def tiers() -> dict[str, Lane]:
+    names = {name: f"folded+optimizer.states={name}" for name in ("fp32", "fp8")}
+    return {name: Lane(arm, WIDE, text(), CPU) for name, arm in ({"torch": "folded"} | names).items()}
+
+
+def test_the_tier_of_an_arms_moments(tiers: dict[str, Lane]) -> None:
+    losses = {name: finish(lane, 0) for name, lane in tiers.items()}
+    assert torch.allclose(losses["fp32"], losses["torch"], rtol=3e-4)  # embeddings and heads are `exact`, not FP32
+    assert not torch.equal(losses["fp8"], losses["torch"])
+    assert torch.allclose(losses["fp8"], losses["torch"], rtol=2e-2)
+    stored = {
+        name: tiers["fp8"].optimizer.state[p]["exp_avg"].dtype for name, p in tiers["fp8"].model.named_parameters()
+    }
+    assert stored["layers.0.attention.wq.weight"] == torch.float8_e4m3fn
+    assert stored["tok_embeddings.weight"] == torch.bfloat16 and stored["norm.weight"] == torch.float32
+
+
+def test_moments_of_a_tier_belong_to_a_run(tiers: dict[str, Lane]) -> None:
+    lane = tiers["fp8"]
+    first = finish(lane, 0)
+    assert not torch.equal(finish(lane, 1), first)
+    assert torch.equal(finish(lane, 0), first)
+
+
+def test_a_branch_rounds_the_moments_of_bf16_to_its_tier_in_place(tiers: dict[str, Lane]) -> None:
+    bf16, lane = Lane(BF16, WIDE, text(), CPU), tiers["fp8"]
+    assert run_together([bf16], 2, until=4)
+    snapshot = bf16.snapshot()
+    finish(lane, 0)
+    before = {id(t): t.data_ptr() for state in lane.optimizer.state.values() for t in state.values()}
+    lane.start(2, snapshot)
+    after = {id(t): t.data_ptr() for state in lane.optimizer.state.values() for t in state.values()}
+    assert after == before
+    exported = lane.optimizer.export_state_dict()["state"]
+    order = [p for group in lane.optimizer.param_groups for p in group["params"]]
+    for parameter, expected in zip(lane.model.parameters(), snapshot.moments, strict=True):
+        own = exported[next(i for i, p in enumerate(order) if p is parameter)]
+        assert float(own["step"]) == 4
+        for name in ("exp_avg", "exp_avg_sq"):
+            error = (own[name] - expected[name]).norm() / expected[name].norm()
+            one_byte = lane.optimizer.state[parameter][name].dtype != torch.float32
+            assert (0.001 < error < 0.05) if one_byte else error == 0, (name, error)
+
+
+def test_an_unknown_tier_or_option_of_the_optimizer_is_named() -> None:
+    assert states_of("folded") is None and states_of(BF16) is None
+    assert states_of("folded+optimizer.states=fp8-min") == "fp8-min"
+    with pytest.raises(ConfigError, match="Did you mean 'fp8-min'"):
+        states_of("folded+optimizer.states=fp8-mini")
+    with pytest.raises(ConfigError, match="Did you mean 'states'"):
+        states_of("folded+optimizer.state=fp8")
+
+
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Let no backward add in any order: that of fused attention does, most of all beside another stream.
@@ -281,7 +340,8 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     )
     with allow_many_compilations(), deterministic():
         lanes = [
-            Lane(arm, size, own, device, compiled=compiled) for arm in (BF16, NULL, "folded", "tensorwise", "block")
+            Lane(arm, size, own, device, compiled=compiled)
+            for arm in (BF16, NULL, "folded", "folded+optimizer.states=fp8", "tensorwise", "block")
         ]
         assert run_together(lanes[:1], 0, until=size.first)
         snapshot = lanes[0].snapshot()
