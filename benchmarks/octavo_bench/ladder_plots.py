@@ -165,8 +165,8 @@ def draw(directory: Path, out: Path) -> list[Path]:
         columns = min(2, len(panels))
         rows = -(-len(panels) // columns)
         with plt.rc_context(style):
-            arms = [len(panel.get("gaps", ())) for panel in panels]
-            heights = [max(3.3, 1.2 + 0.22 * max(arms[at : at + columns])) for at in range(0, len(panels), columns)]
+            wanted = [1.3 + 0.22 * len(panel["gaps"]) if "gaps" in panel else 3.0 for panel in panels]
+            heights = [max(wanted[at : at + columns]) for at in range(0, len(panels), columns)]
             size = 6.2 * columns, sum(heights)
             figure, grid = plt.subplots(rows, columns, figsize=size, height_ratios=heights, squeeze=False)
             for axes in grid.flat[len(panels) :]:
