@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from octavo._util import config_reader
 from octavo.conversion import Policy, convert
 from octavo.data.loader import Batch
+from octavo.errors import ConfigError
 from octavo.numerics import cosine_of, inner_products
 from octavo.train import checkpoint
 from octavo.train.config import assemble
@@ -54,34 +55,34 @@ def over_seeds(differences: Sequence[float]) -> Interval:
 class Line:
     """A line through points, by least squares."""
 
-    slope: float
-    intercept: float
-    center: float
-    """Mean of x."""
-    residual: float
-    """Standard deviation of the points about the line, with two degrees of freedom less than points."""
+    slope: Interval
+    """With its 95 % confidence interval."""
+    center: tuple[float, float]
+    """Means of x and y, through which the line goes."""
     width: float
     """Root of the sum of squares of x about its mean."""
     points: int
 
-    @property
-    def slope_error(self) -> float:
-        """Half of the 95 % confidence interval of the slope."""
-        return student(self.points - 2) * self.residual / self.width
-
-    def at(self, x: float) -> tuple[float, float]:
-        """Return the line at x, and half of the 95 % confidence interval of its mean there."""
-        error = self.residual * math.sqrt(1 / self.points + ((x - self.center) / self.width) ** 2)
-        return self.intercept + self.slope * x, student(self.points - 2) * error
+    def at(self, x: float) -> Interval:
+        """Return the line at x, with the 95 % confidence interval of its mean there."""
+        away = (x - self.center[0]) / self.width
+        error = (self.slope.half_width or 0.0) * self.width * math.sqrt(1 / self.points + away**2)
+        return Interval(self.center[1] + self.slope.mean * (x - self.center[0]), error)
 
 
 def fit(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Return the line through three or more points by least squares."""
+    """Return the line through points by least squares, with intervals by Student's t at n - 2 degrees of freedom.
+
+    Raises:
+        ConfigError: fewer than three points, about which no scatter is known.
+    """
+    if len(x) < 3:
+        raise ConfigError(f"a line through {len(x)} points has no interval: three or more are needed.")
     slope, intercept = linear_regression(x, y)
     squares = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
-    center = fmean(x)
-    width = math.sqrt(sum((a - center) ** 2 for a in x))
-    return Line(slope, intercept, center, math.sqrt(squares / (len(x) - 2)), width, len(x))
+    width = math.sqrt(sum((a - fmean(x)) ** 2 for a in x))
+    error = student(len(x) - 2) * math.sqrt(squares / (len(x) - 2)) / width
+    return Line(Interval(slope, error), (fmean(x), fmean(y)), width, len(x))
 
 
 LEVEL = 0.05
@@ -120,6 +121,15 @@ def errors_at_any_time(pairs: int, level: float = LEVEL) -> float | None:
 def over_sequences(losses: Sequence[float], reference: Sequence[float], block: int = 16) -> Interval:
     """Return the mean of `losses - reference`, paired by sequence, with its interval (`paired_interval`)."""
     return Interval(*paired_interval(losses, reference, block))
+
+
+POINTS = 40
+"""Points of a stored curve of training loss, each the mean of its part of the run."""
+
+
+def stored_curve(losses: Tensor) -> list[float]:
+    """Return the training loss as `POINTS` means of equal parts of the run, or as it is if it has fewer steps."""
+    return [round(float(part.mean()), 5) for part in losses.tensor_split(min(POINTS, len(losses)))]
 
 
 SMOOTHED = 0.05

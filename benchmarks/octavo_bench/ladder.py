@@ -389,30 +389,30 @@ WORTH = ("model", "compute", "BF16's loss", "{arm}'s gap", "worth in compute", "
 
 
 class Rung(NamedTuple):
-    """A dense size of the ladder under a condition, and a recipe's gap there."""
+    """A dense size of the ladder under a condition."""
 
     model: str
     parameters: int
     tokens: int
     loss: float
     """BF16's mean loss, nats per token."""
-    gap: Gap
+    gaps: dict[str, Gap]
+    """By recipe; none of a recipe that diverged in a block."""
 
 
-def rungs(rows: Sequence[Row], arm: str, condition: str) -> list[Rung]:
-    """Return the dense sizes of equal tokens per parameter that have pairs of a recipe, smaller models first."""
+def rungs(rows: Sequence[Row], condition: str) -> list[Rung]:
+    """Return the dense sizes of equal tokens per parameter that have pairs, smaller models first."""
     found = []
     by_model = {model_name(own.model.architecture, own.parameters): own for own in SIZES.values()}
     for of_study in studies([row for row in rows if row["condition"] == condition]):
         model, tokens, _ = (of_study[0][key] for key in STUDY)
         own = by_model.get(model)
-        gap = next((gap for gap in gaps(of_study) if gap.arm == arm and gap.differences), None)
-        if own is None or gap is None:
+        if own is None or own.model.architecture != "llama" or tokens != under(condition, own).tokens:
             continue
-        if own.model.architecture != "llama" or own.tokens_per_parameter != SIZES["1m"].tokens_per_parameter:
-            continue
-        loss = fmean(row[decisive(of_study)] for row in of_study if row["recipe"] == BF16 and "error" not in row)
-        found.append(Rung(model, own.parameters, tokens, loss, gap))
+        if own.tokens_per_parameter == SIZES["1m"].tokens_per_parameter:
+            loss = fmean(row[decisive(of_study)] for row in of_study if row["recipe"] == BF16 and "error" not in row)
+            own_gaps = {gap.arm: gap for gap in gaps(of_study) if gap.differences and not gap.failures}
+            found.append(Rung(model, own.parameters, tokens, loss, own_gaps))
     return sorted(found, key=lambda rung: rung.parameters)
 
 
@@ -422,43 +422,43 @@ def worth_table(directory: Path, arm: str = "folded", condition: str = "half") -
     Compute is 6 FLOPs per parameter and token (Kaplan et al. 2020, section 2.1). Sizes of equal tokens per parameter
     give the slope of the logarithm of BF16's loss over that of compute, between a size and its neighbours.
     """
-    found = rungs(read_rows(directory), arm, condition)
+    found = [rung for rung in rungs(read_rows(directory), condition) if arm in rung.gaps]
     if len(found) < 2:
         return ""
     computes, body = [6.0 * rung.parameters * rung.tokens for rung in found], []
     for at, (rung, compute) in enumerate(zip(found, computes, strict=True)):
-        below, above = max(0, at - 1), min(len(found) - 1, at + 1)
+        below, above, gap = max(0, at - 1), min(len(found) - 1, at + 1), rung.gaps[arm]
         slope = math.log(found[below].loss / found[above].loss) / math.log(computes[above] / computes[below])
-        worths = [f"{100 * math.expm1(rung.gap.mean / 100 / each):.1f} %" for each in (slope, LARGE_SLOPE)]
-        body.append((rung.model, f"{compute:.1e} FLOP", f"{rung.loss:.4f}", _interval(rung.gap), *worths))
+        worths = [f"{100 * math.expm1(gap.mean / 100 / each):.1f} %" for each in (slope, LARGE_SLOPE)]
+        body.append((rung.model, f"{compute:.1e} FLOP", f"{rung.loss:.4f}", _interval(gap), *worths))
     return table([name.format(arm=arm) for name in WORTH], body)
 
 
+FEWEST_SIZES, FEWEST_PAIRS = 4, 3
+"""Sizes that make a line, and pairs that make a size of it."""
 BEYOND = {"100 M": 1e8, "1 B": 1e9, "8 B": 8e9}
-"""Parameters that the ladder is extended to."""
+"""Parameters that the ladder is extrapolated to."""
 TREND = ("condition", "recipe", "sizes", "pairs", "gap per tenfold parameters", *(f"at {name}" for name in BEYOND))
 
 
 def trend_table(directory: Path) -> str:
-    """Return the ladder's gaps extended to larger models by a line in the logarithm of parameters, with 95 % intervals.
+    """Return the ladder's gaps extrapolated by a line in the logarithm of parameters, with 95 % intervals.
 
-    Each size counts once, by the mean of its pairs: sizes differ by more than that mean's error. Intervals are those of
-    the line for a single look, with two degrees of freedom less than sizes; they assume that the line goes on.
-    Only recipes with three or more sizes have one. Empty without any.
+    Each size counts once, by the mean of its pairs, whose error is part of the scatter about the line. The intervals
+    are for a single look, and assume linearity beyond the data. Empty without a recipe of four sizes.
     """
-    rows = read_rows(directory)
-    body = []
+    rows, body = read_rows(directory), []
     for condition in dict.fromkeys(row["condition"] for row in rows):
-        for arm in dict.fromkeys(row["recipe"] for row in rows if row["recipe"] not in (BF16, NULL)):
-            found = rungs(rows, arm, condition)
-            if len(found) > 2:
-                line = fit([math.log10(rung.parameters) for rung in found], [rung.gap.mean for rung in found])
-                figures = [(line.slope, line.slope_error), *(line.at(math.log10(size)) for size in BEYOND.values())]
-                pairs = ", ".join(str(len(rung.gap.differences)) for rung in found)
-                sizes = f"{found[0].model} to {found[-1].model}"
-                body.append(
-                    (condition, arm, sizes, pairs, *(f"{mean:+.2f} % ± {half:.2f} %" for mean, half in figures))
-                )
+        found = rungs(rows, condition)
+        for arm in dict.fromkeys(arm for rung in found for arm in rung.gaps if arm not in (NULL, ALL)):
+            own = [rung for rung in found if arm in rung.gaps and len(rung.gaps[arm].differences) >= FEWEST_PAIRS]
+            if len(own) < FEWEST_SIZES:
+                continue
+            line = fit([math.log10(rung.parameters) for rung in own], [rung.gaps[arm].mean for rung in own])
+            figures = [line.slope, *(line.at(math.log10(size)) for size in BEYOND.values())]
+            pairs = ", ".join(str(len(rung.gaps[arm].differences)) for rung in own)
+            sizes = f"{own[0].model} to {own[-1].model}"
+            body.append((condition, arm, sizes, pairs, *(f"{f.mean:+.2f} % ± {f.half_width:.2f} %" for f in figures)))
     return table(TREND, body) if body else ""
 
 

@@ -470,7 +470,7 @@ def add_outliers(model: nn.Module, factor: float) -> None:
 
 
 OUTSIDE = ("policy", "run", "optimizer")
-"""Tables of an arm's changes that are not of its recipe."""
+"""Sections of an arm's changes outside its recipe."""
 
 
 def recipe_of(arm: str) -> Recipe:

@@ -210,8 +210,20 @@ def tiers_of(rows: Sequence[Row]) -> str:
 
 
 def data_parallel(result: Result) -> str:
-    """Return one line per recipe and seed: held-out loss on one GPU and on several, and FP8's gap on each."""
+    """Return one line per recipe, seed and number of ranks: held-out loss beside that of one rank, and FP8's gaps."""
     return data_parallel_of(result.rows)
+
+
+SHARDED = (
+    "recipe",
+    "seed",
+    "ranks",
+    "one rank",
+    "all ranks",
+    "difference, 95 % over sequences",
+    "gap to BF16, one rank",
+    "gap to BF16, all ranks",
+)
 
 
 def data_parallel_of(rows: Sequence[Row]) -> str:
@@ -219,26 +231,22 @@ def data_parallel_of(rows: Sequence[Row]) -> str:
     parts = []
     for (model, tokens), of_model in grouped(rows, "model", "tokens").items():
         losses = {(row["recipe"], row["seed"], row["ranks"]): row["heldout_loss"] for row in of_model}
-        several = max(row["ranks"] for row in of_model)
         body = []
-        for row in of_model:
-            recipe, seed = row["recipe"], row["seed"]
-            if row["ranks"] == 1:
-                continue
-            gaps = [
-                f"{100 * (losses[recipe, seed, ranks] / losses[BF16, seed, ranks] - 1):+z.2f} %"
-                if recipe != BF16 and (BF16, seed, ranks) in losses
-                else ""
-                for ranks in (1, several)
-            ]
+        for row in (row for row in of_model if row["ranks"] > 1):
+            recipe, seed, ranks = row["recipe"], row["seed"], row["ranks"]
             alone = losses[recipe, seed, 1]
             within = f" ± {100 * row['gap_95'] / alone:.2f} %" if "gap_95" in row else ""
-            figures = (f"{alone:.4f}", f"{row['heldout_loss']:.4f}", f"{100 * row['gap'] / alone:+z.2f} %{within}")
-            body.append((recipe, str(seed), *figures, *gaps))
-        shown = ("one GPU", f"{several} GPUs", "difference, 95 % over sequences")
-        header = ("recipe", "seed", *shown, "gap to BF16 on one", f"on {several}")
-        parts += [f"**{model}, {tokens:,} tokens**: held-out loss, nats per token", table(header, body)]
+            difference = f"{100 * row['gap'] / alone:+z.2f} %{within}"
+            gaps = ["" if recipe == BF16 else _beside_bf16(losses, recipe, seed, count) for count in (1, ranks)]
+            figures = (f"{alone:.4f}", f"{row['heldout_loss']:.4f}", difference)
+            body.append((recipe, str(seed), str(ranks), *figures, *gaps))
+        parts += [f"**{model}, {tokens:,} tokens**: held-out loss, nats per token", table(SHARDED, body)]
     return "\n\n".join(parts)
+
+
+def _beside_bf16(losses: Mapping[tuple[str, int, int], float], recipe: str, seed: int, ranks: int) -> str:
+    bf16 = losses.get((BF16, seed, ranks))
+    return "" if bf16 is None else f"{100 * (losses[recipe, seed, ranks] / bf16 - 1):+z.2f} %"
 
 
 def _by_seed(rows: Sequence[Row]) -> dict[int, float]:

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from cyclopts import Parameter
-from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.models.factory import model_name
 from octavo_bench import ladder, ladder_plots, results
 from octavo_bench.cli import TO_STDOUT, Output, command_line, known
+from octavo_bench.evidence import stored_curve
 from octavo_bench.installed_text import InstalledText, installed_text
 from octavo_bench.ladder import FIRST_SEED, FRESH, KIND, PROTOCOL, SIZES, read_rows, report, under
 from octavo_bench.lanes import (
@@ -48,8 +48,6 @@ from octavo_bench.lanes import (
 )
 from octavo_bench.results import Row
 
-POINTS = 40
-"""Points of a stored curve of training loss, each the mean of its part of the run."""
 COMMITTED = Path(__file__).parents[1] / "results"
 
 
@@ -334,13 +332,8 @@ class Study:
         if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
             row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}
-        row["training_loss"] = curve(losses)
+        row["training_loss"] = stored_curve(losses)
         return row
-
-
-def curve(losses: Tensor) -> list[float]:
-    """Return the training loss as `POINTS` means of equal parts of the run, or as it is if it has fewer steps."""
-    return [round(float(part.mean()), 5) for part in losses.tensor_split(min(POINTS, len(losses)))]
 
 
 def machine(device: torch.device) -> str:

@@ -157,6 +157,7 @@ MAY_FAIL = (
 """Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
 SUBJECTS = {
     "clients": ("client",),
+    "data-parallel": ("model", "tokens", "recipe", "seed", "ranks"),
     "distributed": ("workload", "layout", "ranks"),  # each beside BF16 of its own
     "faults": ("fault", "configuration"),
     "ladder": ("protocol", "model", "tokens", "condition", "recipe", "seed", "text", "machine"),

@@ -24,9 +24,10 @@ from cyclopts import Parameter
 
 from octavo.errors import ConfigError, RunError
 from octavo.models.factory import model_name
+from octavo.recipes import load as load_recipe
 from octavo.train.files import read_metrics
 from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, numbers
-from octavo_bench.evidence import equal_loss, over_sequences, read_curve
+from octavo_bench.evidence import equal_loss, over_sequences, read_curve, stored_curve
 from octavo_bench.measured import data_parallel_of, parity_of, tiers_of
 from octavo_bench.results import Row
 
@@ -52,7 +53,7 @@ class Job(NamedTuple):
 @dataclass
 class _Worker:
     job: Job
-    slot: int
+    slots: list[int]
     process: subprocess.Popen[bytes]
     run: Path
     started: float = field(default_factory=time.monotonic)
@@ -73,7 +74,7 @@ def run_all(
     Args:
         arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
         out: directory for the runs, one below it for each.
-        slots: runs at a time; one of a single rank in slot i sees GPU i alone, or shares it if there are fewer.
+        slots: processes at a time; a run of one rank in slot i sees GPU i alone, or shares one if there are fewer.
         report: called with a line of progress.
 
     Raises:
@@ -86,13 +87,14 @@ def run_all(
     free = list(range(slots))
     try:
         while waiting or running:
-            while waiting and free:
-                running.append(_start(waiting.pop(0), free.pop(0), arguments, out))
+            while waiting and len(free) >= (wanted := min(waiting[0].ranks, slots)):
+                running.append(_start(waiting.pop(0), free[:wanted], arguments, out))
+                del free[:wanted]
                 report(f"{running[-1].job.name}: started")
             time.sleep(0.5)
             for worker in [w for w in running if w.process.poll() is not None]:
                 running.remove(worker)
-                free.append(worker.slot)
+                free += worker.slots
                 report(_finish(worker))
     finally:
         for worker in running:
@@ -109,27 +111,36 @@ def _claim(out: Path, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{out}: holds a study with other settings ({study}). Name another directory with --out.")
 
 
-def _start(job: Job, slot: int, arguments: Sequence[str], out: Path) -> _Worker:
+def _start(job: Job, slots: list[int], arguments: Sequence[str], out: Path) -> _Worker:
     run = out / job.name
     run.mkdir(parents=True, exist_ok=True)
     flags = [*job.flags, "--out", str(run), "--no-twin", "--overwrite"]
-    gpu = {"CUDA_VISIBLE_DEVICES": str(slot % max(torch.cuda.device_count(), 1))} if job.ranks == 1 else {}
     with (run / "output.log").open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, *job.launcher, "octavo", "train", *arguments, *flags],
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **gpu},
+            env={**os.environ, **(_one_gpu(slots[0]) if job.ranks == 1 else {})},
         )
-    return _Worker(job=job, slot=slot, process=process, run=run)
+    return _Worker(job=job, slots=slots, process=process, run=run)
+
+
+def _one_gpu(slot: int) -> dict[str, str]:
+    """Return the variable that shows a process one of the GPUs that this one sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count()))) or "0"
+    names = visible.split(",")
+    return {"CUDA_VISIBLE_DEVICES": names[slot % len(names)]}
 
 
 def _finish(worker: _Worker) -> str:
     seconds = time.monotonic() - worker.started
     if worker.process.returncode:
-        log = (worker.run / "output.log").read_text(encoding="utf-8", errors="replace")
-        last = (log.strip().splitlines() or ["(no output)"])[-1]
-        raise RunError(f"{worker.job.name}: exit code {worker.process.returncode}. Its last line: {last}")
+        path = worker.run / "output.log"
+        last = (path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["(no output)"])[-1]
+        told = (
+            f"Its last line: {last}" if worker.job.ranks == 1 else f"Its output: {path}"
+        )  # torchrun's own line is last
+        raise RunError(f"{worker.job.name}: exit code {worker.process.returncode}. {told}")
     summary, _ = read_run(worker.run)
     loss = summary.get("heldout_loss_fp8") or summary["heldout_loss_bf16"]
     return f"{worker.job.name}: held-out loss {loss:.4f} after {seconds:.0f} s"
@@ -321,10 +332,6 @@ def _tier_row(tier: str, seed: int, out: Path) -> Row:
     return row | _gap(heldout_losses(run, "fp8"), heldout_losses(peer, "fp8"))
 
 
-POINTS = 50
-"""Points of a stored curve of training loss, each the mean of the logged losses in its part of the run."""
-
-
 def run_data_parallel(
     arguments: Sequence[str],
     recipes: Sequence[str],
@@ -342,7 +349,7 @@ def run_data_parallel(
 
     Args:
         arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
-        ranks: number of the several.
+        ranks: number of ranks of the sharded runs.
         out, slots, report: as for `run_all`.
 
     Raises:
@@ -366,8 +373,7 @@ def run_data_parallel(
 
 def _curve(run: Path, lane: str) -> list[float]:
     lines = [line.get(f"loss_{lane}") for line in read_metrics(run / "metrics.jsonl")]
-    losses = torch.tensor([loss for loss in lines if loss is not None], dtype=torch.float64)
-    return [round(float(part.mean()), 5) for part in losses.tensor_split(min(POINTS, len(losses)))]
+    return stored_curve(torch.tensor([loss for loss in lines if loss is not None], dtype=torch.float64))
 
 
 @Parameter(name="*")
@@ -382,7 +388,7 @@ class Runs:
     steps: int | None = None
     """Steps of each run, in place of the preset's."""
     slots: int | None = None
-    """Runs at a time; by default one per GPU."""
+    """Processes at a time; by default one per GPU."""
 
     @property
     def shared(self) -> list[str]:
@@ -508,8 +514,14 @@ def data_parallel(
         Directory for the runs.
     """
     if ranks < 2:
-        raise ConfigError(f"--ranks: {ranks} rank has no other to be compared with. Take two or more.")
-    names, seeds = recipes.split(","), numbers(runs.seeds)
+        raise ConfigError(f"--ranks: a sharded run needs two or more ranks, not {ranks}.")
+    if 0 < torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"--ranks: {ranks} ranks need as many GPUs, and this machine has {torch.cuda.device_count()}."
+        )
+    names, seeds = [*dict.fromkeys(recipes.split(","))], numbers(runs.seeds)
+    for name in names:
+        load_recipe(name, "--recipes")
     rows = run_data_parallel(runs.shared, names, seeds, ranks, out=out, slots=runs.at_a_time, report=output.say)
     output.say(data_parallel_of(rows))
     line = command_line("octavo bench data-parallel", recipes=recipes, ranks=ranks, seeds=runs.seeds)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from octavo.errors import ConfigError
-from octavo_bench import results
+from octavo_bench import results, study
 from octavo_bench.cli import bench
 from octavo_bench.measured import data_parallel_of
 from octavo_bench.results import Row
@@ -50,12 +51,12 @@ def test_the_table_has_both_differences() -> None:
     rows[1] |= {"gap": 0.02, "gap_95": 0.01}
     rows[3] |= {"gap": -0.1}
     *_, bf16, folded = data_parallel_of(rows).splitlines()
-    assert bf16 == "| bf16 | 0 | 2.0000 | 2.0200 | +1.00 % ± 0.50 % |  |  |"
-    assert folded == "| folded | 0 | 2.1000 | 2.0000 | -4.76 % | +5.00 % | -0.99 % |"
+    assert bf16 == "| bf16 | 0 | 2 | 2.0000 | 2.0200 | +1.00 % ± 0.50 % |  |  |"
+    assert folded == "| folded | 0 | 2 | 2.1000 | 2.0000 | -4.76 % | +5.00 % | -0.99 % |"
 
 
 def test_one_rank_has_nothing_beside_it() -> None:
-    with pytest.raises(ConfigError, match="--ranks: 1 rank"):
+    with pytest.raises(ConfigError, match="--ranks: a sharded run needs two"):
         data_parallel(ranks=1)
 
 
@@ -63,3 +64,49 @@ def test_a_flag_leaves_the_other_flags_at_the_defaults_of_this_study() -> None:
     _, bound, *_ = bench.parse_args(["data-parallel", "--steps", "5"])
     runs = bound.arguments["runs"]
     assert (runs.steps, runs.seeds, runs.preset) == (5, "0", "parity-10m-cuda")
+
+
+def test_unknown_recipes_are_named_before_anything_is_trained() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'folded'"):
+        data_parallel(recipes="bf16,foldd")
+
+
+def test_a_run_of_one_rank_sees_one_of_the_gpus_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert [study._one_gpu(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["2", "5", "2"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [study._one_gpu(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0", "1", "0"]
+
+
+def test_a_run_of_several_ranks_waits_for_as_many_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: dict[str, list[str]] = {}
+    running: list[str] = []
+
+    class Process:
+        returncode = 0
+        polls = 0
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def poll(self) -> int | None:
+            self.polls += 1
+            if self.polls < 2:
+                return None
+            running.remove(self.name)
+            return 0
+
+        def terminate(self) -> None: ...
+
+    def start(job: study.Job, slots: list[int], arguments: object, out: Path) -> study._Worker:
+        running.append(job.name)
+        beside[job.name] = [*running]
+        return study._Worker(job=job, slots=slots, process=Process(job.name), run=out)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(study, "_start", start)
+    monkeypatch.setattr(study, "_finish", lambda worker: "")
+    monkeypatch.setattr(study.time, "sleep", lambda seconds: None)
+    jobs = [study.Job("a", ()), study.Job("b", ()), study.Job("both", (), 2), study.Job("c", ())]
+    study.run_all(jobs, [], out=tmp_path, slots=2, report=lambda line: None)
+    assert beside == {"a": ["a"], "b": ["a", "b"], "both": ["both"], "c": ["c"]}

@@ -11,7 +11,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo_bench import ladder, ladder_plots, results, spreads
-from octavo_bench.evidence import at_any_time, errors_at_any_time, student
+from octavo_bench.evidence import at_any_time, errors_at_any_time, fit, student
 from octavo_bench.lanes import BF16, NULL
 from octavo_bench.results import Row
 
@@ -286,29 +286,36 @@ def test_a_gap_is_worth_the_compute_that_would_lower_bf16s_loss_as_much(tmp_path
     assert [line.split(" | ")[-1] for line in lines] == ["4.1 % |"] * 2  # by the slope of large models: exp(0.04) - 1
 
 
-def test_gaps_of_three_sizes_are_extended_by_a_line_through_their_means(tmp_path: Path) -> None:
+def test_gaps_of_four_sizes_are_extrapolated_by_a_line_through_their_means(tmp_path: Path) -> None:
     rows: list[Row] = []
-    gaps = {"1m": 0.1, "3m": 0.2, "10m": 0.15}
+    gaps = {"1m": 0.1, "3m": 0.2, "10m": 0.15, "30m": 0.3}
     for name, gap in gaps.items():
         own = ladder.SIZES[name]
         size = {"model": ladder.model_name("llama", own.parameters), "tokens": own.tokens, "condition": "half"}
-        for seed, off in ((0, -0.01), (1, 0.01)):
-            rows += [row | size for row in block(seed, bf16=1.0, null=1.0, folded=1 + (gap + off) / 100)]
-        if name != "1m":
-            rows += [row | size | {"condition": "quarter"} for row in block(0, bf16=1.0, null=1.0, folded=1.1)]
+        for seed, off in ((0, -0.01), (1, 0.01), (2, 0.0)):
+            losses = {"bf16": 1.0, "null": 1.0, "folded": 1 + (gap + off) / 100}
+            losses |= {"block": 1.1} if name != "30m" else {}  # three sizes make no line
+            losses |= {"rowwise": 1.1} if name != "30m" or seed else {}  # nor does a size of two pairs
+            rows += [row | size for row in block(seed, **losses, tensorwise=1.1)]
+    del rows[-1]["fresh_loss"], rows[-1]["heldout_loss"]
+    rows[-1]["error"] = "tensorwise diverged"  # nor does a recipe that diverged in one of its blocks
     results.write(results.made_today("ladder", rows, "x", device="cpu"), tmp_path)
-    (line,) = ladder.trend_table(tmp_path).splitlines()[2:]  # two sizes make no line
+    (line,) = ladder.trend_table(tmp_path).splitlines()[2:]
     x = [math.log10(ladder.SIZES[name].parameters) for name in gaps]
-    expected = line_by_matrices(x, [*gaps.values()], 9.0)
-    assert line.split(" | ")[3] == "2, 2, 2"
-    assert line.split(" | ")[6] == expected
+    assert line.split(" | ")[:4] == ["| half", "folded", "llama-923k to llama-29m", "3, 3, 3, 3"]
+    assert line.split(" | ")[6] == line_by_matrices(x, [*gaps.values()], 9.0)
+
+
+def test_two_points_make_no_line() -> None:
+    with pytest.raises(ConfigError, match="three or more"):
+        fit([1.0, 2.0], [0.0, 1.0])
 
 
 def line_by_matrices(x: list[float], y: list[float], at: float) -> str:
-    """By matrices: the mean of y at a point, and its 95 % interval with one degree of freedom."""
-    design = np.stack([np.ones(3), x], 1)
+    """By matrices: the mean of y at a point, and its 95 % interval with two degrees of freedom."""
+    design = np.stack([np.ones(4), x], 1)
     inverse = np.linalg.inv(design.T @ design)
     weights = inverse @ design.T @ np.array(y)
-    variance = np.square(np.array(y) - design @ weights).sum()
+    variance = np.square(np.array(y) - design @ weights).sum() / 2
     point = np.array([1.0, at])
-    return f"{point @ weights:+.2f} % ± {12.706 * math.sqrt(variance * (point @ inverse @ point)):.2f} %"
+    return f"{point @ weights:+.2f} % ± {4.303 * math.sqrt(variance * (point @ inverse @ point)):.2f} %"

@@ -111,7 +111,7 @@ def test_one_device_has_nobody_to_send_to() -> None:
 def test_the_gpus_of_this_machine() -> None:
     found = run_check(collectives.collectives, Machine(torch.device("cuda", 0))).finding
     if torch.cuda.device_count() > 1:  # a gather beside other tests may be slow, and a warning says so
-        assert found.verdict == "ok" or "a gather runs at" in found.seen, found
+        assert found.verdict in ("ok", "warning") and "a gather runs at" in found.seen, found
     else:
         assert found.verdict == "skipped", found
     assert not dist.is_initialized()
