@@ -529,7 +529,7 @@ def states_of(arm: str) -> str | None:
     return states_named(changes["states"]).name if changes else None
 
 
-def _outside(arm: str, table: str) -> dict[str, str]:
+def _outside(arm: str, table: str) -> dict[str, Any]:
     """Return the values of an arm's changes in a table of `OUTSIDE`, by option.
 
     Raises:
