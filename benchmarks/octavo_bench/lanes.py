@@ -310,7 +310,7 @@ class Lane:
             buffer.copy_(initial)
         for state in self.optimizer.state.values():
             for tensor in state.values():
-                tensor.zero_()
+                tensor.zero_()  # as before the first step: counts, moments, and of a tier codes and scales
         self._losses.zero_()
         self._at.zero_()
 
@@ -390,17 +390,18 @@ class Lane:
 
 
 def _import_in_place(optimizer: AdamW, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Round FP32 moments of `torch.optim.AdamW` to an optimizer's own states, in the memory that a graph knows."""
+    """Round FP32 moments of `torch.optim.AdamW` to the tiers of an optimizer, at the addresses that graphs hold.
+
+    Rounds to nearest, as `import_state_dict` does, which replaces the state tensors.
+    """
+    numbers = {entry.parameter: entry.number for entry in optimizer.entries()}
     held = {parameter: dict(optimizer.state[parameter]) for parameter in moments}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {parameter: number for number, parameter in enumerate(parameters)}
-    groups = [{"params": [numbers[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
     state = {numbers[parameter]: own for parameter, own in moments.items()}
-    optimizer.import_state_dict({"state": state, "param_groups": groups})
+    optimizer.import_state_dict({**optimizer.state_dict(), "state": state})
     for parameter, tensors in held.items():
         for name, tensor in tensors.items():
             tensor.copy_(optimizer.state[parameter][name])
-        optimizer.state[parameter] = tensors or optimizer.state[parameter]
+        optimizer.state[parameter] = tensors or optimizer.state[parameter]  # none before the first step
 
 
 def _split(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -469,8 +470,15 @@ def add_outliers(model: nn.Module, factor: float) -> None:
         mlp.get_parameter("w1.weight")[::OUTLIERS_EVERY] = mlp.get_parameter("w3.weight")[::OUTLIERS_EVERY]
 
 
-OUTSIDE = ("policy", "run", "optimizer")
-"""Sections of an arm's changes outside its recipe."""
+OPTIONS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("memory", *SAVED), str),
+    "bf16_blocks": lambda text: tuple(int(count) if count.isdigit() else -1 for count in text.split("/")),
+    "keep": lambda text: dict.fromkeys(text.split("/"), KEPT),
+}
+"""Options of the policy that an arm may change, and how each is read: `policy.bf16_blocks=1/1`, `policy.keep=*.wo`."""
+KEPT = "kept by the arm"
+OUTSIDE = {"policy": (*OPTIONS,), "run": ("last_share", "last_recipe"), "optimizer": ("states",)}
+"""Tables outside the recipe that an arm may change, and the options of each."""
 
 
 def recipe_of(arm: str) -> Recipe:
@@ -484,25 +492,13 @@ def recipe_of(arm: str) -> Recipe:
     return recipes.load({"base": name, "name": arm, **changes} if changes else name, f"--recipes: {arm}")
 
 
-OPTIONS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("memory", *SAVED), str),
-    "bf16_blocks": lambda text: tuple(int(count) if count.isdigit() else -1 for count in text.split("/")),
-    "keep": lambda text: dict.fromkeys(text.split("/"), KEPT),
-}
-"""Options of the policy that an arm may change, and how each is read: `policy.bf16_blocks=1/1`, `policy.keep=*.wo`."""
-KEPT = "kept by the arm"
-
-
 def policy_of(arm: str) -> Policy:
     """Return the policy of an arm: every layer in FP8, and what differs from it, as in `folded+policy.memory=low`.
 
     Raises:
         ConfigError: there is no such option or value.
     """
-    options = {}
-    for name, text in _parse(arm)[1].get("policy", {}).items():
-        options[name] = OPTIONS[known("--recipes", name, [*OPTIONS], "option of a policy")](text)
-    return Policy(min_gain=0.0, **options)
+    return Policy(min_gain=0.0, **{name: OPTIONS[name](text) for name, text in _outside(arm, "policy").items()})
 
 
 def schedule_of(arm: str, steps: int) -> LoopConfig:
@@ -511,9 +507,7 @@ def schedule_of(arm: str, steps: int) -> LoopConfig:
     Raises:
         ConfigError: the share is no number from 0 to 1, there is no such recipe, or another option of a run is changed.
     """
-    changes = {} if arm in (BF16, NULL) else _parse(arm)[1].get("run", {})
-    for name in changes:
-        known("--recipes", name, ["last_share", "last_recipe"], "option of a run")
+    changes = _outside(arm, "run")
     recipes.load(changes.get("last_recipe", "bf16"), f"--recipes: {arm}")
     try:
         share = float(changes.pop("last_share", 0.0))
@@ -525,16 +519,26 @@ def schedule_of(arm: str, steps: int) -> LoopConfig:
 def states_of(arm: str) -> str | None:
     """Return the tier of an arm's optimizer states, as in `folded+optimizer.states=fp8`; None for PyTorch's AdamW.
 
-    The weights stay in FP32, so that no tier has a master beside them. Small parameters, embeddings and heads have the
-    tiers that `octavo.optim.keep_small` gives them.
+    The weights stay FP32 and are their own masters, so a tier changes only the moments: `fp8-min` is `fp8` here. Small
+    parameters, embeddings, heads and routers have the tiers that `octavo.optim.keep_small` gives them, in every tier.
 
     Raises:
         ConfigError: there is no such tier, or another option of the optimizer is changed.
     """
-    changes = {} if arm in (BF16, NULL) else _parse(arm)[1].get("optimizer", {})
-    for name in changes:
-        known("--recipes", name, ["states"], "option of an optimizer")
+    changes = _outside(arm, "optimizer")
     return states_named(changes["states"]).name if changes else None
+
+
+def _outside(arm: str, table: str) -> dict[str, Any]:
+    """Return the values of an arm's changes in a table of `OUTSIDE`, by option.
+
+    Raises:
+        ConfigError: there is no such option, or a change is not TABLE.OPTION=VALUE.
+    """
+    changes = {} if arm in (BF16, NULL) else _parse(arm)[1].get(table, {})
+    if not isinstance(changes, dict) or any(isinstance(value, dict) for value in changes.values()):
+        raise ConfigError(f"--recipes: '{arm}': write {table}.OPTION=VALUE. Options: {', '.join(OUTSIDE[table])}.")
+    return {known("--recipes", name, OUTSIDE[table], f"{table} option"): value for name, value in changes.items()}
 
 
 def _parse(arm: str) -> tuple[str, dict[str, Any]]:
@@ -549,6 +553,8 @@ def _parse(arm: str) -> tuple[str, dict[str, Any]]:
         inner = mapping
         for key in outer:
             inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--recipes: '{change}' in '{arm}': '{key}' has a value already.")
         inner[last] = value
     return name, mapping
 

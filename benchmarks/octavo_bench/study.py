@@ -135,12 +135,10 @@ def _one_gpu(slot: int) -> dict[str, str]:
 def _finish(worker: _Worker) -> str:
     seconds = time.monotonic() - worker.started
     if worker.process.returncode:
-        path = worker.run / "output.log"
-        last = (path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["(no output)"])[-1]
-        told = (
-            f"Its last line: {last}" if worker.job.ranks == 1 else f"Its output: {path}"
-        )  # torchrun's own line is last
-        raise RunError(f"{worker.job.name}: exit code {worker.process.returncode}. {told}")
+        log = (worker.run / "output.log").read_text(encoding="utf-8", errors="replace")
+        lines = log.strip().splitlines() or ["(no output)"]
+        last = next((line for line in lines if line.startswith("octavo: error")), lines[-1])  # torchrun's come after it
+        raise RunError(f"{worker.job.name}: exit code {worker.process.returncode}. Its last line: {last}")
     summary, _ = read_run(worker.run)
     loss = summary.get("heldout_loss_fp8") or summary["heldout_loss_bf16"]
     return f"{worker.job.name}: held-out loss {loss:.4f} after {seconds:.0f} s"

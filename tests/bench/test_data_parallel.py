@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RunError
 from octavo_bench import results, study
 from octavo_bench.cli import bench
 from octavo_bench.measured import data_parallel_of
@@ -25,7 +25,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], 
     return run_data_parallel(shared, ["bf16", "folded"], [0], 2, out=folder / "out", slots=4, report=lambda line: None)
 
 
-def test_one_and_two_ranks_have_the_same_losses_but_for_the_order_of_sums(rows: list[Row]) -> None:
+def test_one_and_two_ranks_have_the_same_losses_but_for_rounding(rows: list[Row]) -> None:
     assert [(row["recipe"], row["ranks"]) for row in rows] == [
         ("bf16", 1),
         ("bf16", 2),
@@ -35,7 +35,7 @@ def test_one_and_two_ranks_have_the_same_losses_but_for_the_order_of_sums(rows: 
     results.Result(kind="data-parallel", date="2026-11-23", hardware="x", versions={}, command="c", rows=tuple(rows))
     for alone, shared in (rows[:2], rows[2:]):
         assert len(shared["training_loss"]) == 6 and shared["tokens"] == alone["tokens"]
-        assert shared["training_loss"] == pytest.approx(alone["training_loss"], rel=2e-3)
+        assert shared["training_loss"] == pytest.approx(alone["training_loss"], rel=5e-4)
         assert shared["gap"] == pytest.approx(shared["heldout_loss"] - alone["heldout_loss"], abs=1e-6)
         assert "gap" not in alone
     other = abs(rows[0]["training_loss"][-1] / rows[0]["training_loss"][0] - 1)
@@ -53,6 +53,12 @@ def test_the_table_has_both_differences() -> None:
     *_, bf16, folded = data_parallel_of(rows).splitlines()
     assert bf16 == "| bf16 | 0 | 2 | 2.0000 | 2.0200 | +1.00 % ± 0.50 % |  |  |"
     assert folded == "| folded | 0 | 2 | 2.1000 | 2.0000 | -4.76 % | +5.00 % | -0.99 % |"
+
+
+def test_an_error_of_ranks_is_told_in_their_words_not_torchruns(tmp_path: Path) -> None:
+    job = study.Job("bad", ("--recipe", "nonsense"), ranks=2)
+    with pytest.raises(RunError, match=r"bad: exit code 1.*unknown recipe 'nonsense'"):
+        study.run_all([job], ["--preset", "tiny", "--device", "cpu"], out=tmp_path, report=lambda line: None)
 
 
 def test_one_rank_has_nothing_beside_it() -> None:

@@ -35,6 +35,24 @@ def test_an_upload_does_not_wait_for_the_gpu():
     assert torch.equal(there.cpu(), tensor)
 
 
+@pytest.mark.gpu
+def test_the_same_step_before_each_capture_is_enough() -> None:
+    uploads, graphs = PinnedStaging(), []
+
+    def table(value: int) -> torch.Tensor:
+        return uploads("a", value, lambda: torch.tensor([value]), torch.device("cuda"))
+
+    for value in (1, 2):
+        table(0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = table(value)
+        graphs.append((value, graph, captured))
+    for value, graph, captured in graphs:
+        graph.replay()
+        assert captured.item() == value
+
+
 def test_what_is_on_the_cpu_is_there() -> None:
     x = torch.randn(3, 2)
     coming = AsyncHostCopy(x)

@@ -88,4 +88,5 @@ class PinnedStaging:
                 "parameters before the capture."
             )
         self._captured.append(spare.copy_(table))
+        self._tables.pop(name, None)  # so that the next step pins memory for another capture
         return spare.to(device, non_blocking=True)
