@@ -5,11 +5,8 @@ Each kind of measurement is a file with its command. A file is imported when its
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +16,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from octavo.cli.lazy import add_commands
 from octavo.errors import ConfigError, did_you_mean
 from octavo_bench.results import Row
 
@@ -57,7 +55,8 @@ COMMANDS = {
 }
 """File and function by name."""
 
-bench = App(name="bench", help="Measure speed and accuracy, and write the result files that the tables are made from.")
+bench = App(name="bench")
+add_commands(bench, "octavo_bench", COMMANDS)
 
 
 @Parameter(name="*")
@@ -180,17 +179,3 @@ def command_line(*words: str, **flags: Any) -> str:
             shown = "" if one is True else f' "{one}"' if " " in str(one) else f" {one}"
             words = (*words, f"--{name.replace('_', '-')}{shown}")
     return " ".join(words)
-
-
-def _register(name: str, module: str, function: str) -> None:
-    """Add a command with its docstring up to the parameters as help, from the source: importing it may load PyTorch."""
-    source = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
-    found = next(node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == function)
-    text = inspect.cleandoc(ast.get_docstring(found) or "").split("\nParameters\n")[0]
-    about, _, examples = re.split(r"(Examples:|For example:)", text) if "xample" in text else (text, "", "")
-    epilogue = f"Examples:\n{examples.rstrip()}" if examples else None
-    bench.command(f"octavo_bench.{module}:{function}", name=name, help=about.strip(), help_epilogue=epilogue)
-
-
-for _name, _place in COMMANDS.items():
-    _register(_name, *_place.split(":"))

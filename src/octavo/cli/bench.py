@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from cyclopts import App, Parameter
 
 from octavo.errors import UnsupportedError
 
+HELP = "Measure speed and accuracy, and write the result files that the tables are made from."
 PACKAGE = "octavo_bench"
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 """Its folder, when this file is in a clone."""
@@ -29,15 +29,12 @@ def is_here() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
-def bench() -> App:
-    """Return the command with its subcommands; outside the repository, one that says where they are."""
+def add_bench(app: App) -> None:
+    """Add the command with its subcommands to an app; outside the repository, one that says where they are."""
     if is_here():
-        commands: App = importlib.import_module(f"{PACKAGE}.cli").bench
-        return commands
-    stub = App(name="bench", help=f"Measure speed and accuracy. {ELSEWHERE}")
+        app.command(f"{PACKAGE}.cli:bench", name="bench", help=HELP)
+        return
 
-    @stub.default
+    @app.command(name="bench", help=f"{HELP} {ELSEWHERE}")
     def elsewhere(*words: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
         raise UnsupportedError(ELSEWHERE)
-
-    return stub

@@ -7,7 +7,6 @@ OCTAVO_DEBUG=1 in the environment shows tracebacks.
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import sys
@@ -18,15 +17,8 @@ from cyclopts import App, CycloptsError, Parameter
 
 from octavo import __version__
 from octavo._util.terminal import printable, say
-from octavo.cli.bench import bench
-from octavo.cli.calibrate import calibrate
-from octavo.cli.doctor import doctor
-from octavo.cli.eval import eval_
-from octavo.cli.localize import localize
-from octavo.cli.pilot import pilot
-from octavo.cli.plan import plan, recipes
-from octavo.cli.runs import dashboard, dump, export, report
-from octavo.cli.train import train
+from octavo.cli.bench import add_bench
+from octavo.cli.lazy import add_commands
 from octavo.errors import OctavoError
 
 HELP = """Train models in FP8.
@@ -40,17 +32,26 @@ Start with:
 Set OCTAVO_DEBUG=1 to see tracebacks.
 """
 
+COMMANDS = {
+    "train": "train:train",
+    "plan": "plan:plan",
+    "pilot": "pilot:pilot",
+    "calibrate": "calibrate:calibrate",
+    "doctor": "doctor:doctor",
+    "recipes": "plan:recipes",
+    "dump": "runs:dump",
+    "dashboard": "runs:dashboard",
+    "report": "runs:report",
+    "localize": "localize:localize",
+    "export": "runs:export",
+    "eval": "eval:eval_",
+}
+"""`module:function` of each command, by name."""
+
 
 def _default(value: object) -> str | None:
     """Return a default as the help shows it. Empty ones, and switches that are off, are not shown."""
     return str(value) if value not in (None, False, "", ()) else None
-
-
-def _unwrapped(doc: str) -> str:
-    """Return a docstring with each paragraph before the parameters on one line, which the terminal wraps."""
-    about, mark, parameters = doc.partition("\n\nParameters\n")
-    paragraphs = (text if text.startswith("    ") else " ".join(text.split()) for text in about.split("\n\n"))
-    return "\n\n".join(paragraphs) + mark + parameters
 
 
 app = App(
@@ -61,10 +62,8 @@ app = App(
     default_parameter=Parameter(show_default=_default),
     suppress_keyboard_interrupt=False,
 )
-FINISHED = dump, dashboard, report, localize, export, eval_  # commands on runs
-for command in (train, plan, pilot, calibrate, doctor, recipes, *FINISHED):
-    app.command(command, help=_unwrapped(inspect.getdoc(command) or ""))
-app.command(bench())
+add_commands(app, "octavo.cli", COMMANDS)
+add_bench(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -74,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     if "--help-all" in given:
-        for command in (train, plan, calibrate):
+        from octavo.cli import calibrate, plan, train
+
+        for command in (train.train, plan.plan, calibrate.calibrate):
             command.show_all()  # type: ignore[attr-defined]
         given = ["--help" if word == "--help-all" else word for word in given]
     if isinstance(sys.stdout, io.TextIOWrapper):
