@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from octavo.cli import bench as command
 from octavo.errors import ConfigError, UnsupportedError
@@ -89,8 +90,10 @@ def test_outside_the_repository_a_message_says_where_the_benchmarks_are(
 ) -> None:
     monkeypatch.setattr(command, "PACKAGE", "octavo_bench_of_a_clone")
     monkeypatch.setattr(command, "BENCHMARKS", tmp_path)
+    app = App()
+    command.add_bench(app)
     with pytest.raises(UnsupportedError, match="clone the repository"):
-        command.bench()(["step", "--only", "x"], exit_on_error=False, print_error=False)
+        app(["bench", "step", "--only", "x"], exit_on_error=False, print_error=False)
 
 
 def test_rows_of_a_measurement_that_was_stopped_replace_no_result(tmp_path: Path) -> None:
