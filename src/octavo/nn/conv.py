@@ -27,7 +27,7 @@ from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn import functional
 from octavo.nn.adopted import Adopted
-from octavo.nn.functional import compute_dtype, quantize_operand
+from octavo.nn.functional import SavedWeights, compute_dtype, quantize_operand
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import StatsSlot, patches_of, stats_buffer_of
 from octavo.numerics import Quantized
@@ -95,17 +95,18 @@ class _Convolution(torch.autograd.Function):
         x, weight, window, recipe, dtype, stats = inputs
         x = x.contiguous()
         ctx.set_materialize_grads(False)
-        ctx.window, ctx.recipe, ctx.dtype, ctx.stats, ctx.folds = window, recipe, dtype, stats, False
+        ctx.window, ctx.recipe, ctx.dtype, ctx.stats = window, recipe, dtype, stats
         if not recipe.fprop.is_fp8:
-            ctx.save_for_backward(x, weight)
+            ctx.save_for_backward(x, weight, None, None, None)
             return _high_precision(x, weight, window, dtype)
         patches = _quantize(x, window, recipe.fprop.input)
-        folds = recipe.folds("wgrad.input")
         w = functional.read_weights([weight], recipe)
         assert w is not None
-        ctx.folds = folds
-        saved_weight = functional.kept_weights(w, [weight], recipe) if ctx.needs_input_grad[0] else ()
-        ctx.save_for_backward(x, weight, *((patches.scale,) if folds else ()), *saved_weight)
+        saved = SavedWeights()
+        if ctx.needs_input_grad[0]:
+            saved = functional.save_weights(w, [weight], recipe)
+        scale = patches.scale if recipe.folds("wgrad.input") else None
+        ctx.save_for_backward(x, weight, scale, saved.codes, saved.scale)
         y_MN = functional.fprop([x], patches, w, [weight], recipe, dtype, stats, patches_of(window))[0]
         return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
 
@@ -114,12 +115,12 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        (x, weight, *rest), window, recipe, dtype = ctx.saved_tensors, ctx.window, ctx.recipe, ctx.dtype
+        x, weight, scale, w_codes, w_scale = ctx.saved_tensors
+        window, recipe, dtype = ctx.window, ctx.recipe, ctx.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dys = [dy.to(dtype).reshape(-1, dy.shape[-1])]
         by_fp8 = needs_weight and recipe.wgrad.is_fp8
-        scale, saved_weight = (rest[0], rest[1:]) if ctx.folds else (None, rest)
-        w = functional.Kept(saved_weight or [weight], (weight.shape[0],)) if needs_x else None
+        w = SavedWeights(w_codes, w_scale, [weight], (weight.shape[0],)) if needs_x else None
         patches = _quantize(x, window, recipe.wgrad.input, transposed=True, scale=scale) if by_fp8 else None
         g, h = functional.read_gradient(dys, scale, w, recipe, needs_weight)
         by_torch = needs_x and g is None, needs_weight and h is None

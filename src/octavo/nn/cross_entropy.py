@@ -28,15 +28,15 @@ from octavo.kernels.operator import call, define_packed, unpack
 from octavo.kernels.product import product
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import (
-    Input,
-    Kept,
+    InputSource,
+    QuantizedInput,
+    SavedInput,
     compute_dtype,
     fprop,
-    kept_weights,
     read_gradient,
     read_input,
     read_weights,
-    scale_of,
+    save_weights,
     transposed_input,
     transposed_weight,
 )
@@ -184,41 +184,42 @@ class _Head:
         self.dw_VK: Tensor | None = None
         """The sum over the chunks so far, FP32."""
         self._w = read_weights([weight_VK], recipe)
-        self._kept = Kept(kept_weights(self._w, [weight_VK], recipe, are_codes_kept=True), (weight_VK.shape[0],))
+        self._saved = save_weights(self._w, [weight_VK], recipe, are_codes_kept=True)
         self._dgrad_KV: Quantized | None = None
 
-    def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, Input]:
+    def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, QuantizedInput]:
         """Return the logits, and x as the GEMMs read it."""
         x_MK = x_MK if self.recipe.is_fp8 else x_MK.to(self.dtype)
-        x = read_input(x_MK, self.recipe, self.dtype, needs_weight)
+        x = read_input(InputSource(x_MK), self.recipe, self.dtype, needs_weight)
         logits_MV = fprop([x_MK], x.fprop, self._w, [self.weight_VK], self.recipe, self.dtype)[0]
         return logits_MV if self.bias_V is None else logits_MV.add_(self.bias_V), x
 
-    def backward(self, d_MV: Tensor, x: Input, needs_x: bool, needs_weight: bool) -> Tensor | None:
+    def backward(self, d_MV: Tensor, x: QuantizedInput, needs_x: bool, needs_weight: bool) -> Tensor | None:
         """Return dX if it is needed, and add this chunk's dW to `dw_VK` if that is."""
-        g, h = read_gradient([d_MV], scale_of(x.kept), self._kept if needs_x else None, self.recipe, needs_weight)
+        g, h = read_gradient([d_MV], x.saved.scale, self._saved if needs_x else None, self.recipe, needs_weight)
         if needs_weight:
-            self._add_wgrad(d_MV.t(), h, x.kept)
+            self._add_wgrad(d_MV.t(), h, x.saved)
         if not needs_x:
             return None
         if g is None:
             return product(d_MV, values(self.weight_VK, self.dtype))
         if self._dgrad_KV is None:  # made once for all chunks
-            self._dgrad_KV = transposed_weight(self._kept, self.recipe, g.codes)
+            self._dgrad_KV = transposed_weight(self._saved, self.recipe, g.codes)
         return kernels.gemm(g, self._dgrad_KV, self.dtype, self.recipe.dgrad.accumulate)
 
-    def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, kept: tuple[Tensor, ...]) -> None:
-        total, x = self.dw_VK, kept[0]
-        if h is None and on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):  # FP32 to the end
+    def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, saved: SavedInput) -> None:
+        total, x = self.dw_VK, saved.values
+        if h is None and x is not None and on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):  # FP32 to the end
             if total is None:
                 self.dw_VK = torch.mm(d_VM, x, out_dtype=torch.float32)
             else:
                 torch.addmm(total, d_VM, x, out_dtype=torch.float32, out=total)
             return
         if h is not None:
-            right = transposed_input(kept, self.recipe, h.codes)
+            right = transposed_input(saved, self.recipe, h.codes)
             part = kernels.gemm(h, right, self.dtype, self.recipe.wgrad.accumulate)
         else:
+            assert x is not None
             part = product(d_VM, x)
         self.dw_VK = part.float() if total is None else total.add_(part)
 

@@ -12,9 +12,8 @@ of inputs that were rounded once more.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +25,19 @@ from octavo.kernels.activation import INPUTS, Factors, Targets, activation, acti
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn.functional import (
-    Kept,
+    InputSource,
     Quantizer,
-    codes_of_input,
+    SavedInput,
+    SavedWeights,
+    codes_for,
     dgrad,
     fprop,
     input_fold,
-    kept_weights,
-    known_codes,
+    input_source,
     read_gradient,
     read_input,
     read_weights,
-    scale_of,
+    save_weights,
     unstack,
     weight_fold,
     wgrad,
@@ -84,27 +84,66 @@ def mlp(
         activation_inputs: what gate and up are kept in for backward: `bf16`, in `dtype` as they are, or `fp8`, E4M3
             codes with a power-of-two scale for 128 columns of a token.
     """
-    (inner, dtype, _, stats, keeps_input), (outer, _, _, down_stats, _) = quantizers
+    inner, outer = quantizers
     check_operands(x, weights[0])
-    x_MD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    given = codes_of_input(x, inner, prequantized)
-    attached = *known_codes(codes[0], weights[:-1]), *known_codes(codes[1], weights[-1:])
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
-    options = kind, inner, outer, dtype, keeps_codes, keeps_input
-    y_MD: Tensor = _MLP.apply(x_MD, *given, *attached, stats, down_stats, options, *weights)  # type: ignore[no-untyped-call]
+    options = _ForwardOptions(kind, inner.recipe, outer.recipe, inner.dtype, keeps_codes, inner.keeps_input)
+    y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
+        *input_source(x, inner.recipe, prequantized),
+        *codes_for(weights[:-1], codes[0]),
+        *codes_for(weights[-1:], codes[1]),
+        inner.stats_buffer,
+        outer.stats_buffer,
+        options,
+        *weights,
+    )
     return y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
+
+
+class _ForwardOptions(NamedTuple):
+    kind: str
+    inner: Recipe
+    outer: Recipe
+    dtype: torch.dtype
+    keeps_codes: bool
+    """Whether gate and up are saved as codes."""
+    keeps_input: bool
+    needs_inner: bool = False
+
+
+class _BackwardOptions(NamedTuple):
+    kind: str
+    inner: Recipe
+    outer: Recipe
+    dtype: torch.dtype
+    keeps_codes: bool
+    x_dtype: torch.dtype
+    sizes: tuple[int, ...]
+    """Number of tensors in each group that is saved."""
+    rows: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    needs_x: bool
+    needs_weights: tuple[bool, ...]
+
+
+_X = len(InputSource._fields)
+_WEIGHTS = _X + 7
+"""Index of the first weight among the arguments of `_MLP.apply`: fields of `InputSource`, codes and scale of gate and
+up, codes and scale of down, the stats buffers of both, options, *weights."""
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor | None:
-        *tensors, options = inputs[:_WEIGHTS]  # see `_Linears`
-        weights = inputs[_WEIGHTS:]
-        needs_inner = any(ctx.needs_input_grad[_WEIGHTS:-1])
-        (y_MD,), *saved = replay(_forward, (*options, needs_inner), (*tensors, *weights))
-        ctx.save_for_backward(*(tensor for part in saved for tensor in part))
-        ctx.sizes, ctx.stats, ctx.x_dtype = tuple([len(part) for part in saved]), tensors[-2:], inputs[0].dtype
-        ctx.options, ctx.parts = options[:-1], tuple([(weight.shape[0], weight.dtype) for weight in weights])
+    def forward(ctx: Any, *arguments: Any) -> Tensor | None:
+        *tensors, options = arguments[:_WEIGHTS]  # see `_Linears`
+        weights = arguments[_WEIGHTS:]
+        options = _ForwardOptions(*(*options[:-1], any(ctx.needs_input_grad[_WEIGHTS:-1])))
+        (y_MD,), *saved = replay(_forward, options, (*tensors, *weights))
+        ctx.save_for_backward(*(tensor for group in saved for tensor in group))
+        ctx.stats = tensors[-2:]
+        sizes = tuple([len(group) for group in saved])
+        rows, dtypes = tuple([w.shape[0] for w in weights]), tuple([w.dtype for w in weights])
+        ctx.options = *options[:5], tensors[0].dtype, sizes, rows, dtypes
         ctx.set_materialize_grads(False)
         return y_MD
 
@@ -114,49 +153,42 @@ class _MLP(torch.autograd.Function):
         if grad_outputs[0] is None:
             return (None,) * len(ctx.needs_input_grad)
         needs_x, needs_weights = needed_grads(ctx, _WEIGHTS)
-        options = *ctx.options, ctx.x_dtype, ctx.sizes, ctx.parts, needs_x, tuple(needs_weights)
+        options = _BackwardOptions(*(*ctx.options, needs_x, tuple(needs_weights)))
         (dx,), dws = replay(_backward, options, (*ctx.stats, grad_outputs[0], *ctx.saved_tensors))
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-_WEIGHTS = 13
-"""Which argument of `_MLP.apply` is the first weight."""
-
-
-def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
-    """Return the output, and what backward needs: of x, the scale of h, gate and up, and of the weights."""
+def _forward(options: _ForwardOptions, *tensors: Any) -> Result:
+    """Return the output, and what is saved: of x, the scale of h, gate and up, of their weights, and of down's."""
     kind, inner, outer, dtype, keeps_codes, keeps_input, needs_inner = options
-    x_MD, codes, scale, *source, w_codes, w_scale, down_codes, down_scale, stats, down_stats = tensors[: _WEIGHTS - 1]
-    weights = tensors[_WEIGHTS - 1 :]
-    given = None if codes is None else Quantized(codes, scale, inner.fprop.input.tile)
-    x = read_input(x_MD, inner, dtype, needs_inner, given, keeps_input=keeps_input, source=source)
-    w = read_weights(weights[:-1], inner, None if w_codes is None else (w_codes, w_scale))
-    down = read_weights(weights[-1:], outer, None if down_codes is None else (down_codes, down_scale))
+    source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
+    w_codes, w_scale, down_codes, down_scale, stats, down_stats = tensors[_X : _WEIGHTS - 1]
+    x = read_input(source, inner, dtype, needs_inner, keeps_input=keeps_input)
+    w = read_weights(weights[:-1], inner, w_codes, w_scale)
+    down = read_weights(weights[-1:], outer, down_codes, down_scale)
     assert w is not None and down is not None
-    before = fprop([x_MD], x.fprop, w, weights[:-1], inner, dtype, stats)
+    before = fprop([source.x], x.fprop, w, weights[:-1], inner, dtype, stats)
     hidden, inputs = activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
     return (
         fprop(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
-        x.kept,
+        x.saved,
         (hidden.scale,),
         inputs,
-        kept_weights(w, weights[:-1], inner, w_codes is not None),
-        kept_weights(down, weights[-1:], outer, down_codes is not None),
+        save_weights(w, weights[:-1], inner, w_codes is not None).tensors,
+        save_weights(down, weights[-1:], outer, down_codes is not None).tensors,
     )
 
 
-def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
+def _backward(options: _BackwardOptions, *tensors: Any) -> Result:
     """Return the gradients of x and of the weights."""
-    kind, inner, outer, dtype, keeps_codes, x_dtype, sizes, parts, needs_x, needs_weights = options
+    kind, inner, outer, dtype, keeps_codes, x_dtype, sizes, rows, dtypes, needs_x, needs_weights = options
     stats, down_stats, grad_output, *saved = tensors
-    kept, (hidden_scale,), inputs, w, down = _split(saved, sizes)
+    saved_x, (hidden_scale,), inputs, saved_w, saved_down = _split(saved, sizes)
+    x, w, down = SavedInput(*saved_x), _weights(saved_w, rows[:-1]), _weights(saved_down, rows[-1:])
     *needs_inner, needs_down = needs_weights
-    weight, down_weight = (
-        Kept(tensors, tuple([rows for rows, _ in of])) for tensors, of in ((w, parts[:-1]), (down, parts[-1:]))
-    )
     dy = [grad_output.to(dtype)]
-    g, h = read_gradient(dy, hidden_scale, down_weight, outer, needs_down)
-    d_hidden = dgrad(dy, g, down_weight, outer, dtype, down_stats)
+    g, h = read_gradient(dy, hidden_scale, down, outer, needs_down)
+    d_hidden = dgrad(dy, g, down, outer, dtype, down_stats)
     gradients = activation_backward(
         kind,
         d_hidden,
@@ -167,23 +199,28 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
             hidden=_hidden_target(outer) if needs_down else None,
         ),
         Factors(
-            rows=weight_fold(weight, inner) if needs_x else None,
-            columns=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
-            hidden=hidden_scale if needs_down and _scale_tells_codes(outer, keeps_codes) else None,
+            rows=weight_fold(w, inner) if needs_x else None,
+            columns=input_fold(x.scale, inner) if any(needs_inner) else None,
+            hidden=hidden_scale if needs_down and _scale_gives_codes(outer, keeps_codes) else None,
         ),
     )
     dx = None
     if needs_x:
-        dx = dgrad((d_hidden, *inputs), gradients.rows, weight, inner, dtype, stats, kind).to(x_dtype)
-    dws: list[Tensor | None] = [None] * len(parts)
+        dx = dgrad((d_hidden, *inputs), gradients.rows, w, inner, dtype, stats, kind).to(x_dtype)
+    dws: list[Tensor | None] = [None] * len(rows)
     if any(needs_inner):
-        cut = unstack(wgrad(dy, gradients.columns, kept, inner, dtype), parts[:-1])
-        dws[:-1] = [part if needed else None for part, needed in zip(cut, needs_inner, strict=True)]
+        parts = unstack(wgrad(dy, gradients.columns, x, inner, dtype), rows[:-1], dtypes[:-1])
+        dws[:-1] = [part if needed else None for part, needed in zip(parts, needs_inner, strict=True)]
     if needs_down:
         assert gradients.hidden is not None and h is not None
         hidden = kernels.without_scale(gradients.hidden) if outer.folds("wgrad.input") else gradients.hidden
-        dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(parts[-1][1])
+        dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(dtypes[-1])
     return (dx,), dws
+
+
+def _weights(tensors: Sequence[Any], rows: tuple[int, ...]) -> SavedWeights:
+    codes, scale, *weights = tensors
+    return SavedWeights(codes, scale, weights, rows)
 
 
 def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
@@ -204,7 +241,7 @@ def activate(
 
 
 def gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quantized, Tensor | Quantized | None]:
-    """Return gate and up, if there is one, from what `_activate` gave."""
+    """Return gate, and up or None, from what `activate` returned for backward."""
     found: list[Tensor | Quantized] = list(inputs)
     if as_codes:
         found = [Quantized(*pair, INPUTS.tile) for pair in zip(inputs[::2], inputs[1::2], strict=True)]
@@ -219,7 +256,7 @@ def _hidden_target(outer: Recipe) -> QuantSpec:
     return spec_of(outer.wgrad.input)
 
 
-def _scale_tells_codes(outer: Recipe, keeps_codes: bool) -> bool:
+def _scale_gives_codes(outer: Recipe, keeps_codes: bool) -> bool:
     """Return whether h is quantised by the scales of fprop, which are folded into dY: per row.
 
     Its codes follow from them, but where 1 / scale is not what fprop multiplied by; from h of rounded inputs they are
