@@ -38,6 +38,15 @@ ALIGNED = 16
 """Of which features of both operands must be a multiple: 16 bytes of codes."""
 
 
+class ExpertCodes(NamedTuple):
+    """The weights of experts in FP8, as a grouped GEMM reads them."""
+
+    codes: Tensor
+    """(E, R, C), the last dimension contiguous."""
+    scale: Tensor | None
+    """FP32 (E, R); None for 1, if the scales have moved into the other operand."""
+
+
 class Padded(NamedTuple):
     """A matrix (T, C) as wgrad reads it: transposed, each group padded."""
 

@@ -28,14 +28,14 @@ from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
-from octavo.kernels.grouped import grouped_wgrad, quantize_groups, transpose_groups
+from octavo.kernels.grouped import ExpertCodes, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.adopted import Adopted
 from octavo.nn.functional import compute_dtype
-from octavo.nn.grouped import GroupedLinear, dgrad_folded, fprop, quantize_experts
+from octavo.nn.grouped import GroupedLinear, Origin, dgrad_folded, fprop, quantize_experts
 from octavo.nn.mlp import activate, gate_and_up
 from octavo.nn.operands import check_dtypes
-from octavo.nn.telemetry_ops import ROWS, Source, stats_buffer_of
+from octavo.nn.telemetry_ops import ROWS, GemmOptions, Source, stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import Precision, Recipe
 from octavo.tensor import is_distributed, local
@@ -91,8 +91,8 @@ def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | N
     return None if folds else f"recipe '{first.name}' does not fold its scales"
 
 
-class Product(GroupedLinear):
-    """One product of adopted experts. Its weights stay parameters of their module."""
+class ExpertLinear(GroupedLinear):
+    """One of the two GEMMs of adopted experts. Its weights stay parameters of their module."""
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...], roles: ExpertRoles, recipe: Recipe) -> None:
         nn.Module.__init__(self)
@@ -184,9 +184,9 @@ class Experts(Adopted):
         super().release()
 
     @property
-    def products(self) -> tuple[Product, Product]:
+    def products(self) -> tuple[ExpertLinear, ExpertLinear]:
         """The product of gate and up, and that of down."""
-        return cast(Product, self.get_submodule(FIRST)), cast(Product, self.get_submodule(SECOND))
+        return cast(ExpertLinear, self.get_submodule(FIRST)), cast(ExpertLinear, self.get_submodule(SECOND))
 
     def compute(self, x: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
         """Return y (T, D) for tokens x (T, D), in x's dtype, or in autocast's where that is on.
@@ -262,8 +262,8 @@ def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe,
         inputs: what the inputs of the activation are kept in for backward.
     """
     Experts.take(module, expert_roles=roles, expert_inputs=inputs)
-    module.add_module(FIRST, Product(module, roles.inner, roles, recipe))
-    module.add_module(SECOND, Product(module, (roles.down,), roles, second))
+    module.add_module(FIRST, ExpertLinear(module, roles.inner, roles, recipe))
+    module.add_module(SECOND, ExpertLinear(module, (roles.down,), roles, second))
 
 
 def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -320,7 +320,7 @@ def experts(
     stacks: tuple[Tensor, Tensor],
     routing: Routing,
     options: Options,
-    layers: tuple[Product, Product] | None = None,
+    layers: tuple[ExpertLinear, ExpertLinear] | None = None,
 ) -> Tensor:
     """Return y (T, D) in `options.dtype`.
 
@@ -344,99 +344,158 @@ def experts(
         )
     if weights is None:
         weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
-    stats = [None if layers is None else stats_buffer_of([layer]) for layer in layers or (None, None)]  # type: ignore[list-item]
-    codes = [each for layer in layers or () for each in layer.weight_codes or (None, None)] or [None] * 4
-    result: Tensor = _Experts.apply(x, weights, first, second, *routing, options, *stats, *codes)  # type: ignore[no-untyped-call]
+    optional: list[Tensor | None] = []
+    if layers is not None:
+        optional = [stats_buffer_of([layer]) for layer in layers]
+        optional += [tensor for layer in layers for tensor in layer.weight_codes or (None, None)]
+    arguments = _Arguments(x, weights, first, second, *routing, options, *optional)
+    result: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
+class _Arguments(NamedTuple):
+    """Arguments of `_Experts.apply`."""
+
+    x: Tensor
+    weights: Tensor
+    first: Tensor
+    second: Tensor
+    source: Tensor
+    place: Tensor
+    ends: Tensor
+    options: Options
+    first_stats: Tensor | None = None
+    second_stats: Tensor | None = None
+    first_codes: Tensor | None = None
+    first_scale: Tensor | None = None
+    second_codes: Tensor | None = None
+    second_scale: Tensor | None = None
+
+
 class Rows(NamedTuple):
-    """Codes of tokens (T, D), which of them each row is, and what else backward reads of the input."""
+    """The input of experts in FP8, as backward reads it."""
 
     tokens: Quantized
+    """(T, D)."""
     source: Tensor
+    """int32 (R,), the token of each row."""
     weights: Tensor
-    """FP32 (R,): routing weights."""
+    """FP32 (R,), the routing weights."""
+
+
+class SavedRows(NamedTuple):
+    """What `forward_rows` saves for `backward_rows`."""
+
+    first: ExpertCodes
+    second: ExpertCodes
+    hidden_scale: Tensor
+    """FP32 (R, 1), of the hidden activation."""
+    inputs: Sequence[Tensor]
+    """The result of the first GEMM (R, 2 F) or (R, F), or codes and scales of gate and up."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors alone, for `save_for_backward`."""
+        return *self.first, *self.second, self.hidden_scale, *self.inputs
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> SavedRows:
+        """Undo `tensors`."""
+        return cls(ExpertCodes(*tensors[:2]), ExpertCodes(*tensors[2:4]), tensors[4], tensors[5:])
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weights, first, second, source, place, ends, options, *stats = inputs[:10]
-        known = [each if each[0] is not None else None for each in (inputs[10:12], inputs[12:])]
-        tokens, rows = quantize_tokens(x, place, spec_of(options.recipe.fprop.input))
-        sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
-        sorted_[place.flatten()] = weights.flatten().float()
-        y, kept = forward_rows(rows, sorted_, (first, second), ends, options, (x, source), stats, known)
-        ctx.save_for_backward(*tokens[:2], source, sorted_, place, ends, *kept)
-        ctx.options, ctx.stats = options, stats
+        given = _Arguments(*inputs)
+        tokens, rows = quantize_tokens(given.x, given.place, spec_of(given.options.recipe.fprop.input))
+        sorted_ = given.weights.new_empty(given.place.numel(), dtype=torch.float32)
+        sorted_[given.place.flatten()] = given.weights.flatten().float()
+        y, saved = forward_rows(
+            rows,
+            sorted_,
+            (given.first, given.second),
+            given.ends,
+            given.options,
+            (given.x, given.source),
+            (given.first_stats, given.second_stats),
+            (_known(given.first_codes, given.first_scale), _known(given.second_codes, given.second_scale)),
+        )
+        ctx.save_for_backward(*tokens[:2], given.source, sorted_, given.place, given.ends, *saved.tensors)
+        ctx.options, ctx.stats = given.options, (given.first_stats, given.second_stats)
         ctx.set_materialize_grads(False)
-        ctx.dtypes = [each.dtype for each in (x, weights, first, second)]
-        return combine(y, place)
+        ctx.dtypes = [each.dtype for each in inputs[:4]]
+        return combine(y, given.place)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        codes, scale, source, sorted_, place, ends, *kept = ctx.saved_tensors
+        codes, scale, source, sorted_, place, ends, *saved = ctx.saved_tensors
         rows = Rows(Quantized(codes, scale, PER_ROW), source, sorted_)
-        needs = tuple(ctx.needs_input_grad[i] for i in (0, 2, 3))
+        needs_x, _, *needs_stacks = ctx.needs_input_grad[:4]
         dy = dy.to(ctx.options.dtype).contiguous()
-        dx, d_weights, *dws = backward_rows(dy, rows, ends, kept, ctx.options, needs, ctx.stats)
+        needs = needs_x, *needs_stacks
+        dx, d_weights, *dws = backward_rows(dy, rows, ends, SavedRows.of(saved), ctx.options, needs, ctx.stats)
         found = None if dx is None else combine(dx, place), d_weights[place], *dws
         return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 10
 
 
+def _known(codes: Tensor | None, scale: Tensor | None) -> ExpertCodes | None:
+    return None if codes is None else ExpertCodes(codes, scale)
+
+
 def forward_rows(
     rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: Options,
-    origin: tuple[Tensor, Tensor], stats: list[Tensor | None], known: Sequence[Any] = (None, None),
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    origin: tuple[Tensor, Tensor], stats: Sequence[Tensor | None],
+    known: Sequence[ExpertCodes | None] = (None, None),
+) -> tuple[Tensor, SavedRows]:  # fmt: skip
     """Return the weighted results (R, D) of sorted rows (R, D), and what backward reads of them.
 
     Args:
         weights: FP32 (R,).
-        origin: the tokens that rows were made of and which each is, for telemetry.
-        stats: buffers of telemetry of either product.
-        known: codes and scales of either stack, where they are reused.
+        origin: the tokens, and the token of each row, for telemetry.
+        stats: telemetry buffer of either GEMM.
+        known: codes of either stack, if they are reused.
     """
     kind, recipe, dtype, keeps_codes = options
-    (w1, s1), (w2, s2) = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
-    before = fprop(rows, (w1, s1), ends, recipe, dtype, (origin, stacks[0], ROWS), stats[0])
-    middle = _halves(before, w2.shape[2])
+    first, second = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
+    before = fprop(rows, first, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
+    middle = _halves(before, second.codes.shape[2])
     hidden, inputs = activate(kind, middle, spec_of(recipe.fprop.input), keeps_codes)
-    y = fprop(hidden, (w2, s2), ends, recipe, dtype, (middle, stacks[1], kind), stats[1], weights)
-    return y, (w1, s1, w2, s2, hidden.scale, *(inputs if keeps_codes else (before,)))
+    y = fprop(hidden, second, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)
+    return y, SavedRows(first, second, hidden.scale, inputs if keeps_codes else [before])
 
 
 def backward_rows(
-    dy: Tensor, rows: Rows, ends: Tensor, kept: list[Tensor], options: Options, needs: tuple[bool, ...],
-    stats: list[Tensor | None],
+    dy: Tensor, rows: Rows, ends: Tensor, saved: SavedRows, options: Options, needs: tuple[bool, ...],
+    stats: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of rows (R, D), of routing weights (R,), of gate and up, and of down.
 
     Args:
-        dy: (T, D), the gradient of the sums: `rows.source` says which of it is that of a row.
-        kept: what `forward_rows` returned.
-        needs: which of rows, gate and up, down need a gradient.
+        dy: (T, D), the gradient of the sums: that of a row is dy[rows.source].
+        saved: what `forward_rows` returned.
+        needs: whether rows, gate and up, down need a gradient.
     """
     kind, recipe, dtype, keeps_codes = options
-    w1, s1, w2, s2, hidden_scale, *inputs = kept
-    product = dtype, recipe.dgrad.accumulate
+    (w1, s1), (w2, s2), hidden_scale, saved_inputs = saved
+    gemm = GemmOptions(dtype, recipe.dgrad.accumulate)
     g_spec, h_spec = spec_of(recipe.dgrad.grad_output), spec_of(recipe.wgrad.grad_output)
     fold = hidden_scale * rows.weights[:, None]
     g, h = quantize_groups(dy, ends, g_spec, h_spec if needs[2] else None, s2, fold, rows.source)
     assert g is not None
     source = Source.of((dy, rows.source), recipe.dgrad.grad_output, ROWS, s2)
-    dh = dgrad_folded(g, w2, ends, product, source, stats[1])
-    gate, up = gate_and_up(inputs if keeps_codes else _halves(inputs[0], w2.shape[2]), keeps_codes)
+    dh = dgrad_folded(g, w2, ends, gemm, source, stats[1])
+    gate, up = gate_and_up(saved_inputs if keeps_codes else _halves(saved_inputs[0], w2.shape[2]), keeps_codes)
     targets = [spec if needed else None for spec, needed in zip((g_spec, h_spec, h_spec), needs, strict=True)]
     factors = Factors(s1, rows.tokens.scale[rows.source], hidden_scale)
     found = activation_backward(kind, dh, gate, up, rows.weights, ends, Targets(*targets), factors)
     dw2 = None if h is None or found.hidden is None else grouped_wgrad(h, found.hidden, None, ends, dtype)
     inputs = [each for x in (gate, up) if x is not None for each in ([x] if isinstance(x, Tensor) else x[:2])]
     source = Source.of([dh, rows.weights, *inputs], recipe.dgrad.grad_output, kind, s1)
-    dx = None if found.rows is None else dgrad_folded(found.rows, w1, ends, product, source, stats[0])
+    dx = None if found.rows is None else dgrad_folded(found.rows, w1, ends, gemm, source, stats[0])
     dw1 = None
     if found.columns is not None:
         tokens = transpose_groups(rows.tokens.codes, ends, rows.source)

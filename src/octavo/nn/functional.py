@@ -150,6 +150,14 @@ class SavedInput(NamedTuple):
     norm_weight: Tensor | None = None
 
 
+class SavedOperand(NamedTuple):
+    """An operand as it is saved for a backward GEMM: as values in high precision, or as codes."""
+
+    values: Tensor | None = None
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+
+
 class QuantizedInput(NamedTuple):
     """An input as fprop reads it, and as it is saved for wgrad."""
 
@@ -537,8 +545,8 @@ def fprop(
     if stats is None:
         return multiply(x, w, dtype, recipe.fprop.accumulate)
     origin = telemetry_ops.Source.of(tensors, recipe.fprop.input, kind)
-    spec, accumulate = spec_of(recipe.fprop.weight), recipe.fprop.accumulate
-    return telemetry_ops.fprop(x, w, weights, spec, dtype, accumulate, origin, stats)
+    options = telemetry_ops.GemmOptions(dtype, recipe.fprop.accumulate)
+    return telemetry_ops.fprop(x, w, weights, spec_of(recipe.fprop.weight), options, origin, stats)
 
 
 def dgrad(
@@ -564,7 +572,8 @@ def dgrad(
     if stats is None:
         return kernels.gemm(g, w_KN, dtype, accumulate)
     origin = telemetry_ops.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
-    return telemetry_ops.dgrad(g, w_KN, len(weight.rows), dtype, accumulate, origin, stats)
+    options = telemetry_ops.GemmOptions(dtype, accumulate)
+    return telemetry_ops.dgrad(g, w_KN, len(weight.rows), options, origin, stats)
 
 
 def wgrad(dys: Sequence[Tensor], h: Quantized | None, x: SavedInput, recipe: Recipe, dtype: torch.dtype) -> Tensor:

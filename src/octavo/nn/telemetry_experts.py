@@ -11,23 +11,18 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.experts import weighted
-from octavo.kernels.grouped import grouped_gemm
+from octavo.kernels.grouped import ExpertCodes, grouped_gemm
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
-from octavo.nn.telemetry_ops import ROWS, Source, ends_of, gradients, sample_input, sampled, sampled_values
+from octavo.nn.telemetry_ops import ROWS, GemmOptions, Source, ends_of, gradients, sample_input, sampled, sampled_values
 from octavo.numerics import Quantized
-
-Weights = tuple[Tensor, Tensor | None]
-"""Codes (E, R, C) and scales (E, R), None for 1, of the weights as a grouped GEMM reads them."""
-Product = tuple[torch.dtype, str]
-"""Dtype of the result and `accumulate`."""
 
 
 def fprop(
     x: Quantized,
-    w: tuple[Tensor, Tensor],
+    w: ExpertCodes,
     ends: Tensor,
-    product: Product,
+    options: GemmOptions,
     tokens: Source,
     stack: Source,
     stats: Tensor,
@@ -40,12 +35,12 @@ def fprop(
         stats: the buffer, FP32 (3, WIDTH) or (3, WIDTH + BINS).
         weights: FP32 (T,), what rows of y are multiplied by.
     """
-    arguments = x, w, ends, product, tokens, stack, stats, weights
+    arguments = x, w, ends, options, tokens, stack, stats, weights
     y: Tensor = call("sampled_grouped_fprop", _fprop, arguments, [True])[0]
     return y
 
 
-def dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Source, stats: Tensor) -> Tensor:
+def dgrad(g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor) -> Tensor:
     """Return dx (T, K), and sample the gradients dy (T, N).
 
     Args:
@@ -53,25 +48,29 @@ def dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Sour
         source: dy; its fold, FP32 (E, N), is what the gradients of each expert's tokens were multiplied by.
         stats: as for `fprop`.
     """
-    dx: Tensor = call("sampled_grouped_dgrad", _dgrad, (g, w, ends, product, source, stats), [True])[0]
+    dx: Tensor = call("sampled_grouped_dgrad", _dgrad, (g, w, ends, options, source, stats), [True])[0]
     return dx
 
 
 def _fprop(
-    x: Quantized, w: tuple[Tensor, Tensor], ends: Tensor, product: Product, tokens: Source, stack: Source,
+    x: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, tokens: Source, stack: Source,
     stats: Tensor, weights: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    y, rows = grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product), stats.data
+    y, rows = grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *options), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
         stack = Source(*stack)
         sample_input(x, Source(*tokens), y, rows[0])
-        matrix, scale = stack.tensors[0].detach().flatten(0, 1), w[1].reshape(-1, 1)
+        _codes, scale = w
+        assert scale is not None
+        matrix, scale = stack.tensors[0].detach().flatten(0, 1), scale.reshape(-1, 1)
         sample(SampleInput(matrix, scale, stack.target, None, _ends_of_experts(y, ends), tied=True), rows[1])
     return [y]
 
 
-def _dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Source, stats: Tensor) -> list[Tensor]:
-    dx, row = grouped_gemm(g, *w, ends, *product), stats.data[2]
+def _dgrad(
+    g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor
+) -> list[Tensor]:
+    dx, row = grouped_gemm(g, *w, ends, *options), stats.data[2]
     if sampling_off(row) or 0 in g.codes.shape:
         return [dx]
     source = Source(*source)
@@ -102,8 +101,8 @@ def _ends_of_experts(y: Tensor, ends: Tensor) -> Tensor:
     return torch.where((ends > starts)[:, None, None], both, 0).flatten(0, 1)
 
 
-def _shape(a: Quantized, w: Weights, ends: Tensor, product: Product, *_: object) -> list[Tensor]:
-    return [a.codes.new_empty(a.codes.shape[0], w[0].shape[1], dtype=product[0])]
+def _shape(a: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, *_: object) -> list[Tensor]:
+    return [a.codes.new_empty(a.codes.shape[0], w[0].shape[1], dtype=options[0])]
 
 
 for _name, _run in (("sampled_grouped_fprop", _fprop), ("sampled_grouped_dgrad", _dgrad)):

@@ -65,6 +65,13 @@ def stats_buffer_of(layers: Sequence[SampledLayer]) -> Tensor | None:
     return slot.buffer if together else None
 
 
+class GemmOptions(NamedTuple):
+    """Options of a GEMM, as `octavo.kernels.gemm` takes them."""
+
+    dtype: torch.dtype
+    accumulate: str
+
+
 class Source(NamedTuple):
     """Where an operand came from."""
 
@@ -93,30 +100,28 @@ def patches_of(window: Window) -> str:
 
 
 def fprop(
-    x: Quantized, w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, dtype: torch.dtype, accumulate: str,
-    source: Source, stats: Tensor,
+    x: Quantized, w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, options: GemmOptions, source: Source,
+    stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Return X W_i^T for each weight, and sample the input and the weights. target: what W is quantised to."""
     plain = [] if has_fp8_weight(weights) else list(weights)
-    arguments = x, w, target, plain, (dtype, accumulate), source, stats
+    arguments = x, w, target, plain, options, source, stats
     outputs: list[Tensor] = call("sampled_fprop", _fprop, arguments, [True] * len(w.rows))
     return outputs
 
 
-def dgrad(
-    g: Quantized, w_KN: Quantized, layers: int, dtype: torch.dtype, accumulate: str, source: Source, stats: Tensor
-) -> Tensor:
+def dgrad(g: Quantized, w_KN: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor) -> Tensor:
     """Return G W (M, K), and sample the gradients of that many layers."""
-    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, (dtype, accumulate), source, stats), [True])[0]
+    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, options, source, stats), [True])[0]
     return result
 
 
 def _fprop(
-    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], product: tuple[torch.dtype, str],
-    source: Source, stats: Tensor,
+    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], options: GemmOptions, source: Source,
+    stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     w = WeightCodes(*w)
-    outputs = multiply(x, w, *product)
+    outputs = multiply(x, w, *options)
     row, *rows = stats.data.unbind()  # no versions count: a layer may run twice before backward
     if not sampling_off(row) and 0 not in x.codes.shape:
         sample_input(x, Source(*source), outputs[0], row)
@@ -125,10 +130,10 @@ def _fprop(
 
 
 def _fprop_shape(
-    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], product: tuple[torch.dtype, str],
-    *_: object,
-) -> list[Tensor]:  # fmt: skip
-    return [x.codes.new_empty(x.codes.shape[0], rows, dtype=product[0]) for rows in WeightCodes(*w).rows]
+    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], options: GemmOptions, *_: object
+) -> list[Tensor]:
+    dtype, _accumulate = options
+    return [x.codes.new_empty(x.codes.shape[0], rows, dtype=dtype) for rows in WeightCodes(*w).rows]
 
 
 def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
@@ -173,17 +178,18 @@ def sample_weights(
 
 
 def _dgrad(
-    g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], source: Source, stats: Tensor
+    g: Quantized, w: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor
 ) -> list[Tensor]:
-    result = kernels.gemm(g, w, *product)
+    result = kernels.gemm(g, w, *options)
     rows = stats.data.unbind()[1 + layers :]
     if not sampling_off(rows[0]) and 0 not in g.codes.shape:
         sample_gradients(g, Source(*source), result, rows)
     return [result]
 
 
-def _dgrad_shape(g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], *_: object) -> list[Tensor]:
-    return [g.codes.new_empty(g.codes.shape[0], w.codes.shape[0], dtype=product[0])]
+def _dgrad_shape(g: Quantized, w: Quantized, layers: int, options: GemmOptions, *_: object) -> list[Tensor]:
+    dtype, _accumulate = options
+    return [g.codes.new_empty(g.codes.shape[0], w.codes.shape[0], dtype=dtype)]
 
 
 def sample_gradients(g: Quantized, source: Source, dx: Tensor, rows: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.kernels import QuantSpec
 from octavo.kernels.sample import SampleInput, sample, sampled_rows
 from octavo.nn.conv import Convolution
-from octavo.nn.experts import Product
+from octavo.nn.experts import ExpertLinear
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.tensor import FP8Tensor, local
@@ -89,7 +89,7 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
 
 def weights_of(layer: Layer) -> list[Tensor]:
     """Return the parameters that are the weight of a layer."""
-    return layer.parts if isinstance(layer, Product) else [layer.get_parameter("weight")]
+    return layer.parts if isinstance(layer, ExpertLinear) else [layer.get_parameter("weight")]
 
 
 def sample_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
@@ -101,7 +101,7 @@ def sample_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
         one: FP32 (1, 1), a scale of 1.
         row: FP32 (WIDTH,) or (WIDTH + BINS,).
     """
-    gradient = layer.gradient if isinstance(layer, Product) else layer.get_parameter("weight").grad
+    gradient = layer.gradient if isinstance(layer, ExpertLinear) else layer.get_parameter("weight").grad
     gradient = None if gradient is None else local(gradient)
     if gradient is None or isinstance(gradient, FP8Tensor) or not gradient.numel():
         return
