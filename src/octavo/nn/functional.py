@@ -107,8 +107,8 @@ def linears(
     source = input_source(x, recipe, prequantized)
     if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(source.x):
         keeps_input = True  # attention saves it anyway
-    # Without gradients, as in an evaluation, a forward does not count for stored scales.
-    options = _ForwardOptions(recipe, quantizer.dtype, keeps_input, update_amax=torch.is_grad_enabled())
+    update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
+    options = recipe, quantizer.dtype, keeps_input, update_amax
     buffers = quantizer.amax_and_scale, quantizer.stats_buffer
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
         *source, *codes_for(weights, codes), *buffers, options, *weights
@@ -183,30 +183,17 @@ class SavedWeights(NamedTuple):
         """The tensors alone, for `save_for_backward`."""
         return self.codes, self.scale, *self.weights
 
+    @classmethod
+    def of(cls, tensors: Sequence[Any], rows: tuple[int, ...]) -> SavedWeights:
+        """Undo `tensors`."""
+        codes, scale, *weights = tensors
+        return cls(codes, scale, weights, rows)
+
     def quantized(self, recipe: Recipe) -> tuple[Quantized, ...]:
         """Return the weights as fprop read them: one stack, or one matrix per weight."""
         if self.codes is not None and self.scale is not None:
             return (Quantized(self.codes, self.scale, recipe.fprop.weight.tile),)
         return quantize_weights(self.weights, spec_of(recipe.fprop.weight)).matrices
-
-
-class _ForwardOptions(NamedTuple):
-    recipe: Recipe
-    dtype: torch.dtype
-    keeps_input: bool
-    update_amax: bool
-    needs_x: bool = False
-    needs_weight: bool = False
-
-
-class _BackwardOptions(NamedTuple):
-    recipe: Recipe
-    dtype: torch.dtype
-    x_dtype: torch.dtype
-    rows: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    needs_x: bool
-    needs_weights: tuple[bool, ...]
 
 
 _X, _SAVED_X = len(InputSource._fields), len(SavedInput._fields)
@@ -224,12 +211,12 @@ class _Linears(torch.autograd.Function):
         *tensors, options = arguments[:_WEIGHTS]
         weights = arguments[_WEIGHTS:]
         needed = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:])
-        options = _ForwardOptions(*(*options[:-2], *needed))
-        saved_x, saved_w, outputs = replay(_forward, options, (*tensors, *weights))
+        saved_x, saved_w, outputs = replay(_forward, (*options, *needed), (*tensors, *weights))
         ctx.save_for_backward(*saved_x, *saved_w)
         ctx.buffers = tensors[-2:]  # not saved tensors: backward writes to them, and hooks may replace those by copies
         rows, dtypes = tuple([w.shape[0] for w in weights]), tuple([w.dtype for w in weights])
-        ctx.options = options.recipe, options.dtype, tensors[0].dtype, rows, dtypes
+        recipe, dtype, *_ = options
+        ctx.options = recipe, dtype, tensors[0].dtype, rows, dtypes
         ctx.set_materialize_grads(False)  # an output without a gradient has None, as in PyTorch
         return tuple(outputs)  # type: ignore[arg-type]  # none is None
 
@@ -240,35 +227,35 @@ class _Linears(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors  # read once: a checkpoint returns them once
         needs_x, needs_weights = needed_grads(ctx, _WEIGHTS)
-        options = _BackwardOptions(*(*ctx.options, needs_x, tuple(needs_weights)))
+        options = *ctx.options, needs_x, tuple(needs_weights)
         (dx,), dws = replay(_backward, options, (*ctx.buffers, *dys, *saved))
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-def _forward(options: _ForwardOptions, *tensors: Any) -> Result:
+def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return what is saved of X and of W, and the outputs. tensors: the arguments of `_Linears` without options."""
-    recipe, dtype, *_ = options
+    recipe, dtype, keeps_input, update_amax, needs_x, needs_weight = options
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
     w_codes, w_scale, amax_and_scale, stats = tensors[_X : _WEIGHTS - 1]
-    scale_ref = scale_ref_of(amax_and_scale, recipe, "input", options.update_amax)
-    x = read_input(source, recipe, dtype, options.needs_weight, scale_ref, options.keeps_input)
+    scale_ref = scale_ref_of(amax_and_scale, recipe, "input", update_amax)
+    x = read_input(source, recipe, dtype, needs_weight, scale_ref, keeps_input)
     w = read_weights(weights, recipe, w_codes, w_scale)
-    saved_w = save_weights(w, weights, recipe, w_codes is not None) if options.needs_x else SavedWeights()
+    saved_w = save_weights(w, weights, recipe, w_codes is not None) if needs_x else SavedWeights()
     return x.saved, saved_w.tensors, fprop([source.x], x.fprop, w, weights, recipe, dtype, stats)
 
 
-def _backward(options: _BackwardOptions, *tensors: Any) -> Result:
+def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return dX, and dW_i. tensors: amax_and_scale, stats_buffer, dY_i, `SavedInput`, tensors of `SavedWeights`."""
-    recipe, dtype, _, rows, dtypes, needs_x, needs_weights = options
+    recipe, dtype, x_dtype, rows, dtypes, needs_x, needs_weights = options
     amax_and_scale, stats, *rest = tensors
     dys, saved = rest[: len(rows)], rest[len(rows) :]
-    x, (w_codes, w_scale, *weights) = SavedInput(*saved[:_SAVED_X]), saved[_SAVED_X:]
-    w = SavedWeights(w_codes, w_scale, weights, rows) if needs_x else None
+    x = SavedInput(*saved[:_SAVED_X])
+    w = SavedWeights.of(saved[_SAVED_X:], rows) if needs_x else None
     needs_weights = tuple([needed and dy is not None for needed, dy in zip(needs_weights, dys, strict=True)])
     sources = with_zeros([None if dy is None else dy.to(dtype) for dy in dys], rows)
     scale_ref = scale_ref_of(amax_and_scale, recipe, "grad_output")
     g, h = read_gradient(sources, x.scale, w, recipe, any(needs_weights), scale_ref)
-    dx = None if w is None else dgrad(sources, g, w, recipe, dtype, stats).to(options.x_dtype)
+    dx = None if w is None else dgrad(sources, g, w, recipe, dtype, stats).to(x_dtype)
     if not any(needs_weights):
         return (dx,), [None] * len(rows)
     dws = unstack(wgrad(sources, h, x, recipe, dtype), rows, dtypes)

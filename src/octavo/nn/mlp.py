@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def mlp(
     inner, outer = quantizers
     check_operands(x, weights[0])
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
-    options = _ForwardOptions(kind, inner.recipe, outer.recipe, inner.dtype, keeps_codes, inner.keeps_input)
+    options = kind, inner.recipe, outer.recipe, inner.dtype, keeps_codes, inner.keeps_input
     y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
         *input_source(x, inner.recipe, prequantized),
         *codes_for(weights[:-1], codes[0]),
@@ -98,32 +98,6 @@ def mlp(
         *weights,
     )
     return y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
-
-
-class _ForwardOptions(NamedTuple):
-    kind: str
-    inner: Recipe
-    outer: Recipe
-    dtype: torch.dtype
-    keeps_codes: bool
-    """Whether gate and up are saved as codes."""
-    keeps_input: bool
-    needs_inner: bool = False
-
-
-class _BackwardOptions(NamedTuple):
-    kind: str
-    inner: Recipe
-    outer: Recipe
-    dtype: torch.dtype
-    keeps_codes: bool
-    x_dtype: torch.dtype
-    sizes: tuple[int, ...]
-    """Number of tensors in each group that is saved."""
-    rows: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    needs_x: bool
-    needs_weights: tuple[bool, ...]
 
 
 _X = len(InputSource._fields)
@@ -137,13 +111,14 @@ class _MLP(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor | None:
         *tensors, options = arguments[:_WEIGHTS]  # see `_Linears`
         weights = arguments[_WEIGHTS:]
-        options = _ForwardOptions(*(*options[:-1], any(ctx.needs_input_grad[_WEIGHTS:-1])))
-        (y_MD,), *saved = replay(_forward, options, (*tensors, *weights))
+        needs_inner = any(ctx.needs_input_grad[_WEIGHTS:-1])
+        (y_MD,), *saved = replay(_forward, (*options, needs_inner), (*tensors, *weights))
         ctx.save_for_backward(*(tensor for group in saved for tensor in group))
         ctx.stats = tensors[-2:]
         sizes = tuple([len(group) for group in saved])
         rows, dtypes = tuple([w.shape[0] for w in weights]), tuple([w.dtype for w in weights])
-        ctx.options = *options[:5], tensors[0].dtype, sizes, rows, dtypes
+        kind, inner, outer, dtype, keeps_codes, _ = options
+        ctx.options = kind, inner, outer, dtype, keeps_codes, tensors[0].dtype, sizes, rows, dtypes
         ctx.set_materialize_grads(False)
         return y_MD
 
@@ -153,12 +128,12 @@ class _MLP(torch.autograd.Function):
         if grad_outputs[0] is None:
             return (None,) * len(ctx.needs_input_grad)
         needs_x, needs_weights = needed_grads(ctx, _WEIGHTS)
-        options = _BackwardOptions(*(*ctx.options, needs_x, tuple(needs_weights)))
+        options = *ctx.options, needs_x, tuple(needs_weights)
         (dx,), dws = replay(_backward, options, (*ctx.stats, grad_outputs[0], *ctx.saved_tensors))
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-def _forward(options: _ForwardOptions, *tensors: Any) -> Result:
+def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return the output, and what is saved: of x, the scale of h, gate and up, of their weights, and of down's."""
     kind, inner, outer, dtype, keeps_codes, keeps_input, needs_inner = options
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
@@ -179,12 +154,12 @@ def _forward(options: _ForwardOptions, *tensors: Any) -> Result:
     )
 
 
-def _backward(options: _BackwardOptions, *tensors: Any) -> Result:
+def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return the gradients of x and of the weights."""
     kind, inner, outer, dtype, keeps_codes, x_dtype, sizes, rows, dtypes, needs_x, needs_weights = options
     stats, down_stats, grad_output, *saved = tensors
     saved_x, (hidden_scale,), inputs, saved_w, saved_down = _split(saved, sizes)
-    x, w, down = SavedInput(*saved_x), _weights(saved_w, rows[:-1]), _weights(saved_down, rows[-1:])
+    x, w, down = SavedInput(*saved_x), SavedWeights.of(saved_w, rows[:-1]), SavedWeights.of(saved_down, rows[-1:])
     *needs_inner, needs_down = needs_weights
     dy = [grad_output.to(dtype)]
     g, h = read_gradient(dy, hidden_scale, down, outer, needs_down)
@@ -216,11 +191,6 @@ def _backward(options: _BackwardOptions, *tensors: Any) -> Result:
         hidden = kernels.without_scale(gradients.hidden) if outer.folds("wgrad.input") else gradients.hidden
         dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(dtypes[-1])
     return (dx,), dws
-
-
-def _weights(tensors: Sequence[Any], rows: tuple[int, ...]) -> SavedWeights:
-    codes, scale, *weights = tensors
-    return SavedWeights(codes, scale, weights, rows)
 
 
 def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
