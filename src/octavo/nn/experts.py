@@ -28,11 +28,11 @@ from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
-from octavo.kernels.grouped import ExpertCodes, grouped_wgrad, quantize_groups, transpose_groups
+from octavo.kernels.grouped import ExpertCodes, Padded, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.adopted import Adopted
 from octavo.nn.functional import compute_dtype
-from octavo.nn.grouped import GroupedLinear, Origin, dgrad_folded, fprop, quantize_experts
+from octavo.nn.grouped import GroupedLinear, Origin, grouped_dgrad_folded, grouped_fprop, quantize_experts
 from octavo.nn.mlp import activate, gate_and_up
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import ROWS, GemmOptions, Source, stats_buffer_of
@@ -461,10 +461,10 @@ def forward_rows(
     """
     kind, recipe, dtype, keeps_codes = options
     first, second = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
-    before = fprop(rows, first, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
+    before = grouped_fprop(rows, first, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
     middle = _halves(before, second.codes.shape[2])
     hidden, inputs = activate(kind, middle, spec_of(recipe.fprop.input), keeps_codes)
-    y = fprop(hidden, second, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)
+    y = grouped_fprop(hidden, second, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)
     return y, SavedRows(first, second, hidden.scale, inputs if keeps_codes else [before])
 
 
@@ -487,19 +487,19 @@ def backward_rows(
     g, h = quantize_groups(dy, ends, g_spec, h_spec if needs[2] else None, s2, fold, rows.source)
     assert g is not None
     source = Source.of((dy, rows.source), recipe.dgrad.grad_output, ROWS, s2)
-    dh = dgrad_folded(g, w2, ends, gemm, source, stats[1])
+    dh = grouped_dgrad_folded(g, w2, ends, gemm, source, stats[1])
     gate, up = gate_and_up(saved_inputs if keeps_codes else _halves(saved_inputs[0], w2.shape[2]), keeps_codes)
     targets = [spec if needed else None for spec, needed in zip((g_spec, h_spec, h_spec), needs, strict=True)]
     factors = Factors(s1, rows.tokens.scale[rows.source], hidden_scale)
     found = activation_backward(kind, dh, gate, up, rows.weights, ends, Targets(*targets), factors)
-    dw2 = None if h is None or found.hidden is None else grouped_wgrad(h, found.hidden, None, ends, dtype)
+    dw2 = None if h is None or found.hidden is None else grouped_wgrad(h, Padded(found.hidden, None), ends, dtype)
     inputs = [each for x in (gate, up) if x is not None for each in ([x] if isinstance(x, Tensor) else x[:2])]
     source = Source.of([dh, rows.weights, *inputs], recipe.dgrad.grad_output, kind, s1)
-    dx = None if found.rows is None else dgrad_folded(found.rows, w1, ends, gemm, source, stats[0])
+    dx = None if found.rows is None else grouped_dgrad_folded(found.rows, w1, ends, gemm, source, stats[0])
     dw1 = None
     if found.columns is not None:
         tokens = transpose_groups(rows.tokens.codes, ends, rows.source)
-        dw1 = grouped_wgrad(found.columns, tokens, None, ends, dtype)
+        dw1 = grouped_wgrad(found.columns, Padded(tokens, None), ends, dtype)
     return dx, found.weights, dw1, dw2
 
 

@@ -533,7 +533,7 @@ def fprop(
         return multiply(x, w, dtype, recipe.fprop.accumulate)
     origin = telemetry_ops.Source.of(tensors, recipe.fprop.input, kind)
     options = telemetry_ops.GemmOptions(dtype, recipe.fprop.accumulate)
-    return telemetry_ops.fprop(x, w, weights, spec_of(recipe.fprop.weight), options, origin, stats)
+    return telemetry_ops.sampled_fprop(x, w, weights, spec_of(recipe.fprop.weight), options, origin, stats)
 
 
 def dgrad(
@@ -560,7 +560,7 @@ def dgrad(
         return kernels.gemm(g, w_KN, dtype, accumulate)
     origin = telemetry_ops.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
     options = telemetry_ops.GemmOptions(dtype, accumulate)
-    return telemetry_ops.dgrad(g, w_KN, len(weight.rows), options, origin, stats)
+    return telemetry_ops.sampled_dgrad(g, w_KN, len(weight.rows), options, origin, stats)
 
 
 def wgrad(dys: Sequence[Tensor], h: Quantized | None, x: SavedInput, recipe: Recipe, dtype: torch.dtype) -> Tensor:

@@ -177,7 +177,7 @@ class _GroupedLinear(torch.autograd.Function):
         w = quantize_experts(weight, recipe) if codes[0] is None else ExpertCodes(*codes)
         saved_w = SavedOperand(None, *w) if recipe.reuses("dgrad.weight") else SavedOperand(weight)
         ctx.save_for_backward(ends, *saved, *saved_w)
-        return fprop(x8, w, ends, recipe, dtype, Origin([x], weight), stats)
+        return grouped_fprop(x8, w, ends, recipe, dtype, Origin([x], weight), stats)
 
     @staticmethod
     @first_order
@@ -248,11 +248,11 @@ def _dgrad(dy: Tensor, g: Quantized | None, w: SavedOperand, fold: Tensor | None
     source = Source.of([dy], recipe.dgrad.grad_output, fold=fold)
     options = GemmOptions(dtype, recipe.dgrad.accumulate)
     if w.codes is not None:
-        return dgrad_folded(g, w.codes, ends, options, source, ctx.stats)
+        return grouped_dgrad_folded(g, w.codes, ends, options, source, ctx.stats)
     assert w.values is not None
     stack = quantize_matrix(w.values.detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
     turned = ExpertCodes(stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols))
-    return _dgrad_of(g, turned, ends, options, source, ctx.stats)
+    return _grouped_dgrad(g, turned, ends, options, source, ctx.stats)
 
 
 def _wgrad(dy: Tensor, h: Padded | None, x: SavedOperand, ends: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -261,8 +261,8 @@ def _wgrad(dy: Tensor, h: Padded | None, x: SavedOperand, ends: Tensor, recipe: 
         return grouped_mm(dy.t(), x.values, ends)
     assert x.codes is not None
     if recipe.folds("wgrad.input"):
-        return grouped_wgrad(h, transpose_groups(x.codes, ends), None, ends, dtype)
-    return grouped_wgrad(h, x.codes, x.scale, ends, dtype)
+        return grouped_wgrad(h, Padded(transpose_groups(x.codes, ends), None), ends, dtype)
+    return grouped_wgrad(h, Padded(x.codes, x.scale), ends, dtype)
 
 
 # ---------------------------------------------------------------- products of stacks, also those of `octavo.nn.experts`
@@ -279,31 +279,31 @@ class Origin(NamedTuple):
     """How they are made (`Source.kind`)."""
 
 
-def fprop(
+def grouped_fprop(
     x: Quantized, w: ExpertCodes, ends: Tensor, recipe: Recipe, dtype: torch.dtype, origin: Origin,
     stats: Tensor | None, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return y (R, N), its rows multiplied by weights (R,) if there are any."""
     options = GemmOptions(dtype, recipe.fprop.accumulate)
     if stats is None:
-        return grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *options)
+        return grouped_gemm(x if weights is None else weighted(x, weights), w, ends, *options)
     tokens = Source.of(origin.tensors, recipe.fprop.input, origin.kind)
     stack = Source.of([origin.weight], recipe.fprop.weight)
-    return telemetry_experts.fprop(x, w, ends, options, tokens, stack, stats, weights)
+    return telemetry_experts.sampled_grouped_fprop(x, w, ends, options, tokens, stack, stats, weights)
 
 
-def dgrad_folded(
+def grouped_dgrad_folded(
     g: Quantized, codes: Tensor, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor | None
 ) -> Tensor:
     """Return g W (R, K). codes: (E, N, K), those of fprop, whose scales are in g."""
     experts, rows, cols = codes.shape
     turned = kernels.transpose(codes.flatten(0, 1), g.codes).view(cols, experts, rows).transpose(0, 1)
-    return _dgrad_of(g, ExpertCodes(turned, None), ends, options, source, stats)
+    return _grouped_dgrad(g, ExpertCodes(turned, None), ends, options, source, stats)
 
 
-def _dgrad_of(
+def _grouped_dgrad(
     g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor | None
 ) -> Tensor:
     if stats is None:
-        return grouped_gemm(g, *w, ends, *options)
-    return telemetry_experts.dgrad(g, w, ends, options, source, stats)
+        return grouped_gemm(g, w, ends, *options)
+    return telemetry_experts.sampled_grouped_dgrad(g, w, ends, options, source, stats)

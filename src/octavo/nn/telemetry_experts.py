@@ -18,7 +18,7 @@ from octavo.nn.telemetry_ops import ROWS, GemmOptions, Source, ends_of, gradient
 from octavo.numerics import Quantized
 
 
-def fprop(
+def sampled_grouped_fprop(
     x: Quantized,
     w: ExpertCodes,
     ends: Tensor,
@@ -40,13 +40,15 @@ def fprop(
     return y
 
 
-def dgrad(g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor) -> Tensor:
+def sampled_grouped_dgrad(
+    g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor
+) -> Tensor:
     """Return dx (T, K), and sample the gradients dy (T, N).
 
     Args:
         w: transposed, (E, K, N).
         source: dy; its fold, FP32 (E, N), is what the gradients of each expert's tokens were multiplied by.
-        stats: as for `fprop`.
+        stats: as for `sampled_grouped_fprop`.
     """
     dx: Tensor = call("sampled_grouped_dgrad", _dgrad, (g, w, ends, options, source, stats), [True])[0]
     return dx
@@ -56,7 +58,7 @@ def _fprop(
     x: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, tokens: Source, stack: Source,
     stats: Tensor, weights: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    y, rows = grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *options), stats.data
+    y, rows = grouped_gemm(x if weights is None else weighted(x, weights), w, ends, *options), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
         stack = Source(*stack)
         sample_input(x, Source(*tokens), y, rows[0])
@@ -70,7 +72,7 @@ def _fprop(
 def _dgrad(
     g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor
 ) -> list[Tensor]:
-    dx, row = grouped_gemm(g, *w, ends, *options), stats.data[2]
+    dx, row = grouped_gemm(g, w, ends, *options), stats.data[2]
     if sampling_off(row) or 0 in g.codes.shape:
         return [dx]
     source = Source(*source)

@@ -99,7 +99,7 @@ def patches_of(window: Window) -> str:
     return "" if window.is_pixel else " ".join([PATCHES, *map(str, window.flat)])
 
 
-def fprop(
+def sampled_fprop(
     x: Quantized, w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, options: GemmOptions, source: Source,
     stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
@@ -110,7 +110,9 @@ def fprop(
     return outputs
 
 
-def dgrad(g: Quantized, w_KN: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor) -> Tensor:
+def sampled_dgrad(
+    g: Quantized, w_KN: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor
+) -> Tensor:
     """Return G W (M, K), and sample the gradients of that many layers."""
     result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, options, source, stats), [True])[0]
     return result
