@@ -20,7 +20,7 @@ from octavo.kernels.quant_spec import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import recipes_for_fp8_weights, unsupported_reason, values
 from octavo.nn.functional import SavedWeights, dgrad, fprop, weight_fold
-from octavo.nn.weight_codes import quantize_transposed, quantize_weights
+from octavo.nn.weight_codes import quantize_weights, quantize_weights_transposed
 from octavo.numerics import quantize
 from octavo.recipes import Recipe, load, names
 from octavo.tensor import FP8Tensor
@@ -186,7 +186,7 @@ def test_plain_and_fp8_weights_share_a_stack(places):
 
 def test_a_stack_with_an_fp8_weight_is_not_quantised_transposed():
     with pytest.raises(UnsupportedError, match="rounded a second time"):
-        quantize_transposed([torch.randn(48, 64), fp8(torch.randn(32, 64))], ROW)
+        quantize_weights_transposed([torch.randn(48, 64), fp8(torch.randn(32, 64))], ROW)
 
 
 def test_layers_of_plain_and_of_fp8_weights_share_an_input():

@@ -235,11 +235,11 @@ def _described(result: Any) -> str:
 
 
 def _check_finite(seen: Mapping[str, MagnitudeHistogram]) -> None:
-    for name, spectrum in seen.items():
-        if count := spectrum.non_finite:
+    for name, histogram in seen.items():
+        if count := histogram.non_finite:
             layer, role = _parts(name)
             raise NonFiniteError(
-                f"octavo.calibrate: {count} of {spectrum.elements} elements of the {role} of '{layer}', the first such"
+                f"octavo.calibrate: {count} of {histogram.elements} elements of the {role} of '{layer}', the first such"
                 " layer, are NaN or infinite. Check the batch and the weights."
             )
 

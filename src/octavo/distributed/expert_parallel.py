@@ -29,8 +29,8 @@ from octavo.errors import ConfigError
 from octavo.kernels.experts import Routing, combine, quantize_tokens, route
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.experts import (
+    ExpertOptions,
     Experts,
-    Options,
     Rows,
     SavedRows,
     backward_rows,
@@ -179,7 +179,7 @@ class _Arguments(NamedTuple):
     ends: Tensor
     exchange: Exchange
     sizes: Sizes
-    options: Options
+    options: ExpertOptions
     stats: tuple[Tensor | None, Tensor | None]
 
 

@@ -22,7 +22,7 @@ from octavo._util.compiler import answer, ask_tracer, traced_version
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Quantized
 
-_NAME, _TRACED, _NORMED = "_octavo_offer", "_octavo_traced", "_octavo_normed"
+_NAME, _TRACED, _NORM_SOURCE = "_octavo_offer", "_octavo_traced", "_octavo_normed"
 
 
 class AttachedCodes(NamedTuple):
@@ -39,7 +39,7 @@ class AttachedCodes(NamedTuple):
         return OrderedDict, ()  # deep copies and files carry nothing; `torch.load` knows this type
 
 
-class Normed(NamedTuple):
+class NormSource(NamedTuple):
     """What the result of an RMS norm was made of, in compiled code."""
 
     x: Tensor
@@ -66,14 +66,14 @@ def _version(x: Tensor) -> tuple[int, ...]:
     return (traced_version(x),) if torch.compiler.is_compiling() else (x._version, x.data_ptr())
 
 
-def attach_normed(y: Tensor, x: Tensor, norm: tuple[Tensor, Tensor]) -> None:
-    """Pin to y, in compiled code, the RMS norm that it is the result of: see `Normed`."""
-    setattr(y, _NORMED, Normed(x, norm, (traced_version(y), traced_version(x))))
+def attach_norm_source(y: Tensor, x: Tensor, norm: tuple[Tensor, Tensor]) -> None:
+    """Pin to y, in compiled code, the RMS norm that it is the result of: see `NormSource`."""
+    setattr(y, _NORM_SOURCE, NormSource(x, norm, (traced_version(y), traced_version(x))))
 
 
-def attached_normed(y: Tensor) -> Normed | None:
-    """Return what `attach_normed` pinned to y in this graph, or None, also once y or x has been written to."""
-    normed: Normed | None = getattr(y, _NORMED, None) if torch.compiler.is_compiling() else None
+def attached_norm_source(y: Tensor) -> NormSource | None:
+    """Return what `attach_norm_source` pinned to y in this graph, or None, also once y or x has been written to."""
+    normed: NormSource | None = getattr(y, _NORM_SOURCE, None) if torch.compiler.is_compiling() else None
     if normed is None or normed.versions != (traced_version(y), traced_version(normed.x)):
         return None
     return normed

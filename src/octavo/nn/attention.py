@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ledger
 from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.attached_codes import attach_codes
-from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
 
@@ -137,7 +137,7 @@ class _Function(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, lse = attention(q, k, v, causal=causal)
         y_BTD = y.flatten(2)
-        codes, scale, _ = quantize_matrix(y_BTD.flatten(0, 1), target)
+        codes, scale, _ = kernels.quantize_matrix(y_BTD.flatten(0, 1), target)
         ctx.save_for_backward(q, k, v, codes, scale, lse)
         ctx.causal, ctx.target = causal, target
         ctx.mark_non_differentiable(codes, scale)

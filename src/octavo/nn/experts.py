@@ -70,7 +70,7 @@ class ExpertRoles(NamedTuple):
         return len(self.arguments) == 2
 
 
-class Options(NamedTuple):
+class ExpertOptions(NamedTuple):
     """How experts are computed by one function."""
 
     kind: str
@@ -200,12 +200,12 @@ class Experts(Adopted):
             return experts(x, weights, (first.weight, second.weight), routing, options, (first, second))
         return self.by_products(x, routing, weights)
 
-    def options(self, x: Tensor) -> Options | None:
+    def options(self, x: Tensor) -> ExpertOptions | None:
         """Return how tokens x are computed by one function, None where they are not."""
         first, second = self.products
         if not (first.enabled and second.enabled) or unfused_reason(self.expert_roles, first.recipe, second.recipe):
             return None
-        return Options(self.expert_roles.kind, first.recipe, compute_dtype(x), self.expert_inputs == "fp8")
+        return ExpertOptions(self.expert_roles.kind, first.recipe, compute_dtype(x), self.expert_inputs == "fp8")
 
     def by_products(self, x: Tensor, routing: Routing, weights: Tensor | None, factor: float = 1.0) -> Tensor:
         """Return y (T, D) for tokens x (T, D), product by product.
@@ -319,7 +319,7 @@ def experts(
     weights: Tensor | None,
     stacks: tuple[Tensor, Tensor],
     routing: Routing,
-    options: Options,
+    options: ExpertOptions,
     layers: tuple[ExpertLinear, ExpertLinear] | None = None,
 ) -> Tensor:
     """Return y (T, D) in `options.dtype`.
@@ -363,7 +363,7 @@ class _Arguments(NamedTuple):
     source: Tensor
     place: Tensor
     ends: Tensor
-    options: Options
+    options: ExpertOptions
     first_stats: Tensor | None = None
     second_stats: Tensor | None = None
     first_codes: Tensor | None = None
@@ -447,7 +447,7 @@ def _known(codes: Tensor | None, scale: Tensor | None) -> ExpertCodes | None:
 
 
 def forward_rows(
-    rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: Options,
+    rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: ExpertOptions,
     origin: tuple[Tensor, Tensor], stats: Sequence[Tensor | None],
     known: Sequence[ExpertCodes | None] = (None, None),
 ) -> tuple[Tensor, SavedRows]:  # fmt: skip
@@ -469,7 +469,7 @@ def forward_rows(
 
 
 def backward_rows(
-    dy: Tensor, rows: Rows, ends: Tensor, saved: SavedRows, options: Options, needs: tuple[bool, ...],
+    dy: Tensor, rows: Rows, ends: Tensor, saved: SavedRows, options: ExpertOptions, needs: tuple[bool, ...],
     stats: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of rows (R, D), of routing weights (R,), of gate and up, and of down.

@@ -38,11 +38,11 @@ from octavo.kernels.product import product
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
-from octavo.nn.attached_codes import attached_normed, is_output_of_attention
+from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands, note_dtype
-from octavo.nn.weight_codes import WeightCodes, multiply, quantize_matrix, quantize_transposed, quantize_weights
+from octavo.nn.weight_codes import WeightCodes, multiply, quantize_weights, quantize_weights_transposed
 from octavo.numerics import Quantized
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
@@ -53,9 +53,9 @@ class Quantizer(NamedTuple):
     recipe: Recipe
     dtype: torch.dtype
     """Output dtype of every GEMM, and the dtype that a GEMM in high precision computes in."""
-    amax_and_scale: Tensor | None = None
-    """FP32 (2, 2), where scales that the recipe keeps from step to step lie (`octavo.nn.scaling_state`). Without them
-    every tensor is scaled by its own maximum, as in the first step of such a recipe."""
+    cells: Tensor | None = None
+    """FP32 (2, 2), the layer's cells, [scale, amax] each, if its recipe stores scales (`octavo.nn.scaling_state`).
+    Without them every tensor is scaled by its own maximum, as in the first step of such a recipe."""
     stats_buffer: Tensor | None = None
     """FP32 (1 + 2 n, WIDTH), where telemetry of n layers goes (`octavo.nn.telemetry_ops`)."""
     keeps_input: bool = False
@@ -109,7 +109,7 @@ def linears(
         keeps_input = True  # attention saves it anyway
     update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
     options = recipe, quantizer.dtype, keeps_input, update_amax
-    buffers = quantizer.amax_and_scale, quantizer.stats_buffer
+    buffers = quantizer.cells, quantizer.stats_buffer
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
         *source, *codes_for(weights, codes), *buffers, options, *weights
     )
@@ -199,7 +199,7 @@ class SavedWeights(NamedTuple):
 _X, _SAVED_X = len(InputSource._fields), len(SavedInput._fields)
 _WEIGHTS = _X + 5
 """Index of the first weight among the arguments of `_Linears.apply`: fields of `InputSource`, codes and scale of the
-weights, amax_and_scale, stats_buffer, options, *weights."""
+weights, cells, stats_buffer, options, *weights."""
 
 
 class _Linears(torch.autograd.Function):
@@ -236,8 +236,8 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return what is saved of X and of W, and the outputs. tensors: the arguments of `_Linears` without options."""
     recipe, dtype, keeps_input, update_amax, needs_x, needs_weight = options
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
-    w_codes, w_scale, amax_and_scale, stats = tensors[_X : _WEIGHTS - 1]
-    scale_ref = scale_ref_of(amax_and_scale, recipe, "input", update_amax)
+    w_codes, w_scale, cells, stats = tensors[_X : _WEIGHTS - 1]
+    scale_ref = scale_ref_of(cells, recipe, "input", update_amax)
     x = read_input(source, recipe, dtype, needs_weight, scale_ref, keeps_input)
     w = read_weights(weights, recipe, w_codes, w_scale)
     saved_w = save_weights(w, weights, recipe, w_codes is not None) if needs_x else SavedWeights()
@@ -245,15 +245,15 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
 
 
 def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
-    """Return dX, and dW_i. tensors: amax_and_scale, stats_buffer, dY_i, `SavedInput`, tensors of `SavedWeights`."""
+    """Return dX, and dW_i. tensors: cells, stats_buffer, dY_i, `SavedInput`, tensors of `SavedWeights`."""
     recipe, dtype, x_dtype, rows, dtypes, needs_x, needs_weights = options
-    amax_and_scale, stats, *rest = tensors
+    cells, stats, *rest = tensors
     dys, saved = rest[: len(rows)], rest[len(rows) :]
     x = SavedInput(*saved[:_SAVED_X])
     w = SavedWeights.of(saved[_SAVED_X:], rows) if needs_x else None
     needs_weights = tuple([needed and dy is not None for needed, dy in zip(needs_weights, dys, strict=True)])
     sources = with_zeros([None if dy is None else dy.to(dtype) for dy in dys], rows)
-    scale_ref = scale_ref_of(amax_and_scale, recipe, "grad_output")
+    scale_ref = scale_ref_of(cells, recipe, "grad_output")
     g, h = read_gradient(sources, x.scale, w, recipe, any(needs_weights), scale_ref)
     dx = None if w is None else dgrad(sources, g, w, recipe, dtype, stats).to(x_dtype)
     if not any(needs_weights):
@@ -276,17 +276,17 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return dtype
 
 
-def scale_ref_of(amax_and_scale: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:
+def scale_ref_of(cells: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:
     """Return where a layer's `input` or `grad_output` has its scale, None if it is made of its own maximum.
 
     Args:
-        amax_and_scale: see `Quantizer`.
+        cells: see `Quantizer`.
         update_amax: whether the maximum of this tensor counts for the scale of later steps.
     """
-    operand = None if amax_and_scale is None else recipe.stored_scale(role)
-    if amax_and_scale is None or operand is None:
+    operand = None if cells is None else recipe.stored_scale(role)
+    if cells is None or operand is None:
         return None
-    return ScaleRef(amax_and_scale, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", update_amax)
+    return ScaleRef(cells, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", update_amax)
 
 
 # ---------------------------------------------------------------- operands
@@ -299,7 +299,7 @@ def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) ->
         x: (R, C).
         fold: FP32 (1, C), the scales of a folded partner, or None.
     """
-    return quantize_matrix(x if fold is None else x.float() * fold, spec_of(operand))
+    return kernels.quantize_matrix(x if fold is None else x.float() * fold, spec_of(operand))
 
 
 def quantize_both(
@@ -333,7 +333,7 @@ def quantize_both(
 def input_source(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> InputSource:
     """Return x (..., K) as (M, K), with the codes that are known of it."""
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    normed = attached_normed(x) if requantises_exactly(recipe) else None
+    normed = attached_norm_source(x) if requantises_exactly(recipe) else None
     if normed is not None:
         with torch.no_grad():
             codes = kernels.quantize_normed(normed.x, normed.norm, spec_of(recipe.fprop.input))
@@ -472,7 +472,7 @@ def input_fold(input_scale: Tensor | None, recipe: Recipe) -> Tensor | None:
 def transposed_weight(weight: SavedWeights, recipe: Recipe, after: Tensor) -> Quantized:
     """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied with."""
     if not recipe.reuses("dgrad.weight"):
-        return quantize_transposed(weight.weights, spec_of(recipe.dgrad.weight))
+        return quantize_weights_transposed(weight.weights, spec_of(recipe.dgrad.weight))
     if weight.codes is None and weight.scale is not None:
         return kernels.requantize_transposed(weight.weights, weight.scale, spec_of(recipe.fprop.weight), after)
     matrices = weight.quantized(recipe)

@@ -35,7 +35,7 @@ from octavo.nn import telemetry_experts
 from octavo.nn.functional import SavedOperand, compute_dtype
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import GemmOptions, Source, StatsSlot, stats_buffer_of
-from octavo.nn.weight_codes import quantize_matrix, quantize_weights
+from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe, RecipeLike, load
 
@@ -250,7 +250,7 @@ def _dgrad(dy: Tensor, g: Quantized | None, w: SavedOperand, fold: Tensor | None
     if w.codes is not None:
         return grouped_dgrad_folded(g, w.codes, ends, options, source, ctx.stats)
     assert w.values is not None
-    stack = quantize_matrix(w.values.detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
+    stack = kernels.quantize_matrix(w.values.detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
     turned = ExpertCodes(stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols))
     return _grouped_dgrad(g, turned, ends, options, source, ctx.stats)
 

@@ -55,7 +55,7 @@ def _multiply(a_BMK: Tensor, b_BKN: Tensor, recipe: Recipe, dtype: torch.dtype) 
     return result
 
 
-def quantize_both(
+def quantize_batch_both_ways(
     x_BRC: Tensor,
     rows: Operand | None,
     columns: Operand | None,
@@ -119,7 +119,7 @@ def _read(
     own: Operand | None = None
     if needed and recipe.gemm(gemm).is_fp8 and not recipe.reuses(f"{gemm}.{role}"):
         own = getattr(recipe.gemm(gemm), role)
-    x, turned = quantize_both(x_BRC, forward, own) if forward or own else (None, None)
+    x, turned = quantize_batch_both_ways(x_BRC, forward, own) if forward or own else (None, None)
     if not needed:
         return x, ()
     kept = turned or x
@@ -137,7 +137,7 @@ def _read_gradient(
         return None, None
     row_fold = for_a[1].transpose(1, 2) if rows is not None and recipe.folds("dgrad.weight") else None
     column_fold = for_b[1] if columns is not None and recipe.folds("wgrad.input") else None
-    return quantize_both(dc_BMN, rows, columns, row_fold, column_fold)
+    return quantize_batch_both_ways(dc_BMN, rows, columns, row_fold, column_fold)
 
 
 def _gradient(

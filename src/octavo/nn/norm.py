@@ -10,8 +10,9 @@ keep nothing. A norm may keep it in FP8 (`input_format`): then it computes by it
 What its gradients lose by that is little. The input's error reaches dx only through the term that takes the mean of
 dy * n from each row, and the rest of dx is exact; dweight sums it over all tokens.
 
-Layers that read a compiled RMS norm make their codes of the norm's input (`octavo.nn.attached_codes.Normed`), in a pass
-that reads it and the rows' rstd, so that y is not written. In backward they make them again, to the bit, and keep none.
+Layers that read a compiled RMS norm make their codes of the norm's input (`octavo.nn.attached_codes.NormSource`), in a
+pass that reads it and the rows' rstd, so that y is not written. In backward they make them again, to the bit, and keep
+none.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import Adopted
-from octavo.nn.attached_codes import attach_codes, attach_normed
+from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.probe import computes, shallow_copy
 from octavo.numerics import Quantized
 from octavo.recipes import Precision
@@ -124,7 +125,7 @@ class Norm(Adopted):
         with torch.no_grad():
             x_MD = x.reshape(-1, x.shape[-1])
             rstd = torch.rsqrt(x_MD.float().pow(2).mean(-1) + self._eps(x))
-            attach_normed(y, x_MD, (rstd, cast(Tensor, self.weight).detach()))
+            attach_norm_source(y, x_MD, (rstd, cast(Tensor, self.weight).detach()))
         return y
 
     def _note_that_nothing_is_saved(self, args: tuple[Any, ...]) -> None:

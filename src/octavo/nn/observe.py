@@ -139,8 +139,8 @@ class Observation:
         self._counted += 1
         gemm, transposed = reader
         cells = layer.scaling_slot.cells if isinstance(layer, Linear) and layer.scaling_slot is not None else None
-        cell = scale_ref_of(cells, recipe, role, update_amax=False) if role in STORED_SCALE_ROLES else None
-        return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, cell, fold, self._counted)
+        scale_ref = scale_ref_of(cells, recipe, role, update_amax=False) if role in STORED_SCALE_ROLES else None
+        return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, scale_ref, fold, self._counted)
 
 
 class _Tally:
@@ -160,7 +160,7 @@ class _Tally:
         operand: Operand,
         x: Tensor,
         transposed: bool,
-        cell: ScaleRef | None,
+        scale_ref: ScaleRef | None,
         fold: Tensor | None,
         number: int,
     ) -> Quantized:
@@ -173,10 +173,10 @@ class _Tally:
         read = x if fold is None else x.float() * fold
         read = read.t() if transposed else read
         target = spec_of(operand)._replace(rounding="nearest")
-        if cell is None:
+        if scale_ref is None:
             made = kernels.quantize(read, *target)
         else:
-            made = cast(Quantized, kernels.quantize_with_scale([read.contiguous()], cell, target, None)[0])
+            made = cast(Quantized, kernels.quantize_with_scale([read.contiguous()], scale_ref, target, None)[0])
         lost, row = count_lost(read, made), ROLES.index(role)
         self.amax[row] = torch.maximum(self.amax[row], tile_amax(x, PER_TENSOR).view(()))
         self.lost[row] += lost

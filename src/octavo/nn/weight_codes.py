@@ -63,10 +63,10 @@ def quantize_weights(weights: Sequence[Tensor], target: QuantSpec) -> WeightCode
     matrices = [as_matrix(weight.detach()) for weight in weights]
     if target.rounding == "nearest":
         return WeightCodes((kernels.quantize_stack(matrices, target),), rows)
-    return WeightCodes((quantize_matrix(torch.cat(matrices), target),), rows)
+    return WeightCodes((kernels.quantize_matrix(torch.cat(matrices), target),), rows)
 
 
-def quantize_transposed(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
+def quantize_weights_transposed(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     """Quantise the transpose (K, sum of N_i) of a stack by itself, for recipes whose dgrad does not reuse codes.
 
     Raises:
@@ -75,17 +75,7 @@ def quantize_transposed(weights: Sequence[Tensor], target: QuantSpec) -> Quantiz
     if has_fp8_weight(weights):
         return codes_of(next(w for w in weights if has_fp8_weight([w])), target, transposed=True)
     matrices = [as_matrix(weight.detach()) for weight in weights]
-    return quantize_matrix((matrices[0] if len(matrices) == 1 else torch.cat(matrices)).t(), target)
-
-
-def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
-    """Quantise a matrix (R, C).
-
-    Stochastic rounding draws a seed per call from PyTorch's generator: a resumed run draws the same ones.
-    """
-    stochastic = target.rounding == "stochastic"
-    seed = torch.randint(2**62, (), device=x.device) if stochastic else 0
-    return kernels.quantize(x, *target, seed)
+    return kernels.quantize_matrix((matrices[0] if len(matrices) == 1 else torch.cat(matrices)).t(), target)
 
 
 def split_rows(stack: Quantized, rows: Sequence[int]) -> list[Quantized] | None:
