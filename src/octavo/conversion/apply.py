@@ -11,8 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.autocast_mode import keep, suspended
 from octavo.conversion.fusion_patterns import FusionPattern, reader_of
-from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, layers_of, make_plan
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied
@@ -20,7 +20,7 @@ from octavo.conversion.weights import Layer, check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
 from octavo.kernels.quant_spec import spec_of
-from octavo.nn import GroupedLinear, Linear, calibration
+from octavo.nn import GroupedLinear, Linear, calibration_file
 from octavo.nn.adopted import is_taken
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
@@ -79,8 +79,8 @@ def convert(
     layers = layers_of(model)
     refuse_sharded(model, layers)
     _check_finite(model, plan, layers)
-    calibrated = None if scales is None else calibration.read(Path(scales))
-    calibration.check(plan.recipes, calibrated)
+    calibrated = None if scales is None else calibration_file.read(Path(scales))
+    calibration_file.check(plan.recipes, calibrated)
     check_free([layers[row.name].weight for row in plan.layers if row.saves])
     _release(model)
     _carry_out(model, plan, layers)

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.autocast_mode import suspended
 from octavo.conversion.choices import choices
 from octavo.conversion.experts import find_experts
 from octavo.conversion.fusion_patterns import FusionPattern, find_mlps, find_structures
 from octavo.conversion.layer_plan import LayerPlan, Planner
-from octavo.conversion.mode import suspended
 from octavo.conversion.plan_text import notes_on, table
 from octavo.conversion.policy import Policy
 from octavo.conversion.unconverted import Unconverted, find_unconverted

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.adopted import Adopted, is_taken
-from octavo.nn.calibration import check
+from octavo.nn.calibration_file import check
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import linears
 from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_state

@@ -34,8 +34,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo._util.dist import in_process_group
 from octavo.errors import CheckpointError
-from octavo.nn import calibration
-from octavo.nn.calibration import Calibrated, Origin
+from octavo.nn import calibration_file
+from octavo.nn.calibration_file import Calibrated, Origin
 from octavo.nn.modules import full_name
 from octavo.numerics import format_named, scale_from_amax
 from octavo.recipes import STORED_SCALE_ROLES, History, Operand, Recipe
@@ -210,7 +210,7 @@ class ScalingState:
         Raises:
             ConfigError: no scale is known yet, or the file cannot be written.
         """
-        calibration.write(Path(path), dict(self._calibrated()))
+        calibration_file.write(Path(path), dict(self._calibrated()))
 
     def load(self, path: str | Path) -> None:
         """Start from the scales of a calibration file; layers that are not in it keep theirs.
@@ -218,7 +218,7 @@ class ScalingState:
         Raises:
             ConfigError: the file is not one, or was made for other formats.
         """
-        self.start_from(calibration.read(Path(path)))
+        self.start_from(calibration_file.read(Path(path)))
 
     def start_from(self, scales: Mapping[str, Calibrated]) -> None:
         """`load` of what a calibration file holds."""
