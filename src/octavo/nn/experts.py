@@ -1,18 +1,18 @@
-"""The experts of a mixture in FP8: two grouped products with the activation between them, as one autograd function.
+"""The experts of a mixture in FP8: two grouped GEMMs with the activation between them, as one autograd function.
 
     y[t] = sum over the experts e of token t of  r[t, e] * f(x[t] W_gate[e]^T) * (x[t] W_up[e]^T) W_down[e]^T
 
 T: tokens. S: experts per token. R = T S: rows, sorted by expert (`octavo.kernels.experts`). D: width. F: hidden width.
 
-Folded row scales make all of this exact to the rounding of codes, and cheap. A token is quantised once, whatever its
-number of experts, and its codes are copied to where its experts read them. The routing weight r is multiplied into the
-scale of a row of the second product, which then gives weighted rows, and in backward into the factor that the scales of
-the hidden codes are folded into the gradient by. From forward to backward are kept: one byte per element of x (T, D),
-the inputs of the activation (R, 2 F), in BF16 or in codes, and a few numbers per row. Sorted or transposed copies are
-made where a product reads them, in codes, and nowhere kept.
+Folded row scales make all of this exact except for the rounding of codes, and cheap. A token is quantised once, however
+many experts it has, and its codes are copied to the rows of its experts. The routing weight r is multiplied into the
+scale of a row of the second GEMM, which then returns weighted rows, and in backward into the factor by which the scales
+of the hidden codes are folded into the gradient. Saved for backward are one byte per element of x (T, D), the inputs of
+the activation (R, 2 F), in BF16 or as codes, and a few numbers per row. Sorted or transposed copies are made where a
+GEMM reads them, as codes, and never saved.
 
-Where something else is asked for - another recipe with row scales, biases, an activation of the module's own - the two
-products are computed by `GroupedLinear`, and the rest by PyTorch.
+In other cases - another recipe with row scales, biases, an activation of the module's own - the two GEMMs are computed
+by `GroupedLinear`, and the rest by PyTorch.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from octavo.recipes import Precision, Recipe
 from octavo.tensor import is_distributed, local
 
 FIRST, SECOND = "gate_up_gemm", "down_gemm"
-"""Names of the products of adopted experts, children of theirs without parameters."""
+"""Names of the GEMMs of adopted experts, children of the module without parameters of their own."""
 
 
 class ExpertRoles(NamedTuple):
-    """What the parameters of a module of experts are, and how it is called."""
+    """Roles of the parameters of a module of experts, and how it is called."""
 
     inner: tuple[str, ...]
     """Gate and up: one stack of both (E, 2 F, D), two of (E, F, D), or up alone."""
     down: str
     """(E, D, F)."""
     kind: str
-    """The activation, as `kernels.activation` names it; empty for `_apply_gate` of the module itself."""
+    """Activation, by its name in `kernels.activation`; empty for the module's own `_apply_gate`."""
     is_gated: bool = True
     is_transposed: bool = False
     """Whether weights are stored (E, in, out)."""
     is_interleaved: bool = False
     """Whether gate and up alternate in their stack."""
     biases: tuple[str, ...] = ()
-    """Of the stack (E, 2 F) and of down (E, D)."""
+    """Biases of the stack (E, 2 F) and of down (E, D)."""
     arguments: tuple[str, ...] = ("x", "ids", "weights")
-    """Names of the arguments of `forward`: tokens, their experts and routing weights; or sorted rows and the number of
-    those of each expert."""
+    """Names of the arguments of `forward`: tokens, their experts and routing weights; or sorted rows and their number
+    per expert."""
 
     @property
     def is_sorted(self) -> bool:
@@ -80,7 +80,7 @@ class ExpertOptions(NamedTuple):
 
 
 def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | None:
-    """Return why experts are computed product by product, or None."""
+    """Return why experts are computed GEMM by GEMM, or None."""
     if roles.kind not in KINDS:
         return "an activation of its own"
     if roles.biases:
@@ -92,12 +92,12 @@ def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | N
 
 
 class ExpertLinear(GroupedLinear):
-    """One of the two GEMMs of adopted experts. Its weights stay parameters of their module."""
+    """One of the two GEMMs of adopted experts. Its weights remain parameters of their module."""
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...], roles: ExpertRoles, recipe: Recipe) -> None:
         nn.Module.__init__(self)
         self.recipe, self.enabled = recipe, True
-        self.owner, self.names, self.roles = (owner,), names, roles  # a tuple: the owner is no child
+        self.owner, self.names, self.roles = (owner,), names, roles  # in a tuple, so that the owner is not a child
 
     @property
     def parts(self) -> list[Tensor]:
@@ -106,12 +106,12 @@ class ExpertLinear(GroupedLinear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """(E, N, K), gate above up: the parameter itself where it is stored so; of sharded experts those here."""
+        """(E, N, K), gate above up: the parameter itself if it is stored so; of sharded experts the local ones."""
         return self._stacked([_here(part) for part in self.parts])
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient of `weight`, None where there is none yet."""
+        """The gradient of `weight`, None if there is none yet."""
         gradients = [local(part.grad) for part in self.parts if part.grad is not None]
         return self._stacked(gradients) if len(gradients) == len(self.names) else None
 
@@ -129,7 +129,7 @@ def _here(parameter: Tensor) -> Tensor:
 
 
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return x, whose gradient is multiplied by a factor."""
+    """Return x, with its gradient multiplied by a factor."""
     result: Tensor = x if factor == 1 else _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return result
 
@@ -148,18 +148,18 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class Experts(Adopted):
-    """Experts that compute in FP8. Conversion gives this class to a module, beside the module's own."""
+    """Experts that compute in FP8: mixed into the class of a module by conversion."""
 
     prefix = "FP8"
     fields = ("expert_roles", "expert_inputs", "exchange")
     expert_roles: ExpertRoles
     expert_inputs: Precision
-    """What the inputs of the activation are kept in for backward."""
+    """Precision in which the inputs of the activation are saved for backward."""
     exchange: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
-    """Computes (self, x, ids, weights) where other ranks have some of the experts."""
+    """Computes (self, x, ids, weights) if other ranks have some of the experts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the module returned: (T, D), or of sorted rows (R, D)."""
+        """Return the result of the module: (T, D), or for sorted rows (R, D)."""
         names = self.expert_roles.arguments
         given = [*args, *(kwargs[name] for name in names[len(args) :])]
         if self.expert_roles.is_sorted:
@@ -178,21 +178,21 @@ class Experts(Adopted):
         return self.compute(flat, routing, weights).to(x.dtype).view(x.shape)
 
     def release(self) -> None:
-        """Turn this module back into its own class in place, without its products."""
+        """Turn this module back into its original class, in place, without its GEMMs."""
         for name in (FIRST, SECOND):
             self._modules.pop(name, None)
         super().release()
 
     @property
     def products(self) -> tuple[ExpertLinear, ExpertLinear]:
-        """The product of gate and up, and that of down."""
+        """The GEMM of gate and up, and that of down."""
         return cast(ExpertLinear, self.get_submodule(FIRST)), cast(ExpertLinear, self.get_submodule(SECOND))
 
     def compute(self, x: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
-        """Return y (T, D) for tokens x (T, D), in x's dtype, or in autocast's where that is on.
+        """Return y (T, D) for tokens x (T, D), in x's dtype, or in autocast's dtype if it is on.
 
         Args:
-            routing: where each token goes to.
+            routing: routing of the tokens.
             weights: (T, S), the routing weights; None for 1.
         """
         if (options := self.options(x)) is not None:
@@ -201,19 +201,19 @@ class Experts(Adopted):
         return self.by_products(x, routing, weights)
 
     def options(self, x: Tensor) -> ExpertOptions | None:
-        """Return how tokens x are computed by one function, None where they are not."""
+        """Return how tokens x are computed by one function, None if they are not."""
         first, second = self.products
         if not (first.enabled and second.enabled) or unfused_reason(self.expert_roles, first.recipe, second.recipe):
             return None
         return ExpertOptions(self.expert_roles.kind, first.recipe, compute_dtype(x), self.expert_inputs == "fp8")
 
     def by_products(self, x: Tensor, routing: Routing, weights: Tensor | None, factor: float = 1.0) -> Tensor:
-        """Return y (T, D) for tokens x (T, D), product by product.
+        """Return y (T, D) for tokens x (T, D), GEMM by GEMM.
 
         Args:
-            routing: where each token goes to.
+            routing: routing of the tokens.
             weights: (T, S), the routing weights; None for 1.
-            factor: what the gradients of parameters are multiplied by.
+            factor: factor of the gradients of parameters.
         """
         rows, sorted_ = dispatch(x, weights, routing)
         hidden = self._activate(self._product(0, rows, routing.ends, factor))
@@ -221,7 +221,7 @@ class Experts(Adopted):
         return collect(y * sorted_[:, None].to(y.dtype), routing)
 
     def _product(self, number: int, rows: Tensor, ends: Tensor, factor: float) -> Tensor:
-        """Return the product of gate and up, or that of down, with its bias."""
+        """Return the GEMM of gate and up, or that of down, with its bias."""
         layer = self.products[number]
         y = layer.multiply(rows, scaled_gradient(layer.weight, factor), ends)
         if not self.expert_roles.biases:
@@ -257,9 +257,9 @@ def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe,
     """Make a module of experts compute in FP8, in place. Parameters, names and state_dict stay.
 
     Args:
-        recipe: of gate and up.
-        second: of down.
-        inputs: what the inputs of the activation are kept in for backward.
+        recipe: recipe of gate and up.
+        second: recipe of down.
+        inputs: precision in which the inputs of the activation are saved for backward.
     """
     Experts.take(module, expert_roles=roles, expert_inputs=inputs)
     module.add_module(FIRST, ExpertLinear(module, roles.inner, roles, recipe))
@@ -276,7 +276,7 @@ def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tenso
 
 
 def collect(y: Tensor, routing: Routing) -> Tensor:
-    """Return the sums (T, D) of the sorted rows (R, D) of each token."""
+    """Return the sum over each token's sorted rows (R, D), as (T, D)."""
     result: Tensor = _Sums.apply(y, *routing[:2])  # type: ignore[no-untyped-call]
     return result
 
@@ -297,7 +297,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """Rows (R, D) summed for each token, (T, D)."""
+    """Rows (R, D) summed per token, (T, D)."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, source: Tensor, place: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ class _Sums(torch.autograd.Function):
         return None if dy is None else dy[ctx.saved_tensors[0]], None, None
 
 
-# --- one function for all of it ---------------------------------------------------------------------------------------
+# --- experts as one autograd function ---------------------------------------------------------------------------------
 
 
 def experts(
@@ -328,9 +328,9 @@ def experts(
         x: (T, D).
         weights: (T, S), or None for 1.
         stacks: gate and up (E, 2 F, D), or up alone (E, F, D); down (E, D, F).
-        routing: of the T tokens.
-        options: a recipe with folded row scales, and what is kept.
-        layers: where telemetry goes, and whose codes are reused.
+        routing: routing of the T tokens.
+        options: a recipe with folded row scales, and further settings.
+        layers: layers with telemetry buffers, and codes to be reused.
 
     Raises:
         ConfigError: shapes that do not fit.

@@ -1,23 +1,24 @@
-"""Linear layers in FP8: three GEMMs, one autograd function, everything decided by the recipe.
+"""Linear layers in FP8: three GEMMs in one autograd function, controlled by the recipe alone.
 
 M: tokens, N: output features, K: input features.
 
     fprop   Y  = X W^T       dgrad   dX = dY W       wgrad   dW = dY^T X
 
-Each of X, W and dY is quantised once, and read by two GEMMs. FP8 tensor cores take operands whose summed index is
-contiguous, and multiply scales into the result, so a GEMM can apply a scale per row of an operand, not one per column:
+Each of X, W and dY is quantised once, and read by two GEMMs. FP8 tensor cores need operands whose summed index is
+contiguous, and scales are multiplied into the result, so a GEMM can apply a scale per row of an operand, not one per
+column:
 
     X8 = X / sx   (M, K), sx per token       Y  = diag(sx) (X8 W8^T) diag(sw)
     W8 = W / sw   (N, K), sw per feature
 
-Backward needs W8 and X8 transposed, and then their scales lie along the summed index. A *folded* recipe moves them into
-the gradient, which is quantised after it:
+Backward needs W8 and X8 transposed, so that their scales lie along the summed index. A *folded* recipe moves these
+scales into the gradient before that is quantised:
 
     dX = dY W  = (dY diag(sw)) W8        G8 = quantise(dY * sw, a scale per token)
     dW = dY^T X = (diag(sx) dY)^T X8     H8 = quantise(dY^T * sx, a scale per feature)
 
-With power-of-two scales the move is exact, X and W are rounded once, and what is kept for backward is X8: one byte per
-element. Other recipes (a scale per tensor, per 128 elements) quantise dY once and read transposed codes as they are.
+With power-of-two scales this is exact, X and W are rounded once, and X8 is saved for backward: one byte per element.
+Other recipes (a scale per tensor, per 128 elements) quantise dY once and read transposed codes with their scales.
 
 Layers that read the same X are computed as one: X is quantised once, and W is the stack of their weights.
 """
@@ -52,15 +53,15 @@ class Quantizer(NamedTuple):
 
     recipe: Recipe
     dtype: torch.dtype
-    """Output dtype of every GEMM, and the dtype that a GEMM in high precision computes in."""
+    """Output dtype of every GEMM, and the dtype in which a GEMM in high precision computes."""
     cells: Tensor | None = None
     """FP32 (2, 2), the layer's cells, [scale, amax] each, if its recipe stores scales (`octavo.nn.scaling_state`).
     Without them every tensor is scaled by its own maximum, as in the first step of such a recipe."""
     stats_buffer: Tensor | None = None
-    """FP32 (1 + 2 n, WIDTH), where telemetry of n layers goes (`octavo.nn.telemetry_ops`)."""
+    """FP32 (1 + 2 n, WIDTH), telemetry buffer of n layers (`octavo.nn.telemetry_ops`)."""
     keeps_input: bool = False
-    """Keep X itself for backward and quantise it again there, instead of keeping its codes. X must not have a stored
-    scale or be rounded stochastically."""
+    """Save X itself for backward and quantise it again there, instead of saving its codes. X must have neither a stored
+    scale nor stochastic rounding."""
 
 
 def linear(
@@ -73,12 +74,12 @@ def linear(
     """Return x W^T + b with the three GEMMs of `recipe`, in `dtype`.
 
     Args:
-        x: (..., K); the leading dimensions may be anything, empty included.
-        weight_NK: (N, K), any floating-point dtype: the master weight. Or an `FP8Tensor` of the recipe's
-            format and granularity, whose codes are read as they are.
+        x: (..., K), with any leading dimensions, of any size.
+        weight_NK: (N, K), the master weight, any floating-point dtype; or an `FP8Tensor` of the recipe's format and
+            granularity, whose codes are read directly.
         bias_N: (N,) or None; added in `dtype`.
-        recipe: or a `Quantizer`, which says more, and the dtype too.
-        dtype: default the dtype of x. Quantisation starts from x as it is.
+        recipe: a recipe, or a `Quantizer` with further settings and the dtype.
+        dtype: default the dtype of x. x is quantised in its own dtype.
     """
     quantizer = recipe if isinstance(recipe, Quantizer) else Quantizer(recipe, dtype or x.dtype)
     return linears(x, [weight_NK], [bias_N], quantizer)[0]
@@ -96,8 +97,8 @@ def linears(
 
     Args:
         weights: (N_i, K) each. Scales are those of the stack (sum of N_i, K).
-        prequantized: x as fprop reads it, (M, K), where the kernel that made x has quantised it too.
-        codes: the weights as fprop reads them, where they are known (`reuse_weight_codes`).
+        prequantized: x as fprop reads it, (M, K), if the kernel that computed x quantised it too.
+        codes: the weights as fprop reads them, if known (`reuse_weight_codes`).
 
     Raises:
         ConfigError: an input or a weight that PyTorch refuses too (`octavo.nn.operands`).
@@ -263,10 +264,10 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that a linear layer computes x in: autocast's where that is on, else its own.
+    """Return the dtype in which a linear layer computes x: autocast's if it is on, otherwise that of x.
 
     Raises:
-        UnsupportedError: within a transform of `torch.func`, or forward-mode differentiation.
+        UnsupportedError: inside a transform of `torch.func`, or forward-mode differentiation.
     """
     refuse_transforms()
     device = x.device.type
@@ -277,7 +278,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def scale_ref_of(cells: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:
-    """Return where a layer's `input` or `grad_output` has its scale, None if it is made of its own maximum.
+    """Return the stored scale of a layer's `input` or `grad_output`; None if it is scaled by its own maximum.
 
     Args:
         cells: see `Quantizer`.
@@ -289,11 +290,11 @@ def scale_ref_of(cells: Tensor | None, recipe: Recipe, role: str, update_amax: b
     return ScaleRef(cells, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", update_amax)
 
 
-# ---------------------------------------------------------------- operands
+# --- operands ---------------------------------------------------------------------------------------------------------
 
 
 def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) -> Quantized:
-    """Quantise a matrix as a recipe's operand says, after multiplying `fold` into its columns.
+    """Quantise a matrix for an operand of a recipe, after multiplying `fold` into its columns.
 
     Args:
         x: (R, C).
@@ -310,7 +311,7 @@ def quantize_both(
     column_fold: Tensor | None = None,
     scale_ref: ScaleRef | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantise the matrix (R, C) that lies in `sources` side by side: as it is for `rows`, transposed for `columns`.
+    """Quantise the matrix (R, C) of `sources` side by side: directly for `rows`, transposed for `columns`.
 
     Args:
         row_fold: FP32 (1, C), multiplied in before `rows`.
@@ -331,7 +332,7 @@ def quantize_both(
 
 
 def input_source(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> InputSource:
-    """Return x (..., K) as (M, K), with the codes that are known of it."""
+    """Return x (..., K) as (M, K), with its known codes."""
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     normed = attached_norm_source(x) if requantises_exactly(recipe) else None
     if normed is not None:
@@ -364,10 +365,10 @@ def read_input(
     if source.norm_input is not None:
         saved = SavedInput(source.norm_input, None, source.scale, source.norm_rstd, source.norm_weight)
         return QuantizedInput(prequantized, saved if needs_weight else SavedInput())
-    # Codes that another kernel made may be of values before they were rounded: backward could not make them again.
+    # Codes of another kernel may come from values before rounding, so that backward could not make them again.
     x = None if keeps_input else prequantized
     if recipe.wgrad.is_fp8 and needs_weight and not keeps_input and not recipe.reuses("wgrad.input"):
-        # wgrad quantises the transpose by itself, from the same read
+        # wgrad needs the transpose quantised by itself: from the same read
         made, transposed = quantize_both([x_MK], None if x else forward, recipe.wgrad.input, scale_ref=scale_ref)
         assert transposed is not None
         return QuantizedInput(x or made, SavedInput(codes=transposed.codes, scale=transposed.scale))
@@ -398,12 +399,12 @@ def read_weights(
 
 
 def requantises_exactly(recipe: Recipe) -> bool:
-    """Return whether the codes of an input follow from its values and fprop's scale, for wgrad as for fprop."""
+    """Return whether wgrad's codes of an input follow from its values and fprop's scale."""
     return recipe.folds("wgrad.input") and recipe.fprop.input.scaling == "power_of_two"
 
 
 def codes_for(weights: Sequence[Tensor], codes: WeightCodes | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return codes and scale of a stack of weights, (None, None) unless `codes` are those of exactly these layers."""
+    """Return codes and scale of a stack of weights; (None, None) unless `codes` are those of exactly these layers."""
     if codes is None or codes.rows != tuple(weight.shape[0] for weight in weights):
         return None, None
     return codes.stack[:2]
@@ -470,7 +471,7 @@ def input_fold(input_scale: Tensor | None, recipe: Recipe) -> Tensor | None:
 
 
 def transposed_weight(weight: SavedWeights, recipe: Recipe, after: Tensor) -> Quantized:
-    """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied with."""
+    """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied by."""
     if not recipe.reuses("dgrad.weight"):
         return quantize_weights_transposed(weight.weights, spec_of(recipe.dgrad.weight))
     if weight.codes is None and weight.scale is not None:
@@ -487,7 +488,7 @@ def transposed_weight(weight: SavedWeights, recipe: Recipe, after: Tensor) -> Qu
 
 
 def transposed_input(x: SavedInput, recipe: Recipe, after: Tensor) -> Quantized:
-    """Return an input as wgrad reads it, (K, M). after: the gradient that it is multiplied with."""
+    """Return an input as wgrad reads it, (K, M). after: the gradient that it is multiplied by."""
     if x.codes is not None and x.scale is not None:
         if not recipe.reuses("wgrad.input"):
             return Quantized(x.codes, x.scale, recipe.wgrad.input.tile)
@@ -502,13 +503,13 @@ def transposed_input(x: SavedInput, recipe: Recipe, after: Tensor) -> Quantized:
 
 
 def transpose_codes(source: Quantized, folded: bool, after: Tensor) -> Quantized:
-    """Return a matrix of fprop as a backward GEMM reads it: its codes transposed, its scale 1 if it is folded."""
+    """Return a matrix of fprop as a backward GEMM reads it: its codes transposed, its scale 1 if folded."""
     if folded:
         return kernels.transpose_folded(source.codes, after)
     return kernels.transpose_quantized(source, after)
 
 
-# ---------------------------------------------------------------- the three GEMMs
+# --- the three GEMMs --------------------------------------------------------------------------------------------------
 
 
 def fprop(
@@ -521,11 +522,11 @@ def fprop(
     stats: Tensor | None = None,
     kind: str = "",
 ) -> list[Tensor]:
-    """Return X W_i^T for each weight, and sample X and W for telemetry where there is a buffer.
+    """Return X W_i^T for each weight, and sample X and W for telemetry if there is a buffer.
 
     Args:
-        tensors: X (M, K), or with `kind` what it is made of (`octavo.nn.telemetry_ops.Source`).
-        x: X as fprop reads it; None, as w is, where it is in BF16.
+        tensors: X (M, K); or with `kind` the tensors that X is computed from (`octavo.nn.telemetry_ops.Source`).
+        x: X as fprop reads it; like `w` None if fprop is in BF16.
     """
     if x is None or w is None:
         return [product(tensors[0].to(dtype), values(weight_NK, dtype).t()) for weight_NK in weights]
@@ -545,11 +546,12 @@ def dgrad(
     stats: Tensor | None = None,
     kind: str = "",
 ) -> Tensor:
-    """Return dX (M, K), the sum over the weights of dY_i W_i, and sample dY for telemetry where there is a buffer.
+    """Return dX (M, K), the sum over the weights of dY_i W_i, and sample dY for telemetry if there is a buffer.
 
     Args:
-        dys: the gradients (M, N_i), or with `kind` what they are made of (`octavo.nn.telemetry_ops.Source`).
-        g: the gradients as dgrad reads them, side by side; None where it is in BF16.
+        dys: the gradients (M, N_i); or with `kind` the tensors that they are computed from
+            (`octavo.nn.telemetry_ops.Source`).
+        g: the gradients side by side as dgrad reads them; None if dgrad is in BF16.
     """
     if g is None:
         pairs = zip(dys, weight.weights, strict=True)
@@ -572,7 +574,7 @@ def wgrad(dys: Sequence[Tensor], h: Quantized | None, x: SavedInput, recipe: Rec
 
 
 def with_zeros(dys: Sequence[Tensor | None], widths: Sequence[int]) -> list[Tensor]:
-    """Return gradients (M, N_i) of all outputs: zeros for those that nobody used, while others of the stack were."""
+    """Return the gradients (M, N_i) of all outputs, with zeros for unused outputs; at least one is used."""
     like = next(dy for dy in dys if dy is not None)
     return [like.new_zeros(like.shape[0], n) if dy is None else dy for dy, n in zip(dys, widths, strict=True)]
 

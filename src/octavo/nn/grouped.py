@@ -4,8 +4,8 @@ T: tokens, sorted by expert. E: experts. N: output features. K: input features.
 
     fprop   y[t] = x[t] W[e(t)]^T      dgrad   dx[t] = dy[t] W[e(t)]      wgrad   dW[e] = sum over its t of dy[t]^T x[t]
 
-Every expert computes what an `octavo.nn.Linear` of its weight and its tokens would: scales of a token are its own, and
-those along the tokens belong to one expert. All experts are one GEMM, and how many tokens each has stays on the device.
+Every expert computes like an `octavo.nn.Linear` of its weight on its tokens: each token has its own scale, and scales
+along the tokens belong to one expert. All experts are one GEMM, and the number of tokens of each stays on the device.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from octavo.numerics import Quantized
 from octavo.recipes import Recipe, RecipeLike, load
 
 _BF16 = load("bf16")
-"""Made once, outside of what Dynamo traces: it cannot follow the making of a recipe."""
+"""Created once, outside of traced code: Dynamo cannot trace the construction of a recipe."""
 
 
 class GroupedLinear(nn.Module):
-    """One linear layer an expert, computed by a recipe for all experts at once. It has no bias."""
+    """One linear layer per expert, computed by a recipe for all experts at once. It has no bias."""
 
     weight: nn.Parameter
     """(E, N, K): the master weights."""
@@ -54,7 +54,7 @@ class GroupedLinear(nn.Module):
     weight_codes: ExpertCodes | None = None
     """The weights as fprop reads them, while they are known not to change (`octavo.nn.reuse_weight_codes`)."""
     stats_slot: StatsSlot | None = None
-    """Where telemetry of the experts goes, while there is any (`octavo.nn.telemetry`)."""
+    """Telemetry buffer of the experts, while telemetry is on (`octavo.nn.telemetry`)."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class GroupedLinear(nn.Module):
         *,
         recipe: RecipeLike = "folded",
     ) -> None:
-        """Draw the weight of each expert as `nn.Linear` does.
+        """Initialise the weight of each expert as `nn.Linear` does.
 
         Raises:
-            UnsupportedError: the recipe has other scales than a grouped GEMM can apply.
+            UnsupportedError: a grouped GEMM cannot apply the recipe's scales.
         """
         super().__init__()
         self.recipe, self.enabled = load(recipe), True
@@ -79,17 +79,17 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reinitialise the weights: uniform, the bound 1 / sqrt(K)."""
+        """Reinitialise the weights: uniform in +-1 / sqrt(K)."""
         bound = 1 / math.sqrt(max(self.weight.shape[2], 1))
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return y (T, N), in x's dtype, or in autocast's where that is on.
+        """Return y (T, N), in x's dtype, or in autocast's dtype if it is on.
 
         Args:
             x: (T, K), the tokens of expert 0 first, then those of expert 1, and so on.
-            ends: int32 (E,), where the tokens of each expert end, as `torch.nn.functional.grouped_mm` has it; the last
-                one is T. An expert may have none.
+            ends: int32 (E,), the end of each expert's tokens, as for `torch.nn.functional.grouped_mm`; the last one is
+                T. An expert may have none.
 
         Raises:
             ConfigError: shapes that do not fit.
@@ -104,7 +104,7 @@ class GroupedLinear(nn.Module):
         return self.multiply(x, self.weight, ends)
 
     def multiply(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """Return `forward` with weights (E, N, K) that are those of this layer, such as a view of them."""
+        """Return `forward` with weights (E, N, K) derived from those of this layer, such as a view of them."""
         recipe = self.recipe if self.enabled else _BF16
         return grouped_linear(x, weight, ends, recipe, stats_buffer_of([self]), self.weight_codes)
 
@@ -114,7 +114,7 @@ class GroupedLinear(nn.Module):
         return [self.weight]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # a copy is written
+        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # copies change
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
@@ -134,9 +134,9 @@ def grouped_linear(
     """Return y (T, N) for sorted rows x (T, K) and weights (E, N, K): see `GroupedLinear`.
 
     Args:
-        ends: int32 (E,), where the rows of each expert end.
+        ends: int32 (E,), the end of each expert's rows.
         stats: telemetry buffer (`octavo.nn.telemetry_experts`).
-        codes: the weights as fprop reads them, if they are known.
+        codes: the weights as fprop reads them, if known.
     """
     arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *(codes or (None, None))
     result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ def unsupported_reason(recipe: Recipe) -> str | None:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Saves what wgrad reads of x and dgrad of the weights, in FP8 wherever they are, and the ends."""
+    """Saves what wgrad reads of x and dgrad of the weights, in FP8 if possible, and the ends."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -265,18 +265,18 @@ def _wgrad(dy: Tensor, h: Padded | None, x: SavedOperand, ends: Tensor, recipe: 
     return grouped_wgrad(h, Padded(x.codes, x.scale), ends, dtype)
 
 
-# ---------------------------------------------------------------- products of stacks, also those of `octavo.nn.experts`
+# --- GEMMs of stacks, also for `octavo.nn.experts` --------------------------------------------------------------------
 
 
 class Origin(NamedTuple):
     """Operands of an fprop in high precision, for telemetry."""
 
     tensors: Sequence[Tensor]
-    """What the rows are made of, as `Source` describes it."""
+    """The tensors that the rows are computed from, as described by `Source`."""
     weight: Tensor
     """(E, N, K)."""
     kind: str = ""
-    """How they are made (`Source.kind`)."""
+    """How they are computed (`Source.kind`)."""
 
 
 def grouped_fprop(

@@ -3,10 +3,10 @@
     gated   y = (f(x W_gate^T) * x W_up^T) W_down^T          plain   y = f(x W_up^T) W_down^T
 
 The activation is computed in the pass that quantises it, and again in backward, in the pass that quantises its
-gradients for the two GEMMs that read them. What lies between forward and backward is x in FP8 and the inputs of the
-activation, the outputs of gate and up; the hidden activation is never stored. Those inputs are about half of what a
-Llama keeps for backward. They may be kept in FP8 too: then y stays what it is, to the bit, and the gradients are those
-of inputs that were rounded once more.
+gradients for the two GEMMs that read them. Saved for backward are x in FP8 and the inputs of the activation, the
+outputs of gate and up; the hidden activation is never stored. These inputs are about half of what a Llama saves for
+backward. They can be saved in FP8 too: y is then unchanged, bit for bit, and the gradients are those of inputs that
+were rounded once more.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def mlp(
 
     Args:
         weights: gate and up, (F, D) each, or up alone; then down, (D, F).
-        kind: the activation, as `kernels.activation` names it.
-        quantizers: of gate and up, and of down, alike in dtype.
-        prequantized: x as the first GEMM reads it, (M, D), where the kernel that made x has quantised it too.
-        codes: the weights as fprop reads them, where they are known: the stack of gate and up, and down.
-        activation_inputs: what gate and up are kept in for backward: `bf16`, in `dtype` as they are, or `fp8`, E4M3
-            codes with a power-of-two scale for 128 columns of a token.
+        kind: activation, by its name in `kernels.activation`.
+        quantizers: of gate and up, and of down, with the same dtype.
+        prequantized: x as the first GEMM reads it, (M, D), if the kernel that computed x quantised it too.
+        codes: the weights as fprop reads them, if known: the stack of gate and up, and down.
+        activation_inputs: format of gate and up saved for backward: `bf16`, in `dtype`, unchanged, or `fp8`, E4M3 codes
+            with a power-of-two scale per 128 columns of a token.
     """
     inner, outer = quantizers
     check_operands(x, weights[0])
@@ -202,7 +202,7 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor
 def activate(
     kind: str, before: Sequence[Tensor], target: QuantSpec, keeps_codes: bool
 ) -> tuple[Quantized, Sequence[Tensor]]:
-    """Return h, and what backward reads of gate and up: themselves, or their codes and scales."""
+    """Return h, and what backward reads of gate and up: the tensors, or their codes and scales."""
     gate, up = before[0], before[1] if len(before) > 1 else None
     if not keeps_codes:
         return activation(kind, gate, up, target), before
@@ -219,7 +219,7 @@ def gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quan
 
 
 def _hidden_target(outer: Recipe) -> QuantSpec:
-    """Return what the hidden activation, transposed, is quantised to for wgrad."""
+    """Return how the hidden activation, transposed, is quantised for wgrad."""
     if outer.reuses("wgrad.input"):
         forward = spec_of(outer.fprop.input)
         return forward._replace(granularity=forward.tile.transposed.name)
@@ -227,10 +227,10 @@ def _hidden_target(outer: Recipe) -> QuantSpec:
 
 
 def _scale_gives_codes(outer: Recipe, keeps_codes: bool) -> bool:
-    """Return whether h is quantised by the scales of fprop, which are folded into dY: per row.
+    """Return whether backward quantises h by the scales of fprop, which are folded into dY: one per row.
 
-    Its codes follow from them, but where 1 / scale is not what fprop multiplied by; from h of rounded inputs they are
-    others anyway, whose own scales would not be those that are folded.
+    Not if 1 / scale is not the factor of fprop: the same scales are then found again from h. But h of rounded inputs
+    would get other scales than those that are folded, so that it takes those of fprop in any case.
     """
     operand = outer.fprop.input
     reused = outer.reuses("wgrad.input")

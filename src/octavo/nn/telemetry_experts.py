@@ -1,7 +1,7 @@
 """Sampled grouped GEMMs: fprop and dgrad of `octavo.nn.grouped` with telemetry.
 
-As in `octavo.nn.telemetry_ops`, with a buffer of three rows: the tokens of all experts, the stack of their weights
-(E N, K), the gradients. A NaN in the weight of an expert shows in the rows of its own tokens only, so the first and the
+As in `octavo.nn.telemetry_ops`, with a buffer of three rows: the tokens of all experts, the stack of their weights (E
+N, K), the gradients. A NaN in the weight of an expert shows in the rows of its own tokens only, so the first and the
 last of those are read.
 """
 
@@ -33,7 +33,7 @@ def sampled_grouped_fprop(
     Args:
         tokens: x itself, by `ROWS`, or the inputs of an activation.
         stats: the buffer, FP32 (3, WIDTH) or (3, WIDTH + BINS).
-        weights: FP32 (T,), what rows of y are multiplied by.
+        weights: FP32 (T,), factors of the rows of y.
     """
     arguments = x, w, ends, options, tokens, stack, stats, weights
     y: Tensor = call("sampled_grouped_fprop", _fprop, arguments, [True])[0]
@@ -47,7 +47,7 @@ def sampled_grouped_dgrad(
 
     Args:
         w: transposed, (E, K, N).
-        source: dy; its fold, FP32 (E, N), is what the gradients of each expert's tokens were multiplied by.
+        source: dy; its fold, FP32 (E, N), holds the factors of each expert's tokens.
         stats: as for `sampled_grouped_fprop`.
     """
     dx: Tensor = call("sampled_grouped_dgrad", _dgrad, (g, w, ends, options, source, stats), [True])[0]
@@ -87,7 +87,7 @@ def _dgrad(
 
 
 def _sampled_gradients(source: Source, total: int, row: Tensor) -> Tensor:
-    """Return the sampled rows of a gradient of `total` rows: itself, by `ROWS`, or that of a weighted activation."""
+    """Return the sampled rows of a gradient of `total` rows: direct, by `ROWS`, or that of a weighted activation."""
     if not source.kind:
         return source.tensors[0][sampled_rows(total, row)]
     if source.kind == ROWS:
@@ -97,7 +97,7 @@ def _sampled_gradients(source: Source, total: int, row: Tensor) -> Tensor:
 
 
 def _ends_of_experts(y: Tensor, ends: Tensor) -> Tensor:
-    """Return the first and the last row of y (T, N) of each expert, as (E N, 2); zeros where it has no token."""
+    """Return the first and the last row of y (T, N) of each expert, as (E N, 2); zeros for one without tokens."""
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     both = torch.stack([y[starts.clamp(max=len(y) - 1)], y[(ends - 1).clamp(min=0)]], dim=-1)
     return torch.where((ends > starts)[:, None, None], both, 0).flatten(0, 1)
