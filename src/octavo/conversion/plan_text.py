@@ -1,4 +1,4 @@
-"""A plan as text: its table, what stands below it, and what a user may not expect."""
+"""A plan as text: its table, the footer, and notes on what a user may not expect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def table(plan: Plan) -> list[str]:
 
 
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the titles and the rows of a plan's table; without a predicted gain there is no column for it."""
+    """Return the titles and the rows of a plan's table; the gain column is left out if no gain is predicted."""
     rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why"), *_alike(plan.layers)]
     groups: dict[tuple[str, str, str], list[str]] = {}
     for weight in plan.unconverted:
@@ -70,7 +70,7 @@ def _stored(plan: Plan) -> list[str]:
 
 
 def _together(structures: tuple[FusionPattern, ...]) -> list[str]:
-    """Return a line for each kind of structure, those that differ only by the numbers in their names as one."""
+    """Return a line per kind of pattern; those that differ only by the numbers in their names are one."""
     groups: dict[tuple[str, str], list[str]] = {}
     for structure in structures:
         groups.setdefault((_pattern(structure.name), structure.what), []).append(structure.name)
@@ -79,7 +79,7 @@ def _together(structures: tuple[FusionPattern, ...]) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """Return a name with stars for the numbers in it."""
+    """Return a name with stars in place of numbers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -101,7 +101,7 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
 
 
 def commonest_reason(layers: tuple[LayerPlan, ...]) -> str:
-    """Return why most layers that stay in BF16 do, with their number."""
+    """Return the most common reason of layers that stay in BF16, with their number."""
     reasons = Counter(layer.reason for layer in layers if not layer.is_fp8).most_common(1)
     alike = [f"{reason} ({count} of {quantity(len(layers), 'layer')})" for reason, count in reasons]
     return "".join(alike) or "the model has no linear layer and no convolution"

@@ -1,4 +1,4 @@
-"""A user's own MLP module, computed as one function (`octavo.nn.mlp`), and which layers are computed as one at all.
+"""A user's MLP module computed as one function (`octavo.nn.mlp`), and which layers of a model are computed as one.
 
 The children of an MLP stay where they are.
 """
@@ -24,31 +24,31 @@ from octavo.recipes import Precision, Recipe
 
 @dataclass(frozen=True)
 class MLPRoles:
-    """Which child of an MLP module does what."""
+    """Roles of the children of an MLP module."""
 
     kind: str
-    """The activation, as `kernels.activation` names it."""
+    """Activation, by its name in `kernels.activation`."""
     inner: tuple[str, ...]
-    """(gate, up), or (up,) where there is no gate."""
+    """(gate, up), or (up,) without a gate."""
     down: str
 
 
 class FusedMLP(Adopted):
-    """Mixed into the class of a module that computes an MLP; `fuse` does that, `release` undoes it.
+    """Mixin for the class of a module that computes an MLP; `fuse` adds it, `release` removes it.
 
-    What the module computes was seen when it was fused. Give it another activation, and it must be converted again.
+    The formula was determined when the module was fused. After changing its activation, convert the model again.
     """
 
     prefix = "Fused"
     fields = ("mlp_roles", "mlp_recipes", "mlp_activation_inputs")
     mlp_roles: MLPRoles
     mlp_recipes: tuple[Recipe, Recipe]
-    """Of gate and up, and of down."""
+    """Recipes of gate and up, and of down."""
     mlp_activation_inputs: Precision = "bf16"
-    """What gate's and up's outputs are kept in for backward."""
+    """Precision in which the outputs of gate and up are saved for backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the MLP of x (..., D). With a hook or a disabled layer inside, it is computed as the user wrote it."""
+        """Return the MLP of x (..., D). With a hook or a disabled layer inside, the user's own forward runs."""
         layers = self._layers() if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs else None
         if layers is None:
             return super().forward(*args, **kwargs)
@@ -66,7 +66,7 @@ class FusedMLP(Adopted):
         return ", ".join(filter(None, (super().extra_repr(), f"activation={self.mlp_roles.kind}", inputs)))
 
     def _layers(self) -> list[Linear] | None:
-        """Return gate, up and down; None if one is not as it was, or if a hook reads an intermediate result."""
+        """Return gate, up and down; None if one has been changed, or if a hook reads an intermediate result."""
         roles, (inner, outer) = self.mlp_roles, self.mlp_recipes
         recipes = dict.fromkeys(roles.inner, inner) | {roles.down: outer}
         layers = [self.get_submodule(name) for name in recipes]
@@ -79,7 +79,7 @@ class FusedMLP(Adopted):
 
 
 def fuse(module: nn.Module, roles: MLPRoles, activation_inputs: Precision = "bf16") -> None:
-    """Make a module compute its MLP as one, in place. Its layers are FP8 layers already.
+    """Make a module compute its MLP as one function, in place. Its layers are FP8 layers already.
 
     Args:
         activation_inputs: see `octavo.nn.mlp.mlp`.
@@ -93,9 +93,9 @@ L = TypeVar("L", bound=nn.Module)
 
 
 def fusion_groups(model: nn.Module, layers: Iterable[L]) -> list[list[L]]:
-    """Return layers of a model by what is computed as one: gate and up of MLPs, those of one input, the rest alone.
+    """Return layers grouped by what is computed as one: gate and up of MLPs, layers with one input, others alone.
 
-    A group that has a member which is not among `layers` is none.
+    Groups with a member that is not among `layers` are ignored.
     """
     layers = list(layers)
     known = {id(layer) for layer in layers}
