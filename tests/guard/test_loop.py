@@ -19,10 +19,10 @@ import octavo
 from octavo import convert
 from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
-from octavo.guard.alarms import LASTING
 from octavo.guard.diagnosis import Probe
 from octavo.guard.guard import Incident
 from octavo.guard.guarded import stored_scales
+from octavo.guard.rules import LASTING
 from octavo.monitor.monitor import Monitor
 from octavo.monitor.store import RunReader
 from octavo.optim import AdamW

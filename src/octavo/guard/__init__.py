@@ -1,7 +1,8 @@
 """Guardrails: detect faults of a training run, diagnose their cause, and repair them.
 
-    config      what is watched, and the limits
-    alarms      rules: from the measurements of a step to alarms
+    config      limits and mode
+    alarms      measurements of a step, alarms about them, events
+    rules       the rules: from measurements to alarms; `history` of past steps, `telemetry_rows` of a step
     parameters  invariants of parameters and optimizer moments
     diagnosis   from the results of retries to a cause
     ladder      finer recipes for layers that FP8 harms, and the way back

@@ -22,7 +22,8 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from octavo.guard.alarms import OF_UPDATES, Alarm
+from octavo.guard.alarms import Alarm
+from octavo.guard.rules import RULES
 
 Cause = Literal["transient", "precision", "data", "optimizer", "model"]
 
@@ -123,7 +124,7 @@ def lasting_cause(alarm: Alarm, first_layer: str, evidence: Evidence) -> Cause:
         first_layer: the layer that reads the embedded tokens first, so that only data and embedding precede it.
         evidence: probes of the batch, and of an earlier one.
     """
-    if alarm.rule in OF_UPDATES:
+    if RULES[alarm.rule].kind == "update":
         return "optimizer"
     if alarm.rule == "gap" or disagreement(evidence.fp8, evidence.bf16) > 1:
         return "precision"

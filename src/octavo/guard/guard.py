@@ -24,13 +24,15 @@ from typing import Any
 
 from octavo._util.terminal import quantity
 from octavo.errors import RunError
-from octavo.guard import alarms, diagnosis
-from octavo.guard.alarms import Alarm, AlarmRules, GuardEvent, Observation
+from octavo.guard import diagnosis
+from octavo.guard.alarms import Alarm, GuardEvent, Observation
 from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import Cause, Evidence, IsWell, Probe
 from octavo.guard.guarded import Guarded, Snapshot
 from octavo.guard.ladder import EVERYTHING, Ladder
 from octavo.guard.parameters import is_same
+from octavo.guard.rules import LASTING, RULES, UPDATE, AlarmRules
+from octavo.guard.telemetry_rows import first_difference, layer_of, worst_layers
 from octavo.recipes import Recipe
 
 SNAPSHOTS = 2
@@ -215,7 +217,7 @@ class Guard:
         if not bad:
             self._saved.append(replace(self._run.snapshot(), rules=self._rules.state_dict()))
             return
-        alarm = Alarm(done, "nonfinite", alarms.layer_of(bad), "weight", math.nan, math.inf)
+        alarm = Alarm(done, "nonfinite", layer_of(bad), "weight", math.nan, math.inf)
         self._raise(alarm, Observation(done, math.nan, math.nan, 0.0))
 
     def _pass_over(self) -> None:
@@ -236,16 +238,16 @@ class Guard:
             text = f"{name} is not what the checkpoint was written with" + (f": it is {source}" if source else "")
             advice = "Resume from another checkpoint, or compare how the two runs name their layers."
             event = GuardEvent(self._run.done + 1, "error", "fingerprint", f"{text}. {advice}", cause="model")
-            self._run.emit(event._replace(layer=alarms.layer_of(name), role="weight"))
+            self._run.emit(event._replace(layer=layer_of(name), role="weight"))
 
     # --- alarms and rollbacks ---------------------------------------------------------------------------------------
 
     def _raise(self, alarm: Alarm, step: Observation) -> bool:
-        only_reports = alarm.rule in alarms.REPORTED or alarm.step < self._given_up.get(alarm.rule, 0)
+        rule = RULES[alarm.rule]
+        only_reports = rule.kind == "reported" or alarm.step < self._given_up.get(alarm.rule, 0)
         if not self.acts or not self._saved or only_reports:  # given up, or a rollback cannot help
             if self._rules.is_news(alarm):
-                level = "error" if alarm.rule in ("nonfinite", "ranks differ") else "warning"
-                self._emit(alarm, str(alarm), level=level, cause=alarms.REPORTED.get(alarm.rule, ""))
+                self._emit(alarm, str(alarm), level=rule.level, cause=rule.cause)
             return False
         incident = self._incident
         if incident is not None and incident.is_probed and alarm.step == incident.alarm.step:
@@ -261,10 +263,8 @@ class Guard:
 
     def _newest_before(self, alarm: Alarm) -> Snapshot:
         """Return the newest snapshot from before a fault may have begun, else the oldest."""
-        seen_after = {"loss drift": alarms.RECENT + alarms.SHORT, "gap": alarms.SHORT, "layer shift": alarms.SHORT}
-        margin = MARGIN + seen_after.get(alarm.rule, 0)
-        if alarm.rule in alarms.OF_UPDATES:
-            margin += self.config.parameters_every
+        rule = RULES[alarm.rule]
+        margin = MARGIN + rule.delay + (self.config.parameters_every if rule.kind == "update" else 0)
         return next((s for s in reversed(self._saved) if s.step + margin < alarm.step), self._saved[0])
 
     def _open_incident(self, alarm: Alarm, step: Observation, target: Snapshot) -> None:
@@ -272,11 +272,10 @@ class Guard:
         record = {each.step: each for each in [*self._record, step] if each.step > since}
         diff = ""
         if alarm.role == "weight":
-            reach = alarms.UPDATE * sum(each.lr for each in record.values())
+            reach = UPDATE * sum(each.lr for each in record.values())
             diff = self._run.weight_diff(alarm.layer, target, reach)
-        self._incident = Incident(alarm, since, diff, alarms.worst_layers(self._rules.rows, step.values), record)
-        # The batch is not to blame for what only rules on parameters and slow rules see.
-        self._incident.is_probed = alarm.rule in (*alarms.OF_UPDATES, *alarms.SLOW)
+        self._incident = Incident(alarm, since, diff, worst_layers(self._rules.rows, step.values), record)
+        self._incident.is_probed = RULES[alarm.rule].kind != "sudden"  # the batch is not to blame
         checked = self._run.parameters
         if checked is not None and step.parameters is None:
             checked.measure(self._run.done, now=True)
@@ -316,7 +315,7 @@ class Guard:
         if incident.where is not None or before is None or before.values is None or step.values is None:
             return
         if before.values.shape == step.values.shape:
-            incident.where = alarms.first_difference(self._rules.rows, before.values, step.values)
+            incident.where = first_difference(self._rules.rows, before.values, step.values)
 
     # --- diagnosis --------------------------------------------------------------------------------------------------
 
@@ -330,7 +329,7 @@ class Guard:
         if cause is None:
             return
         if bad := self._run.nonfinite_parameter():
-            self._blame_model(incident, f"{bad} is not finite", alarms.layer_of(bad))
+            self._blame_model(incident, f"{bad} is not finite", layer_of(bad))
         elif cause == "precision":
             self._incident = None
             self._refine_until_well(incident.alarm, incident.harmed, lambda probe: not probe.is_bad(*limits))
@@ -345,9 +344,9 @@ class Guard:
         """Return why a bad batch is not passed over: others are like it; empty if it is the only one, or not finite."""
         if alarm.rule == "nonfinite":
             return ""
-        if self._tried.get("data", 0) >= alarms.LASTING:
-            return f"the {alarms.LASTING} batches passed over were followed by others like them"
-        following = self._run.probe_following(alarms.LASTING, fp8=False)
+        if self._tried.get("data", 0) >= LASTING:
+            return f"the {LASTING} batches passed over were followed by others like them"
+        following = self._run.probe_following(LASTING, fp8=False)
         bad = sum(probe.is_bad(evidence.loss_limit, evidence.gradient_limit) for probe in following)
         return f"{bad} of the next {len(following)} batches are as bad" if 2 * bad > len(following) else ""
 
@@ -363,7 +362,7 @@ class Guard:
 
     def _comes_back(self, incident: Incident, alarm: Alarm, step: Observation) -> bool:
         """Act on an alarm that came back although its batch was fine; return True if the run was rolled back."""
-        if alarm.rule not in (*alarms.OF_UPDATES, *alarms.SLOW):
+        if RULES[alarm.rule].kind == "sudden":
             return self._blame_optimizer(incident, "it comes back with the update alone")
         if share := self._newly_over(incident, alarm.layer, step):
             self._incident = None
@@ -429,7 +428,7 @@ class Guard:
         alarm, oldest = incident.alarm, self._saved[0]
         self._incident = None
         self._tried["optimizer"] = self._tried.get("optimizer", 0) + 1
-        if self._tried["optimizer"] > alarms.LASTING:
+        if self._tried["optimizer"] > LASTING:
             self._give_up(alarm, why, "optimizer")
             return False
         rates = [each.lr for each in (*incident.first_run.values(), *self._record)]
@@ -552,7 +551,7 @@ class Guard:
 
     def _gap_of_following(self) -> float | None:
         """Return the mean gap of the batches after the next one: a small batch alone may have any. None without one."""
-        both = (self._run.probe_following(alarms.LASTING, fp8=is_fp8, backward=False) for is_fp8 in (True, False))
+        both = (self._run.probe_following(LASTING, fp8=is_fp8, backward=False) for is_fp8 in (True, False))
         gaps = [diagnosis.loss_gap(fp8, bf16) for fp8, bf16 in zip(*both, strict=True)]
         return fmean(gaps) if gaps else None
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Observation
-from octavo.guard.alarms import AlarmRules
+from octavo.guard.rules import RULES, AlarmRules
 from octavo.monitor.measurements import AsyncScalars, arrived, telemetry_of
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import RunWriter, outcome_of
@@ -152,7 +152,7 @@ class Monitor:
         rows = () if self._source is None else self._source.rows
 
         def record(alarm: Alarm) -> None:
-            recorder.guard_event(alarm.event(str(alarm), level="error" if alarm.rule == "nonfinite" else "warning"))
+            recorder.guard_event(alarm.event(str(alarm), level=RULES[alarm.rule].level))
 
         self._rules = MonitorAlarms(guard or GuardConfig(), rows, record)
 
