@@ -292,12 +292,12 @@ def _student() -> float:
 
 def _make_noisy(run: Struck, noise: Callable[[], float]) -> None:
     """Multiply the loss that guardrails see."""
-    after = run.after
+    after = run.guard.after
 
     def noisy(lr: float, loss: Tensor, *rest: Any) -> bool:
         return after(lr, loss * noise(), *rest)
 
-    run.after = noisy  # type: ignore[method-assign,assignment]
+    run.guard.after = noisy  # type: ignore[method-assign,assignment]
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

@@ -133,7 +133,7 @@ class Loop(Guarded):
         optimizer.zero_grad(set_to_none=True)
         if scheduler is not None:
             scheduler.step()
-        return None if self.after(lr, loss, norm) else loss.detach()
+        return None if self.guard.after(lr, loss, norm) else loss.detach()
 
     def close(self) -> None:
         """Stop measuring the model, so that another `Loop` or `Monitor` can. Idempotent."""

@@ -40,7 +40,8 @@ class GuardedRun(Guarded):
     """Telemetry of the FP8 model."""
 
     def __init__(self, setup: Setup, reporters: Sequence[events.Reporter]) -> None:
-        super().__init__(lag=1 if setup.device.type == "cuda" else 0)
+        super().__init__()
+        self.lag = 1 if setup.device.type == "cuda" else 0
         self.setup, self.config, self.ranks = setup, setup.config, setup.ranks
         self.log = RunLog(setup, reporters)
         self._newest: NDArray[np.float32] | None = None
@@ -56,10 +57,11 @@ class GuardedRun(Guarded):
         recipe = recipes.load(config.run.recipe) if setup.plan is not None else None
         self.guard = Guard(self, recipe, config.guard)
 
-    def _is_overflow(self, loss: float, gradient_norm: float) -> bool:
+    def was_skipped(self, loss: float, gradient_norm: float) -> bool:
+        """Return True if dynamic loss scaling skipped a step with these measurements."""
         return self._state.loss_scale.skips and math.isfinite(loss) and not math.isfinite(gradient_norm)
 
-    def _values_of(self, step: int) -> NDArray[np.float32] | None:
+    def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
         """Return the telemetry of a step, once it has arrived; None if the step was not sampled."""
         run = self.config.run
         if self.telemetry is None or step % run.telemetry_every or run.is_bf16(step - 1):
@@ -68,7 +70,7 @@ class GuardedRun(Guarded):
             self._collect_telemetry()
             if step not in self._values:
                 time.sleep(1e-4)
-        return super()._values_of(step)
+        return super().telemetry_at(step)
 
     # --- defined by `octavo.guard.Guarded` --------------------------------------------------------------------------
 

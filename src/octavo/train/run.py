@@ -107,7 +107,7 @@ class Trainer(GuardedRun):
                 with kernels.record() as self.log.ledger, gc_frozen(self.setup.device) as after_step:
                     self._finish_resumed_step()
                     with self._stoppable():
-                        while self.done < self.config.run.steps or self.check_all():
+                        while self.done < self.config.run.steps or self.guard.check_all():
                             self._step()
                             after_step()
                     for state in self.setup.states:
@@ -145,8 +145,8 @@ class Trainer(GuardedRun):
         save = last or self._due(run.checkpoint_every) or stop > 0
         evaluate = self._due(run.eval_every) and not last
         first, *twin = (metrics[state.name] for state in self.setup.states)
-        if self.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
-            (save or evaluate) and self.check_all()
+        if self.guard.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
+            (save or evaluate) and self.guard.check_all()
         ):
             return  # rolled back
         # Reading a result waits for a GPU; on a CPU it costs nothing.
@@ -209,7 +209,7 @@ class Trainer(GuardedRun):
             return True
         recipe = self.config.run.recipe_of(self.done)
         if recipe != self.recipe:
-            if self.check_all():
+            if self.guard.check_all():
                 return False
             self.switch_recipe(recipe)
         before, self._shown = self._shown, "bf16" if self.config.run.is_bf16(self.done) else recipe
