@@ -35,12 +35,12 @@ def test_a_transient_fault_has_a_place(incident: Incident, place: tuple[str, str
 
 
 def test_the_first_step_that_differs_counts() -> None:
-    first = {step: Observation(step, 2.0, 1.0, 1e-3, telemetry(b_input_amax=1.0 + step)) for step in (5, 6, 7)}
+    first = {step: Observation(step, 2.0, 1.0, 1e-3, telemetry(b_input_amax=1.0 + step), ROWS) for step in (5, 6, 7)}
     incident = Incident(alarm("nonfinite"), 4, first)
-    incident.compare(ROWS, first[5])
+    incident.compare(first[5])
     assert incident.difference is None
-    incident.compare(ROWS, Observation(6, 2.0, 1.0, 1e-3, telemetry(b_input_amax=70.0)))
-    incident.compare(ROWS, Observation(7, 2.0, 1.0, 1e-3, telemetry(a_input_amax=math.inf)))
+    incident.compare(Observation(6, 2.0, 1.0, 1e-3, telemetry(b_input_amax=70.0), ROWS))
+    incident.compare(Observation(7, 2.0, 1.0, 1e-3, telemetry(a_input_amax=math.inf), ROWS))
     assert incident.difference == ("b", "input")
 
 

@@ -22,14 +22,14 @@ QUIET = [2.0, 2.1, 2.0, 1.9, 2.0, 2.1, 2.0, 1.9, 2.0, 2.1, 2.0, 1.9]
 
 def watch(steps: int = len(QUIET), **config: object) -> AlarmRules:
     """Return rules with a quiet past."""
-    made = AlarmRules(GuardConfig(**config), ROWS)  # type: ignore[arg-type]
+    made = AlarmRules(GuardConfig(**config))  # type: ignore[arg-type]
     for step in range(1, steps + 1):
         assert made.check(seen(step, QUIET[(step - 1) % len(QUIET)])) is None
     return made
 
 
 def seen(step: int, loss: float = 2.0, norm: float = 1.0, table: np.ndarray | None = None) -> Observation:
-    return Observation(step, loss, norm, 1e-3, telemetry() if table is None else table)
+    return Observation(step, loss, norm, 1e-3, telemetry() if table is None else table, ROWS)
 
 
 def test_a_quiet_run_raises_nothing() -> None:
@@ -75,14 +75,14 @@ def test_what_is_below_a_limit_is_none(observation: Observation) -> None:
 
 
 def test_a_weight_may_grow_as_far_as_its_learning_rate_carries_it() -> None:
-    fresh = AlarmRules(GuardConfig(), ROWS)
+    fresh = AlarmRules(GuardConfig())
     assert fresh.check(seen(1, table=telemetry(a_weight_amax=1e-4))) is None
     assert fresh.check(seen(2, table=telemetry(a_weight_amax=1e-4 + 0.09))) is None
     assert fresh.check(seen(3, table=telemetry(a_weight_amax=0.5))) is not None
 
 
 def test_a_beginning_has_no_spikes() -> None:
-    fresh = AlarmRules(GuardConfig(), ROWS)
+    fresh = AlarmRules(GuardConfig())
     assert all(fresh.check(seen(step, 2.0 * step, 10.0**step)) is None for step in range(1, LEAST + 1))
 
 
@@ -125,7 +125,7 @@ def test_the_past_goes_into_a_checkpoint() -> None:
     made = watch(patience=2)
     over = telemetry(a_input_flushed=0.06)
     made.over_budget(seen(13, table=over))
-    again = AlarmRules(GuardConfig(patience=2), ROWS)
+    again = AlarmRules(GuardConfig(patience=2))
     again.load_state_dict(json.loads(json.dumps(made.state_dict())))
     assert again.loss_limit == made.loss_limit and again.gradient_limit == made.gradient_limit
     assert again.over_budget(seen(14, table=over)) == made.over_budget(seen(14, table=over)) != []
@@ -168,14 +168,14 @@ def test_a_twin_that_is_not_finite_is_no_fault_of_the_run() -> None:
 
 @pytest.mark.parametrize(("layer", "role"), [("b", "input"), ("a", "grad_output")])
 def test_a_layer_whose_variance_shifts_is_named(layer: str, role: str) -> None:
-    rules, draw = AlarmRules(GuardConfig(), ROWS), np.random.default_rng(0)
+    rules, draw = AlarmRules(GuardConfig()), np.random.default_rng(0)
     told = []
     for step in range(1, 121):
         table = telemetry()
         table[:, STATS.index("variance")] = np.exp(0.05 * draw.standard_normal(len(ROWS)))
         if step > 80:
             table[ROWS.index((layer, role)), STATS.index("variance")] *= 1.5
-        told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table)))
+        told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table, ROWS)))
     found = [alarm for alarm in told if alarm is not None]
     assert [(alarm.rule, alarm.layer, alarm.role) for alarm in found] == [("layer shift", layer, role)]
     assert found[0].step <= 85
@@ -184,45 +184,44 @@ def test_a_layer_whose_variance_shifts_is_named(layer: str, role: str) -> None:
 @pytest.mark.parametrize(("factors", "layer"), [((1, 9, 1, 1), "b"), ((9, 9, 9, 9), ""), ((1, 1, 1, 1), None)])
 def test_clipping_hides_no_gradient(factors: tuple[int, ...], layer: str | None) -> None:
     rows, draw = [(name, "grad_weight") for name in "abcd"], np.random.default_rng(0)
-    rules, told = AlarmRules(GuardConfig(), rows), []
+    rules, told = AlarmRules(GuardConfig()), []
     for step in range(1, 121):
         table, clipped = np.zeros((4, len(STATS)), dtype=np.float32), np.exp(draw.standard_normal())
         own = np.exp(0.05 * draw.standard_normal(4)) * (factors if step > 80 else 1)
         table[:, STATS.index("variance")] = own * (clipped if layer != "" else 1)
-        told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table)))
+        told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table, rows)))
     found = [(alarm.layer, alarm.role) for alarm in told if alarm is not None]
     assert found == ([] if layer is None else [(layer, "grad_weight")])
 
 
 @pytest.mark.parametrize("outliers", [1, 2])
 def test_one_batch_is_no_shift_however_far_out(outliers: int) -> None:
-    rules, draw, told = AlarmRules(GuardConfig(), ROWS), np.random.default_rng(0), []
+    rules, draw, told = AlarmRules(GuardConfig()), np.random.default_rng(0), []
     for step in range(1, 121):
         table = telemetry()
         table[:, STATS.index("variance")] = np.exp(0.05 * draw.standard_normal(len(ROWS)))
         table[2, STATS.index("variance")] *= 50.0 if 80 < step <= 80 + outliers else 1.0
-        told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table)))
+        told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table, ROWS)))
     assert [alarm.step for alarm in told if alarm is not None] == [82][: outliers - 1]
 
 
 def test_variances_that_overflow_shift_and_warn_of_nothing() -> None:
     rows = [("a", "input"), ("a", "grad_weight"), ("b", "grad_weight")]
-    rules, told = AlarmRules(GuardConfig(), rows), []
+    rules, told = AlarmRules(GuardConfig()), []
     with np.errstate(all="raise"):
         for step in range(1, 91):
             table = np.zeros((3, len(STATS)), dtype=np.float32)
             table[:, STATS.index("variance")] = np.inf if step == 60 or step > 80 else 1.0
-            told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table)))
+            told.append(rules.check(Observation(step, 2.0, 1.0, 1e-3, table, rows)))
     assert [alarm.step for alarm in told if alarm is not None] == [84]
 
 
 def test_layers_that_leave_fp8_start_a_new_history() -> None:
-    rules = AlarmRules(GuardConfig(), ROWS)
+    rules = AlarmRules(GuardConfig())
     for step in range(1, 121):
         table = telemetry() if step <= 60 else telemetry()[:-1]
         table[:, STATS.index("variance")] = 1.0 if step <= 60 else 5.0
-        assert rules.check(Observation(step, 2.0, 1.0, 1e-3, table)) is None
-        rules.rows = ROWS if step <= 59 else ROWS[:-1]
+        assert rules.check(Observation(step, 2.0, 1.0, 1e-3, table, ROWS[: len(table)])) is None
 
 
 def parameters(**changed: Any) -> ParameterStats:

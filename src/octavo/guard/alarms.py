@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ class Observation(NamedTuple):
     """Learning rate of the step."""
     values: NDArray[np.float32] | None = None
     """Telemetry of the step, (tensors, `STATS`); None if the step was not sampled."""
+    rows: Sequence[Row] = ()
+    """The tensor that each row of `values` describes."""
     parameters: ParameterStats | None = None
     """Invariants of parameters; None if the step was not checked."""
     twin_loss: float = math.nan

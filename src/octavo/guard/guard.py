@@ -73,7 +73,7 @@ class Guard:
     def __init__(self, run: Guarded, recipe: Recipe | None = None, config: GuardConfig | None = None) -> None:
         self.config = config or GuardConfig()
         self._run = run
-        self._rules = AlarmRules(self.config, run.rows)
+        self._rules = AlarmRules(self.config)
         self._refinement = Refinement(run, self._rules, recipe, self.config)
         self._pending: deque[_Pending] = deque()
         self._snapshots: deque[Snapshot] = deque(maxlen=SNAPSHOTS)
@@ -146,8 +146,8 @@ class Guard:
         run = self._run
         twin = torch.full_like(loss, torch.nan) if twin_loss is None else twin_loss.to(loss.device)
         scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, twin)])
-        if run.parameters is not None:
-            run.parameters.measure(run.done)
+        if run.parameter_check is not None:
+            run.parameter_check.measure(run.done)
         self._pending.append(_Pending(run.done, lr, AsyncHostCopy(scalars), run.conversions))
         return self._check_queued(run.lag)
 
@@ -164,7 +164,7 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values."""
-        checked = self._run.parameters
+        check = self._run.parameter_check
         return {
             "watch": self._rules.state_dict(),
             "ladder": self._refinement.state_dict(),
@@ -174,7 +174,7 @@ class Guard:
             "given_up": {**self._given_up},
             "lr_limit": self._lr_limit,
             "lr_held_at": self._lr_limited_at,
-            "fingerprints": {} if checked is None else checked.fingerprints(),
+            "fingerprints": {} if check is None else check.fingerprints(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -193,11 +193,11 @@ class Guard:
 
     def _begin(self) -> None:
         """Start from the present weights; compare those of a resumed run with what its checkpoint was written with."""
-        self._has_begun, checked = True, self._run.parameters
-        if checked is None:
+        self._has_begun, check = True, self._run.parameter_check
+        if check is None:
             return
-        checked.restart(self._run.done)
-        for name, source in checked.changed_since(self._fingerprints):
+        check.restart(self._run.done)
+        for name, source in check.changed_since(self._fingerprints):
             text = f"{name} is not what the checkpoint was written with" + (f": it is {source}" if source else "")
             advice = "Resume from another checkpoint, or compare how the two runs name their layers."
             event = GuardEvent(self._run.done + 1, "error", "fingerprint", f"{text}. {advice}", cause="model")
@@ -232,32 +232,36 @@ class Guard:
 
     def _check_queued(self, remaining: int) -> bool:
         while len(self._pending) > remaining:
-            pending = self._pending.popleft()
-            step, lr = pending.step, pending.lr
-            loss, norm, twin = pending.scalars.result().tolist()
-            is_current = pending.conversions == self._run.conversions
-            values = self._run.telemetry_at(step) if is_current else None
-            parameters = None if self._run.parameters is None else self._run.parameters.arrived(step)
-            if self._run.was_skipped(loss, norm):
-                continue
-            if self._check(Observation(step, loss, norm, lr, values, parameters, twin)):
+            seen = self._observed(self._pending.popleft())
+            if not self._run.was_skipped(seen.loss, seen.gradient_norm) and self._check(seen):
                 return True
         return False
 
+    def _observed(self, pending: _Pending) -> Observation:
+        """Return the measurements of a queued step; waits for them."""
+        run, step = self._run, pending.step
+        loss, norm, twin = pending.scalars.result().tolist()
+        seen = Observation(step, loss, norm, pending.lr, twin_loss=twin)
+        if pending.conversions == run.conversions:
+            seen = seen._replace(values=run.telemetry_at(step), rows=run.rows)
+        if run.parameter_check is not None:
+            seen = seen._replace(parameters=run.parameter_check.arrived(step))
+        return seen
+
     def _check(self, step: Observation) -> bool:
         """Check a step against the rules; return True if the run was rolled back."""
-        rows = self._rules.rows = self._run.rows
+        conversions = self._run.conversions
         alarm = self._rules.check(step)
         if self._incident is not None:
-            self._incident.compare(rows, step)
+            self._incident.compare(step)
         if alarm is not None and self._raise(alarm, step):
             return True
         self._record.append(step)
         if alarm is None:
             self._get_past(step.step)
-        # Telemetry of layers that an alarm has just refined is of the rows before.
-        for over in self._rules.over_budget(step) if self._run.rows is rows else ():
-            self._over_budget(over)
+        if self._run.conversions == conversions:  # else the alarm has just refined the layers that these shares are of
+            for over in self._rules.over_budget(step):
+                self._over_budget(over)
         return False
 
     def _get_past(self, step: int) -> None:
@@ -298,14 +302,14 @@ class Guard:
         first_run = {each.step: each for each in [*self._record, step] if each.step > target.step}
         if alarm.role == "weight":
             diff = run.weight_diff(alarm.layer, target, UPDATE * sum(each.lr for each in first_run.values()))
-        if run.parameters is not None and step.parameters is None:
-            run.parameters.measure(run.done, now=True)
-            step = step._replace(parameters=run.parameters.arrived(run.done))
+        if run.parameter_check is not None and step.parameters is None:
+            run.parameter_check.measure(run.done, now=True)
+            step = step._replace(parameters=run.parameter_check.arrived(run.done))
         return Incident(
             alarm,
             target.step,
             first_run,
-            harmed=worst_layers(run.rows, step.values),
+            harmed=worst_layers(step.rows, step.values),
             weight_diff=diff,
             suspect=self._rules.suspect(step),
             is_batch_cleared=RULES[alarm.rule].kind != "sudden",

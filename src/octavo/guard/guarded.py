@@ -51,7 +51,7 @@ class BatchesEnd(ConfigError):
 class Guarded(ABC):
     """A training loop that guardrails can check, roll back, probe and convert."""
 
-    parameters: ParameterCheck | None = None
+    parameter_check: ParameterCheck | None = None
     """Invariants of the guarded model's parameters; None without a check."""
     lag = 0
     """Steps that may be queued before the first of them is checked, so that a GPU is not waited for."""
@@ -130,15 +130,16 @@ class Guarded(ABC):
         """Return True if dynamic loss scaling skipped a step with these measurements."""
         return False
 
-    def _collect_telemetry(self) -> None:
-        """Collect pending measurements; pass each to `measured`."""
+    def _collect_telemetry(self, *, wait: bool = False) -> None:
+        """Take the telemetry that has arrived; with `wait`, that of all steps made."""
         if self.telemetry is None:
             return
-        self.telemetry.wait()
-        while (measured := self.telemetry.snapshot()) is not None:
-            self.measured(*measured)
+        if wait:
+            self.telemetry.wait()
+        while (arrived := self.telemetry.snapshot()) is not None:
+            self._measured(*arrived)
 
-    def measured(self, step: int, values: NDArray[np.float32]) -> None:
+    def _measured(self, step: int, values: NDArray[np.float32]) -> None:
         """Keep the telemetry of a step until the step is checked."""
         self._values[step] = values
 
@@ -152,7 +153,7 @@ class Guarded(ABC):
 
     def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
         """Return the telemetry of a step; None if it was not sampled. Steps are asked for in order."""
-        self._collect_telemetry()
+        self._collect_telemetry(wait=True)
         found = self._values.pop(step, None)
         self._values = {known: values for known, values in self._values.items() if known > step}
         return found
@@ -170,8 +171,8 @@ class Guarded(ABC):
         for model, stored in zip(self.models, snapshot.scales, strict=False):  # the twin may be gone
             restore_scales(model, stored)
         restore_generators(snapshot.generators)
-        if self.parameters is not None:
-            self.parameters.restart(snapshot.step)
+        if self.parameter_check is not None:
+            self.parameter_check.restart(snapshot.step)
         if self.telemetry is not None:
             self.telemetry.restart(snapshot.step)
 
@@ -224,9 +225,8 @@ class Guarded(ABC):
     def change_recipe(self, recipe: Recipe) -> str:
         """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""
         stored = stored_scales(self.models[0])
+        self._collect_telemetry(wait=True)
         if self.telemetry is not None:
-            self.telemetry.wait()
-            self._collect_telemetry()
             self.telemetry.detach()
         try:
             self._convert(recipe)
@@ -247,7 +247,7 @@ class Guarded(ABC):
 
     def nonfinite_parameter(self) -> str:
         """Return the first parameter that holds a NaN or infinity; empty if there is none. Waits for the device."""
-        return "" if self.parameters is None else self.parameters.nonfinite()
+        return "" if self.parameter_check is None else self.parameter_check.nonfinite()
 
     def weight_diff(self, layer: str, snapshot: Snapshot, reach: float) -> str:
         """Describe the elements of a weight that changed by more than `reach` since a snapshot; empty for none."""
@@ -267,9 +267,7 @@ class Guarded(ABC):
     def _untouched(self) -> Iterator[None]:
         """Restore random generators, stored scales and telemetry after the block."""
         stored = stored_scales(self.models[0])
-        if self.telemetry is not None:
-            self.telemetry.wait()
-            self._collect_telemetry()
+        self._collect_telemetry(wait=True)
         try:
             with untouched_generators():
                 yield

@@ -65,7 +65,7 @@ class History:
     reported: dict[str, list[int]] = field(default_factory=dict)
     """By rule, or by budget: steps of the last alarms that were reported."""
 
-    def remember(self, seen: Observation, rows: Sequence[Row]) -> None:
+    def remember(self, seen: Observation) -> None:
         """Add a step, unless its loss or gradient norm is not finite."""
         if not (math.isfinite(seen.loss) and math.isfinite(seen.gradient_norm)):
             return
@@ -74,11 +74,11 @@ class History:
             self.excess = [*self.excess, excess][-TAIL:]
         self.losses = [*self.losses, seen.loss][-RECENT - BEFORE :]
         self.norms = [*self.norms, seen.gradient_norm][-PAST:]
-        self.weights.update(weight_amax(seen, rows))
+        self.weights.update(weight_amax(seen))
         if (gap := gap_percent(seen)) is not None:
             self.gaps = [*self.gaps, gap][-SHORT - BEFORE :]
         if seen.values is not None:
-            self.variances = [*self.variances, log_variances(seen.values, rows)][-SHORT - BEFORE :]
+            self.variances = [*self.variances, log_variances(seen.values, seen.rows)][-SHORT - BEFORE :]
         if seen.parameters is not None:
             for name, rate in self.rates_of(seen):
                 self.rates[name] = [*self.rates.get(name, ()), rate][-CHECKS:]
@@ -125,11 +125,11 @@ class History:
         self.lrs = []
 
 
-def weight_amax(seen: Observation, rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
+def weight_amax(seen: Observation) -> Iterator[tuple[str, float]]:
     """Yield the largest element of each layer's weight."""
     if seen.values is None:
         return
-    for (layer, role, *_), values in zip(rows, seen.values, strict=True):
+    for (layer, role, *_), values in zip(seen.rows, seen.values, strict=True):
         if role == "weight" and values[AMAX] > 0:
             yield layer, float(values[AMAX])
 

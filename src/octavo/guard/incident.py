@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.guard.alarms import Alarm, Observation, Row
+from octavo.guard.alarms import Alarm, Observation
 from octavo.guard.telemetry_rows import first_difference
 
 
@@ -33,13 +33,13 @@ class Incident:
         """Return True if an alarm is the same again, and its batch is not to blame."""
         return self.is_batch_cleared and alarm.step == self.alarm.step
 
-    def compare(self, rows: Sequence[Row], step: Observation) -> None:
+    def compare(self, step: Observation) -> None:
         """Note the first tensor that differs between the first run of a step and its retry."""
         before = self.first_run.get(step.step)
         if self.difference is not None or before is None or before.values is None or step.values is None:
             return
         if before.values.shape == step.values.shape:
-            self.difference = first_difference(rows, before.values, step.values)
+            self.difference = first_difference(step.rows, before.values, step.values)
 
     def place(self) -> tuple[str, str]:
         """Return layer and role of a transient fault: where the alarm, the parameters or the retry point to."""

@@ -103,7 +103,7 @@ class Loop(Guarded):
         config = config or GuardConfig()
         self._start_telemetry()
         if config.mode != "off":
-            self.parameters = ParameterCheck(model, self.update.optimizer, config.parameters_every)
+            self.parameter_check = ParameterCheck(model, self.update.optimizer, config.parameters_every)
         self.guard = Guard(self, None if plan is None else plan.recipe, config)
 
     def steps(self, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -139,7 +139,7 @@ class Loop(Guarded):
         """Stop measuring the model, so that another `Loop` or `Monitor` can. Idempotent."""
         if self.telemetry is not None:
             self.telemetry.detach()
-        self.telemetry = self.parameters = None
+        self.telemetry = self.parameter_check = None
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from octavo.guard.alarms import Alarm, Observation, Row
+from octavo.guard.alarms import Alarm, Observation
 from octavo.guard.config import GuardConfig
 from octavo.guard.history import (
     BEFORE,
@@ -102,11 +102,9 @@ class AlarmRules:
 
     Args:
         config: limits.
-        rows: the tensor of each row of telemetry.
     """
 
-    def __init__(self, config: GuardConfig, rows: Sequence[Row] = ()) -> None:
-        self.rows = rows
+    def __init__(self, config: GuardConfig) -> None:
         self._config = config
         self._history = History()
 
@@ -120,12 +118,12 @@ class AlarmRules:
         history.lrs = [*history.lrs, seen.lr][-SETTLED:]
         if alarm is None or RULES[alarm.rule].kind == "reported":
             history.lasting.clear()
-            history.remember(seen, self.rows)
+            history.remember(seen)
         elif RULES[alarm.rule].compared:
             history.lasting[alarm.rule] = history.lasting.get(alarm.rule, 0) + 1
             if RULES[alarm.rule].kind != "sudden" or history.lasting[alarm.rule] >= LASTING:
                 self.adopt(alarm)
-                history.remember(seen, self.rows)
+                history.remember(seen)
         return alarm
 
     def suspect(self, seen: Observation) -> Alarm | None:
@@ -211,7 +209,7 @@ class AlarmRules:
 
     def _faults(self, seen: Observation) -> Iterator[Alarm]:
         yield from self._nonfinite(seen)
-        for layer, amax in weight_amax(seen, self.rows):
+        for layer, amax in weight_amax(seen):
             before = self._history.weights.get(layer, 0.0)
             limit = max(self._config.weight_jump * before, before + UPDATE * seen.lr)
             if before > 0 and amax > limit:
@@ -231,10 +229,10 @@ class AlarmRules:
         if seen.values is not None:
             shares = seen.values[:, NONFINITE]
             # Clipping by a norm that is not finite spreads it to all gradients of weights.
-            bad = [number for number in forward_first(self.rows) if shares[number] > 0]
-            is_spread = sum(self.rows[number][1] == "grad_weight" for number in bad) > 1
+            bad = [number for number in forward_first(seen.rows) if shares[number] > 0]
+            is_spread = sum(seen.rows[number][1] == "grad_weight" for number in bad) > 1
             for number in bad:
-                layer, role = self.rows[number][:2]
+                layer, role = seen.rows[number][:2]
                 layer = "" if role == "grad_weight" and is_spread else layer
                 yield Alarm(seen.step, "nonfinite", layer, role, float(shares[number]), 0.0)
         if seen.parameters is not None:
@@ -251,7 +249,7 @@ class AlarmRules:
         if seen.values is None:
             return
         config = self._config
-        for (layer, role, *_), values in zip(self.rows, seen.values, strict=True):
+        for (layer, role, *_), values in zip(seen.rows, seen.values, strict=True):
             if role not in ("input", "weight", "grad_output"):
                 continue
             flushed = config.flushed_gradient if role == "grad_output" else config.flushed
@@ -298,7 +296,7 @@ class AlarmRules:
         """Yield the first tensor, in the order of a step, whose variance has shifted; then all gradients of weights."""
         if seen.values is None:
             return
-        known = log_variances(seen.values, self.rows)
+        known = log_variances(seen.values, seen.rows)
         history = [row for row in self._history.variances if row.shape == known.shape]  # layers may have left FP8
         if len(history) < BEFORE + SHORT - 1:
             return
@@ -309,9 +307,9 @@ class AlarmRules:
         shift = np.abs(shifts.sum(0) - outlier) / (SHORT - 1)
         error = np.maximum(past.std(0, ddof=1), NOISE) * math.sqrt(1 / (SHORT - 1) + 1 / BEFORE)
         limit = np.maximum(self._config.layer_shift * error, LEAST_SHIFT)
-        for number in [*forward_first(self.rows), *range(len(self.rows), len(shift))]:
+        for number in [*forward_first(seen.rows), *range(len(seen.rows), len(shift))]:
             if shift[number] > limit[number]:
-                layer, role = self.rows[number][:2] if number < len(self.rows) else ("", "grad_weight")
+                layer, role = seen.rows[number][:2] if number < len(seen.rows) else ("", "grad_weight")
                 yield Alarm(seen.step, "layer shift", layer, role, float(shift[number]), float(limit[number]))
 
     def _drifts(self, seen: Observation) -> Iterator[Alarm]:

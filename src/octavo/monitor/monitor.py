@@ -24,7 +24,7 @@ from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Observation
 from octavo.guard.rules import RULES, AlarmRules
-from octavo.monitor.measurements import AsyncScalars, arrived, telemetry_of
+from octavo.monitor.measurements import AsyncScalars, telemetry_of
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import RunWriter, outcome_of
 from octavo.monitor.system import environment
@@ -52,7 +52,7 @@ class MonitorAlarms:
                 "octavo.Monitor: guardrails can only watch here. To act, use octavo.guard.Loop or `octavo train`."
             )
         self._config, self._on_alarm = config, on_alarm
-        self._watch = AlarmRules(config, rows)
+        self._watch, self._rows = AlarmRules(config), rows
         self._scalars: dict[int, Mapping[str, float]] = {}
         self._tensors: dict[int, NDArray[np.float32]] = {}
         self._newest = 0 if rows else math.inf
@@ -79,7 +79,7 @@ class MonitorAlarms:
             if self._config.mode == "watch":
                 named = [[scalars[name] for name in names if name in scalars] for names in CHECKED]
                 loss, norm, lr = (given[0] if given else 0.0 for given in named)  # 0 breaks no rule
-                seen = Observation(step, loss, norm, lr, values)
+                seen = Observation(step, loss, norm, lr, values, self._rows)
                 alarm = self._watch.check(seen)
                 for each in ([] if alarm is None else [alarm]) + self._watch.over_budget(seen):
                     if self._watch.is_news(each):
@@ -218,6 +218,7 @@ class Monitor:
         self._rules.scalars(scalars.step, values)
 
     def _write_tensors(self, recorder: Recorder) -> None:
-        for measured, values, histograms in arrived(self._source):
-            recorder.step(measured, None, values, histograms)
-            self._rules.tensors(measured, values)
+        while self._source is not None and (arrived := self._source.snapshot()) is not None:
+            step, values = arrived
+            recorder.step(step, None, values, self._source.histograms)
+            self._rules.tensors(step, values)

@@ -18,7 +18,7 @@ from octavo.data.loader import Batch
 from octavo.guard import Guard, Guarded, GuardEvent
 from octavo.guard.diagnosis import Probe
 from octavo.guard.parameters import ParameterCheck
-from octavo.monitor.measurements import arrived, telemetry_of
+from octavo.monitor.measurements import telemetry_of
 from octavo.nn.telemetry import Telemetry
 from octavo.tensor import is_distributed
 from octavo.train import events
@@ -53,7 +53,7 @@ class GuardedRun(Guarded):
             has_replicas = ranks.count > 1 and not any(map(is_distributed, state.parameters.values()))
             group = dist.group.WORLD if ranks.count > 1 else None
             every = config.guard.parameters_every
-            self.parameters = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
+            self.parameter_check = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
         recipe = recipes.load(config.run.recipe) if setup.plan is not None else None
         self.guard = Guard(self, recipe, config.guard)
 
@@ -128,18 +128,11 @@ class GuardedRun(Guarded):
         if self.telemetry is not None:
             self.telemetry.restart(self.done)
 
-    def _collect_telemetry(self) -> None:
-        """Emit the tensor statistics of all steps that have arrived."""
-        for step, values, histograms in arrived(self.telemetry):
-            self._newest = values
-            self.measured(step, values)
-            self.log.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
-
-    def _await_telemetry(self) -> None:
-        """Emit the tensor statistics of all steps; waits for the device."""
-        if self.telemetry is not None:
-            self.telemetry.wait()
-            self._collect_telemetry()
+    def _measured(self, step: int, values: NDArray[np.float32]) -> None:
+        super()._measured(step, values)
+        self._newest = values
+        histograms = None if self.telemetry is None else self.telemetry.histograms
+        self.log.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
 
     def refine(self, recipe: recipes.Recipe) -> str:
         """Convert layers to finer recipes, as guardrails ask; return why that is impossible, if it is."""

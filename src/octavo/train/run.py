@@ -117,7 +117,7 @@ class Trainer(GuardedRun):
                 return self.log.finish(heldout)
             finally:
                 try:
-                    self._await_telemetry()  # statistics in flight may explain a failure
+                    self._collect_telemetry(wait=True)  # statistics in flight may explain a failure
                     if self.telemetry is not None:
                         self.telemetry.detach()
                 finally:
@@ -188,7 +188,7 @@ class Trainer(GuardedRun):
             return
         self._recalibration.done = self.done - 1  # a rollback may have changed it
         if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
-            self._await_telemetry()
+            self._collect_telemetry(wait=True)
             self._recalibration.rows = self.telemetry.rows
         if made := self._recalibration.step(self._newest):
             origin = next(iter(made.values())).origin
@@ -307,7 +307,7 @@ class Trainer(GuardedRun):
             self.log.emit(GuardEvent(self.done, "info", "schedule", text, action="learning rate halved"))
 
     def _save(self, checkpoints: Path) -> None:
-        self._await_telemetry()  # what was measured before a checkpoint is recorded before it
+        self._collect_telemetry(wait=True)  # what was measured before a checkpoint is recorded before it
         save_checkpoint(self, checkpoints)
 
     def _save_scales(self) -> None:
