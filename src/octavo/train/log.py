@@ -41,9 +41,9 @@ class RunLog:
         self.setup, self.config, self.directory = setup, setup.config, setup.config.run.out
         self.ledger = Ledger()
         """GEMMs counted by this process."""
-        self.earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
+        self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
         """Totals of the run before this process."""
-        self.overflows: Mapping[str, int] = {}
+        self._overflows: Mapping[str, int] = {}
         """Steps that loss scaling had skipped at the last line of the log, by model."""
         self._reporters = list(reporters)
         self._files: tuple[MetricsFile, StoreReporter] | None = None
@@ -169,11 +169,11 @@ class RunLog:
         self.restart_clock(step)
         self.emit(event)
         for name, overflows in event.overflows.items():
-            if overflows > self.overflows.get(name, 0):
+            if overflows > self._overflows.get(name, 0):
                 text = f"{name.upper()} gradients overflowed, {quantity(overflows, 'step')} skipped so far"
                 action = f"loss scale {event.loss_scale[name]:g}"
                 self.emit(GuardEvent(step, "warning", "overflow", text, action, value=overflows))
-        self.overflows = event.overflows
+        self._overflows = event.overflows
         if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
             text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
             self.warn(step, "batch drift", text, *found)
@@ -197,9 +197,14 @@ class RunLog:
             text = f"the held-out loss of source '{source}' rises, although that of the whole text does not"
             self.warn(step, "source", text, value, limit)
 
+    def resume(self, totals: Mapping[str, Any]) -> None:
+        """Continue the `totals` in a checkpoint, after the loss scales of the models were restored."""
+        self._earlier = {**totals}
+        self._overflows = self.count_overflows()
+
     def totals(self) -> dict[str, Any]:
         """Return the totals since the first step, across resumes."""
-        earlier = self.earlier
+        earlier = self._earlier
         return {
             "seconds": earlier["seconds"] + time.perf_counter() - self._started,
             "fp8_gemms": dict(Counter(earlier["fp8_gemms"]) + self.ledger.gemms),

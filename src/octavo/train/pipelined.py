@@ -5,7 +5,7 @@ The parts of a batch (`run.accumulate`) are the micro-batches. Only the rank of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,10 @@ class PipelinedTrainState(TrainState):
             own = own.rpartition(".")[0]
         return bool(own) or kind not in ("model", "optimizer", "reduction")
 
-    def _pass(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+    def _forward_backward(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, *, is_scaled: bool = True) -> Tensor:
         if not torch.is_grad_enabled():
-            return super()._pass(inputs_BT, targets_BT, parts, scaled)
+            return super()._forward_backward(inputs_BT, targets_BT, parts)
+        scaled = self.loss_scale.scaled if is_scaled else lambda loss: loss
         with self._accumulating(parts):
             loss = self._run.step(inputs_BT, targets_BT, parts, scaled)
         return self.ranks.mean(torch.zeros((), device=self.device) if loss is None else loss)

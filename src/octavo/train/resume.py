@@ -113,9 +113,8 @@ def load_checkpoint(trainer: Trainer) -> checkpoint.Checkpoint:
         restore_generators(found.tensors["random"])
     with blaming(found.path / "state.json", CheckpointError):
         setup.loader.load_state_dict(found.state["loader"])
-        trainer.log.earlier = {**found.state["totals"]}
+        trainer.log.resume(found.state["totals"])
         trainer.heldout = {int(step): float(loss) for step, loss in found.state.get("heldout", {}).items()}
-    trainer.log.overflows = trainer.log.count_overflows()
     return found
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from octavo import kernels, recipes
-from octavo._util.terminal import quantity
 from octavo.conversion import enable
 from octavo.errors import DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
 from octavo.nn.scaling_state import scales
 from octavo.train import checkpoint, events
-from octavo.train.calibrate import recalibration_of
+from octavo.train.calibrate import recalibration_events, recalibration_of
 from octavo.train.config import RunConfig
 from octavo.train.device import gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
@@ -75,16 +74,17 @@ class Trainer(GuardedRun):
         self.heldout: dict[int, float] = {}
         """Step -> held-out loss of the first model."""
         self._locked = locked
-        self._signals = StopSignals(says=self.ranks.is_first)
+        self._signals = StopSignals(says=self.ranks.is_first, heartbeat=self.ranks.heartbeat)
         self._resumed: checkpoint.Checkpoint | None = None
-        self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
-        self.recipe = self._shown = self.config.run.recipe
-        """The recipe of the schedule that the FP8 model has, and what it computes by: that, or `bf16`."""
+        self._recalibration = recalibration_of(self.config, self._state.model)
+        self.recipe = self.config.run.recipe
+        """The recipe of the schedule that the FP8 model is converted to."""
+        self._precision = self.recipe
+        """What the FP8 model computed its last step in: `recipe`, or `bf16`."""
 
     def _load_state(self, step: int, state: Any) -> None:
         super()._load_state(step, state)
-        run = self.config.run
-        self._shown = "bf16" if run.is_bf16(step - 1) else run.recipe_of(step - 1)
+        self._precision = self.config.run.precision_of(step - 1)
         self.heldout = {at: loss for at, loss in self.heldout.items() if at <= step}
 
     def resume(self) -> None:
@@ -93,8 +93,8 @@ class Trainer(GuardedRun):
         self.done = self._resumed.step
         self.log.restart_clock(self.done)
         if self.setup.plan is not None:
-            self._shown = "bf16" if self.config.run.is_bf16(self.done - 1) else self.recipe
-            enable(self.setup.states[0].model, self._shown == self.recipe)
+            self._precision = "bf16" if self.config.run.is_bf16(self.done - 1) else self.recipe
+            enable(self._state.model, self._precision == self.recipe)
         if self.telemetry is not None:
             self.telemetry.restart(self.done)
 
@@ -106,8 +106,8 @@ class Trainer(GuardedRun):
                 self.log.start(self.done, self.rows)
                 with kernels.record() as self.log.ledger, gc_frozen(self.setup.device) as after_step:
                     self._finish_resumed_step()
-                    with self._stoppable():
-                        while self.done < self.config.run.steps or self.guard.check_all():
+                    with self._signals.deferred():
+                        while self.done < self.config.run.steps:
                             self._step()
                             after_step()
                     for state in self.setup.states:
@@ -132,16 +132,20 @@ class Trainer(GuardedRun):
         self.log.restart_clock(self.done)
 
     def _step(self) -> None:
+        """Make a step, then what is due after it: a check, a line of the log, a checkpoint, an evaluation."""
         run = self.config.run
         self.guard.before()
         lr = self.guard.lr(self._learning_rate())
         if not self._apply_schedule():
-            return
+            return  # rolled back
         batch_BT, targets_BT = next(self.setup.loader)
-        metrics, watch = self._train(batch_BT, targets_BT, lr)
+        metrics, watch = self._update(batch_BT, targets_BT, lr)
         last = self.done == run.steps
         log = last or self.done == 1 or self._due(run.log_every)
-        stop = self._asked_to_stop() if log or self.ranks.count == 1 else 0  # ranks agree on the step
+        stop = 0
+        if log or self.ranks.count == 1:  # on several ranks only at steps in which all of them ask
+            self._check_directory()
+            stop = max(self.ranks.gather(self._signals.asked))
         save = last or self._due(run.checkpoint_every) or stop > 0
         evaluate = self._due(run.eval_every) and not last
         first, *twin = (metrics[state.name] for state in self.setup.states)
@@ -164,7 +168,7 @@ class Trainer(GuardedRun):
         if save or evaluate:
             self.log.restart_clock(self.done)
 
-    def _train(self, inputs_BT: Tensor, targets_BT: Tensor, lr: float) -> tuple[dict[str, StepMetrics], Stopwatch]:
+    def _update(self, inputs_BT: Tensor, targets_BT: Tensor, lr: float) -> tuple[dict[str, StepMetrics], Stopwatch]:
         """Step all models on a batch; return what was measured of each, and the time of each."""
         device, parts = self.setup.device, self.config.run.accumulate
         inputs_BT = self.ranks.send_tokens(inputs_BT, device, self.models, parts)
@@ -190,15 +194,8 @@ class Trainer(GuardedRun):
         if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
             self._collect_telemetry(wait=True)
             self._recalibration.rows = self.telemetry.rows
-        if made := self._recalibration.step(self._newest):
-            origin = next(iter(made.values())).origin
-            how = f": {origin.how}" if origin else ""
-            text = f"static scales of {quantity(len(made), 'tensor')} were recalibrated{how}"
-            self.log.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
-            for name, new in made.items():
-                old, (layer, _, role) = new.previous[0].scale if new.previous else None, name.rpartition(".")
-                text = f"static scale {new.scale:.4g}, before {'unknown' if old is None else f'{old:.4g}'}"
-                self.log.emit(GuardEvent(self.done, "info", "scale", text, "", layer, role, new.scale, old))
+        for event in recalibration_events(self.done, self._recalibration.step(self._newest)):
+            self.log.emit(event)
 
     def _learning_rate(self) -> float:
         return learning_rate(self.config.optimizer, self.done, self.config.run.steps, [*self.heldout.values()])
@@ -212,10 +209,10 @@ class Trainer(GuardedRun):
             if self.guard.check_all():
                 return False
             self.switch_recipe(recipe)
-        before, self._shown = self._shown, "bf16" if self.config.run.is_bf16(self.done) else recipe
-        enable(self.setup.states[0].model, self._shown == recipe)
-        if self._shown != before:
-            self.log.emit(events.Switched(step=self.done + 1, recipe=self._shown))
+        before, self._precision = self._precision, self.config.run.precision_of(self.done)
+        enable(self._state.model, self._precision == recipe)
+        if self._precision != before:
+            self.log.emit(events.Switched(step=self.done + 1, recipe=self._precision))
         return True
 
     def switch_recipe(self, recipe: str) -> None:
@@ -225,14 +222,14 @@ class Trainer(GuardedRun):
         if reason := self.guard.change_recipe(recipes.load(recipe)):
             raise RunError(f"run.last_recipe: the model cannot go on by '{recipe}': {reason}.")
         needs_scales = recipes.load(recipe).needs_calibration
-        self._recalibration = recalibration_of(self.config, self.setup.states[0].model) if needs_scales else None
+        self._recalibration = recalibration_of(self.config, self._state.model) if needs_scales else None
         self.recipe = recipe
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
 
     def _check_finite(self) -> None:
-        self.setup.states[0].check(self.way_back())
+        self._state.check(self.way_back())
         for twin in self.setup.states[1:]:
             try:
                 twin.check("")
@@ -245,23 +242,6 @@ class Trainer(GuardedRun):
         """Return a sentence that names the newest checkpoint."""
         last = checkpoint.latest(self.checkpoints)
         return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
-
-    @contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """Let signals stop the run after a step."""
-        heartbeat = self.ranks.heartbeat
-        self._signals.waits = True
-        if heartbeat is not None:
-            heartbeat.saves_on_signal = True
-        yield
-        self._signals.waits = False
-        if heartbeat is not None:
-            heartbeat.saves_on_signal = False
-
-    def _asked_to_stop(self) -> int:
-        """Return the signal that asks the run to stop after this step, 0 if there is none."""
-        self._check_directory()
-        return max(self.ranks.gather(self._signals.asked))
 
     def _check_directory(self) -> None:
         """Check that the run's directory is still there.
@@ -284,7 +264,7 @@ class Trainer(GuardedRun):
         """Return the held-out loss of each sequence by model."""
         losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
-        first = self.setup.states[0].name
+        first = self._state.name
         self.log.evaluated(self.done, loss, losses[first])
         for name, value in loss.items():
             if not math.isfinite(value):
@@ -312,6 +292,6 @@ class Trainer(GuardedRun):
 
     def _save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file, on the first rank."""
-        scaling_state = scales(self.setup.states[0].model)
+        scaling_state = scales(self._state.model)
         if self.ranks.is_first and scaling_state is not None and scaling_state.is_known:
             scaling_state.save(self.directory / "scales.json")
