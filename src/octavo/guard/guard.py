@@ -274,11 +274,9 @@ class Guard:
 
     def _raise(self, alarm: Alarm, step: Observation) -> bool:
         """Report an alarm, or act on it; return True if the run was rolled back."""
-        rule = RULES[alarm.rule]
-        only_reports = rule.kind == "reported" or alarm.step < self._given_up.get(alarm.rule, 0)
+        only_reports = RULES[alarm.rule].kind == "reported" or alarm.step < self._given_up.get(alarm.rule, 0)
         if not self.acts or not self._snapshots or only_reports:
-            if self._rules.is_news(alarm):
-                self._emit(alarm, str(alarm), level=rule.level, cause=rule.cause)
+            self._report(alarm)
             return False
         if self._incident is not None and self._incident.has_come_back(alarm):
             return self._act_on_return(self._incident, alarm, step)
@@ -331,8 +329,7 @@ class Guard:
         self._rules.forgive(alarm.layer)
         if self.acts and self._incident is None and self._refinement.up(alarm.layer, alarm):
             return
-        if self._rules.is_news(alarm):
-            self._emit(alarm, f"{alarm}, for {quantity(self.config.patience, 'step')}")
+        self._report(alarm)
 
     # --- diagnosis: each ends the incident, unless only the retry can tell ------------------------------------------
 
@@ -488,6 +485,10 @@ class Guard:
         self._given_up[alarm.rule] = alarm.step + self.config.quiet
         self._rules.adopt(alarm)
         self._emit(alarm, f"{alarm}: {why}", cause=cause, action="the new level is adopted")
+
+    def _report(self, alarm: Alarm) -> None:
+        if (event := self._rules.report(alarm)) is not None:
+            self._run.emit(event)
 
     def _emit(self, alarm: Alarm, text: str, **details: Any) -> None:
         self._run.emit(alarm.event(text, **details))

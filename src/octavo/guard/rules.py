@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from octavo.guard.alarms import Alarm, Observation
+from octavo._util.terminal import quantity
+from octavo.guard.alarms import Alarm, GuardEvent, Observation
 from octavo.guard.config import GuardConfig
 from octavo.guard.history import (
     BEFORE,
@@ -137,6 +138,14 @@ class AlarmRules:
         """Forget the usual level that an alarm was raised against: the new one is normal from now on."""
         self._history.lasting.pop(alarm.rule, None)
         self._history.forget(RULES[alarm.rule].compared)
+
+    def report(self, alarm: Alarm) -> GuardEvent | None:
+        """Return the event of an alarm that is only reported; None if it is no news."""
+        if not self.is_news(alarm):
+            return None
+        rule = RULES[alarm.rule]
+        lasted = f", for {quantity(self._config.patience, 'step')}" if rule.kind == "budget" else ""
+        return alarm.event(f"{alarm}{lasted}", level=rule.level, cause=rule.cause)
 
     def is_news(self, alarm: Alarm) -> bool:
         """Return True, and record it, if an alarm begins a new episode and its rule has not reported too many.
