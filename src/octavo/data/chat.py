@@ -39,7 +39,7 @@ Ids = NDArray[np.uint32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """How conversations become rows of ids."""
+    """Format of conversations: template and length of a row."""
 
     sequence: int
     """Ids per row."""

@@ -149,7 +149,7 @@ def encode_split(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: f
 
 
 MOST_SOURCES = 64
-"""Parts of the text whose losses are told apart; with more, none are."""
+"""Largest number of sources whose losses are recorded separately."""
 
 
 def source_of(document: str) -> str:

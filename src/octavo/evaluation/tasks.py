@@ -93,7 +93,7 @@ def evaluate_tasks(
 
 
 def _harness() -> Any:
-    """Return the package, which asks for no network unless a task needs it."""
+    """Return the package, without telemetry."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import lm_eval

@@ -82,6 +82,6 @@ class Alarm(NamedTuple):
         return f"{self.rule}{where}{held}"
 
     def event(self, text: str, **details: Any) -> GuardEvent:
-        """Return the event that tells of it; by default a warning, of the same layer and role."""
+        """Return the event that reports it; by default a warning, with its layer and role."""
         event = GuardEvent(self.step, "warning", self.rule, text, "", self.layer, self.role, self.value, self.limit)
         return event._replace(**details)

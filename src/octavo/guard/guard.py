@@ -152,7 +152,7 @@ class Guard:
         return self._check_queued(run.lag)
 
     def check_all(self) -> bool:
-        """Check all queued steps, before a result of theirs is kept; return True if the run was rolled back."""
+        """Check all queued steps, before saving or evaluating; return True if the run was rolled back."""
         return self._check_queued(0)
 
     def change_recipe(self, recipe: Recipe) -> str:
@@ -192,7 +192,7 @@ class Guard:
     # --- before a step ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Start from the present weights; compare those of a resumed run with what its checkpoint was written with."""
+        """Take the present weights as reference; compare those of a resumed run with the fingerprints it saved."""
         self._has_begun, check = True, self._run.parameter_check
         if check is None:
             return
@@ -208,7 +208,7 @@ class Guard:
             self._run.skip()
 
     def _prepare(self, done: int) -> None:
-        """Do what is due between steps while nothing is wrong."""
+        """Without an incident: relax the learning rate and refinements, take a snapshot, compare with BF16."""
         config = self.config
         if self._lr_limit is not None and done - self._lr_limited_at >= config.quiet:
             self._lr_limit, self._lr_limited_at = self._lr_limit * HOLD, done

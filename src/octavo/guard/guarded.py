@@ -1,7 +1,7 @@
 """`Guarded`, the base of training loops with guardrails: what `Guard` needs of a loop.
 
-`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches lie and
-how they are computed. From that follows here, alike for all, how it is rolled back, probed and converted.
+`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches come
+from and how they are computed. Rollback, probes and conversion are built on that here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Guarded(ABC):
     lag = 0
     """Steps that may be queued before the first of them is checked, so that a GPU is not waited for."""
     conversions = 0
-    """Conversions of the guarded model so far: each gives telemetry other rows."""
+    """Number of conversions of the guarded model; each may change the rows of telemetry."""
 
     def __init__(self) -> None:
         self._values: dict[int, NDArray[np.float32]] = {}
@@ -131,7 +131,7 @@ class Guarded(ABC):
         return False
 
     def _collect_telemetry(self, *, wait: bool = False) -> None:
-        """Take the telemetry that has arrived; with `wait`, that of all steps made."""
+        """Collect the telemetry that has arrived; with `wait`, that of all steps made."""
         if self.telemetry is None:
             return
         if wait:
@@ -152,7 +152,7 @@ class Guarded(ABC):
         return rows
 
     def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
-        """Return the telemetry of a step; None if it was not sampled. Steps are asked for in order."""
+        """Return the telemetry of a step; None if it was not sampled. Call it for steps in order."""
         self._collect_telemetry(wait=True)
         found = self._values.pop(step, None)
         self._values = {known: values for known, values in self._values.items() if known > step}

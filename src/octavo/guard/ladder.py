@@ -19,7 +19,7 @@ from octavo.recipes.spec import OPERANDS
 WIDER = 2
 """Bits of headroom added to the scale window."""
 EVERYTHING = "*"
-"""The pattern that stands for all layers."""
+"""Pattern for all layers."""
 TYPICAL = 4096
 """Assumed size of a tensor dimension that one scale spans."""
 

@@ -43,7 +43,7 @@ def warn(event: GuardEvent) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """How gradients become an update."""
+    """Optimizer, clipping and learning-rate schedule of a loop."""
 
     optimizer: torch.optim.Optimizer
     """Optimizer of all parameters of the model."""
@@ -63,7 +63,7 @@ class Loop(Guarded):
     """Trains a model on batches, with rollback and diagnosis by guardrails. A context manager; `close` ends it.
 
     Args:
-        model: converted, or trained as it is. One `Loop` or `Monitor` at a time measures its layers; a `Monitor` with
+        model: converted or not. One `Loop` or `Monitor` at a time measures its layers; a `Monitor` with
             `telemetry=None` may record beside it, with `on_event=monitor.guard_event`.
         update: the optimizer of all its parameters, or an `Update`.
         loss_of: `loss_of(model, batch)` returns the loss, shape (); it may use autocast.

@@ -59,7 +59,7 @@ class ParameterCheck:
 
     Args:
         model: the model, on its device, converted and sharded.
-        optimizer: its optimizer, whose moments are checked; any other state is left alone.
+        optimizer: its optimizer; its moments are checked, other state is ignored.
         every: steps between checks.
         group: ranks that hold the same parameters, or shards of them; all measure the same steps.
         has_replicas: ranks of the group hold the same values.

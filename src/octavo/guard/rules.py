@@ -1,7 +1,7 @@
 """The rules of guardrails: from the measurements of a step to alarms.
 
-`RULES` lists them, with all that decides how an alarm is handled; `AlarmRules` finds the steps that break one. The same
-measurements raise the same alarms on every rank.
+`RULES` lists them and the properties that decide how an alarm is handled. `AlarmRules` finds steps that break one. The
+same measurements raise the same alarms on every rank.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class AlarmRules:
         return list(worst.values())
 
     def shares_over(self, seen: Observation, layer: str) -> list[Alarm]:
-        """Return the shares of a layer's elements that are above their limits in a step, for however short."""
+        """Return the shares of a layer's elements that are above their limits in a step, also for a single step."""
         return [alarm for _, alarm in self._budgets(seen) if alarm is not None and alarm.layer == layer]
 
     def forgive(self, layer: str) -> None:

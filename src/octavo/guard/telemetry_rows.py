@@ -1,4 +1,4 @@
-"""Questions to the telemetry of a step: the order of its rows, the first that differs, the layers harmed most."""
+"""Queries on the telemetry of a step: execution order of its rows, first difference, layers harmed most."""
 
 from __future__ import annotations
 

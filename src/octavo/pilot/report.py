@@ -28,7 +28,7 @@ Rows = list[tuple[str, ...]]
 
 
 def to_dict(pilot: Pilot) -> dict[str, Any]:
-    """Return everything as plain data: what was measured, and the recommendation."""
+    """Return everything as plain data: measurements and recommendation."""
     about = {key: value for key, value in vars(pilot).items() if key not in ("measured", "plans", "rates")}
     lanes = [
         {
@@ -94,7 +94,7 @@ def _header(pilot: Pilot) -> list[str]:
 
 
 def _notes(pilot: Pilot) -> Iterator[str]:
-    """Yield what the tables do not say."""
+    """Yield notes on the tables."""
     if pilot.predicted_for:
         yield "not known on this machine: launches, idle time, data loading, communication, energy, decoding, fallbacks"
     if pilot.elsewhere is None:

@@ -1,4 +1,4 @@
-"""One pilot from beginning to end."""
+"""Run of a pilot."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Settings:
 
 
 def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], None] = lambda doing: None) -> Pilot:
-    """Train a workload for a few steps in every precision, and return what was found.
+    """Train a workload for a few steps in every precision, and return the results.
 
-    On a CPU, losses and errors are measured, with the numbers that a GPU gives; times and memory are predicted.
+    On a CPU, losses and errors are measured, which are those of a GPU; times and memory are predicted.
 
     Args:
         report: called with a description of each measurement before it starts.

@@ -79,7 +79,7 @@ def calibrate_run(
 
 
 def recipe_for(config: RunConfig, recipe: str | None) -> Recipe:
-    """Return the recipe to calibrate for: the named one, else that of the run if it stores scales, else `static`."""
+    """Return the recipe to calibrate for: the named one, else the run's if it stores scales, else `static`."""
     own = recipes.load(recipe or config.run.recipe)
     return own if recipe or own.has_stored_scales else recipes.load("static")
 

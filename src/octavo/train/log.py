@@ -190,7 +190,7 @@ class RunLog:
         return (state for state in self.setup.states if state.loss_scale.skips)
 
     def evaluated(self, step: int, loss: Mapping[str, float], losses_S: Tensor) -> None:
-        """Emit an evaluation, and sources that the first model loses; `losses_S` are its losses by sequence."""
+        """Emit an evaluation, and warnings of rising sources; `losses_S` are the first model's losses by sequence."""
         by_source = self._sources.by_source(losses_S)
         self.emit(events.Evaluated(step=step, loss=loss, by_source=by_source))
         for source, value, limit in self._sources.rises(next(iter(loss.values())), by_source):
@@ -249,7 +249,7 @@ class RunLog:
         return accuracy_by_task(named[: len(next(iter(right.values())))], right)
 
     def _energy(self) -> float | None:
-        """Return the kWh of all GPUs, those of the first rank's by the ranks; None where NVML counts none."""
+        """Return the kWh of all GPUs, estimated from the first rank's; None if NVML does not measure energy."""
         found = None if self._files is None else self._files[1].energy_kwh()
         return None if found is None else found * self.setup.ranks.count
 

@@ -1,4 +1,4 @@
-"""What a run saves in its checkpoints, and how it goes on from the newest one."""
+"""Content of a run's checkpoints, and continuation from the newest one."""
 
 from __future__ import annotations
 

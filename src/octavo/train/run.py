@@ -124,7 +124,7 @@ class Trainer(GuardedRun):
                     self.log.close()
 
     def _finish_resumed_step(self) -> None:
-        """Do what follows a checkpoint in its step: records that an interrupted run made of it were cut."""
+        """Repeat the evaluation that follows the checkpoint in its step, whose records were cut."""
         if self._resumed is None or "recorded" not in self._resumed.state:
             return
         if self._due(self.config.run.eval_every) and self.done < self.config.run.steps:
@@ -132,7 +132,7 @@ class Trainer(GuardedRun):
         self.log.restart_clock(self.done)
 
     def _step(self) -> None:
-        """Make a step, then what is due after it: a check, a line of the log, a checkpoint, an evaluation."""
+        """Make a step, then check, log, save and evaluate as far as each is due."""
         run = self.config.run
         self.guard.before()
         lr = self.guard.lr(self._learning_rate())

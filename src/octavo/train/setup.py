@@ -36,7 +36,7 @@ from octavo.train.train_state import TrainState
 
 @dataclass(slots=True)
 class Setup:
-    """The parts of a run before its first step."""
+    """The parts of a run. `states` loses a baseline that failed; `plan` follows each conversion of the FP8 model."""
 
     config: RunConfig
     """The configuration of the run."""
@@ -45,7 +45,7 @@ class Setup:
     states: tuple[TrainState, ...]
     """The FP8 model, its BF16 baseline, or both in this order."""
     plan: Plan | None
-    """The current conversion plan of the FP8 model; None for a run in BF16 only."""
+    """The conversion plan of the FP8 model; None for a run in BF16 only."""
     loader: Loader
     """Training batches."""
     heldout: list[Batch]
