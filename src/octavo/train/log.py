@@ -105,16 +105,10 @@ class RunLog:
         if self._files is not None:
             self._files[0].copy_to(directory / "metrics.jsonl")
 
-    def recorded(self) -> dict[str, Any]:
-        """Return the number of lines and events so far, for a checkpoint; empty on other ranks than the first."""
-        if self._files is None:
-            return {}
-        metrics, store = self._files
-        return {"recorded": {"metrics": metrics.lines, "events": store.flush()}}
-
     def start(self, done: int, tensors: Sequence[tuple[Any, ...]]) -> None:
         """Emit that the run starts after `done` steps with telemetry of `tensors`, and warnings of a new run."""
         config, setup = self.config, self.setup
+        self._overflows = self.count_overflows()
         self.emit(
             events.Started(
                 config=config,
@@ -197,10 +191,16 @@ class RunLog:
             text = f"the held-out loss of source '{source}' rises, although that of the whole text does not"
             self.warn(step, "source", text, value, limit)
 
-    def resume(self, totals: Mapping[str, Any]) -> None:
-        """Continue the `totals` in a checkpoint, after the loss scales of the models were restored."""
-        self._earlier = {**totals}
-        self._overflows = self.count_overflows()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals, and on the first rank the number of lines and events so far, as JSON values."""
+        if self._files is None:
+            return {"totals": self.totals()}
+        metrics, store = self._files
+        return {"totals": self.totals(), "recorded": {"metrics": metrics.lines, "events": store.flush()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the totals in the result of `state_dict`; `open` cuts the files to what was recorded."""
+        self._earlier = {**state["totals"]}
 
     def totals(self) -> dict[str, Any]:
         """Return the totals since the first step, across resumes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,26 @@ class Trainer(GuardedRun):
         super()._load_state(step, state)
         self._precision = self.config.run.precision_of(step - 1)
         self.heldout = {at: loss for at, loss in self.heldout.items() if at <= step}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run besides its tensors, as JSON values."""
+        return {
+            "recipe": self.recipe,
+            "guard": self.guard.state_dict(),
+            "loader": self.setup.loader.state_dict(),
+            "heldout": {str(step): loss for step, loss in self.heldout.items()},
+            **self.log.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`, and convert layers to the recipes that they had."""
+        if (recipe := state.get("recipe", self.recipe)) != self.recipe:
+            self.switch_recipe(recipe)
+        if "guard" in state:
+            self.guard.load_state_dict(state["guard"])
+        self.setup.loader.load_state_dict(state["loader"])
+        self.heldout = {int(step): float(loss) for step, loss in state.get("heldout", {}).items()}
+        self.log.load_state_dict(state)
 
     def resume(self) -> None:
         """Load the newest checkpoint; errors as `load_checkpoint`."""
