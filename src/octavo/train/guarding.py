@@ -24,7 +24,7 @@ from octavo.tensor import is_distributed
 from octavo.train import events
 from octavo.train.log import RunLog
 from octavo.train.setup import Setup, convert_as
-from octavo.train.state_tensors import SCALES, restore_tensors, state_tensors
+from octavo.train.state_tensors import restore_tensors, state_tensors
 
 SNAPSHOT = Path("snapshot in memory")
 _State = Mapping[str, Mapping[str, Tensor]]
@@ -94,15 +94,13 @@ class GuardedRun(Guarded):
 
     def _copy_state(self) -> _State:
         return {
-            state.name: {n: _copy(t) for n, t in state_tensors(state).items() if not n.startswith(SCALES)}
+            state.name: {name: _copy(tensor) for name, tensor in state_tensors(state, stored_scales=False).items()}
             for state in self.setup.states
         }
 
     def _load_state(self, step: int, state: _State) -> None:
         for own in self.setup.states:
-            # Stored scales of the recipes that layers have now, which may differ from those in the snapshot.
-            stored = {name: tensor for name, tensor in state_tensors(own).items() if name.startswith(SCALES)}
-            restore_tensors(own, {**state[own.name], **stored}, SNAPSHOT)
+            restore_tensors(own, state[own.name], SNAPSHOT, stored_scales=False)
             own.clear_failure()
         self.done = step
         self.log.restart_clock(step)

@@ -17,12 +17,10 @@ from octavo.tensor import FP8Tensor, is_distributed, local
 from octavo.tensor.local import dtensor_like
 from octavo.train.train_state import TrainState
 
-_MODEL, _OPTIMIZER, _LOSS_SCALE, _REDUCTION = "model.", "optimizer.", "loss_scale.", "reduction."
-SCALES = "scales."
-"""Prefix of the names of stored scales."""
+_MODEL, _OPTIMIZER, _LOSS_SCALE, _REDUCTION, _SCALES = "model.", "optimizer.", "loss_scale.", "reduction.", "scales."
 
 
-def state_tensors(train_state: TrainState) -> dict[str, Tensor]:
+def state_tensors(train_state: TrainState, *, stored_scales: bool = True) -> dict[str, Tensor]:
     """Return parameters, persistent buffers, optimizer states, loss scale and stored scales by name; tied weights once.
 
     Sharded tensors are DTensors of plain tensors that share memory with those in training.
@@ -36,14 +34,18 @@ def state_tensors(train_state: TrainState) -> dict[str, Tensor]:
     tensors |= {_LOSS_SCALE + key: tensor for key, tensor in train_state.loss_scale.state_dict().items()}
     if train_state.reduction is not None:
         tensors |= {_REDUCTION + key: tensor for key, tensor in train_state.reduction.state_dict().items()}
-    scaling_state = scales(train_state.model)
-    return tensors | (
-        {} if scaling_state is None else {SCALES + name: tensor for name, tensor in scaling_state.state_dict().items()}
-    )
+    if stored_scales and (scaling_state := scales(train_state.model)) is not None:
+        tensors |= {_SCALES + name: tensor for name, tensor in scaling_state.state_dict().items()}
+    return tensors
 
 
 def restore_tensors(
-    train_state: TrainState, tensors: Mapping[str, Tensor], where: Path, *, optimizer: bool = True
+    train_state: TrainState,
+    tensors: Mapping[str, Tensor],
+    where: Path,
+    *,
+    optimizer: bool = True,
+    stored_scales: bool = True,
 ) -> None:
     """Copy the result of `state_tensors` into `train_state`. Nothing is copied unless everything fits.
 
@@ -53,7 +55,8 @@ def restore_tensors(
         train_state: where to.
         tensors: the result of `state_tensors`.
         where: their origin, for error messages.
-        optimizer: also restore the optimizer's states; otherwise they are left as they are.
+        optimizer: also restore the optimizer's states; otherwise they stay unchanged.
+        stored_scales: the same for stored scales.
 
     Raises:
         CheckpointError: a parameter or stored scale is missing, unknown, or of another shape or dtype: the model is
@@ -62,8 +65,8 @@ def restore_tensors(
     weights, saved = _weights(train_state), _below(_MODEL, tensors)
     _check_same_model(weights, saved, where)
     states = dict(_states_here(train_state, tensors, where)) if optimizer else {}
-    if (scaling_state := scales(train_state.model)) is not None:
-        scaling_state.load_state_dict(_below(SCALES, tensors))
+    if stored_scales and (scaling_state := scales(train_state.model)) is not None:
+        scaling_state.load_state_dict(_below(_SCALES, tensors))
     with torch.no_grad():
         for name, tensor in weights.items():
             local(tensor).copy_(local(_part(saved[name], tensor)))
