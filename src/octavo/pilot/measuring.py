@@ -26,7 +26,7 @@ from octavo.nn.fp8_weights import values
 from octavo.nn.modules import hooked
 from octavo.train.profile import profile
 from octavo.train.timing import Stopwatch, milliseconds, synchronize, warm_up
-from octavo.train.workload import Workload, one_of, to_device
+from octavo.train.workload import Workload, first_sample, to_device
 
 PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Autocast dtype of the precisions that are no recipe; a recipe computes the rest in BF16."""
@@ -130,7 +130,7 @@ def _measure(
     _train(run, workload, how, found, flops)
     if how.device.type == "cuda" and workload.decode is not None:
         batch = next(workload.batches())
-        found.decode_ms, found.decode_batch_ms = (_decode(run, workload, each) for each in (one_of(batch), batch))
+        found.decode_ms, found.decode_batch_ms = (_decode(run, workload, each) for each in (first_sample(batch), batch))
     return plan
 
 

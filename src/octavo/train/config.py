@@ -297,7 +297,7 @@ class ParallelConfig:
         return self.tensor > 1 or self.pipeline > 1
 
     @property
-    def goes_backward_by_parts(self) -> bool:
+    def splits_backward(self) -> bool:
         """True if gradients of inputs and of weights are computed at separate times."""
         return self.pipeline > 1 and self.schedule.startswith("zero-bubble")
 

@@ -131,14 +131,14 @@ class RunLog:
         for found in judge(self._corpus()):
             self.warn(0, "data", *found)
 
-    def refused(self, step: int, state: TrainState) -> None:
+    def log_refusal(self, step: int, state: TrainState) -> None:
         """Emit, once per model, why its steps could not be captured as a CUDA graph."""
         if state.replay is not None and state.replay.refusal and state.name not in self._refused:
             self._refused.add(state.name)
             text = f"steps of the {state.name.upper()} model are launched kernel by kernel, not as a CUDA graph"
             self.warn(step, "graph", f"{text}: {state.replay.refusal}")
 
-    def logged(
+    def log_step(
         self, step: int, metrics: Mapping[str, StepMetrics], watch: Stopwatch, lr: float, inputs_BT: Tensor
     ) -> None:
         """Emit a line of the log, and warnings of it."""
@@ -183,7 +183,7 @@ class RunLog:
     def _scaled(self) -> Iterator[TrainState]:
         return (state for state in self.setup.states if state.loss_scale.skips)
 
-    def evaluated(self, step: int, loss: Mapping[str, float], losses_S: Tensor) -> None:
+    def log_evaluation(self, step: int, loss: Mapping[str, float], losses_S: Tensor) -> None:
         """Emit an evaluation, and warnings of rising sources; `losses_S` are the first model's losses by sequence."""
         by_source = self._sources.by_source(losses_S)
         self.emit(events.Evaluated(step=step, loss=loss, by_source=by_source))

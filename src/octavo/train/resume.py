@@ -69,8 +69,8 @@ def save_checkpoint(trainer: Trainer, checkpoints: Path) -> None:
     fault = next((f"in the {name.upper()} model {text}" for name, text in faults if text), "")
     if fault := ranks.first_text(fault):
         raise DivergedError(
-            f"after step {trainer.done}, {fault}: no checkpoint is written. {trainer.way_back()} Try a lower --lr, or"
-            " --recipe bf16 to compare."
+            f"after step {trainer.done}, {fault}: no checkpoint is written. {trainer.checkpoint_note()} Try a lower"
+            " --lr, or --recipe bf16 to compare."
         )
     plain = {"config": config_reader.to_dict(config), "versions": versions(), **trainer.state_dict()}
     named = {**tensors, "random": generator_states()}

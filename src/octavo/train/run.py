@@ -74,7 +74,7 @@ class Trainer(GuardedRun):
         self.heldout: dict[int, float] = {}
         """Step -> held-out loss of the first model."""
         self._locked = locked
-        self._signals = StopSignals(says=self.ranks.is_first, heartbeat=self.ranks.heartbeat)
+        self._signals = StopSignals(prints=self.ranks.is_first, heartbeat=self.ranks.heartbeat)
         self._resumed: checkpoint.Checkpoint | None = None
         self._recalibration = recalibration_of(self.config, self._state.model)
         self.recipe = self.config.run.recipe
@@ -177,7 +177,7 @@ class Trainer(GuardedRun):
         if log or save or self.setup.device.type == "cpu":
             self._check_finite()
         if log:
-            self.log.logged(self.done, metrics, watch, lr, batch_BT)
+            self.log.log_step(self.done, metrics, watch, lr, batch_BT)
         if save:
             self._check_directory()
             self._save(self.checkpoints)
@@ -199,7 +199,7 @@ class Trainer(GuardedRun):
         for state in self.setup.states:
             metrics[state.name] = state.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=parts)
             watch.mark(state.name)
-            self.log.refused(self.done, state)
+            self.log.log_refusal(self.done, state)
         if self.telemetry is not None and self.telemetry.done < self.done:
             self.telemetry.step()  # the optimizer skipped the step, and did not close it
         self._recalibrate()
@@ -249,7 +249,7 @@ class Trainer(GuardedRun):
         return every > 0 and self.done % every == 0
 
     def _check_finite(self) -> None:
-        self._state.check(self.way_back())
+        self._state.check(self.checkpoint_note())
         for twin in self.setup.states[1:]:
             try:
                 twin.check("")
@@ -258,7 +258,7 @@ class Trainer(GuardedRun):
                 text = f"{error} The run goes on without its BF16 baseline."
                 self.log.emit(GuardEvent(self.done, "error", "twin", " ".join(text.split())))
 
-    def way_back(self) -> str:
+    def checkpoint_note(self) -> str:
         """Return a sentence that names the newest checkpoint."""
         last = checkpoint.latest(self.checkpoints)
         return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
@@ -285,12 +285,12 @@ class Trainer(GuardedRun):
         losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         first = self._state.name
-        self.log.evaluated(self.done, loss, losses[first])
+        self.log.log_evaluation(self.done, loss, losses[first])
         for name, value in loss.items():
             if not math.isfinite(value):
                 raise DivergedError(
                     f"the held-out loss of the {name.upper()} model is {value} after step {self.done}."
-                    f" {self.way_back()} Try a lower --lr, or --recipe bf16 to compare."
+                    f" {self.checkpoint_note()} Try a lower --lr, or --recipe bf16 to compare."
                 )
         self._watch_plateau(loss[first])
         by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}

@@ -24,17 +24,17 @@ class StopSignals:
     """SIGINT and SIGTERM, handled in the main thread while the block runs.
 
     Args:
-        says: print to standard error that the run will stop.
+        prints: print to standard error that the run will stop.
         heartbeat: that of the ranks, which otherwise stops all of them at SIGTERM.
 
     Raises:
         Interrupted: at the first signal; inside `deferred` at the second.
     """
 
-    def __init__(self, *, says: bool = True, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(self, *, prints: bool = True, heartbeat: Heartbeat | None = None) -> None:
         self.asked = 0
         """The signal that has arrived inside `deferred`; 0 for none."""
-        self._says, self._heartbeat = says, heartbeat
+        self._prints, self._heartbeat = prints, heartbeat
         self._is_deferred, self._since = False, 0.0
         self._before: dict[int, Any] = {}
 
@@ -67,7 +67,7 @@ class StopSignals:
             before(number, frame)  # as a heartbeat's, which asks all ranks
         elif not self.asked:
             self.asked, self._since = number, time.monotonic()
-            if self._says:  # not print, whose buffer may be in use
+            if self._prints:  # not print, whose buffer may be in use
                 os.write(2, b"\noctavo: saving a checkpoint after this step, then stopping; once more aborts.\n")
         elif time.monotonic() - self._since > ONE:
             raise Interrupted(number)

@@ -97,7 +97,7 @@ def call_model(model: nn.Module, batch: Any) -> Tensor:
     return found
 
 
-def first(batch: Any) -> Tensor:
+def first_tensor(batch: Any) -> Tensor:
     """Return the first tensor of a batch: its first dimension counts samples."""
     values = batch.values() if isinstance(batch, Mapping) else batch
     found = next((value for value in values if isinstance(value, Tensor)), None)
@@ -106,7 +106,7 @@ def first(batch: Any) -> Tensor:
     return found
 
 
-def one_of(batch: Any) -> Any:
+def first_sample(batch: Any) -> Any:
     """Return the first sample of a batch, as a batch."""
     return _mapped(batch, lambda tensor: tensor[:1] if tensor.dim() else tensor)
 
@@ -133,7 +133,7 @@ def _of_python(file: Path) -> Workload:
     for wanted in ("build", "batches"):
         if not callable(getattr(module, wanted, None)):
             raise ConfigError(f"{file}: has no function {wanted}(). Define build() -> model and batches() -> batches.")
-    sample = first(next(iter(module.batches())))
+    sample = first_tensor(next(iter(module.batches())))
     is_text = sample.dim() == 2 and not sample.is_floating_point()
     return Workload(
         name=file.stem,
