@@ -3,7 +3,7 @@
 A run, in the order in which it is set up and makes a step:
 
     config          run file, presets and flags, read strictly; `schedule`: learning rate by step
-    parallel        ranks, mesh and collectives; `parallel_checks`: what several ranks cannot do
+    parallel        ranks, mesh and collectives; `parallel_checks`: combinations that are refused; `sharding` of a model
     setup           text, models and plan of a run; `device`
     train_state     one model and its optimizer: forward, backward, update
                     (`loss_scale`, `param_groups`, `replay` of CUDA graphs, `pipelined` over several ranks)

@@ -28,6 +28,7 @@ from octavo.train.parallel import ranks_of
 from octavo.train.resume import load_checkpoint, save_checkpoint
 from octavo.train.schedule import learning_rate
 from octavo.train.setup import Setup, set_up
+from octavo.train.sharding import send_tokens
 from octavo.train.stopping import StopSignals
 from octavo.train.timing import Stopwatch
 from octavo.train.train_state import StepMetrics
@@ -191,7 +192,7 @@ class Trainer(GuardedRun):
     def _update(self, inputs_BT: Tensor, targets_BT: Tensor, lr: float) -> tuple[dict[str, StepMetrics], Stopwatch]:
         """Step all models on a batch; return what was measured of each, and the time of each."""
         device, parts = self.setup.device, self.config.run.accumulate
-        inputs_BT = self.ranks.send_tokens(inputs_BT, device, self.models, parts)
+        inputs_BT = send_tokens(self.ranks, inputs_BT, device, self.models, parts)
         targets_BT = upload(targets_BT, device)
         self.done += 1
         self.ranks.begin_step(self.done)

@@ -26,6 +26,7 @@ from octavo.train.loss_scale import LossScale
 from octavo.train.parallel import SINGLE_PROCESS, Ranks, whole
 from octavo.train.param_groups import groups_of, make_optimizer, value_of
 from octavo.train.replay import Graphs
+from octavo.train.sharding import make_reduction, shard_model, shard_tp
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,9 +92,9 @@ class TrainState:
         """Split and shard a converted model; keep this rank's part as `model`."""
         self.model = model
         self.pipeline: dict[str, Any] | None = None
-        self.tensor_plan = self.ranks.shard_tp(model)
-        self.reduction = self.ranks.reduction()
-        self.shard_plan = self.ranks.shard(model, self.reduction)
+        self.tensor_plan = shard_tp(self.ranks, model)
+        self.reduction = make_reduction(self.ranks)
+        self.shard_plan = shard_model(self.ranks, model, self.reduction)
 
     def _spread_states(self) -> torch.optim.Optimizer:
         """Return what steps: the optimizer, or with `parallel.zero = "greedy"` its wrapper over the ranks."""
