@@ -30,7 +30,7 @@ from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
 from octavo.kernels.grouped import grouped_wgrad, quantize_groups, transpose_groups
 from octavo.kernels.quant_spec import spec_of
-from octavo.nn.adopted import Adopted
+from octavo.nn.adopted import Recognised
 from octavo.nn.functional import compute_dtype
 from octavo.nn.grouped import GroupedLinear, dgrad_folded, fprop, quantize_experts
 from octavo.nn.mlp import activate, gate_and_up
@@ -147,11 +147,11 @@ class _ScaledGradient(torch.autograd.Function):
         return None if dy is None else dy * ctx.factor, None
 
 
-class Experts(Adopted):
+class Experts(Recognised):
     """Experts that compute in FP8. Conversion gives this class to a module, beside the module's own."""
 
     prefix = "FP8"
-    fields = ("expert_roles", "expert_inputs", "exchange")
+    fields = (*Recognised.fields, "expert_roles", "expert_inputs", "exchange")
     expert_roles: ExpertRoles
     expert_inputs: Precision
     """What the inputs of the activation are kept in for backward."""
@@ -160,6 +160,10 @@ class Experts(Adopted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the module returned: (T, D), or of sorted rows (R, D)."""
+        if not self.is_as_recognised():
+            if self.exchange is not None:
+                raise UnsupportedError("these experts are on several ranks, and no longer those that were converted.")
+            return cast(Tensor, super().forward(*args, **kwargs))
         names = self.expert_roles.arguments
         given = [*args, *(kwargs[name] for name in names[len(args) :])]
         if self.expert_roles.is_sorted:
