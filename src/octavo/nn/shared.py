@@ -71,12 +71,13 @@ class SharedInput:
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x; a call of the first computes those of all.
 
-        A hook before a forward, or a forward of its own, may bring the weight along, as DeepSpeed's ZeRO-3 and the
-        offloading of accelerate do: that layer computes alone.
+        A layer whose weight is made or fetched when it is called computes alone, and so does every layer for an
+        inference tensor, which counts no versions.
         """
-        members = {i: m for i, m in enumerate(self.layers) if _joins(m, layer)}
+        members = {i: m for i, m in enumerate(self.layers) if self._joins(m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
-        if position is None:  # such a layer, or a copy of a member, such as a replica on another device
+        # None: such a layer, or a copy of a member, such as a replica on another device.
+        if position is None or _counts_no_versions(x, layer.weight):
             return self._compute([layer], x)[0]
         outputs = self._outputs_on(x)
         if position == next(iter(members)):
@@ -85,6 +86,14 @@ class SharedInput:
             outputs.update({i: (y, _state(self.layers[i], x)) for i, y in zip(members, computed, strict=True)})
         y, state = outputs.pop(position, (None, None))
         return y if y is not None and state == _state(layer, x) else self._compute([layer], x)[0]
+
+    def _joins(self, layer: Linear, other: Linear) -> bool:
+        """Return whether a layer is computed together with another one of its group."""
+        if vars(layer).get("shared") is not self:  # reverted or converted by itself since
+            return False
+        # The first two are DeepSpeed's ZeRO-3 and the offloading of accelerate, the last a weight that is computed.
+        brings_weight = layer._forward_pre_hooks or "forward" in vars(layer) or "parametrizations" in layer._modules
+        return layer.enabled and layer.recipe is other.recipe and not brings_weight
 
     def _outputs_on(self, x: Tensor) -> dict[int, tuple[Tensor, tuple[Any, ...]]]:
         waiting = getattr(x, _NAME, None)
@@ -108,10 +117,8 @@ def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantiz
     return quantizer, attached_codes(x, spec_of(recipe.fprop.input)), first.weight_codes
 
 
-def _joins(layer: Linear, other: Linear) -> bool:
-    """Return whether a layer is computed together with another one of its group."""
-    brings_weight = bool(layer._forward_pre_hooks) or "forward" in vars(layer)  # DeepSpeed's way, and accelerate's
-    return layer.enabled and layer.recipe is other.recipe and not brings_weight
+def _counts_no_versions(*tensors: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and any(tensor.is_inference() for tensor in tensors)
 
 
 _steps = 0
@@ -129,8 +136,8 @@ register_optimizer_step_post_hook(_count_step)
 def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     """Return what the output of a layer depends on beside the identity of x; another, by ==, once that has changed."""
     modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
-    if torch.compiler.is_compiling():
-        return *modes, traced_version(x)
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-    versions = (None if tensor.is_inference() else tensor._version for tensor in (x, *parameters))
+    if torch.compiler.is_compiling():
+        return *modes, *map(traced_version, (x, *parameters))
+    versions = (tensor._version for tensor in (x, *parameters))
     return *modes, _steps, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions
