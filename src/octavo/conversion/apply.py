@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from octavo.conversion.autocast_mode import keep, suspended
 from octavo.conversion.fusion_patterns import FusionPattern, reader_of
 from octavo.conversion.plan import Plan, layers_of, make_plan
+from octavo.conversion.plan_text import FAST_PATH
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied
 from octavo.conversion.weights import Layer, check_free, make_plain, store
@@ -73,8 +74,8 @@ def convert(
         refuse_reference(plan)
     if strict:
         refuse_unapplied(plan)
-    if not plan.fp8_layers or plan.is_little:
-        for note in plan.notes:
+    for note in plan.notes:
+        if note == FAST_PATH or not plan.fp8_layers or plan.is_little:
             warn_once(f"octavo.convert: {note}")
     layers = layers_of(model)
     refuse_sharded(model, layers)

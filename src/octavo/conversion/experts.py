@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from octavo.kernels.activation import KINDS
 from octavo.kernels.dispatch import architecture, on_gpu
 from octavo.kernels.reference.activation import value
+from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
 from octavo.nn.probe import computes, random_tensor, shallow_copy
 
@@ -50,7 +51,8 @@ def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
         stacks = _stacks(module)
         if stacks is None:
             continue
-        roles = module.expert_roles if isinstance(module, Experts) else _roles_of(module)
+        is_known = isinstance(module, Experts) and module.is_as_recognised()
+        roles = module.expert_roles if is_known else _roles_of(module)
         if roles is None:
             continue
         experts = next(iter(stacks.values())).shape[0]
@@ -93,7 +95,7 @@ def _roles_of(module: nn.Module) -> ExpertRoles | None:
     """Return roles of a module's parameters with which its forward is a mixture of experts, or None."""
     if "forward" in vars(module):  # patched: its class does not say what it computes
         return None
-    forward = inspect.unwrap(type(module).forward)
+    forward = inspect.unwrap(own_class(module).parent.forward if isinstance(module, Experts) else type(module).forward)
     arguments = tuple(list(inspect.signature(forward).parameters)[1:])
     if len(arguments) not in (_IDS, _SORTED):
         return None

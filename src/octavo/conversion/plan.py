@@ -177,7 +177,7 @@ def _with_structures(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles])
         structures, unapplied = find_structures(model, linears, mlps, policy, keep_input)
         plan = replace(plan, structures=tuple(structures), unapplied=tuple(unapplied))
     dtypes = {_weight(model, row).dtype for row in plan.layers if row.is_fp8}
-    return replace(plan, notes=tuple(notes_on(plan, dtypes)))
+    return replace(plan, notes=tuple(notes_on(plan, model, dtypes)))
 
 
 def _in_order_of(model: nn.Module, rows: Sequence[LayerPlan]) -> tuple[LayerPlan, ...]:

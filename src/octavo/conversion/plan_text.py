@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from octavo._util.terminal import columns, quantity
 from octavo.conversion.choices import advice
@@ -14,6 +15,7 @@ from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.refusals import device_unsupported_reason
 from octavo.kernels.dispatch import architecture, on_gpu, rates
+from octavo.nn.modules import full_name
 from octavo.nn.operands import dtype_note
 
 if TYPE_CHECKING:
@@ -107,8 +109,17 @@ def commonest_reason(layers: tuple[LayerPlan, ...]) -> str:
     return "".join(alike) or "the model has no linear layer and no convolution"
 
 
-def notes_on(plan: Plan, dtypes: set[torch.dtype]) -> Iterator[str]:
-    """Yield what a user may not expect. dtypes: of the weights in FP8 layers."""
+FAST_PATH = (
+    "nn.TransformerEncoderLayer computes linear1 and linear2 itself, in high precision, in model.eval() without "
+    "gradients and without autocast: torch.backends.mha.set_fastpath_enabled(False) keeps such an evaluation in FP8"
+)
+"""A note that `convert` logs as a warning too."""
+
+
+def notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterator[str]:
+    """Yield what a user may not expect. dtypes: those of the weights of FP8 layers."""
+    if torch.backends.mha.get_fastpath_enabled() and any(_has_fast_path(m, n, plan) for n, m in model.named_modules()):
+        yield FAST_PATH
     rows, recipe, device = plan.layers, plan.recipe, torch.device(plan.device)
     if plan.is_little:
         largest = max(plan.unconverted, key=lambda weight: weight.multiplied)
@@ -131,3 +142,11 @@ def notes_on(plan: Plan, dtypes: set[torch.dtype]) -> Iterator[str]:
     for dtype in (torch.float16, torch.float32):
         if dtype in dtypes and (note := dtype_note(dtype, device.type)) is not None:
             yield f"Weights are {dtype}. Without autocast {note}"
+
+
+def _has_fast_path(module: nn.Module, name: str, plan: Plan) -> bool:
+    """Return whether a module reads the weights of its FP8 layers in evaluation instead of calling the layers."""
+    if not isinstance(module, nn.TransformerEncoderLayer):
+        return False
+    is_eligible = module.self_attn.batch_first and module.activation_relu_or_gelu
+    return bool(is_eligible) and any(full_name(name, child) in plan.recipes for child in ("linear1", "linear2"))

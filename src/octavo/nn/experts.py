@@ -30,7 +30,7 @@ from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
 from octavo.kernels.grouped import ExpertCodes, Padded, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.kernels.quant_spec import spec_of
-from octavo.nn.adopted import Adopted
+from octavo.nn.adopted import Recognised
 from octavo.nn.functional import compute_dtype
 from octavo.nn.grouped import GroupedLinear, Origin, grouped_dgrad_folded, grouped_fprop, quantize_experts
 from octavo.nn.mlp import activate, gate_and_up
@@ -147,11 +147,11 @@ class _ScaledGradient(torch.autograd.Function):
         return None if dy is None else dy * ctx.factor, None
 
 
-class Experts(Adopted):
+class Experts(Recognised):
     """Experts that compute in FP8: mixed into the class of a module by conversion."""
 
     prefix = "FP8"
-    fields = ("expert_roles", "expert_inputs", "exchange")
+    fields = (*Recognised.fields, "expert_roles", "expert_inputs", "exchange")
     expert_roles: ExpertRoles
     expert_inputs: Precision
     """Precision in which the inputs of the activation are saved for backward."""
@@ -159,7 +159,18 @@ class Experts(Adopted):
     """Computes (self, x, ids, weights) if other ranks have some of the experts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the result of the module: (T, D), or for sorted rows (R, D)."""
+        """Return the result of the module: (T, D), or for sorted rows (R, D).
+
+        Raises:
+            UnsupportedError: the module has changed since it was converted, and its experts are on several ranks.
+        """
+        if not self.is_as_recognised():
+            if self.exchange is not None:
+                raise UnsupportedError(
+                    "these experts are on several ranks, and their module has changed since it was converted."
+                    " Change it before the conversion."
+                )
+            return cast(Tensor, super().forward(*args, **kwargs))
         names = self.expert_roles.arguments
         given = [*args, *(kwargs[name] for name in names[len(args) :])]
         if self.expert_roles.is_sorted:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from octavo.nn.adopted import Adopted
+from octavo.nn.adopted import Recognised
 from octavo.nn.functional import Quantizer
 from octavo.nn.linear import Linear, is_adopted
 from octavo.nn.mlp import mlp
@@ -33,14 +33,11 @@ class MLPRoles:
     down: str
 
 
-class FusedMLP(Adopted):
-    """Mixin for the class of a module that computes an MLP; `fuse` adds it, `release` removes it.
-
-    The formula was determined when the module was fused. After changing its activation, convert the model again.
-    """
+class FusedMLP(Recognised):
+    """Mixin for the class of a module that computes an MLP; `fuse` adds it, `release` removes it."""
 
     prefix = "Fused"
-    fields = ("mlp_roles", "mlp_recipes", "mlp_activation_inputs")
+    fields = (*Recognised.fields, "mlp_roles", "mlp_recipes", "mlp_activation_inputs")
     mlp_roles: MLPRoles
     mlp_recipes: tuple[Recipe, Recipe]
     """Recipes of gate and up, and of down."""
@@ -66,14 +63,16 @@ class FusedMLP(Adopted):
         return ", ".join(filter(None, (super().extra_repr(), f"activation={self.mlp_roles.kind}", inputs)))
 
     def _layers(self) -> list[Linear] | None:
-        """Return gate, up and down; None if one has been changed, or if a hook reads an intermediate result."""
+        """Return gate, up and down; None if the module has changed, or if a hook reads an intermediate result."""
+        if not self.is_as_recognised():
+            return None
         roles, (inner, outer) = self.mlp_roles, self.mlp_recipes
         recipes = dict.fromkeys(roles.inner, inner) | {roles.down: outer}
         layers = [self.get_submodule(name) for name in recipes]
         same = all(
             is_adopted(layer) and layer.enabled and layer.recipe is recipe
             for layer, recipe in zip(layers, recipes.values(), strict=True)
-        )
+        ) and all(layer.bias is None for layer in layers[:-1])
         watched = _has_any_global_hook() or any(has_hooks(child) for child in self.modules() if child is not self)
         return cast(list[Linear], layers) if same and not watched else None
 

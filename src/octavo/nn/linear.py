@@ -85,7 +85,8 @@ class Linear(Adopted, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + b for x (..., K), in x's dtype, or in autocast's dtype if it is on."""
         if not self.enabled:
-            return F.linear(input, values(self.matrix, self.weight.dtype), self.bias)
+            weight = self.matrix  # read once: a parametrization may compute another one each time
+            return F.linear(input, values(weight, weight.dtype), self.bias)
         if self.shared is not None:
             return self.shared.output(self, input)
         return linears(input, [self.matrix], [self.bias], *settings_of([self], input))[0]

@@ -19,6 +19,7 @@ for bit, and save none.
 from __future__ import annotations
 
 from functools import cache
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ from octavo.kernels.dispatch import is_plain, on_gpu, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.tape import Result, replay
-from octavo.nn.adopted import Adopted
+from octavo.nn.adopted import Recognised, own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.probe import computes, shallow_copy
 from octavo.numerics import Quantized
@@ -42,10 +43,10 @@ from octavo.recipes import Precision
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Norm(Adopted):
+class Norm(Recognised):
     """Base of converted norms; `adopt` converts a user's norm."""
 
-    fields = ("target", "enabled", "input_format")
+    fields = (*Recognised.fields, "target", "enabled", "input_format")
     weight: Tensor | None
     target: QuantSpec | None
     """Quantisation of y for its reader; None: only y is written."""
@@ -103,6 +104,8 @@ class Norm(Adopted):
             return False
         if self.input_format != "fp8" and (torch.compiler.is_compiling() or not _gains(x.device)):
             return False
+        if not self.is_as_recognised():
+            return False
         parameters = [p for p in self._affine() if p is not None]
         shape = parameters[0].shape if parameters else self.normalized_shape
         if x.shape[-1:] != shape or not 0 < x.shape[-1] <= norm.LONGEST_ROW:
@@ -119,7 +122,8 @@ class Norm(Adopted):
         if self.is_centred or self.weight is None or self.target is None or self.input_format == "fp8":
             return False
         is_long = COMPILED_ROW < x.shape[-1] <= LONGEST_NORM  # shorter rows are quantised where they are computed
-        return is_long and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
+        known = is_long and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
+        return known and self.is_as_recognised()
 
     def _forward_to_recompute(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
@@ -146,10 +150,12 @@ def adopts(module: nn.Module) -> bool:
     norm of random rows and nothing else, in FP32 and in BF16 (`octavo.nn.probe`). Models of Hugging Face have such
     classes of their own.
     """
-    if isinstance(module, Norm):
+    if isinstance(module, Norm) and module.is_as_recognised():
         return True
-    if type(module) in (nn.RMSNorm, nn.LayerNorm):
-        return len(cast(nn.RMSNorm, module).normalized_shape) == 1
+    kind = own_class(module).parent if isinstance(module, Norm) else type(module)
+    if kind in (nn.RMSNorm, nn.LayerNorm):
+        norm = cast(nn.RMSNorm, module)
+        return len(norm.normalized_shape) == 1 and isinstance(norm.eps, Real | None)
     return _is_rms_norm(module)
 
 
@@ -168,8 +174,8 @@ def _gains(device: torch.device) -> bool:
 
 def _eps_of(module: nn.Module) -> float | None:
     for name in ("eps", "variance_epsilon", "epsilon"):
-        if isinstance(eps := getattr(module, name, None), float):
-            return eps
+        if isinstance(eps := getattr(module, name, None), Real):
+            return float(eps)
     return None
 
 
@@ -196,6 +202,8 @@ def _is_rms_norm(module: nn.Module) -> bool:
     if not parameters["weight"].numel():  # partitioned by DeepSpeed's ZeRO-3: it cannot run
         return False
     if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return False
+    if not isinstance(module, Norm) and any(hasattr(module, name) for name in Norm.fields):  # they stay the user's
         return False
     return _gives_rms_norm(module, torch.float32, 1e-5) and _gives_rms_norm(module, torch.bfloat16, 2e-2)
 

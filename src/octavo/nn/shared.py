@@ -73,11 +73,13 @@ class SharedInput:
         """Return the output of one layer for x; a call of the first computes those of all.
 
         If a forward pre-hook, or a forward of its own, provides the weight of a layer, as in DeepSpeed's ZeRO-3 and the
-        offloading of accelerate, that layer computes alone.
+        offloading of accelerate, that layer computes alone. So does every layer for an inference tensor, which has no
+        version.
         """
-        members = {i: m for i, m in enumerate(self.layers) if _joins(m, layer)}
+        members = {i: m for i, m in enumerate(self.layers) if self._joins(m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
-        if position is None:  # such a layer, or a copy of a member, for example a replica on another device
+        # None: such a layer, or a copy of a member, such as a replica on another device.
+        if position is None or _has_no_version(x, layer.weight):
             return self._compute([layer], x)[0]
         outputs = self._outputs_on(x)
         if position == next(iter(members)):
@@ -86,6 +88,14 @@ class SharedInput:
             outputs.update({i: (y, _state(self.layers[i], x)) for i, y in zip(members, computed, strict=True)})
         y, state = outputs.pop(position, (None, None))
         return y if y is not None and state == _state(layer, x) else self._compute([layer], x)[0]
+
+    def _joins(self, layer: Linear, other: Linear) -> bool:
+        """Return whether a layer is computed together with another one of its group."""
+        if vars(layer).get("shared") is not self:  # reverted or converted by itself since
+            return False
+        # The first two are DeepSpeed's ZeRO-3 and the offloading of accelerate, the last a weight that is computed.
+        brings_weight = layer._forward_pre_hooks or "forward" in vars(layer) or "parametrizations" in layer._modules
+        return layer.enabled and layer.recipe is other.recipe and not brings_weight
 
     def _outputs_on(self, x: Tensor) -> dict[int, tuple[Tensor, tuple[Any, ...]]]:
         waiting = getattr(x, _NAME, None)
@@ -109,10 +119,8 @@ def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantiz
     return quantizer, attached_codes(x, spec_of(recipe.fprop.input)), first.weight_codes
 
 
-def _joins(layer: Linear, other: Linear) -> bool:
-    """Return whether a layer is computed together with another one of its group."""
-    brings_weight = bool(layer._forward_pre_hooks) or "forward" in vars(layer)  # DeepSpeed, accelerate
-    return layer.enabled and layer.recipe is other.recipe and not brings_weight
+def _has_no_version(*tensors: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and any(tensor.is_inference() for tensor in tensors)
 
 
 _steps = 0
@@ -130,8 +138,8 @@ register_optimizer_step_post_hook(_count_step)
 def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     """Return a key of everything, besides the identity of x, that the output of a layer depends on."""
     modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
-    if torch.compiler.is_compiling():
-        return *modes, traced_version(x)
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-    versions = (None if tensor.is_inference() else tensor._version for tensor in (x, *parameters))
+    if torch.compiler.is_compiling():
+        return *modes, *map(traced_version, (x, *parameters))
+    versions = (tensor._version for tensor in (x, *parameters))
     return *modes, _steps, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions

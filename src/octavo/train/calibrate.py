@@ -16,7 +16,7 @@ from octavo.calibration import Calibration, Recalibration, ScalePolicy, Updates,
 from octavo.data.loader import Batch
 from octavo.errors import CheckpointError, ConfigError
 from octavo.guard import GuardEvent
-from octavo.nn.calibration import Calibrated
+from octavo.nn.calibration_file import Calibrated
 from octavo.recipes import Recipe
 from octavo.train import checkpoint
 from octavo.train.config import RunConfig
