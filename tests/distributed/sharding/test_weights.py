@@ -92,9 +92,9 @@ def test_a_gather_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPa
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer, 0)
     made: list[int] = []
-    plain = weights.quantize_stack
+    plain = weights.quantize_scattered_rows
     counted = lambda w, *others: (made.append(len(w)), plain(w, *others))[1]  # noqa: E731
-    monkeypatch.setattr(weights, "quantize_stack", counted)
+    monkeypatch.setattr(weights, "quantize_scattered_rows", counted)
     monkeypatch.setattr(kernels, "quantize", None)  # none is quantised by itself
     optimizer.step()
     for _ in range(2):
