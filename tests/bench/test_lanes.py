@@ -460,7 +460,7 @@ def test_a_tier_and_another_recipe_at_the_end_are_captured() -> None:
     """Two graphs hold the step of one optimizer."""
     device = torch.device("cuda")
     size, own = ladder.SIZES["1m"].of_steps(8), long_text().on(device)
-    lane = Lane("folded+optimizer.states=fp8+run.last_share=0.5", size, own, device)
     with deterministic():
+        lane = Lane("folded+optimizer.states=fp8+run.last_share=0.5", size, own, device)
         first = finish(lane, 0)
         assert bool(first.isfinite().all()) and torch.equal(finish(lane, 0), first)
