@@ -357,7 +357,7 @@ def run_data_parallel(
     jobs = {
         case: Job("{}-{}-{}".format(*case), ("--recipe", case[0], "--seed", str(case[1])), case[2]) for case in cases
     }
-    run_all([*jobs.values()], arguments, out=out, slots=slots, report=report)
+    run_all(sorted(jobs.values(), key=lambda job: job.ranks), arguments, out=out, slots=slots, report=report)
     rows = []
     for recipe, seed, count in cases:
         run, lane = out / jobs[recipe, seed, count].name, "bf16" if recipe == "bf16" else "fp8"
@@ -493,8 +493,8 @@ def data_parallel(
 ) -> int:
     """Train one model on one GPU and sharded over several, on the same batches, and compare losses.
 
-    The runs of several ranks are those of `torchrun`: FSDP2, each rank with its part of every batch. Without GPUs the
-    ranks are processes on the CPU.
+    The runs of several ranks are those of `torchrun`: FSDP2, each rank with its part of every batch. On GPUs forward and
+    backward are replayed as a CUDA graph. Without GPUs the ranks are processes on the CPU.
 
     Examples:
 
@@ -520,7 +520,9 @@ def data_parallel(
     names, seeds = [*dict.fromkeys(recipes.split(","))], numbers(runs.seeds)
     for name in names:
         load_recipe(name, "--recipes")
-    rows = run_data_parallel(runs.shared, names, seeds, ranks, out=out, slots=runs.at_a_time, report=output.say)
+    graphs = ["--graph", "on"] if torch.cuda.is_available() else []  # by default runs of one GPU alone are replayed
+    shared = [*runs.shared, *graphs]
+    rows = run_data_parallel(shared, names, seeds, ranks, out=out, slots=runs.at_a_time, report=output.say)
     output.say(data_parallel_of(rows))
     line = command_line("octavo bench data-parallel", recipes=recipes, ranks=ranks, seeds=runs.seeds)
     return output.finish("data-parallel", rows, command_line(line, *runs.shared))
