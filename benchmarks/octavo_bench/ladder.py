@@ -16,12 +16,12 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.factory import model_name
 from octavo.train.evaluate import student
-from octavo_bench.cli import known
 from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, fit, over_seeds
 from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
+from octavo_bench.kind import known
 from octavo_bench.lanes import BF16, NULL, Training
 from octavo_bench.render import grouped, table
-from octavo_bench.results import SUBJECTS, Result, Row, load
+from octavo_bench.results import Result, Row, load
 
 PROTOCOL = 2
 """Number of the protocol. Runs of another are not pooled with these: those of the first are the pilot."""
@@ -31,8 +31,8 @@ FRESH = 0.2
 """Last share of a run over which the training loss is averaged."""
 LOSSES = {"fresh_loss": "training loss over the last fifth", "heldout_loss": "held-out loss"}
 """What a gap may be of: the first, if all runs have it, decides."""
-KIND = "ladder"
-"""Kind of the result files that hold the runs."""
+NAME = "ladder"
+"""Name of the kind of result files that hold the runs."""
 GATE = 0.10
 """Percent: a recipe passes when the interval of its gap lies within plus and minus this."""
 AIM = 0.05
@@ -42,6 +42,8 @@ STUDY = ("model", "tokens", "condition")
 """Keys that the runs of a study share: one row of gaps per recipe."""
 BLOCK = (*STUDY, "seed", "text", "machine")
 """Keys that the runs of a block share."""
+RUN = ("protocol", *BLOCK, "recipe")
+"""Keys that tell runs apart."""
 
 
 def _llama(dim: int, layers: int, ffn: int, sequence: int) -> ModelConfig:
@@ -474,7 +476,7 @@ def read_rows(*directories: Path, pilot: bool = False) -> list[Row]:
     runs: dict[tuple[Any, ...], Row] = {}
     for row in (row for directory in directories for result in _files(directory) for row in result.rows):
         if row.get("pilot", False) if pilot else _is_current(row):
-            runs.setdefault(tuple(row[key] for key in SUBJECTS[KIND]), row)
+            runs.setdefault(tuple(row[key] for key in RUN), row)
     return [*runs.values()]
 
 
@@ -483,4 +485,4 @@ def _is_current(row: Row) -> bool:
 
 
 def _files(directory: Path) -> list[Result]:
-    return [load(path) for path in sorted(directory.glob(f"*-{KIND}.json"))]
+    return [load(path) for path in sorted(directory.glob(f"*-{NAME}.json"))]

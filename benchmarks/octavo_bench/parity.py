@@ -26,11 +26,11 @@ from cyclopts import Parameter
 
 from octavo.errors import ConfigError
 from octavo.models.factory import model_name
-from octavo_bench import ladder, ladder_plots, results
-from octavo_bench.cli import TO_STDOUT, Output, command_line, known
+from octavo_bench import ladder, ladder_plots, results, spreads
 from octavo_bench.evidence import stored_curve
 from octavo_bench.installed_text import InstalledText, installed_text
-from octavo_bench.ladder import FIRST_SEED, FRESH, KIND, PROTOCOL, SIZES, read_rows, report, under
+from octavo_bench.kind import TO_STDOUT, Kind, Output, command_line, known
+from octavo_bench.ladder import FIRST_SEED, FRESH, PROTOCOL, SIZES, read_rows, report, under
 from octavo_bench.lanes import (
     BF16,
     NULL,
@@ -49,6 +49,22 @@ from octavo_bench.lanes import (
 from octavo_bench.results import Row
 
 COMMITTED = Path(__file__).parents[1] / "results"
+KIND = Kind(
+    name=ladder.NAME,
+    keys={
+        "protocol": int, "model": str, "tokens": int, "condition": str, "recipe": str, "seed": int, "text": str,
+        "machine": str, "heldout_loss": float,
+    },
+    tables={
+        ladder.NAME: ladder.evidence,
+        "parity-worth": ladder.worth_table,
+        "parity-trend": ladder.trend_table,
+        "parity-pilot": spreads.pilot_table,
+        "parity-cost": spreads.cost_table,
+    },
+    session=ladder.RUN,
+    measured_by="octavo bench parity",
+)  # fmt: skip
 
 
 @Parameter(name="*")
@@ -99,7 +115,7 @@ class _Size:
         return f"{self.name}, {self.condition}"
 
 
-def parity(
+def command(
     *,
     sizes: str = "3m",
     conditions: str = "half,whole",
@@ -143,7 +159,7 @@ def parity(
     check_recipes(own_recipes)
     arms = [BF16, NULL, *own_recipes]
     found = read_rows(COMMITTED, *([output.write] if output.write else []))
-    line = command_line("octavo bench parity", sizes=sizes, conditions=conditions, recipes=recipes)
+    line = command_line(KIND.measured_by, sizes=sizes, conditions=conditions, recipes=recipes)
     added: list[Row] = []
     if session.minutes > 0:
         trained = [(name, condition) for name in names for condition in conditions.split(",")]
@@ -363,7 +379,7 @@ def gpu_of(device: torch.device) -> str:
 
 def save(rows: Sequence[Row], directory: Path, command: str, device: str) -> Path:
     """Write the rows to the file of the day, with those that it holds, here or among the committed results."""
-    new = results.made_today(KIND, rows, command, device=device)
+    new = results.made_today(KIND.name, rows, command, device=device)
     committed = COMMITTED / new.file_name
     if committed.exists() and not (directory / new.file_name).exists():
         new = results.merge(results.load(committed), new)

@@ -130,7 +130,7 @@ def test_the_pilot_is_kept_and_not_pooled(tmp_path: Path) -> None:
     rows = block(100, bf16=1.0, null=1.0, folded=1.0)
     assert ladder.evidence(tmp_path) == ""
     for part in (old, rows):  # one day, one file: neither replaces the other
-        results.save(ladder.KIND, part, tmp_path, "octavo bench parity")
+        results.write(results.made_today(ladder.NAME, part, "octavo bench parity"), tmp_path)
     assert [row["protocol"] for row in ladder.read_rows(tmp_path)] == [ladder.PROTOCOL] * 3
     assert [row["protocol"] for row in ladder.read_rows(tmp_path, pilot=True)] == [1] * 3
     assert "| folded | 1 | +0.000 % |" in ladder.evidence(tmp_path)
@@ -248,7 +248,7 @@ def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
     assert ladder_plots.draw(tmp_path, tmp_path) == []
     one = block(100, bf16=1.0, null=1.001, folded=1.01)
     lost = [run(BF16, 101, 1.0), run(NULL, 101, 1.0) | {"error": "the loss was not finite at step 0"}]
-    results.save(ladder.KIND, [*one, *lost], tmp_path, "octavo bench parity")
+    results.write(results.made_today(ladder.NAME, [*one, *lost], "octavo bench parity"), tmp_path)
     [panel] = ladder_plots.time_data(tmp_path)
     assert panel["null"] == [[0.0, 0.0]] and panel["recipes"] == [[0.0, None], [0.0, None]]
     paths = ladder_plots.draw(tmp_path, tmp_path)
@@ -260,7 +260,7 @@ def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
 def test_costs_follow_from_the_spread_of_gaps(tmp_path: Path) -> None:
     draw = np.random.default_rng(2)
     rows = [row for s in range(40) for row in block(100 + s, bf16=1.0, null=1.0, folded=1.01 + draw.normal(0, 0.002))]
-    results.save(ladder.KIND, rows, tmp_path, "octavo bench parity")
+    results.write(results.made_today(ladder.NAME, rows, "octavo bench parity"), tmp_path)
     line = spreads.cost_table(tmp_path).splitlines()[3]
     _, study, loss, seconds, pair, pairs, hours, *_ = (cell.strip() for cell in line.split("|"))
     assert (study, loss, seconds) == ("llama-1m, half", ladder.LOSSES["fresh_loss"], "3.0")

@@ -12,8 +12,8 @@ import torch
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo_bench import ladder, parity, results
-from octavo_bench.cli import Output
 from octavo_bench.installed_text import InstalledText
+from octavo_bench.kind import Output
 from octavo_bench.lanes import BF16, NULL
 from octavo_bench.results import Row
 
@@ -34,7 +34,7 @@ def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     ) -> list[Row]:
         length = parity.Session(pairs=pairs, device="cpu", until_verdict=until_verdict)
         out = Output(write=tmp_path)
-        assert parity.parity(sizes=sizes, conditions=conditions, recipes=recipes, session=length, output=out) == 0
+        assert parity.command(sizes=sizes, conditions=conditions, recipes=recipes, session=length, output=out) == 0
         return ladder.read_rows(tmp_path)
 
     return run

@@ -17,7 +17,7 @@ from octavo.cli.main import main
 from octavo.errors import ConfigError
 from octavo_bench import distributed as training
 from octavo_bench.distributed import WORKLOADS, Work, bench_distributed
-from octavo_bench.results import KINDS, Result, load, write
+from octavo_bench.results import Result, load, write
 from octavo_bench.sharded import Implementation, Layout, part_of_batch
 
 
@@ -51,7 +51,7 @@ def test_every_layout_and_implementation_has_a_row(rows: list[dict[str, Any]]) -
     assert [(row["layout"], row["implementation"]) for row in rows] == [
         (layout, name) for layout in ("data", "tensor 2", "pipeline 2") for name in names
     ]
-    assert all(KINDS["distributed"].keys() <= row.keys() and "error" not in row for row in rows)
+    assert all(training.KIND.keys.keys() <= row.keys() and "error" not in row for row in rows)
 
 
 def test_layouts_learn_the_same(rows: list[dict[str, Any]]) -> None:
@@ -122,14 +122,6 @@ def test_it_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_layouts_have_names(layout: Layout, words: str) -> None:
     assert str(layout) == words
-
-
-def test_what_there_is_no_time_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(key, value)
-    rows = [*bench_distributed(Work(workload="tiny-model", only=("octavo folded",), seconds=-1.0))]
-    assert [row["implementation"] for row in rows] == ["bf16", "octavo folded"]
-    assert all("not begun" in row["error"] for row in rows)
 
 
 def test_a_speed_beside_nothing_is_an_error_and_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
