@@ -11,7 +11,7 @@ from statistics import fmean
 from octavo.conversion import make_plan
 from octavo.errors import ConfigError
 from octavo.memory import KINDS
-from octavo.monitor.gap import wander
+from octavo.monitor.gap import fluctuation
 from octavo.train.evaluate import student
 from octavo_bench import results
 from octavo_bench.evidence import over_seeds
@@ -29,7 +29,7 @@ DEMO = (
     ("FP8 loss", "{heldout_loss_fp8:.4f}"),
     ("BF16 loss", "{heldout_loss_bf16:.4f}"),
     ("gap", "{gap_percent:+z.2f} %"),
-    ("wander", "± {wander:.2f} %"),
+    ("fluctuation", "± {fluctuation:.2f} %"),
     ("byte entropy", "{unigram_entropy:.4f}"),
     ("time", "{minutes}"),
 )
@@ -42,14 +42,15 @@ def demo(directory: Path) -> str:
 
 
 def demo_of(*found: Result) -> str:
-    """Return the runs of results, with the time that each took and how far its gap wandered."""
+    """Return the runs of results, with the time that each took and how far its gap fluctuated."""
     rows = []
     for row in (row for result in found for row in result.rows):
         more: Row = {}
         if "seconds" in row:
             more["minutes"] = "{:.0f} min {:02.0f} s".format(*divmod(row["seconds"], 60))
         if "history" in row:
-            more["wander"] = wander([line["gap_percent"] for line in row["history"] if "gap_percent" in line])
+            gaps = [line["gap_percent"] for line in row["history"] if "gap_percent" in line]
+            more["fluctuation"] = fluctuation(gaps)
         rows.append(row | more)
     return figures(DEMO, rows, 9)
 

@@ -78,6 +78,7 @@ TABLES: dict[str, Table] = {
     **scaling_tables.TABLES,
     **readme.TABLES,
     "ladder": ladder.evidence,
+    "parity-summary": ladder.summary_table,
     "parity-worth": ladder.worth_table,
     "parity-trend": ladder.trend_table,
     "parity-pilot": spreads.pilot_table,

@@ -142,9 +142,9 @@ def test_the_verdict_weighs_the_gap_against_its_interval() -> None:
     assert "higher than BF16, +0.0140 ± 0.0041 %" in verdict({"gap_percent": 0.014, "gap_95_percent": 0.0041})
     assert verdict({**told, "gap_95_percent": None}) == "Held-out loss +0.30 % beside BF16."
     assert verdict({**told, "gap_percent": None}) == ""
-    wandering = [{"step": step, "gap_percent": (-1) ** step / 2} for step in range(20)]
-    assert "is indistinguishable from BF16, +0.30 ± 0.20 %" in verdict(told, wandering)
-    assert "the gap wanders by ± 1.58 %" in verdict(told, [{"step": 0}, *wandering])
+    fluctuating = [{"step": step, "gap_percent": (-1) ** step / 2} for step in range(20)]
+    assert "is indistinguishable from BF16, +0.30 ± 0.20 %" in verdict(told, fluctuating)
+    assert "the gap fluctuates by ± 1.58 %" in verdict(told, [{"step": 0}, *fluctuating])
     assert shown(run_of("fp8", "bf16"), terminal=False).splitlines()[-1].startswith("Held-out loss: FP8 is higher")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from octavo.monitor.gap import wander
+from octavo.monitor.gap import fluctuation
 from octavo.monitor.system import versions
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import paired_interval, perplexity
@@ -97,11 +97,11 @@ def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (
         return ""
     if half_width is None:
         return f"Held-out loss {gap:+z.2f} % beside BF16."
-    strays = wander([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
-    noise = max(half_width, strays)
+    swing = fluctuation([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
+    noise = max(half_width, swing)
     found = "lower than" if gap < -noise else "higher than" if gap > noise else "indistinguishable from"
     places = 2 if half_width >= 0.01 else 4
-    other = f"the gap wanders by ± {strays:.2f} %" if strays else "seeds vary by more"
+    other = f"the gap fluctuates by ± {swing:.2f} %" if swing else "seeds vary by more"
     interval = f"{gap:+z.{places}f} ± {half_width:.{places}f} %"
     return f"Held-out loss: FP8 is {found} BF16, {interval} (95 %, sequences); {other}."
 
