@@ -371,6 +371,27 @@ def test_weights_in_fp16_are_said_in_the_plan():
     assert make_plan(two_layers(dtype=torch.bfloat16), policy=policy).notes == ()
 
 
+def test_the_fast_path_of_pytorchs_encoder_is_said_in_the_plan_and_at_conversion(caplog):
+    """In an evaluation PyTorch reads the weights of linear1 and linear2 and never calls them."""
+    module_ledger._warned.clear()
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+    assert make_plan(encoder).notes == (plan_text.FAST_PATH,)
+    convert(encoder)
+    assert logged(caplog) == [f"octavo.convert: {plan_text.FAST_PATH}"]
+    x = torch.randn(2, 8, 64)
+    encoder.eval()
+    trained = encoder(x)
+    with torch.no_grad():
+        assert not torch.equal(encoder(x), trained)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert torch.equal(encoder(x), trained) and make_plan(encoder).notes == ()
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    for other in (nn.TransformerEncoderLayer(64, 4, 128), nn.TransformerDecoderLayer(64, 4, 128, batch_first=True)):
+        assert plan_text.FAST_PATH not in make_plan(other).notes
+
+
 @pytest.mark.usefixtures("hopper")
 def test_weights_in_fp32_on_a_gpu_are_said_in_the_plan(monkeypatch):
     monkeypatch.setattr(module, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))

@@ -46,7 +46,7 @@ def say(*texts: object, to_stderr: bool = False) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Return a line of text per row, its cells aligned in columns: to the left, or `right` those of these numbers."""
+    """Return a line of text per row, cells aligned in columns, those of the columns `right` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = (
         [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]

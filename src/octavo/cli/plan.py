@@ -89,12 +89,12 @@ def _plan(config: RunConfig, recipe: Recipe, gpu: str | None) -> Plan:
     from octavo.conversion import make_plan
     from octavo.models import build
     from octavo.train.device import resolve
-    from octavo.train.setup import hold_as, policy_of
+    from octavo.train.setup import cast_weights, policy_of
 
     here = resolve(config.run.device)
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
-    hold_as(config.run.weights, model)
+    cast_weights(config.run.weights, model)
     policy, tokens = policy_of(config, recipe), config.tokens_per_pass()
     kind = "cuda" if gpu else here.type
     before = torch.is_autocast_enabled(kind)

@@ -1,4 +1,4 @@
-"""A plan as text: its table, what stands below it, and what a user may not expect."""
+"""A plan as text: its table, the footer, and notes on what a user may not expect."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from octavo._util.terminal import columns, quantity
 from octavo.conversion.choices import advice
@@ -14,6 +15,7 @@ from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.refusals import device_unsupported_reason
 from octavo.kernels.dispatch import architecture, on_gpu, rates
+from octavo.nn.modules import full_name
 from octavo.nn.operands import dtype_note
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def table(plan: Plan) -> list[str]:
 
 
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the titles and the rows of a plan's table; without a predicted gain there is no column for it."""
+    """Return the titles and the rows of a plan's table; the gain column is left out if no gain is predicted."""
     rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why"), *_alike(plan.layers)]
     groups: dict[tuple[str, str, str], list[str]] = {}
     for weight in plan.unconverted:
@@ -70,7 +72,7 @@ def _stored(plan: Plan) -> list[str]:
 
 
 def _together(structures: tuple[FusionPattern, ...]) -> list[str]:
-    """Return a line for each kind of structure, those that differ only by the numbers in their names as one."""
+    """Return a line per kind of pattern; those that differ only by the numbers in their names are one."""
     groups: dict[tuple[str, str], list[str]] = {}
     for structure in structures:
         groups.setdefault((_pattern(structure.name), structure.what), []).append(structure.name)
@@ -79,7 +81,7 @@ def _together(structures: tuple[FusionPattern, ...]) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """Return a name with stars for the numbers in it."""
+    """Return a name with stars in place of numbers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -101,14 +103,23 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
 
 
 def commonest_reason(layers: tuple[LayerPlan, ...]) -> str:
-    """Return why most layers that stay in BF16 do, with their number."""
+    """Return the most common reason of layers that stay in BF16, with their number."""
     reasons = Counter(layer.reason for layer in layers if not layer.is_fp8).most_common(1)
     alike = [f"{reason} ({count} of {quantity(len(layers), 'layer')})" for reason, count in reasons]
     return "".join(alike) or "the model has no linear layer and no convolution"
 
 
-def notes_on(plan: Plan, dtypes: set[torch.dtype]) -> Iterator[str]:
-    """Yield what a user may not expect. dtypes: of the weights in FP8 layers."""
+FAST_PATH = (
+    "nn.TransformerEncoderLayer computes linear1 and linear2 itself, in high precision, in model.eval() without "
+    "gradients and without autocast: torch.backends.mha.set_fastpath_enabled(False) keeps such an evaluation in FP8"
+)
+"""A note that `convert` logs as a warning too."""
+
+
+def notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterator[str]:
+    """Yield what a user may not expect. dtypes: those of the weights of FP8 layers."""
+    if torch.backends.mha.get_fastpath_enabled() and any(_has_fast_path(m, n, plan) for n, m in model.named_modules()):
+        yield FAST_PATH
     rows, recipe, device = plan.layers, plan.recipe, torch.device(plan.device)
     if plan.is_little:
         largest = max(plan.unconverted, key=lambda weight: weight.multiplied)
@@ -131,3 +142,11 @@ def notes_on(plan: Plan, dtypes: set[torch.dtype]) -> Iterator[str]:
     for dtype in (torch.float16, torch.float32):
         if dtype in dtypes and (note := dtype_note(dtype, device.type)) is not None:
             yield f"Weights are {dtype}. Without autocast {note}"
+
+
+def _has_fast_path(module: nn.Module, name: str, plan: Plan) -> bool:
+    """Return whether a module reads the weights of its FP8 layers in evaluation instead of calling the layers."""
+    if not isinstance(module, nn.TransformerEncoderLayer):
+        return False
+    is_eligible = module.self_attn.batch_first and module.activation_relu_or_gelu
+    return bool(is_eligible) and any(full_name(name, child) in plan.recipes for child in ("linear1", "linear2"))

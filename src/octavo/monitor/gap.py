@@ -1,4 +1,4 @@
-"""The gap, by how many percent the FP8 loss exceeds the BF16 baseline's, judged beside its own noise."""
+"""The gap, by how many percent the FP8 loss exceeds the BF16 baseline's, and its noise."""
 
 from __future__ import annotations
 

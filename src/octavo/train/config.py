@@ -214,8 +214,12 @@ class LoopConfig:
         return in_last_share(step, self.steps, self.last_share)
 
     def recipe_of(self, step: int) -> str:
-        """Return the recipe that the FP8 model has in `step`, counted from 0, in BF16 or not."""
+        """Return the recipe that the FP8 model is converted to in `step`, counted from 0."""
         return self.last_recipe if self.is_last(step) else self.recipe
+
+    def precision_of(self, step: int) -> str:
+        """Return what the FP8 model computes `step`, counted from 0, in: its recipe, or `bf16`."""
+        return "bf16" if self.is_bf16(step) else self.recipe_of(step)
 
     @property
     def leaves_recipe(self) -> bool:
@@ -293,7 +297,7 @@ class ParallelConfig:
         return self.tensor > 1 or self.pipeline > 1
 
     @property
-    def goes_backward_by_parts(self) -> bool:
+    def splits_backward(self) -> bool:
         """True if gradients of inputs and of weights are computed at separate times."""
         return self.pipeline > 1 and self.schedule.startswith("zero-bubble")
 

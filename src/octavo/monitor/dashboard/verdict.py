@@ -255,7 +255,7 @@ def of_precision(run: RunReader) -> Iterator[RunFinding]:
 
 
 def of_data(run: RunReader) -> Iterator[RunFinding]:
-    """Yield what is wrong with the text; for information, since the run goes on with it."""
+    """Yield findings about the text, for information."""
     yield from (RunFinding("healthy", f"data: {text}", view="settings") for text, _, _ in judge(run.document("corpus")))
 
 
