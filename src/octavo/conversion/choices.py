@@ -65,7 +65,7 @@ def choices(plan: Plan) -> list[Choice]:
 
 
 def advice(plan: Plan) -> list[str]:
-    """Return a line on the fastest choice without a price, and on a faster one that has one."""
+    """Return a line on the fastest choice without a price, and one on a faster one that has a price."""
     found = choices(plan)
     if not found:
         return []
@@ -73,8 +73,8 @@ def advice(plan: Plan) -> list[str]:
         return [f"no recipe is predicted to gain with {plan.tokens:,} tokens per forward: more, or wider layers, would"]
     free = next(choice for choice in found if not choice.price)
     gemms = "the GEMMs of linear layers" if any(layer.is_experts for layer in plan.layers) else "all GEMMs"
-    line = f"fastest recipe, predicted for {gemms}: {free} times BF16"
-    return [line if found[0] is free else f"{line}; faster but less accurate: {found[0]}"]
+    lines = [f"fastest at the usual accuracy of FP8: {free} times BF16 in {gemms} (predicted)"]
+    return lines if found[0] is free else [*lines, f"faster at a cost in accuracy: {found[0]}"]
 
 
 def price_of(recipe: Recipe, head: bool = False) -> str:
