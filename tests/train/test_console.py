@@ -124,7 +124,7 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
     for expected in (
         "held-out loss FP8     2.0200 nats per token, perplexity 7.538",
         "held-out loss BF16    2.0000 nats per token, perplexity 7.389",
-        "gap                   +1.000 % (FP8 relative to BF16; ± ",
+        "gap                   +1.000 % (FP8 relative to BF16)",
         "unigram entropy       3.2000",
         "in 1 min 15 s",
         "840 scaled_mm.row",

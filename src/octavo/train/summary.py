@@ -87,7 +87,7 @@ def final_report(console: Console, event: Finished, program: str = "octavo") -> 
     for purpose, command in _next(event):
         console.print(f"  {purpose:<20}{program} {command}", markup=False, soft_wrap=True)
     if said := verdict(event.summary, event.history):
-        console.print(f"\n{said}", style="bold", markup=False, soft_wrap=True)
+        console.print(f"\n{said}", style="bold", markup=False, soft_wrap=not console.is_terminal)
 
 
 def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -129,13 +129,11 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         )
         yield f"answered {task}"[:21], f"{', '.join(shown)} of {found['samples']:,}"
     if summary["gap_percent"] is not None:
-        interval = summary.get("gap_95_percent")
-        within = "" if interval is None else f"; ± {_digits(interval)} %, 95 % over held-out sequences"
-        yield "gap", f"{summary['gap_percent']:+z.3f} % (FP8 relative to BF16{within})"
+        yield "gap", f"{summary['gap_percent']:+z.3f} % (FP8 relative to BF16)"
     if summary["unigram_entropy"] is not None:
         yield (
             "unigram entropy",
-            f"{summary['unigram_entropy']:.4f} nats per token (a model that knows token frequencies alone)",
+            f"{summary['unigram_entropy']:.4f} nats per token (by token frequencies alone)",
         )
     for model, title in MODELS.items():
         if summary["skipped_steps"].get(model):
@@ -160,11 +158,15 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
 
 
 def _step_times(summary: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{title} {summary[f'step_milliseconds_{model}']:.0f} ms"
-        for model, title in MODELS.items()
-        if summary[f"step_milliseconds_{model}"] is not None
-    )
+    """Return the time per step of each model, with the reason where FP8 gains next to nothing on a GPU."""
+    times = {model: summary[f"step_milliseconds_{model}"] for model in MODELS}
+    shown = ", ".join(f"{MODELS[model]} {ms:.0f} ms" for model, ms in times.items() if ms is not None)
+    gains = None in times.values() or times["fp8"] < LITTLE * times["bf16"]
+    return shown if gains or summary.get("peak_gib") is None else f"{shown} (layers this small gain little)"
+
+
+LITTLE = 0.95
+"""Time of a step in FP8 relative to BF16 from which its gain is called little."""
 
 
 def _next(event: Finished) -> Sequence[tuple[str, str]]:
