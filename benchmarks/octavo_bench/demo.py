@@ -6,7 +6,7 @@ from pathlib import Path
 
 from octavo._util import config_reader
 from octavo.errors import ConfigError
-from octavo.monitor.gap import wander
+from octavo.monitor.gap import fluctuation
 from octavo.train.files import read_metrics
 from octavo_bench import results
 from octavo_bench.kind import TO_STDOUT, Kind, Output
@@ -14,10 +14,11 @@ from octavo_bench.results import Row
 
 
 def _derived(row: Row) -> Row:
-    """Return the time that a run took and how far its gap wandered."""
+    """Return the time that a run took and how far its gap fluctuated."""
     more: Row = {"minutes": "{:.0f} min {:02.0f} s".format(*divmod(row["seconds"], 60))} if "seconds" in row else {}
     if "history" in row:
-        more["wander"] = wander([line["gap_percent"] for line in row["history"] if "gap_percent" in line])
+        gaps = [line["gap_percent"] for line in row["history"] if "gap_percent" in line]
+        more["fluctuation"] = fluctuation(gaps)
     return more
 
 
@@ -42,7 +43,7 @@ KIND = Kind(
         ("FP8 loss", "{heldout_loss_fp8:.4f}"),
         ("BF16 loss", "{heldout_loss_bf16:.4f}"),
         ("gap", "{gap_percent:+z.2f} %"),
-        ("wander", "± {wander:.2f} %"),
+        ("fluctuation", "± {fluctuation:.2f} %"),
         ("byte entropy", "{unigram_entropy:.4f}"),
         ("time", "{minutes}"),
     ),

@@ -28,7 +28,7 @@ from octavo.monitor.gap import GAP_LIMIT
 from octavo.monitor.store.schema import TABLES as RUN_STORE
 from octavo.monitor.system import SYSTEM_KEYS
 from octavo.monitor.trackers import AGGREGATES
-from octavo.nn.calibration import Calibrated, Origin, Statistics
+from octavo.nn.calibration_file import Calibrated, Origin, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
 from octavo.recipes.spec import MOST_MARGIN

@@ -184,9 +184,7 @@ class Struck(Trainer):
         """
         found = checkpoint.load(path)
         for state in self.setup.states:
-            tensors = {n: t for n, t in found.tensors[state.name].items() if not n.startswith("scales.")}
-            own = {} if state.name == "bf16" else _scales_of(state.model)
-            restore_tensors(state, {**tensors, **own}, path)
+            restore_tensors(state, found.tensors[state.name], path, stored_scales=False)
         self.setup.loader.load_state_dict(found.state["loader"])
         if self.telemetry is not None and found.state["config"]["run"]["batch"] == self.config.run.batch:
             self.guard.load_state_dict({**found.state["guard"], "ladder": {}})
@@ -194,13 +192,6 @@ class Struck(Trainer):
             self.telemetry.restart(found.step)
         self.done = found.step
         self.log.restart_clock(self.done)
-
-
-def _scales_of(model: nn.Module) -> dict[str, Tensor]:
-    from octavo.nn.scaling_state import scales
-
-    known = scales(model)
-    return {} if known is None else {f"scales.{name}": tensor for name, tensor in known.state_dict().items()}
 
 
 @dataclass
@@ -361,12 +352,12 @@ def _student() -> float:
 
 def _make_noisy(run: Struck, noise: Callable[[], float]) -> None:
     """Multiply the loss that guardrails see."""
-    after = run.after
+    after = run.guard.after
 
     def noisy(lr: float, loss: Tensor, *rest: Any) -> bool:
         return after(lr, loss * noise(), *rest)
 
-    run.after = noisy  # type: ignore[method-assign,assignment]
+    run.guard.after = noisy  # type: ignore[method-assign,assignment]
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

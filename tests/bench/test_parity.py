@@ -45,7 +45,7 @@ def test_one_row_for_each_recipe_and_seed(study):
 
 
 def test_evidence_sets_recipes_beside_bf16_of_the_same_seed(study):
-    rows, lines, _ = study
+    rows, lines, out = study
     rows = compare.add_evidence(rows, out, report=lines.append)
     bf16, folded = rows[:2]
     assert {row["cosine_start"] for row in rows if row["recipe"] == "folded"} == {folded["cosine_start"]}

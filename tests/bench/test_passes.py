@@ -35,8 +35,8 @@ def run(recipe: Recipe) -> None:
 
 def forward(recipe: Recipe, weight: Tensor, needs_x: bool = True) -> Tensor:
     x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=needs_x)
-    amax_and_scale = torch.ones(2, 2) if recipe.has_stored_scales else None
-    return linear(x, weight, None, Quantizer(recipe, torch.bfloat16, amax_and_scale))
+    cells = torch.ones(2, 2) if recipe.has_stored_scales else None
+    return linear(x, weight, None, Quantizer(recipe, torch.bfloat16, cells))
 
 
 @every_recipe
@@ -65,7 +65,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     of: dict[str, Any] = {
         name: getattr(kernels, name)
         for name in (
-            "quantize",
+            "quantize_matrix",
             "quantize_pair",
             "quantize_with_scale",
             "quantize_stack",
@@ -77,17 +77,17 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     def made(*targets: QuantSpec | None) -> tuple[str, ...]:
         return tuple(str(target) for target in targets if target is not None)
 
-    def quantize(x, *target):
-        seen.append(("quantise", matrix.get(tuple(x.shape), "grad_output"), made(QuantSpec(*target[:4]))))
-        return of["quantize"](x, *target)
+    def quantize_matrix(x, target):
+        seen.append(("quantise", matrix.get(tuple(x.shape), "grad_output"), made(target)))
+        return of["quantize_matrix"](x, target)
 
     def quantize_pair(sources, rows, columns, *folds):
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
         return of["quantize_pair"](sources, rows, columns, *folds)
 
-    def quantize_with_scale(sources, cell, rows, columns):
+    def quantize_with_scale(sources, scale_ref, rows, columns):
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
-        return of["quantize_with_scale"](sources, cell, rows, columns)
+        return of["quantize_with_scale"](sources, scale_ref, rows, columns)
 
     def quantize_stack(weights, target):
         assert [tuple(weight.shape) for weight in weights] == [(N, K)]
@@ -102,7 +102,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         seen.append(("transpose", matrix[tuple(codes.shape)], ()))
         return of["transpose_folded"](codes, after)
 
-    for spy in (quantize, quantize_pair, quantize_with_scale, quantize_stack, transpose_quantized, transpose_folded):
+    for spy in (
+        quantize_matrix,
+        quantize_pair,
+        quantize_with_scale,
+        quantize_stack,
+        transpose_quantized,
+        transpose_folded,
+    ):
         monkeypatch.setattr(kernels, spy.__name__, spy)
     return seen
 

@@ -15,7 +15,7 @@ from octavo.calibration import ScalePolicy
 from octavo.calibration.finding import HEADER
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.models import ModelConfig, build
-from octavo.nn import calibration
+from octavo.nn import calibration_file
 
 EXACT = ScalePolicy(margin=0)
 
@@ -266,7 +266,7 @@ def test_a_second_file_of_the_same_layers_keeps_the_first(tmp_path):
     first = octavo.calibrate(model(), batches(1), loss=loss)
     first.save(path)
     octavo.calibrate(model(), batches(3), loss=loss).save(path)
-    entry = calibration.read(path)["0.input"]
+    entry = calibration_file.read(path)["0.input"]
     assert entry.previous[0].scale == first.scales["0.input"].scale != entry.scale
     assert entry.previous[0].statistics == first.scales["0.input"].statistics
 

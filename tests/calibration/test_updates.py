@@ -9,7 +9,7 @@ import octavo
 from octavo.calibration import Recalibration, ScalePolicy, Updates
 from octavo.calibration import updates as module
 from octavo.errors import ConfigError
-from octavo.nn import calibration
+from octavo.nn import calibration_file
 from octavo.nn.telemetry import STATS, Row, Telemetry
 
 
@@ -47,14 +47,14 @@ def test_every_so_many_steps_all_scales_are_made_of_the_largest_since(static):
         made.append(recalibration.step().keys())
     assert [bool(keys) for keys in made] == [False, False, True, False, False, True]
     assert made[2] == {"0.input", "0.grad_output", "2.input", "2.grad_output"}
-    entry = calibration.read(path)["0.input"]
+    entry = calibration_file.read(path)["0.input"]
     sizes = [entry, *entry.previous]
     assert [c.amax for c in sizes] == [0.25, 2.0, 1.0]
     assert [c.scale for c in sizes] == [float(np.float32(a / 448)) * m for a, m in ((0.25, 4), (2.0, 4), (1.0, 1))]
     assert entry.origin.how == "step 6: every 3 steps; max, margin 2"
     assert octavo.scales(model).state_dict()["0.input"][0] == entry.scale
-    calibration.undo(path)
-    assert calibration.read(path)["0.input"].amax == 2.0
+    calibration_file.undo(path)
+    assert calibration_file.read(path)["0.input"].amax == 2.0
 
 
 def test_a_scale_whose_budget_is_broken_is_made_anew_and_no_other(static):
@@ -74,7 +74,7 @@ def test_a_scale_whose_budget_is_broken_is_made_anew_and_no_other(static):
     after = octavo.scales(model).state_dict()
     assert after["0.input"][0] == np.float32(4.0 / 448) * 2
     assert after["0.grad_output"][0] == before["0.grad_output"][0]
-    how = calibration.read(path)["0.input"].origin.how
+    how = calibration_file.read(path)["0.input"].origin.how
     assert how.startswith("step 4: 0.") and how.endswith("saturated, above 0.001; max, margin 1")
     assert all(layer.stats_slot is None for layer in (model[0], model[2]))  # telemetry has gone
 
@@ -113,7 +113,7 @@ def test_a_file_that_is_not_there_begins_with_the_scales_of_the_model(static, tm
     recalibration = Recalibration(model, Updates(every=1), path)
     train(model, optimizer, 2.0)
     recalibration.step()
-    entry = calibration.read(path)["0.input"]
+    entry = calibration_file.read(path)["0.input"]
     assert [c.scale for c in (entry, *entry.previous)] == [float(np.float32(a / 448)) for a in (4.0, 1.0)]
 
 

@@ -9,7 +9,7 @@ from octavo.calibration.scale_policy import FLUSHED, SATURATED
 from octavo.cli.calibrate import CalibrationFlags
 from octavo.cli.flags import field_docs
 from octavo.cli.main import main
-from octavo.nn import calibration
+from octavo.nn import calibration_file
 
 TEXT = "\n".join(f"{i} apples and {i * i % 89} pears" for i in range(2000))
 
@@ -37,13 +37,13 @@ def test_a_file_is_written_updated_and_undone(
     out, err = capsys.readouterr()
     assert "14 of 14 scales fit their tensors" in out and err == ""
     assert f"written to {path}, for the recipe 'static' (max, margin 1)" in out
-    first = calibration.read(path)
+    first = calibration_file.read(path)
 
     changed = ["--only", "layers.0.*", "--only", "layers.1.attention.wo", "--margin", "3", "--json", "--check"]
     assert run("calibrate", *tiny, "--batches", "1", "--no-backward", *changed) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["file"] == str(path) and len(content["scales"]) == 8
-    second = calibration.read(path)
+    second = calibration_file.read(path)
     grown = {name for name, entry in second.items() if entry.scale == 4 * first[name].scale}
     assert grown == {f"{row['layer']}.{row['role']}" for row in content["scales"]}
 
@@ -54,7 +54,7 @@ def test_a_file_is_written_updated_and_undone(
     assert f"7 scales of {path} restored" in out
     assert run("calibrate", "--undo", str(path), "--json") == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)["scales"]] == ["layers.1.attention.wo.input"]
-    assert calibration.read(path) == first
+    assert calibration_file.read(path) == first
 
 
 def test_a_run_keeps_its_file_in_its_directory(
@@ -65,10 +65,10 @@ def test_a_run_keeps_its_file_in_its_directory(
     capsys.readouterr()
     assert run("calibrate", str(out), "--batches", "1", "--no-backward") == 0
     assert f"written to {out / 'calibration.json'}, for the recipe 'delayed'" in capsys.readouterr().out
-    entry = calibration.read(out / "calibration.json")["layers.0.attention.wq.input"]
+    entry = calibration_file.read(out / "calibration.json")["layers.0.attention.wq.input"]
     assert entry.origin is not None and "checkpoints/step-000001 on" in entry.origin.source
     assert run("calibrate", str(out / "config.json"), "-o", str(tmp_path / "new.json"), "--batches", "1") == 0
-    entry = calibration.read(tmp_path / "new.json")["layers.0.attention.wq.input"]
+    entry = calibration_file.read(tmp_path / "new.json")["layers.0.attention.wq.input"]
     assert entry.origin is not None and entry.origin.source.startswith("new weights")
 
 

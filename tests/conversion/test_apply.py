@@ -463,3 +463,20 @@ def test_names_that_octavo_uses_may_be_a_users_attributes():
     assert (model[0].parent, model[0].fields, model[0].scaling_state, model[0].prefix) == (
         "a tree", "of wheat", "dynamic", "mine",
     )  # fmt: skip
+
+
+def test_a_norm_whose_attributes_have_octavos_names_stays_the_users():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps, self.target = nn.Parameter(torch.rand(64)), 1e-6, "of mine"
+
+        def forward(self, x):
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+    model = nn.Sequential(Scaled(), nn.Linear(64, 128, bias=False))
+    convert(model, "folded", policy=Policy(min_gain=0))
+    assert type(model[0]) is Scaled and model[0].target == "of mine"
+    del model[0].target
+    convert(model, "folded", policy=Policy(min_gain=0))
+    assert isinstance(model[0], Scaled) and type(model[0]) is not Scaled

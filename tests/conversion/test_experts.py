@@ -10,9 +10,11 @@ from torch import nn
 
 import octavo
 from octavo.conversion.experts import find_experts
-from octavo.errors import NonFiniteError
+from octavo.errors import NonFiniteError, UnsupportedError
+from octavo.kernels import record
 from octavo.models import ModelConfig, build
 from octavo.nn.experts import Experts
+from octavo.numerics import sqnr_db
 from octavo.sensitivity.precision_switch import switchable
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -197,6 +199,51 @@ def test_on_the_meta_device_and_converted_again():
     assert find_experts(model) == first and [row.is_fp8 for row in plan.layers] == [True, False]
     model["e"](torch.randn(4, 32), torch.ones(4).long()).sum().backward()
     assert octavo.revert(model) == 2 and type(model["e"]) is Titan
+
+
+class Configured(nn.Module):
+    """Experts whose activation is a module, and whose bias may be added later."""
+
+    def __init__(self, experts=4, dim=32, hidden=48):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, hidden, dim) / 6)
+        self.down = nn.Parameter(torch.randn(experts, dim, hidden) / 7)
+        self.act, self.drop = nn.SiLU(), nn.Dropout(0.0)
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            tokens, places = torch.where(ids == e)
+            h = self.drop(self.act(x[tokens] @ self.up[e].T))
+            y = y.index_add(0, tokens, (h @ self.down[e].T) * weights[tokens, places, None])
+        return y
+
+
+def test_what_changes_the_formula_later_is_computed_and_said(caplog):
+    model = nn.ModuleDict({"e": Configured()})
+    given = torch.randn(6, 32), torch.arange(6)[:, None] % 4, torch.ones(6, 1)
+    assert octavo.convert(model).fp8_layers == 2
+    with record() as ledger:
+        model["e"](*given)
+    assert sum(ledger.gemms.values()) == 2
+    model["e"].act = nn.GELU()
+    plain = Configured()
+    plain.load_state_dict(model["e"].state_dict())
+    plain.act = nn.GELU()
+    assert torch.equal(model["e"](*given), plain(*given)) and "act has changed since" in caplog.text
+    octavo.convert(model)
+    assert model["e"].expert_roles.kind == "gelu" and 20 < sqnr_db(plain(*given), model["e"](*given)) < 60
+    model["e"].drop.p = 0.5
+    assert octavo.convert(model).fp8_layers == 0 and type(model["e"]) is Configured
+
+
+def test_experts_of_several_ranks_that_have_changed_are_refused():
+    model = nn.ModuleDict({"e": Configured()})
+    octavo.convert(model)
+    model["e"].exchange = lambda *_: None
+    model["e"].act = nn.GELU()
+    with pytest.raises(UnsupportedError, match="no longer those that were converted"):
+        model["e"](torch.randn(6, 32), torch.zeros(6, 1).long(), torch.ones(6, 1))
 
 
 def test_a_nan_is_named():

@@ -1,15 +1,17 @@
-"""A small model, text that it can learn, and a loop with guardrails over both."""
+"""A small model, text that it can learn, and a loop with guardrails over both; telemetry of two layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from octavo import Policy, convert
 from octavo.guard import GuardConfig, GuardEvent, Loop
+from octavo.kernels.sample import STATS
 from octavo.optim import AdamW
 
 WIDTH, TOKENS = 64, 32
@@ -62,3 +64,16 @@ def make_loop(
         plan=plan, config=GuardConfig(**settings), on_event=events.append,
     )  # fmt: skip
     return loop, events
+
+
+ROWS = [(layer, role) for layer in ("a", "b") for role in ("input", "weight", "grad_output")]
+
+
+def telemetry(**changed: float) -> np.ndarray:
+    """Return telemetry where nothing is wrong, but for `b_weight_amax=3.0` and the like."""
+    table = np.zeros((len(ROWS), len(STATS)), dtype=np.float32)
+    table[:, STATS.index("amax")] = 1.0
+    for name, value in changed.items():
+        layer, role, stat = name.split("_", 1)[0], name.split("_", 1)[1].rsplit("_", 1)[0], name.rsplit("_", 1)[1]
+        table[ROWS.index((layer, role)), STATS.index(stat)] = value
+    return table

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ import octavo
 from octavo import convert
 from octavo.errors import ConfigError, RunError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
-from octavo.guard.alarms import LASTING
 from octavo.guard.diagnosis import Probe
-from octavo.guard.guard import Incident
 from octavo.guard.guarded import stored_scales
+from octavo.guard.incident import Incident
+from octavo.guard.rules import LASTING
 from octavo.monitor.monitor import Monitor
 from octavo.monitor.store import RunReader
 from octavo.optim import AdamW
@@ -139,7 +140,7 @@ def test_snapshots_of_steps_that_were_undone_are_forgotten() -> None:
     bump = torch.optim.lr_scheduler.LambdaLR(loop.update.optimizer, lambda made: 300.0 if 19 <= made < 23 else 1.0)
     loop.update = replace(loop.update, scheduler=bump)
     for step, _ in loop.steps(STEPS):
-        assert all(saved.step < step for saved in loop.guard._saved)
+        assert all(saved.step < step for saved in loop.guard._snapshots)
     assert any(event.cause == "optimizer" for event in events)
 
 
@@ -191,8 +192,8 @@ def test_a_run_goes_back_to_before_a_layer_was_refined() -> None:
     loop, events = make_loop("delayed", patience=1000, snapshot_every=20)
 
     def strike(loop: Loop) -> None:
-        loop.guard._refine("second", Alarm(AT, "saturated", "second", "input", 1.0, 0.5))
-        loop.guard._refine("second", Alarm(AT, "saturated", "second", "input", 1.0, 0.5))
+        loop.guard._refinement.up("second", Alarm(AT, "saturated", "second", "input", 1.0, 0.5))
+        loop.guard._refinement.up("second", Alarm(AT, "saturated", "second", "input", 1.0, 0.5))
         loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
 
     losses(loop, strike=strike)
@@ -394,7 +395,7 @@ def test_a_nan_in_all_snapshots_is_never_saved_and_ends_the_run() -> None:
     loop.update = replace(loop.update, scheduler=bump)
     with pytest.raises(RunError, match=r"first\.weight is not finite"):
         for _ in loop.steps(80):
-            for saved in loop.guard._saved:
+            for saved in loop.guard._snapshots:
                 assert all(torch.isfinite(tensor).all() for tensor in saved.state.model.values())
 
 
@@ -492,7 +493,9 @@ def test_a_step_whose_alarm_refines_a_layer_is_not_held_against_its_budgets() ->
     losses(loop, 12)
     guard, alarm = loop.guard, Alarm(13, "layer shift", "second", "input", 1.0, 0.5)
     check, guard._rules.check = guard._rules.check, lambda _: alarm  # type: ignore[method-assign]
-    guard._raise = lambda alarm, _: guard._refine("second", alarm) and guard._refine("second", alarm) and False  # type: ignore[method-assign]
+    guard._raise = lambda alarm, _: (
+        guard._refinement.up("second", alarm) and guard._refinement.up("second", alarm) and False
+    )  # type: ignore[method-assign]
     loop.step()
     guard._rules.check = check  # type: ignore[method-assign]
     assert [event.action for event in events][-1] == "second computes by bf16"
@@ -508,8 +511,10 @@ def test_the_layer_that_fp8_harms_is_found_among_many() -> None:
         return Probe(1.0 if "l41" in without else 9.0, 1.0)
 
     loop.probe = probe  # type: ignore[method-assign]
-    loop.guard._rules.rows = [(f"l{n}", "input") for n in range(64)]
-    found = loop.guard._culprits(Alarm(AT, "loss spike", "", "", 9.0, 2.0), ["l7", "l8"], lambda probe: probe.loss < 2)
+    loop.telemetry = SimpleNamespace(rows=[(f"l{n}", "input") for n in range(64)])  # type: ignore[assignment]
+    found = loop.guard._refinement._culprits(
+        Alarm(AT, "loss spike", "", "", 9.0, 2.0), ["l7", "l8"], lambda probe: probe.loss < 2
+    )
     assert found == ["l41"] and len(probed) < 20
     assert probed[:2] == [("l7",), ("l8",)]
 
@@ -580,9 +585,9 @@ def test_a_second_loop_needs_the_first_closed() -> None:
 def test_blame_of_the_model_says_where_the_run_went_back_to() -> None:
     loop, events = make_loop()
     losses(loop)
-    loop.guard._saved.append(replace(loop.snapshot(), rules=loop.guard._saved[-1].rules))
+    loop.guard._snapshots.append(replace(loop.snapshot(), rules=loop.guard._snapshots[-1].rules))
     alarm = Alarm(loop.done, "nonfinite", "first", "weight", math.nan, math.inf)
-    loop.guard._blame_model(Incident(alarm, loop.done, "", [], {}), "first.weight is not finite", "first")
+    loop.guard._blame_model(Incident(alarm, loop.done, {}), "first.weight is not finite", "first")
     assert events[-1].cause == "model" and events[-1].back_to == loop.done < STEPS
 
 

@@ -26,7 +26,7 @@ def test_an_unknown_scale_is_the_tensors_own():
     expected = quantize(x, E4M3, PER_TENSOR, "float32")
     assert torch.equal(codes(rows), codes(expected)) and torch.equal(rows.scale, expected.scale)
     assert torch.equal(codes(columns), codes(expected).t()) and columns.codes.is_contiguous()
-    assert here.memory.tolist() == [[7, 7], [0, float(x.abs().max())]]
+    assert here.cells.tolist() == [[7, 7], [0, float(x.abs().max())]]
 
 
 def test_a_known_scale_is_used_and_what_is_larger_saturates():
@@ -35,7 +35,7 @@ def test_a_known_scale_is_used_and_what_is_larger_saturates():
     rows, columns = kernels.quantize_with_scale([x], here, TARGET, None)
     assert columns is None and rows.scale.tolist() == [[0.5]]
     assert dequantize(rows).tolist() == [[1.0, -224.0, 3.0, 224.0]]
-    assert here.memory[1].tolist() == [0.5, 500.0]
+    assert here.cells[1].tolist() == [0.5, 500.0]
 
 
 @pytest.mark.parametrize(("amax", "scale"), [(224.0, 0.5), (224.1, 224.1 / 448), (1.0, 0.5)])
@@ -47,21 +47,21 @@ def test_at_once_its_own_scale_only_where_it_would_saturate(amax, scale):
 def test_the_scale_that_comes_back_is_nobody_elses():
     here = cell(0.5)
     rows, _ = kernels.quantize_with_scale([torch.ones(2, 2)], here, TARGET, None)
-    here.memory[1, 0] = 9.0
+    here.cells[1, 0] = 9.0
     assert rows.scale.item() == 0.5
 
 
 def test_not_to_observe_leaves_the_cell_alone():
     here = cell(0.5, update_amax=False)
     kernels.quantize_with_scale([torch.full((2, 2), 9.0)], here, TARGET, None)
-    assert here.memory[1].tolist() == [0.5, 0.0]
+    assert here.cells[1].tolist() == [0.5, 0.0]
 
 
 def test_an_amax_never_falls():
     here = cell(0.5)
     for value in (3.0, 1.0):
         kernels.quantize_with_scale([torch.full((2, 2), value)], here, TARGET, None)
-    assert here.memory[1, 1] == 3.0
+    assert here.cells[1, 1] == 3.0
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
@@ -69,14 +69,14 @@ def test_empty_matrices(shape):
     here = cell(0.5)
     rows, columns = kernels.quantize_with_scale([torch.empty(shape)], here, TARGET, TARGET)
     assert rows.codes.shape == shape and columns.codes.shape == shape[::-1] and rows.scale.item() == 0.5
-    assert here.memory[1].tolist() == [0.5, 0.0]
+    assert here.cells[1].tolist() == [0.5, 0.0]
 
 
 def test_a_write_is_no_change_that_autograd_counts():
     here = cell(0.5)
-    version = here.memory._version
+    version = here.cells._version
     kernels.quantize_with_scale([torch.ones(2, 2)], here, TARGET, None)
-    assert here.memory._version == version
+    assert here.cells._version == version
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from octavo.kernels import record
 from octavo.kernels.experts import route
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.nn import GroupedLinear, reuse_weight_codes
-from octavo.nn.experts import ExpertRoles, Options, adopt, experts
+from octavo.nn.experts import ExpertOptions, ExpertRoles, adopt, experts
 from octavo.nn.functional import Quantizer
 from octavo.nn.mlp import mlp
 from octavo.nn.telemetry import Telemetry
@@ -212,7 +212,7 @@ def test_telemetry_of_both_products():
 
 
 def test_what_does_not_fit():
-    options, x = Options("silu", load("folded"), torch.float32, False), torch.randn(4, D)
+    options, x = ExpertOptions("silu", load("folded"), torch.float32, False), torch.randn(4, D)
     stacks, routing = (torch.randn(E, 2 * H, D), torch.randn(E, D, H)), route(torch.zeros(5, 1).long(), E)
     with pytest.raises(ConfigError, match=r"as many routed tokens, got \(4, 48\) and 5 tokens"):
         experts(x, None, stacks, routing, options)

@@ -19,8 +19,8 @@ from octavo.errors import UnsupportedError
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import recipes_for_fp8_weights, unsupported_reason, values
-from octavo.nn.functional import Kept, dgrad, fprop, weight_fold
-from octavo.nn.weight_codes import quantize_transposed, quantize_weights
+from octavo.nn.functional import SavedWeights, dgrad, fprop, weight_fold
+from octavo.nn.weight_codes import quantize_weights, quantize_weights_transposed
 from octavo.numerics import quantize
 from octavo.recipes import Recipe, load, names
 from octavo.tensor import FP8Tensor
@@ -171,13 +171,13 @@ def test_plain_and_fp8_weights_share_a_stack(places):
     mixed = [fp8(w) if i in places else w for i, w in enumerate(plain)]
     x_MK, g, recipe = torch.randn(9, 64), quantize(torch.randn(9, 80)), load("folded")
 
-    def kept(stack: list[Tensor]) -> Kept:
-        return Kept(stack, (48, 32))
+    def saved(stack: list[Tensor]) -> SavedWeights:
+        return SavedWeights(weights=stack, rows=(48, 32))
 
     for way in (
         lambda stack: fprop([x_MK], quantize(x_MK), quantize_weights(stack, ROW), stack, recipe, torch.float32),
-        lambda stack: [dgrad([], g, kept(stack), recipe, torch.float32)],
-        lambda stack: [weight_fold(kept(stack), recipe)],
+        lambda stack: [dgrad([], g, saved(stack), recipe, torch.float32)],
+        lambda stack: [weight_fold(saved(stack), recipe)],
         lambda stack: [quantize_weights(stack, ROW).stack.codes.float(), quantize_weights(stack, ROW).stack.scale],
     ):
         for a, b in zip(way(mixed), way(plain), strict=True):
@@ -186,7 +186,7 @@ def test_plain_and_fp8_weights_share_a_stack(places):
 
 def test_a_stack_with_an_fp8_weight_is_not_quantised_transposed():
     with pytest.raises(UnsupportedError, match="rounded a second time"):
-        quantize_transposed([torch.randn(48, 64), fp8(torch.randn(32, 64))], ROW)
+        quantize_weights_transposed([torch.randn(48, 64), fp8(torch.randn(32, 64))], ROW)
 
 
 def test_layers_of_plain_and_of_fp8_weights_share_an_input():

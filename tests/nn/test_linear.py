@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import octavo.nn
@@ -107,6 +108,18 @@ def test_disabled_is_nn_linear_bit_for_bit(recipe):
     with kernels.record() as ledger:
         assert torch.equal(layer(x), plain(x))
     assert not ledger.gemms
+
+
+def test_disabled_reads_a_parametrized_weight_once():
+    layer = Linear(16, 8)
+    spectral_norm(layer)
+    plain = spectral_norm(nn.Linear(16, 8))
+    plain.load_state_dict(layer.state_dict())
+    layer.enabled = False
+    x = torch.randn(5, 16)
+    assert torch.equal(layer(x), plain(x))
+    for name, value in plain.state_dict().items():  # each read is a step of the power iteration
+        assert torch.equal(layer.state_dict()[name], value)
 
 
 # --- the weight of now -----------------------------------------------------------------------------------------------

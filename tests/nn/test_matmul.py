@@ -5,7 +5,7 @@ import torch
 
 from octavo import kernels
 from octavo.nn.functional import linear
-from octavo.nn.matmul import matmul, quantize_both
+from octavo.nn.matmul import matmul, quantize_batch_both_ways
 from octavo.numerics import sqnr_db
 from octavo.recipes import Operand, load
 
@@ -84,7 +84,7 @@ def test_empty(shapes):
 def test_stochastic_rounding_has_scales_of_its_own_for_each_matrix(sides):
     x = torch.randn(2, 8, 16) * torch.tensor([1.0, 100.0])[:, None, None]
     operands = [Operand(rounding="stochastic") if side else None for side in sides]
-    for batch, asked, source in zip(quantize_both(x, *operands), sides, (x, x.mT), strict=True):
+    for batch, asked, source in zip(quantize_batch_both_ways(x, *operands), sides, (x, x.mT), strict=True):
         assert (batch is None) == (not asked)
         if batch is not None:
             assert batch.codes.shape == source.shape

@@ -9,8 +9,10 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+import octavo
 from octavo import kernels
 from octavo.nn import Linear, functional
 from octavo.nn.shared import SharedInput
@@ -470,6 +472,72 @@ def test_functional_call_uses_the_weights_it_is_given():
     twin = alone(model)
     twin.load_state_dict(others)
     assert torch.equal(got, twin(x))
+
+
+class Doubled(nn.Module):
+    """A weight that is computed when it is read, and counts how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.reads += 1
+        return weight * 2
+
+
+def test_a_member_with_a_parametrized_weight_computes_alone_and_reads_it_once():
+    model, x = shared(), torch.randn(5, 136)
+    parametrize.register_parametrization(model.k, "weight", Doubled())
+    twin, computed = alone(model), model.k.parametrizations.weight[0]
+    computed.reads = 0
+    want, got = gradients(twin, x), gradients(model, x)
+    assert computed.reads == 1
+    assert equal([got[0], *got[2:]], [want[0], *want[2:]]) and sqnr_db(want[1], got[1]) > 25
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize("recipe", [None, "folded", "rowwise"], ids=["reverted", "same recipe", "other recipe"])
+def test_a_member_converted_or_reverted_by_itself_is_no_longer_one(name, recipe):
+    model, x = shared(), torch.randn(5, 136)
+    member = getattr(model, name)
+    if recipe is None:
+        octavo.revert(member)
+    else:
+        octavo.convert(member, recipe, policy=octavo.Policy(min_features=8))
+    twin = alone(model)
+    with kernels.record() as ledger:
+        want, got = gradients(twin, x), gradients(model, x)
+    assert equal([got[0], *got[2:]], [want[0], *want[2:]]) and sqnr_db(want[1], got[1]) > 25
+    assert sum(ledger.gemms.values()) == (9 + 3 + 4 if recipe else 6 + 4)  # two members are still computed as one
+
+
+def test_what_changes_between_two_calls_in_inference_mode_is_seen():
+    """Inference tensors count no versions."""
+    model = shared()
+    with torch.inference_mode():
+        x = torch.randn(5, 136)
+        model.q(x)
+        x.mul_(3)
+        assert torch.equal(model.k(x), alone(model).k(x))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_compiled_code_may_write_to_a_parameter_between_members(name):
+    class Written(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x)
+            with torch.no_grad():
+                getattr(self.v, name).mul_(3)
+            return torch.cat([q, self.k(x), self.v(x)], dim=-1)
+
+    model, x = Written(), torch.randn(16, 136)
+    group = SharedInput([model.q, model.k, model.v])
+    for layer in group.layers:
+        layer.shared = group
+    want = alone(model)(x)
+    assert torch.equal(torch.compile(model, backend="aot_eager")(x), want)
+    torch._dynamo.reset()
 
 
 # --- copies and files -----------------------------------------------------------------------------------------------

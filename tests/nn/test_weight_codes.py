@@ -20,9 +20,8 @@ from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.weight_codes import (
     join_rows,
     multiply,
-    quantize_matrix,
-    quantize_transposed,
     quantize_weights,
+    quantize_weights_transposed,
     split_rows,
 )
 from octavo.numerics import PER_ROW, Quantized, dequantize, quantize
@@ -72,7 +71,7 @@ def test_codes_are_those_of_the_stack_by_the_specification(target, rows, dtype):
     whole = torch.cat([w.detach() for w in stack])
     codes = quantize_weights(stack, target)
     assert same(codes.stack, specified(whole, target)) and codes.rows == rows
-    transposed = quantize_transposed(stack, target)
+    transposed = quantize_weights_transposed(stack, target)
     assert same(transposed, specified(whole.t(), target))
     for made in (codes.stack, transposed):
         assert made.codes.is_contiguous() and not made.codes.requires_grad
@@ -82,14 +81,14 @@ def test_weights_of_different_dtypes_are_quantised_without_rounding_any():
     stack = [parameter(32, 64), parameter(32, 64, torch.bfloat16)]
     whole = torch.cat([w.detach().float() for w in stack])
     assert same(quantize_weights(stack, ROW).stack, specified(whole, ROW))
-    assert same(quantize_transposed(stack, ROW), specified(whole.t(), ROW))
+    assert same(quantize_weights_transposed(stack, ROW), specified(whole.t(), ROW))
 
 
 def test_kernels_of_a_convolution_are_matrices_with_channels_last():
     kernel = nn.Parameter(torch.randn(24, 8, 3, 3))
     matrix = kernel.detach().permute(0, 2, 3, 1).reshape(24, 72)
     assert same(quantize_weights([kernel], ROW).stack, specified(matrix, ROW))
-    assert same(quantize_transposed([kernel], ROW), specified(matrix.t(), ROW))
+    assert same(quantize_weights_transposed([kernel], ROW), specified(matrix.t(), ROW))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -97,14 +96,14 @@ def test_random_rounding_draws_a_seed_per_call(count):
     target, stack = ROW._replace(rounding="stochastic"), [parameter(32, 64) for _ in range(count)]
     whole = torch.cat([w.detach() for w in stack])
     for make, matrix in ((lambda: quantize_weights(stack, target).stack, whole),
-                         (lambda: quantize_transposed(stack, target), whole.t())):  # fmt: skip
+                         (lambda: quantize_weights_transposed(stack, target), whole.t())):  # fmt: skip
         state = torch.get_rng_state()
         first, second = make(), make()
         assert not same(first, second)
         torch.set_rng_state(state)
         assert same(make(), first)
         torch.set_rng_state(state)
-        assert same(quantize_matrix(matrix, target), first)
+        assert same(kernels.quantize_matrix(matrix, target), first)
 
 
 def test_every_call_counts_the_weights_that_it_quantises():

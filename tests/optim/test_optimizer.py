@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from safetensors.torch import load, save
 from torch import nn
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.kernels.storage import Storage
 from octavo.optim import TIERS, Adam, AdamW, Lion, Muon, bytes_per_parameter, flatten, keep_none, unflatten
 from octavo.optim.settings import largest_update
+from octavo.optim.tensors import value_of
 from octavo.tensor import FP8Tensor
 
 
@@ -382,3 +385,106 @@ def test_betas_that_are_changed_change_the_bound():
         weight.grad = torch.full_like(weight, float(step == 299))
         optimizer.step()
     assert int(optimizer.clamped) == 0 and float(weight.abs().mean()) > 0.011
+
+
+# --- what changes between steps ---------------------------------------------------------------------------------------
+
+
+def replaced(net, optimizer):
+    """As accelerate does where FSDP2 has replaced parameters."""
+    for module in net:
+        for name, parameter in list(module.named_parameters()):
+            fresh = nn.Parameter(2 * parameter.detach())
+            fresh.grad = parameter.grad
+            setattr(module, name, fresh)
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+
+
+def replaced_in_place(net, optimizer):
+    before = optimizer.param_groups[0]["params"]
+    replaced(net, optimizer)
+    before[:] = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = before
+
+
+def taken_out(net, optimizer):
+    del optimizer.param_groups[0]["params"][1]
+
+
+def moved_to_another_group(net, optimizer):
+    last = optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [last], "lr": 0.1})
+
+
+@pytest.mark.parametrize("change", [replaced, replaced_in_place, taken_out, moved_to_another_group])
+def test_other_parameters_in_its_groups_are_stepped(change):
+    found = []
+    for cls in (torch.optim.AdamW, partial(AdamW, states="fp32")):
+        net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        net.load_state_dict({name: torch.linspace(-1, 1, p.numel()).view_as(p) for name, p in net.state_dict().items()})
+        optimizer = cls(net.parameters(), lr=1e-2)
+        for step in range(4):
+            for number, parameter in enumerate(net.parameters()):
+                parameter.grad = torch.full_like(parameter, 1.0 + number + step)
+            if step == 2:
+                change(net, optimizer)
+            optimizer.step()
+        found.append([p.detach() for p in net.parameters()])
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"gradients": "fp8"}, {"release": True}], ids=str)
+def test_other_parameters_are_refused_where_hooks_take_gradients(settings):
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = AdamW(net.parameters(), **settings)
+    del optimizer.param_groups[0]["params"][0]
+    with pytest.raises(UnsupportedError, match="Make a new optimizer"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "fp8"], ids=str)
+def test_weights_written_between_steps_are_stepped_from(dtype, states):
+    """A master kept apart would bring the old ones back. Where nothing was written it stays."""
+    value = torch.randn(16, 256)
+    weight = nn.Parameter(FP8Tensor.from_tensor(value) if dtype == "fp8" else value.to(dtype))
+    optimizer = AdamW([weight], lr=1e-4, states=states, keep=keep_none, weight_decay=0.0)
+    (entry,) = optimizer.entries()
+
+    def step():
+        weight.grad = torch.ones(16, 256).to(weight.dtype)
+        optimizer.step()
+        return optimizer.master_weights()[0]
+
+    def write(value):
+        with torch.no_grad():
+            weight.copy_(value)
+
+    before = step()
+    write(value_of(weight))
+    after = step()
+    if optimizer.layout_of(entry).master == Storage("fp32"):
+        torch.testing.assert_close(after, before - 1e-4, rtol=1e-6, atol=1e-5)
+    written = value_of(weight)
+    written[3] = 2.0
+    write(written)
+    master, half = step()[3], 2**-4 if dtype == "fp8" else 2**-8  # of a code: what a remainder may add
+    torch.testing.assert_close(master, torch.full((256,), 2 - 1e-4), rtol=half, atol=1e-4)
+    torch.testing.assert_close(value_of(weight)[3], torch.full((256,), 2.0), rtol=2 * half, atol=0.0)
+
+
+@pytest.mark.parametrize("setting", [{"rounding": "nearest"}, {"release": True}, {"amsgrad": True}, {"rule": "lion"}])
+def test_settings_that_a_group_cannot_have_are_refused(setting):
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}"):
+        AdamW([{"params": [nn.Parameter(torch.zeros(4, 4))], **setting}])
+    AdamW([{"params": [nn.Parameter(torch.zeros(4, 4))], "amsgrad": False, "foreach": True, "name": "mine"}])
+
+
+def test_a_state_of_amsgrad_is_refused():
+    weight = nn.Parameter(torch.randn(8, 8))
+    theirs = torch.optim.AdamW([weight], amsgrad=True)
+    weight.grad = torch.randn(8, 8)
+    theirs.step()
+    with pytest.raises(CheckpointError, match="amsgrad"):
+        AdamW([weight]).import_state_dict(theirs.state_dict())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, DataError
-from octavo.train.workload import Shape, call_model, load_workload, one_of
+from octavo.train.workload import Shape, call_model, first_sample, load_workload
 
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64,
@@ -57,7 +57,7 @@ def test_a_hugging_face_config(tmp_path):
     assert workload.loss(model, batch).item() == pytest.approx(5.7, abs=0.5)  # log 300
     with torch.no_grad():
         step = workload.decode(model, batch)
-        for decoded, count in ((batch, 2), (one_of(batch), 1)):
+        for decoded, count in ((batch, 2), (first_sample(batch), 1)):
             step = workload.decode(model, decoded)
             assert [step().logits.shape[:2] for _ in range(2)] == [(count, 1)] * 2  # the cache does not grow
 
@@ -95,7 +95,7 @@ def test_a_run_file_with_its_text(tmp_path):
     assert (workload.name, workload.tokens) == ("mine", 32) and same(model, workload.build())
     assert workload.loss(model, batch).item() == pytest.approx(5.6, abs=0.5)  # log 258
     assert workload.decode(model, batch)().shape[:2] == (2, 1)
-    assert workload.decode(model, one_of(batch))().shape[:2] == (1, 1)
+    assert workload.decode(model, first_sample(batch))().shape[:2] == (1, 1)
 
 
 def test_what_is_no_workload_is_refused(tmp_path):

@@ -9,7 +9,7 @@ import torch
 import octavo
 from octavo.calibration import ScalePolicy
 from octavo.errors import CheckpointError, ConfigError
-from octavo.nn import calibration
+from octavo.nn import calibration_file
 from octavo.train import checkpoint, train
 from octavo.train.calibrate import calibrate_run
 from octavo.train.config import RunConfig
@@ -52,7 +52,7 @@ def test_a_static_run_begins_with_its_scales(configure: Configure, tmp_path: Pat
     found.save(path)
     config = configure(run={**SHORT, "recipe": "static", "scales": str(path)})
     train(config)
-    after = calibration.read(config.run.out / "scales.json")
+    after = calibration_file.read(config.run.out / "scales.json")
     assert {name: scale.scale for name, scale in after.items()} == {n: s.scale for n, s in found.scales.items()}
 
 

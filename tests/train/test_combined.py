@@ -78,13 +78,13 @@ def losses(lane: TrainState, *steps: int) -> list[tuple[float, float]]:
 
 def gradients(lane: TrainState, parts: int = 2) -> dict[str, Tensor]:
     """Return the gradients of a batch of those parameters that this rank has, or of some of it."""
-    lane._train(*batch(1, lane.ranks), parts)
+    lane._forward_backward(*batch(1, lane.ranks), parts)
     return {name: whole(parameter.grad).clone() for name, parameter in lane.parameters.items()}
 
 
 def clipped(lane: TrainState, parts: int = 2) -> dict[str, float]:
     """Return the norms of gradients that were clipped."""
-    lane._train(*batch(1, lane.ranks), parts)
+    lane._forward_backward(*batch(1, lane.ranks), parts)
     lane._clip()
     return {name: float(whole(parameter.grad).norm()) for name, parameter in lane.parameters.items()}
 

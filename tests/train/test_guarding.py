@@ -130,8 +130,8 @@ def test_before_the_first_snapshot_is_the_beginning(configure: Configure, tmp_pa
 def test_a_layer_that_changed_its_recipe_goes_back_with_the_others(configure: Configure, tmp_path: Any) -> None:
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "saturated", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
-        assert run.guard._refine(alarm.layer, alarm)
-        assert run.guard._refine(alarm.layer, alarm)
+        assert run.guard._refinement.up(alarm.layer, alarm)
+        assert run.guard._refinement.up(alarm.layer, alarm)
         row_times_1000(run)
 
     summary, keeper = carry_out(guarded(configure, str(tmp_path / "run"), run={"recipe": "delayed"}), strike)
@@ -151,7 +151,7 @@ def test_layers_of_a_run_with_static_scales_take_another_recipe(
 
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "flushed", layer, "input", 1.0, 0.5)
-        assert run.guard._refine(alarm.layer, alarm)
+        assert run.guard._refinement.up(alarm.layer, alarm)
         assert (octavo.scales(run.setup.states[0].model) is None) == (layer == "*")
 
     static = guarded(configure, str(tmp_path / "run"), run={"recipe": "static", "scales": str(scales)})
@@ -164,7 +164,7 @@ def test_layers_of_a_run_with_static_scales_take_another_recipe(
 def test_a_layer_that_left_fp8_stays_in_bf16_to_the_end(configure: Configure, tmp_path: Any) -> None:
     def strike(run: Struck) -> None:
         alarm = Alarm(AT, "saturated", "layers.0.feed_forward.w2", "input", 1.0, 0.5)
-        while run.guard._refine(alarm.layer, alarm):
+        while run.guard._refinement.up(alarm.layer, alarm):
             pass
 
     run = {"recipe": "tensorwise", "last_share": 0.2, "checkpoint_every": 18}
@@ -182,10 +182,10 @@ def test_steps_that_are_checked_late_may_be_followed_by_another_recipe(configure
     """As on a GPU, where a step is checked once the next one is queued."""
     config = guarded(configure, str(tmp_path / "run"), run={"last_share": 0.3, "recipe": "tensorwise"})
     trainer = Trainer(set_up(config), [keeper := Listener()])
-    trainer._lag = 1
+    trainer.lag = 1
 
     def refine() -> bool:
-        return trainer.guard._refine("layers.0.feed_forward.w2", Alarm(5, "saturated", "", "", 1.0, 0.5))
+        return trainer.guard._refinement.up("layers.0.feed_forward.w2", Alarm(5, "saturated", "", "", 1.0, 0.5))
 
     before = trainer.guard.before
     trainer.guard.before = lambda: (before(), trainer.done == 5 and [refine() for _ in range(3)])  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ from octavo.train.config import ParallelConfig, RunConfig, assemble, load_preset
 from octavo.train.files import read_metrics
 from octavo.train.parallel import SINGLE_PROCESS, Launch, Ranks, ranks_of
 from octavo.train.parallel_checks import two_level_sizes
+from octavo.train.sharding import make_reduction
 
 HERE = Path(__file__).parent
 ERROR = 3e-5
@@ -370,8 +371,8 @@ def test_copies_of_one_rank_have_nothing_to_reduce() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "shard"))
-        assert Ranks(parallel=ParallelConfig(data=2), mesh=mesh).reduction() is None
-        said = Ranks(parallel=ParallelConfig(reduce="fp8-block"), mesh=mesh).reduction()
+        assert make_reduction(Ranks(parallel=ParallelConfig(data=2), mesh=mesh)) is None
+        said = make_reduction(Ranks(parallel=ParallelConfig(reduce="fp8-block"), mesh=mesh))
         assert said is not None and said.name == "fp8-block"  # what was asked for is not left out in silence
     finally:
         dist.destroy_process_group()

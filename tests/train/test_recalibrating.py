@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.monitor.store import RunReader
-from octavo.nn import calibration
+from octavo.nn import calibration_file
 from octavo.train import RunConfig, train
 from octavo.train.calibrate import calibrate_run
 from octavo.train.files import read_metrics
@@ -30,7 +30,7 @@ def scales(configure: Configure, tmp_path: Path) -> str:
 def test_every_few_steps(configure: Configure, scales: str, tmp_path: Path) -> None:
     config = configure(run={**STATIC, "steps": 12, "scales": scales, "recalibrate_every": 5})
     train(config)
-    entry = calibration.read(config.run.out / "calibration.json")["layers.0.attention.wo.input"]
+    entry = calibration_file.read(config.run.out / "calibration.json")["layers.0.attention.wo.input"]
     assert [each.change for each in (entry, *entry.previous)] == [3, 2, 1]
     told = [event for event in RunReader(config.run.out).events() if event.rule == "recalibration"]
     assert [event.step for event in told] == [5, 10] and "every 5 steps" in told[0].text
@@ -38,7 +38,7 @@ def test_every_few_steps(configure: Configure, scales: str, tmp_path: Path) -> N
     own = next(event for event in changed if (event.layer, event.role) == ("layers.0.attention.wo", "input"))
     assert own.value == pytest.approx(entry.scale) and own.limit == pytest.approx(entry.previous[0].scale)
     assert f"{entry.scale:.4g}, before {entry.previous[0].scale:.4g}" in own.text
-    assert len(changed) == len(calibration.read(config.run.out / "calibration.json"))
+    assert len(changed) == len(calibration_file.read(config.run.out / "calibration.json"))
 
 
 def test_scales_end_with_the_recipe_that_has_them(configure: Configure, scales: str) -> None:
@@ -46,14 +46,14 @@ def test_scales_end_with_the_recipe_that_has_them(configure: Configure, scales: 
     train(config)
     told = [event.step for event in RunReader(config.run.out).events() if event.rule == "recalibration"]
     assert told == [3]
-    last, known = (calibration.read(path) for path in (config.run.out / "scales.json", Path(scales)))
+    last, known = (calibration_file.read(path) for path in (config.run.out / "scales.json", Path(scales)))
     assert last.keys() == known.keys() and last != known
 
 
 def test_where_a_tensor_saturates(configure: Configure, scales: str) -> None:
     config = configure(run={**STATIC, "steps": 20, "scales": scales, "recalibrate_above": 1e-9})
     train(config)
-    found = calibration.read(config.run.out / "calibration.json")
+    found = calibration_file.read(config.run.out / "calibration.json")
     renewed = {name for name, entry in found.items() if entry.previous}
     assert renewed and renewed != set(found)
 

@@ -46,8 +46,7 @@ def test_a_signal_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
 
 def test_the_second_signal_raises_unless_it_is_the_first_one_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.train.stopping.os.write", lambda *_: 0)
-    with StopSignals() as signals:
-        signals.waits = True
+    with StopSignals() as signals, signals.deferred():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.asked == signal.SIGINT

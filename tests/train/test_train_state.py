@@ -232,12 +232,12 @@ def test_a_probe_leaves_what_the_reduction_has_learned(monkeypatch: pytest.Monke
     watched, scheme = lane(), reduction("fp8-lm")
     learned = {"unit.mu": torch.tensor(2.0), "unit.saturated": torch.tensor(0.0)}
     scheme.load_state_dict(learned)
-    watched.reduction, plain = scheme, watched._pass
+    watched.reduction, plain = scheme, watched._forward_backward
 
-    def reducing(*args: Any) -> Tensor:  # as the hooks of FSDP2 do while it goes backward
+    def reducing(*args: Any, **options: Any) -> Tensor:  # as the hooks of FSDP2 do while it goes backward
         scheme.load_state_dict({"unit.mu": torch.tensor(1.0), "unit.saturated": torch.tensor(1.0)})
-        return plain(*args)
+        return plain(*args, **options)
 
-    monkeypatch.setattr(watched, "_pass", reducing)
+    monkeypatch.setattr(watched, "_forward_backward", reducing)
     watched.probe(*batch())
     assert scheme.state_dict() == learned

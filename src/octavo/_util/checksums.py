@@ -18,7 +18,7 @@ def file_entry(path: Path) -> dict[str, Any]:
 
 
 def check_file(path: Path, entry: Mapping[str, Any], remedy: str = "") -> None:
-    """Compare a file with its entry; one without `sha256` has the size alone.
+    """Compare a file with its entry; without `sha256` only the size is compared.
 
     Args:
         path: the file.

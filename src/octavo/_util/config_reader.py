@@ -181,7 +181,7 @@ def parse(text: str, where: str, error: type[OctavoError] = ConfigError, *, toml
 
 @contextlib.contextmanager
 def blaming(where: object, error: type[OctavoError] = ConfigError) -> Iterator[None]:
-    """Raise what a value of the wrong type or shape causes in this block as the fault of the file that it comes from.
+    """Convert errors that malformed values cause in this block to an error that names their file.
 
     Args:
         where: the file; errors of Octavo that do not name it get it in front.

@@ -20,7 +20,7 @@ def os_errors(path: object, kind: type[OctavoError], what: str = "cannot be writ
 
 
 def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = False) -> None:
-    """Write a file by way of another one beside it; with `mkdir`, make its folder.
+    """Write a file atomically, through a temporary file next to it; with `mkdir`, create its folder.
 
     Raises:
         OctavoError: of this kind: the file cannot be written.

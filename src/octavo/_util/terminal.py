@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
@@ -39,6 +42,15 @@ def printable(text: object) -> str:
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
+def program() -> str:
+    """Return how to call `octavo` from here: its path where the shell would find none, or another one, by the name."""
+    own = Path(sys.argv[0])
+    if own.name != "octavo" or not own.is_file():  # called from Python, by python -m or under torchrun
+        return "octavo"
+    found = shutil.which("octavo")
+    return "octavo" if found and own.samefile(found) else os.path.relpath(own)
+
+
 def say(*texts: object, to_stderr: bool = False) -> None:
     """Print texts, a line each."""
     stream: TextIO = sys.stderr if to_stderr else sys.stdout
@@ -46,7 +58,7 @@ def say(*texts: object, to_stderr: bool = False) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Return a line of text per row, its cells aligned in columns: to the left, or `right` those of these numbers."""
+    """Return a line of text per row, cells aligned in columns, those of the columns `right` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = (
         [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]

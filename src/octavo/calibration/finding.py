@@ -23,8 +23,8 @@ from octavo.calibration.scale_policy import FLUSHED, SATURATED, ScalePolicy
 from octavo.calibration.targets import CalibrationTarget, count_magnitudes, find_targets
 from octavo.conversion import Policy
 from octavo.errors import ConfigError, NonFiniteError
-from octavo.nn import calibration
-from octavo.nn.calibration import Calibrated, Origin
+from octavo.nn import calibration_file
+from octavo.nn.calibration_file import Calibrated, Origin
 from octavo.nn.modules import full_name
 from octavo.recipes import RecipeLike
 
@@ -74,7 +74,7 @@ class Row(NamedTuple):
         return {"layer": self.layer, "role": self.role, **kept, **statistics, "fits": self.fits}
 
     @property
-    def _statistics(self) -> calibration.Statistics:
+    def _statistics(self) -> calibration_file.Statistics:
         assert self.scale.statistics is not None  # set by `calibrate`
         return self.scale.statistics
 
@@ -116,7 +116,7 @@ class Calibration:
         Raises:
             ConfigError: no scale was found, or the file cannot be written, or is not a calibration file.
         """
-        calibration.update(Path(path), self.scales)
+        calibration_file.update(Path(path), self.scales)
 
     def to_json(self) -> str:
         """Return rows, provenance and missing scales as JSON."""
@@ -235,11 +235,11 @@ def _described(result: Any) -> str:
 
 
 def _check_finite(seen: Mapping[str, MagnitudeHistogram]) -> None:
-    for name, spectrum in seen.items():
-        if count := spectrum.non_finite:
+    for name, histogram in seen.items():
+        if count := histogram.non_finite:
             layer, role = _parts(name)
             raise NonFiniteError(
-                f"octavo.calibrate: {count} of {spectrum.elements} elements of the {role} of '{layer}', the first such"
+                f"octavo.calibrate: {count} of {histogram.elements} elements of the {role} of '{layer}', the first such"
                 " layer, are NaN or infinite. Check the batch and the weights."
             )
 

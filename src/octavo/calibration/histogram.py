@@ -41,9 +41,9 @@ class MagnitudeHistogram:
     def of(cls, several: Sequence[MagnitudeHistogram]) -> MagnitudeHistogram:
         """Return the sum of the histograms of several tensors."""
         whole = cls()
-        counts = [spectrum._counts for spectrum in several if spectrum._counts is not None]
+        counts = [histogram._counts for histogram in several if histogram._counts is not None]
         whole._counts = torch.stack(counts).sum(0) if counts else None
-        whole._amax = [amax for spectrum in several for amax in spectrum._amax]
+        whole._amax = [amax for histogram in several for amax in histogram._amax]
         return whole
 
     @property

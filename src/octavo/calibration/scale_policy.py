@@ -11,7 +11,7 @@ import torch
 from octavo.calibration.histogram import MagnitudeHistogram
 from octavo.errors import ConfigError
 from octavo.kernels.sample import limits
-from octavo.nn.calibration import Calibrated, Statistics
+from octavo.nn.calibration_file import Calibrated, Statistics
 from octavo.numerics import E4M3, E5M2, Format, format_named, scale_from_amax
 from octavo.recipes import Operand
 from octavo.recipes.spec import MOST_MARGIN

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from octavo.calibration.histogram import MagnitudeHistogram
 from octavo.conversion import Policy, disabled, make_plan
 from octavo.errors import ConfigError
-from octavo.nn import Linear, calibration
+from octavo.nn import Linear, calibration_file
 from octavo.nn.modules import full_name, hooked
 from octavo.nn.scaling_state import names_by_input
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe, RecipeLike, load
@@ -80,7 +80,7 @@ def find_targets(
     recipes, groups = (_own(model) if recipe is None else None) or _planned(model, recipe or "static", policy)
     roles = STORED_SCALE_ROLES if backward else STORED_SCALE_ROLES[:1]
     names = [full_name(layer, role) for layer in recipes for role in roles if recipes[layer].stored_scale(role)]
-    chosen = calibration.matching(dict.fromkeys(names), patterns, "octavo.calibrate")
+    chosen = calibration_file.matching(dict.fromkeys(names), patterns, "octavo.calibrate")
     return {name: _target(name, recipes, groups, chosen) for name in chosen}
 
 

@@ -23,8 +23,8 @@ from torch import nn
 
 from octavo._util.dist import in_process_group, is_first_rank
 from octavo.errors import ConfigError
-from octavo.nn import calibration
-from octavo.nn.calibration import Calibrated
+from octavo.nn import calibration_file
+from octavo.nn.calibration_file import Calibrated
 from octavo.nn.modules import full_name
 from octavo.nn.scaling_state import scales
 from octavo.nn.telemetry import STATS, Telemetry
@@ -138,7 +138,7 @@ class Recalibration:
             scaling_state.save(self._path)
         made = scaling_state.recalibrate(names, self.updates.margin, how)
         if made and is_first_rank():
-            written = calibration.update(self._path, made)
+            written = calibration_file.update(self._path, made)
             return {name: written[name] for name in made}
         return made
 

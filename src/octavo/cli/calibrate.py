@@ -108,7 +108,7 @@ def calibrate(
 
 
 def _undo(path: Path, only: Sequence[str], json_output: bool) -> int:
-    from octavo.nn.calibration import undo
+    from octavo.nn.calibration_file import undo
 
     undone = undo(path, only)
     rows = [

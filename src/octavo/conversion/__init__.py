@@ -1,8 +1,8 @@
 """Turn a user's model into one that computes in FP8, and back."""
 
 from octavo.conversion.apply import convert, disabled, enable, revert
+from octavo.conversion.autocast_mode import AutocastReport, autocast
 from octavo.conversion.layer_plan import LayerPlan
-from octavo.conversion.mode import AutocastReport, autocast
 from octavo.conversion.offloading import Offload, offload
 from octavo.conversion.operators import Operators
 from octavo.conversion.plan import Plan, make_plan

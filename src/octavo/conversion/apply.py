@@ -11,16 +11,17 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.autocast_mode import keep, suspended
 from octavo.conversion.fusion_patterns import FusionPattern, reader_of
-from octavo.conversion.mode import keep, suspended
 from octavo.conversion.plan import Plan, layers_of, make_plan
+from octavo.conversion.plan_text import FAST_PATH
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied
 from octavo.conversion.weights import Layer, check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
 from octavo.kernels.quant_spec import spec_of
-from octavo.nn import GroupedLinear, Linear, calibration
+from octavo.nn import GroupedLinear, Linear, calibration_file
 from octavo.nn.adopted import is_taken
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
@@ -55,7 +56,7 @@ def convert(
     layer that the plan leaves in BF16 is turned back.
 
     Args:
-        strict: refuse where the policy asks for activations in FP8 that would not be (`Plan.unapplied`).
+        strict: raise if the policy asks for activations in FP8 somewhere without effect (`Plan.unapplied`).
         allow_reference: on a GPU without FP8, or without a fast kernel for the recipe, run the reference kernels: the
             same codes, some hundred times slower than BF16.
         device: where the model will run; by default where it is.
@@ -65,7 +66,7 @@ def convert(
         ConfigError: an unknown recipe, a pattern that matches no layer, or a static scale that is missing.
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
         UnsupportedError: the device cannot run the recipe in FP8, and `allow_reference` is false; under `strict`, an
-            option of the policy does nothing somewhere; or FSDP1 or `octavo.distributed.shard` has sharded the model.
+            option of the policy has no effect somewhere; or FSDP1 or `octavo.distributed.shard` has sharded the model.
     """
     plan = make_plan(model, recipe, policy=policy, tokens=tokens, device=device)
     plan = replace(plan, allow_reference=allow_reference)
@@ -73,14 +74,14 @@ def convert(
         refuse_reference(plan)
     if strict:
         refuse_unapplied(plan)
-    if not plan.fp8_layers or plan.is_little:
-        for note in plan.notes:
+    for note in plan.notes:
+        if note == FAST_PATH or not plan.fp8_layers or plan.is_little:
             warn_once(f"octavo.convert: {note}")
     layers = layers_of(model)
     refuse_sharded(model, layers)
     _check_finite(model, plan, layers)
-    calibrated = None if scales is None else calibration.read(Path(scales))
-    calibration.check(plan.recipes, calibrated)
+    calibrated = None if scales is None else calibration_file.read(Path(scales))
+    calibration_file.check(plan.recipes, calibrated)
     check_free([layers[row.name].weight for row in plan.layers if row.saves])
     _release(model)
     _carry_out(model, plan, layers)
@@ -91,7 +92,7 @@ def convert(
 
 
 def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> None:
-    """Change the classes of layers, experts and structures, and what weights are stored in."""
+    """Change the classes of layers, experts and patterns, and the storage of weights."""
     for name, recipe in plan.recipes.items():
         if name in layers:
             _adopt(layers[name], recipe)
@@ -118,7 +119,7 @@ def _adopt(layer: Layer, recipe: Recipe) -> None:
 
 
 def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
-    """Make the layers of a structure compute together. Norms quantise for the plan's own recipe."""
+    """Make the layers of a pattern compute together. Norms quantise for the plan's own recipe."""
     if structure.kind == "norm":
         operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 else None
         adopt(module, None if operand is None else spec_of(operand), structure.saved)
@@ -141,7 +142,7 @@ def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
 def revert(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, in place; return how many there were.
 
-    A weight that is stored in FP8 becomes a plain parameter of the values of its codes.
+    A weight that is stored in FP8 becomes a plain parameter with the values of its codes.
 
     Raises:
         ConfigError: such a weight is in use, by compiled code or by a graph that has not run backward.
@@ -155,7 +156,7 @@ def revert(model: nn.Module) -> int:
 
 
 def _release(model: nn.Module) -> int:
-    """Turn every FP8 layer back into PyTorch's, and leave what its weight is stored in; return how many there were."""
+    """Turn every FP8 layer back into PyTorch's, and keep the storage of its weight; return how many there were."""
     count = 0
     for layer in layers_of(model).values():
         keep(layer.weight, None)
@@ -171,7 +172,7 @@ def _release(model: nn.Module) -> int:
 def enable(
     model: nn.Module, enabled: bool = True
 ) -> list[Linear | Convolution | GroupedLinear | Norm | ScaledDotProduct]:
-    """Compute in FP8, or until told otherwise in the model's own precision; return the modules that this changed."""
+    """Compute in FP8, or with False in the model's own precision; return the modules that this changed."""
     kinds = Linear | Convolution | GroupedLinear | Norm | ScaledDotProduct
     modules = [module for module in model.modules() if isinstance(module, kinds)]
     switched = [module for module in modules if module.enabled != enabled]
@@ -182,7 +183,7 @@ def enable(
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Compute in the model's own precision inside the block, for an evaluation beside the FP8 one."""
+    """Compute in the model's own precision inside the block, as for an evaluation beside the FP8 one."""
     switched = enable(model, False)
     try:
         with suspended():
@@ -202,7 +203,7 @@ def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> 
 
 
 def _check_weight(name: str, weight: Tensor) -> None:
-    weight = getattr(weight, "ds_tensor", weight)  # ZeRO-3 of DeepSpeed keeps this rank's part there, in one row
+    weight = getattr(weight, "ds_tensor", weight)  # DeepSpeed's ZeRO-3 stores this rank's part there, in one row
     finite = torch.isfinite(torch.atleast_2d(values(weight.detach(), weight.dtype)).flatten(1))
     if weight.is_meta or bool(finite.all()):
         return

@@ -1,6 +1,6 @@
-"""The recipes that train a planned model fastest, by predicted time, and what some are known to cost in accuracy.
+"""The fastest recipes for a planned model by predicted time, and their known cost in accuracy.
 
-What every recipe with fprop in FP8 costs (docs/explanation/accuracy.md) is the same for all, and no price.
+The cost that every recipe with fprop in FP8 has (docs/explanation/accuracy.md) is the same for all and not a price.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """A way to train all linear layers of a plan."""
+    """A recipe for all linear layers of a plan."""
 
     recipe: str
     head: bool
     """Whether output heads are in FP8 too."""
     gain: float
-    """Predicted BF16 time / FP8 time of the products of all linear layers, heads included, with what quantises."""
+    """Predicted BF16 time / FP8 time of the GEMMs of all linear layers, heads included, with quantisation."""
     price: str
-    """What it is known to cost beyond what fprop in FP8 costs by any recipe; empty if nothing."""
+    """Known cost in accuracy beyond that of any recipe with fprop in FP8; empty if there is none."""
 
     def __str__(self) -> str:
         name = f"{self.recipe}{' with heads in FP8' if self.head else ''}"
@@ -38,14 +38,14 @@ class Choice(NamedTuple):
 
 
 GAINS = 1.005
-"""Least predicted gain that is called one: it is shown with two digits."""
+"""Least predicted gain that counts as one; gains are shown with two digits."""
 
 
 def choices(plan: Plan) -> list[Choice]:
-    """Return what the plan's model can be trained by, the fastest first; empty where the GPU's rates are not known.
+    """Return recipes for the plan's model, the fastest first; empty if the GPU's rates are unknown.
 
-    Left out are recipes that are emulated, and those that keep scales from step to step, which measure no faster than
-    `folded`. A layer that gains nothing is counted in BF16, as `Policy.min_gain` has it.
+    Emulated recipes are left out, and those with stored scales, which measure no faster than `folded`. A layer without
+    a gain is counted in BF16, as `Policy.min_gain` has it.
     """
     gpu = GPUS.get(plan.device)
     known = gpu.rates if gpu else rates(torch.device(plan.device))
@@ -65,20 +65,20 @@ def choices(plan: Plan) -> list[Choice]:
 
 
 def advice(plan: Plan) -> list[str]:
-    """Return a line on the fastest choice without a price, and on a faster one that has one."""
+    """Return a line on the fastest choice without a price, and on a faster one with a price."""
     found = choices(plan)
     if not found:
         return []
     if found[0].gain < GAINS:
-        return [f"no recipe is predicted to gain at {plan.tokens} tokens per forward: more, or wider layers, would"]
+        return [f"no recipe is predicted to gain with {plan.tokens:,} tokens per forward: more, or wider layers, would"]
     free = next(choice for choice in found if not choice.price)
     gemms = "the GEMMs of linear layers" if any(layer.is_experts for layer in plan.layers) else "all GEMMs"
-    line = f"fastest at the usual accuracy of FP8: {free} times BF16 in {gemms} (predicted)"
-    return [line if found[0] is free else f"{line}; at a cost: {found[0]}"]
+    lines = [f"fastest at the usual accuracy of FP8: {free} times BF16 in {gemms} (predicted)"]
+    return lines if found[0] is free else [*lines, f"faster at a cost in accuracy: {found[0]}"]
 
 
 def price_of(recipe: Recipe, head: bool = False) -> str:
-    """Return the price of a recipe, by what it does; see `Choice.price`."""
+    """Return the price of a recipe, derived from its GEMMs; see `Choice.price`."""
     gemms = [recipe.gemm(name) for name, *_ in recipe.gemms()]
     prices = (
         "sums in fewer bits" if any(gemm.accumulate == "fast" for gemm in gemms) else "",
@@ -88,7 +88,7 @@ def price_of(recipe: Recipe, head: bool = False) -> str:
 
 
 def _ms(rows: Sequence[LayerPlan], recipe: Recipe, tokens: int, known: Rates, head: bool) -> float:
-    """Return the predicted milliseconds of a step's products, each layer in BF16 where it gains nothing."""
+    """Return the predicted milliseconds of the GEMMs of one step, each layer without a gain in BF16."""
     bf16, total = load("bf16"), 0.0
     for row in rows:
         plain = predicted_ms(bf16, *row.shape, tokens, rates=known)

@@ -1,9 +1,9 @@
-"""Modules of experts in a user's model: weights of three dimensions, and a `forward` that is a mixture of experts.
+"""Modules of experts in a user's model: three-dimensional weights, and a `forward` that is a mixture of experts.
 
-They are recognised by what they compute, as MLPs are (`octavo.conversion.fusion_patterns`): a copy with tiny weights is
-run on random tokens, experts and routing weights, and compared with the formula of every reading that the shapes allow.
-So neither names nor the way a loop over experts is written matter: Mixtral, Qwen3-MoE, DeepSeek-V3, OLMoE and GPT-OSS
-of Transformers, GroupedExperts of torchtitan, and a module that a reader writes.
+They are recognised by their results, as MLPs are (`octavo.conversion.fusion_patterns`): a copy with tiny weights is run
+on random tokens, experts and routing weights, and compared with the formula of every reading that the shapes allow.
+Neither names nor the form of the loop over experts matter: Mixtral, Qwen3-MoE, DeepSeek-V3, OLMoE and GPT-OSS of
+Transformers, GroupedExperts of torchtitan, and hand-written modules are found.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from octavo.kernels.activation import KINDS
 from octavo.kernels.dispatch import architecture, on_gpu
 from octavo.kernels.reference.activation import value
+from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
 from octavo.nn.probe import computes, random_tensor, shallow_copy
 
@@ -40,17 +41,18 @@ class FoundExperts:
     second: tuple[int, int]
     """(N, K) of the second."""
     roles: ExpertRoles
-    """What its parameters are."""
+    """The roles of its parameters."""
 
 
 def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
-    """Return the modules of experts in a model by full name, with what their parameters are."""
+    """Return the modules of experts in a model by full name, with the roles of their parameters."""
     found = {}
     for name, module in model.named_modules():
         stacks = _stacks(module)
         if stacks is None:
             continue
-        roles = module.expert_roles if isinstance(module, Experts) else _roles_of(module)
+        is_known = isinstance(module, Experts) and module.is_as_recognised()
+        roles = module.expert_roles if is_known else _roles_of(module)
         if roles is None:
             continue
         experts = next(iter(stacks.values())).shape[0]
@@ -60,7 +62,7 @@ def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
 
 
 def no_grouped_kernel(device: torch.device) -> str | None:
-    """Return why a device has no grouped FP8 GEMM, where the reference would be slower than BF16; None on a CPU."""
+    """Return why a device has no grouped FP8 GEMM, if the reference would be slower than BF16; None on a CPU."""
     if not on_gpu(device):
         return None
     found = architecture(device)
@@ -68,7 +70,7 @@ def no_grouped_kernel(device: torch.device) -> str | None:
 
 
 def _stacks(module: nn.Module) -> dict[str, Tensor] | None:
-    """Return the weights of a module that may be one of experts: two or three of one number of experts, or None."""
+    """Return the weights of a module that may be one of experts: two or three with one number of experts, or None."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     stacks: dict[str, Tensor] = {name: p for name, p in own.items() if p.dim() == 3}
     children = any(True for child in module.children() for _ in child.parameters())
@@ -90,10 +92,10 @@ def sorted_shape(weight: Tensor, roles: ExpertRoles) -> tuple[int, int]:
 
 
 def _roles_of(module: nn.Module) -> ExpertRoles | None:
-    """Return the roles of a module's parameters by which its forward is a mixture of experts, or None."""
+    """Return roles of a module's parameters with which its forward is a mixture of experts, or None."""
     if "forward" in vars(module):  # patched: its class does not say what it computes
         return None
-    forward = inspect.unwrap(type(module).forward)
+    forward = inspect.unwrap(own_class(module).parent.forward if isinstance(module, Experts) else type(module).forward)
     arguments = tuple(list(inspect.signature(forward).parameters)[1:])
     if len(arguments) not in (_IDS, _SORTED):
         return None
@@ -102,7 +104,7 @@ def _roles_of(module: nn.Module) -> ExpertRoles | None:
 
 
 def _readings(module: nn.Module) -> Iterator[ExpertRoles]:
-    """Yield every reading of a module's parameters that their shapes allow, the usual ones first."""
+    """Yield every assignment of roles to a module's parameters that their shapes allow, the usual ones first."""
     stacks = _stacks(module) or {}
     biases = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
     kinds = *KINDS, *([""] if hasattr(module, "_apply_gate") else [])
@@ -132,7 +134,7 @@ def _biases(biases: dict[str, nn.Parameter], first: int, second: int) -> Iterato
 
 
 class _Call(nn.Module):
-    """A module of experts as one of tokens alone, with fixed experts and routing weights."""
+    """A module of experts as a function of tokens alone, with fixed experts and routing weights."""
 
     def __init__(self, experts: nn.Module, forward: Callable[..., Tensor], roles: ExpertRoles) -> None:
         super().__init__()
@@ -142,7 +144,7 @@ class _Call(nn.Module):
 
     @property
     def ids(self) -> Tensor:
-        """Experts of each token, (T, S), no token twice at one; sorted rows have one each."""
+        """Experts of each token, (T, S), distinct per token; sorted rows have one each."""
         first = torch.arange(_TOKENS) * self.count // _TOKENS
         return first[:, None] if self.is_sorted else torch.stack([(first + 1) % self.count, first], dim=1)
 
@@ -177,7 +179,7 @@ def _tiny_copy(module: nn.Module, roles: ExpertRoles, training: bool) -> nn.Modu
 
 
 def _formula(probe: _Call, roles: ExpertRoles, x: Tensor) -> Tensor:
-    """Return what a mixture of experts gives, a loop over its experts."""
+    """Return the result of a mixture of experts by a loop over its experts."""
     y = torch.zeros_like(x)
     weights = torch.ones(probe.ids.shape, dtype=x.dtype, device=x.device) if probe.weights is None else probe.weights
     for e in range(probe.count):

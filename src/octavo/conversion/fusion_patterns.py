@@ -1,9 +1,9 @@
-"""What a user's modules compute, beyond single linear layers: which layers share an input, which modules are MLPs.
+"""Fusible parts of a user's modules, beyond single linear layers: layers that share an input, MLPs, norms, attention.
 
-An MLP is recognised by what it does. A copy with tiny layers is run on random numbers and compared with the formula of
-every kind of MLP, so that neither names nor the way it is written matter. Layers that share an input are found in the
-source of `forward`: calls `self.a(x)`, `self.b(x)` of the same name, which nothing assigns in between. A mistake there
-costs time, never correctness: a layer that is handed another tensor than its group computes alone.
+An MLP is recognised by its results. A copy with tiny layers is run on random numbers and compared with the formula of
+every kind of MLP, so that neither its names nor its form matter. Layers that share an input are found in the source of
+`forward`: calls `self.a(x)`, `self.b(x)` of the same name without an assignment in between. A mistake there costs time,
+never correctness: a layer that receives another tensor than its group computes alone.
 """
 
 from __future__ import annotations
@@ -44,20 +44,19 @@ class FusionPattern:
     """The module's full name."""
     kind: Literal["mlp", "shared", "norm", "attention"]
     layers: tuple[str, ...] = ()
-    """The children it is made of; of an MLP gate, up and down; of an attention the sibling that reads its output."""
+    """Its children: of an MLP gate, up and down; of an attention the sibling that reads its output."""
     activation: str = ""
-    """Of an MLP."""
+    """Activation of an MLP."""
     makes_codes: bool = True
-    """Of a norm: whether the recipe's scales are known when a row is, so that its reader need not quantise."""
+    """Of a norm: whether it quantises its rows itself, as the recipe's scales need one row at most."""
     saved: Precision = "bf16"
-    """What is kept for backward in: of an MLP the inputs of its activation, of a norm its input, of an attention its
-    output."""
+    """Format saved for backward: of an MLP's activation inputs, a norm's input, an attention's output."""
     shares_codes: bool = False
-    """Of an attention: whether its reader keeps the same codes."""
+    """Of an attention: whether its reader saves the same codes."""
 
     @property
     def what(self) -> str:
-        """Return a line on the operations that are fused and the tensors that are kept in FP8."""
+        """Return a line on the operations that are fused and the tensors that are saved in FP8."""
         if self.kind == "mlp":
             kept = f"; {' and '.join(self.layers[:-1])} kept in FP8" if self.saved == "fp8" else ""
             return f"fused: {' + '.join((*self.layers[:-1], self.activation, self.layers[-1]))}{kept}"
@@ -71,7 +70,7 @@ class FusionPattern:
 
 
 def find_mlps(model: nn.Module) -> dict[str, MLPRoles]:
-    """Return what the children of each MLP in a model do, by the MLP's full name."""
+    """Return the roles of the children of each MLP in a model, by the MLP's full name."""
     return {name: roles for name, module in model.named_modules() if (roles := find_mlp(module)) is not None}
 
 
@@ -82,13 +81,13 @@ def find_structures(
     policy: Policy,
     keep_input: Collection[str] = (),
 ) -> tuple[list[FusionPattern], list[str]]:
-    """Return what can be computed together, and where the policy asks for activations in FP8 that will not be.
+    """Return the patterns that can be fused, and where the policy asks for activations in FP8 without effect.
 
     Args:
         recipes: full name of each linear layer in FP8 -> its recipe.
-        mlps: what `find_mlps` found.
-        policy: says what MLPs, norms and attention are to keep for backward in.
-        keep_input: full names of the layers that keep their input as it is.
+        mlps: the result of `find_mlps`.
+        policy: its formats of what MLPs, norms and attention save for backward.
+        keep_input: full names of the layers that save their input unchanged.
     """
     structures: list[FusionPattern] = []
     unapplied: dict[str, list[str]] = {option: [] for option in SAVED}
@@ -133,7 +132,7 @@ _NOTHING = {
 def _attention(
     name: str, module: ScaledDotProduct, recipes: Mapping[str, Recipe], keep_input: Collection[str]
 ) -> FusionPattern | str:
-    """Return an attention whose output is kept in FP8, or where and why it is not."""
+    """Return an attention whose output is saved in FP8, or where and why it is not."""
     reader = reader_of(name, module)
     recipe = recipes.get(reader)
     if (reason := attention_unsupported_reason(recipe, reader in keep_input)) is not None:
@@ -159,9 +158,9 @@ def _mlp(name: str, roles: MLPRoles, recipes: Mapping[str, Recipe | None], saved
 
 
 def find_gates(model: nn.Module) -> set[str]:
-    """Return the full names of linear layers beside one of the transposed shape, as an MLP has them and no router.
+    """Return full names of linear layers beside one of the transposed shape, as MLPs have them and routers do not.
 
-    That holds for MLPs too that `find_mlp` does not know the formula of.
+    This also covers MLPs whose formula `find_mlp` does not know.
     """
     found: set[str] = set()
     for name, module in model.named_modules():
@@ -176,7 +175,7 @@ def find_gates(model: nn.Module) -> set[str]:
 
 
 def _of_one_recipe(names: tuple[str, ...], recipes: dict[str, Recipe | None]) -> list[tuple[str, ...]]:
-    """Return the layers among these that run by one recipe, for each recipe with more than one."""
+    """Return the groups of two or more of these layers that have the same recipe."""
     different: list[Recipe] = []
     for recipe in filter(None, map(recipes.get, names)):
         if recipe not in different:
@@ -191,7 +190,7 @@ def reader_of(name: str, attention: ScaledDotProduct) -> str:
 
 
 def _width(norm: nn.Module) -> int:
-    """Return the width of what a norm gives."""
+    """Return the width of a norm's result."""
     weight = getattr(norm, "weight", None)
     shape = norm.normalized_shape if weight is None else weight.shape
     return int(cast(Any, shape)[0])
@@ -200,7 +199,7 @@ def _width(norm: nn.Module) -> int:
 def find_mlp(module: nn.Module) -> MLPRoles | None:
     """Return the roles of the children of a module whose `forward` is an MLP, or None for any other module.
 
-    It is one if its children are two or three linear layers, the rest of it has no parameters and no buffers, and it
+    It is one if its children are two or three linear layers, nothing else in it has parameters or buffers, and it
     computes the formula and nothing else, for small and for large inputs (`octavo.nn.probe`).
     """
     layers = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
@@ -213,7 +212,7 @@ def find_mlp(module: nn.Module) -> MLPRoles | None:
 
 
 def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
-    """Yield every reading of 2 or 3 linear layers as an MLP that their shapes and biases allow."""
+    """Yield every assignment of 2 or 3 linear layers to the roles of an MLP that shapes and biases allow."""
     for *inner, down in itertools.permutations(layers):
         into = {(layers[name].in_features, layers[name].out_features) for name in inner}
         fits = into == {(layers[down].out_features, layers[down].in_features)}
@@ -271,7 +270,7 @@ def find_shared(module: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _source(module: nn.Module) -> ast.FunctionDef | None:
-    """Return the parsed `forward` of a module, behind its decorators; None where there is no source."""
+    """Return the parsed `forward` of a module without its decorators; None if there is no source."""
     parent = getattr(type(module), "parent", type(module))
     try:
         source = textwrap.dedent(inspect.getsource(parent.forward))
@@ -281,7 +280,7 @@ def _source(module: nn.Module) -> ast.FunctionDef | None:
 
 
 def _straight_line(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Yield statements in the order in which they run, for a `with` its items and then its body."""
+    """Yield statements in execution order, for a `with` its items and then its body."""
     for statement in body:
         if isinstance(statement, ast.With):
             yield from statement.items
@@ -302,7 +301,7 @@ def _calls(statement: ast.AST, owner: str) -> Iterator[tuple[str, str]]:
 
 
 def _certain(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below one, without those in branches, loops and functions: they may not run, or run often."""
+    """Yield all nodes below one, except those in branches, loops and functions, which may not run, or run often."""
     simple = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.Return | ast.withitem
     doubtful = ast.Lambda | ast.IfExp | ast.BoolOp | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
     if isinstance(node, simple) or (isinstance(node, ast.expr | ast.keyword) and not isinstance(node, doubtful)):
@@ -312,5 +311,5 @@ def _certain(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _assigned(statement: ast.AST) -> set[str]:
-    """Return the variables that a statement may give another value."""
+    """Return the variables that a statement may assign."""
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

@@ -1,8 +1,8 @@
-"""The predicted gain of a layer: time of its three GEMMs in BF16 over their time in FP8 with the passes that quantise.
+"""The predicted gain of a layer: time of its three GEMMs in BF16 over their time in FP8 with the quantisation passes.
 
-Rates are those of the GPU (`octavo.kernels.devices`), dense, random normal data; without rates there is no prediction.
-Passes run at the speed of a device copy, one for each matrix that is quantised or transposed. Convolutions and batches
-have many small kernels: what a host takes to launch them is the least time, as measured beside an H200. `octavo bench
+Rates are those of the GPU (`octavo.kernels.devices`): dense, random normal data; without rates there is no prediction.
+Passes run at the speed of a device copy, one per matrix that is quantised or transposed. Convolutions and batches have
+many small kernels: the time that a host takes to launch them is the minimum, as measured with an H200. `octavo bench
 step` measures.
 """
 
@@ -16,11 +16,11 @@ from octavo.kernels.patches import makes_directly
 from octavo.recipes import GEMMS, OPERANDS, Operand, Recipe
 
 _LARGE = 2048
-"""Two of M, N and K must reach it for a product of a batch to run at the rate of a single large one."""
+"""A product of a batch runs at the rate of a single large one if two of M, N and K reach this."""
 _AT_LEAST_US = {"linear": 0.0, "convolution": 2000.0, "batch": 2000.0}
-"""What a forward and backward in FP8 take at the least, eager: the host has to launch them."""
+"""Least time of an eager forward and backward in FP8, in microseconds: the host has to launch them."""
 _LOOP_US = 150.0
-"""The same for each product of a batch that has no batched kernel."""
+"""The same per product of a batch without a batched kernel."""
 
 
 def predicted_gain(
@@ -33,7 +33,7 @@ def predicted_gain(
         in_features: K; of a convolution C kh kw.
         tokens: M, the tokens of one forward; of a convolution the output pixels.
         taps: kh kw of a convolution, 0 for a linear layer. Its BF16 time is that of a GEMM of this size.
-        batch: how many products of this size are computed at once, neither operand a weight.
+        batch: number of products of this size that are computed at once, neither operand a weight.
         rates: those of the GPU.
     """
     bf16 = _bf16_seconds(out_features, in_features, tokens, rates)
@@ -41,9 +41,9 @@ def predicted_gain(
 
 
 EXPERTS_FROM = 512
-"""Width and hidden width from which gains of experts are predicted: narrower ones have not been measured."""
+"""Least width and hidden width with predicted gains of experts: narrower ones have not been measured."""
 _EXPERT_PASSES = 3.4, 2.1
-"""What passes over the rows of experts take, compiled in BF16 and in the fused layer, as multiples of a copy of their
+"""Time of the passes over the rows of experts, compiled in BF16 and in the fused layer, as multiples of a copy of their
 tensors: fitted to layers of 16,384 and 32,768 tokens (`octavo bench moe`)."""
 
 
@@ -55,7 +55,7 @@ def predicted_gain_of_experts(
     Args:
         first: (N, D) of gate and up.
         second: (D, F) of down.
-        experts: how many there are: all their weights are quantised.
+        experts: their number: all their weights are quantised.
         rows: tokens, each counted once per expert that it is sent to.
         rates: those of the GPU.
     """
@@ -100,12 +100,12 @@ def _seconds(recipe: Recipe, shape: tuple[int, int, int], taps: int, batch: int,
     }
     moved = sum(_bytes(recipe, gemm, role, taps) * sizes[role] for gemm, role in _passes(recipe))
     if taps > 1 and recipe.dgrad.is_fp8:
-        moved += 4 * sizes["input"]  # the gradient of the patches in BF16: written, and read to be folded
+        moved += 4 * sizes["input"]  # the gradient of the patches in BF16: written, and read by fold
     return max(batch * (fp8 + moved / (rates.copy * 1e9)), _at_least(recipe, taps, batch))
 
 
 def _at_least(recipe: Recipe, taps: int, batch: int) -> float:
-    """Return the seconds that a forward and backward take however small they are."""
+    """Return the least seconds of a forward and backward of any size."""
     if not recipe.is_fp8:
         return 0.0
     if batch > 1:
@@ -123,7 +123,7 @@ def _rate(operands: tuple[Operand, Operand], small_batched: bool, fast: bool, ra
         return rates.small_batched
     mode = mode_of([operand.granularity for operand in operands])
     if mode == "mx":
-        return rates.bf16  # emulated wherever there are rates
+        return rates.bf16  # emulated on every GPU with rates
     return float(getattr(rates, mode)) * (rates.fast if fast and mode != "block" else 1.0)
 
 
@@ -132,10 +132,10 @@ def _passes(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _bytes(recipe: Recipe, gemm: str, role: str, taps: int) -> float:
-    """Return bytes moved an element: a byte transpose moves two; a quantisation reads two, twice for an amax."""
+    """Return bytes moved per element: a byte transpose moves two; a quantisation reads two, twice for an amax."""
     if taps > 1 and role == "input":
         return _patch_bytes(getattr(recipe.gemm(gemm), role), taps, transposed=gemm == "wgrad")
-    if taps == 1 and role == "input":  # both are made of the input, which is what is kept
+    if taps == 1 and role == "input":  # both are made from the saved input
         return 5.0 if getattr(recipe.gemm(gemm), role).granularity == "tensor" else 3.0
     if recipe.reuses(f"{gemm}.{role}"):
         return 2.0
@@ -144,7 +144,7 @@ def _bytes(recipe: Recipe, gemm: str, role: str, taps: int) -> float:
 
 
 def _patch_bytes(operand: Operand, taps: int, *, transposed: bool) -> float:
-    """Return bytes moved an element of the unfolded matrix, a pixel read for its amax and for its patches."""
+    """Return bytes moved per element of the unfolded matrix, a pixel read for its amax and for its patches."""
     if makes_directly(operand.granularity, transposed=transposed):
-        return (2 if operand.is_folded else 4) / taps + 1  # folded: with the scales of fprop, nothing is searched
+        return (2 if operand.is_folded else 4) / taps + 1  # folded: with the scales of fprop, no amax
     return 2 / taps + 2 + 3

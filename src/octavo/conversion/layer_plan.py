@@ -1,4 +1,4 @@
-"""Rows of a plan: what each linear layer, each convolution and each product of experts will compute in, and why."""
+"""Rows of a plan: the precision and kernels of each linear layer, convolution and product of experts, and why."""
 
 from __future__ import annotations
 
@@ -42,46 +42,46 @@ class LayerPlan:
     shape: tuple[int, int]
     """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel."""
     count: int = 1
-    """Number of such matrices: experts."""
+    """Number of such matrices: more than one for experts."""
     active: float = 1.0
-    """The share of them that one token is multiplied by: of experts, those that it is sent to."""
+    """Share of them that one token is multiplied by; below 1 for experts."""
     recipe: str
     precision: str
     """fprop / dgrad / wgrad, each fp8 or bf16."""
     kernels: str
-    """The kernel of each FP8 GEMM; `-` where there is none."""
+    """The kernel of each FP8 GEMM; `-` for one in BF16."""
     gain: float | None
-    """Predicted BF16 time / FP8 time on this GPU; None if Octavo has no rates of it, and for layers in BF16."""
+    """Predicted BF16 time / FP8 time on this GPU; None if Octavo has no rates for it, and for layers in BF16."""
     reason: str
     """Why it stays in BF16, or a note on its kernels."""
 
     keeps_input: bool = False
     """Whether backward quantises its input again (`Policy.requantise`)."""
     weight: Literal["as_it_is", "fp8"] = "as_it_is"
-    """Whether its weight is stored in FP8 (`Policy.weights`), or is one already."""
+    """Whether its weight is to be stored in FP8 (`Policy.weights`) or already is."""
     saves: int = 0
-    """Bytes of memory that storing it in FP8 saves."""
+    """Bytes of memory saved by storing it in FP8."""
     evidence: Evidence | None = None
     """Its entry in a precision map."""
 
     @property
     def weights(self) -> int:
-        """The number of its weights."""
+        """Number of its weights."""
         return self.count * math.prod(self.shape)
 
     @property
     def multiplied(self) -> float:
-        """The number of weights that one token is multiplied by."""
+        """Number of weights that one token is multiplied by."""
         return self.active * self.weights
 
     @property
     def is_experts(self) -> bool:
-        """Whether it is a product of a module of experts, and named below that."""
+        """Whether it is a product of a module of experts, whose name is extended by the product's."""
         return self.kind.endswith(" experts")
 
     @property
     def module(self) -> str:
-        """The full name of the module that it is about: that of experts has two products."""
+        """The full name of its module: a module of experts has two products."""
         return self.name.rpartition(".")[0] if self.is_experts else self.name
 
     @property
@@ -97,7 +97,7 @@ class Planner:
     model: nn.Module
     recipe: Recipe
     recipes: Mapping[str, Recipe]
-    """Name of a layer or product of experts -> its recipe, as `recipe.modules` has it."""
+    """Name of a layer or product of experts -> its recipe, with `recipe.modules` applied."""
     policy: Policy
     tokens: int
     device: torch.device
@@ -124,7 +124,7 @@ class Planner:
             yield from self._experts(name, module, found, kept or no_grouped_kernel(self.device))
 
     def _layer(self, name: str, layer: Layer, kept: str | None) -> LayerPlan:
-        """Return the row of one layer. kept: why the policy keeps it in BF16."""
+        """Return the row of one layer. kept: the policy's reason to keep it in BF16."""
         recipe, found = self.recipes[name], _evidence_for(name, self.recipe)
         kind, shape, taps = _gemm_of(layer)
         known = rates(self.device) if recipe.is_fp8 else None
@@ -155,7 +155,7 @@ class Planner:
         )
 
     def _experts(self, name: str, module: nn.Module, found: FoundExperts, kept: str | None) -> Iterator[LayerPlan]:
-        """Yield the rows of a module of experts. kept: why it stays in BF16."""
+        """Yield the rows of a module of experts. kept: the reason to keep it in BF16."""
         names = full_name(name, FIRST), full_name(name, SECOND)
         given = [self.recipes[each] for each in names]
         reasons = [kept or unsupported_reason_grouped(recipe) for recipe in given]
@@ -188,7 +188,7 @@ class Planner:
         return predicted_gain_of_experts(recipe, found.first, found.second, found.count, rows, rates=known)
 
     def _without_second_copies(self, rows: list[LayerPlan]) -> list[LayerPlan]:
-        """Let layers that read attention's output quantise it again in backward: attention keeps that tensor anyway."""
+        """Let layers that read attention's output quantise it again in backward: attention saves that tensor anyway."""
         if not self.policy.fuse or self.policy.attention_output == "fp8":
             return rows
         cores = {name: core for name, core in self.model.named_modules() if isinstance(core, ScaledDotProduct)}
@@ -198,7 +198,7 @@ class Planner:
 
 
 def _reason_of_block(name: str, blocks: Mapping[str, str]) -> str | None:
-    """Return why the block that a module is in stays in BF16, or None."""
+    """Return why the block around a module stays in BF16, or None."""
     return next((why for block, why in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
 
 
@@ -213,13 +213,13 @@ def _how(roles: ExpertRoles, first: Recipe, second: Recipe) -> str:
 
 
 def _evidence_for(name: str, recipe: Recipe) -> Evidence | None:
-    """Return what a precision map says of the pattern that decided a layer's recipe."""
+    """Return a precision map's entry for the pattern that decided a layer's recipe."""
     pattern = next((pattern for pattern in reversed(recipe.modules) if fnmatchcase(name, pattern)), None)
     return None if pattern is None else recipe.evidence.get(pattern)
 
 
 def _gemm_of(layer: Layer) -> tuple[str, tuple[int, int], int]:
-    """Return what a layer is, (N, K) of its GEMM, and the pixels of a convolution's patch, 0 for a linear layer."""
+    """Return a layer's kind, (N, K) of its GEMM, and the pixels of a convolution's patch, 0 for a linear layer."""
     if is_transposed(layer):
         return "stored as K x N", (layer.weight.shape[1], layer.weight.shape[0]), 0
     if isinstance(layer, nn.Linear):
@@ -230,7 +230,7 @@ def _gemm_of(layer: Layer) -> tuple[str, tuple[int, int], int]:
 
 
 def _kernels(recipe: Recipe, device: torch.device) -> tuple[list[str], str]:
-    """Return the kernel of each GEMM, and a note where the reference runs on a GPU."""
+    """Return the kernel of each GEMM, and a note if the reference runs on a GPU."""
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
     names, notes = [], ""
     for gemm in GEMMS:

@@ -1,4 +1,4 @@
-"""What product a call of an operator asks for: one reader an operator, with the arguments that PyTorch gives it.
+"""Matrix products behind calls of PyTorch's operators: a parser per operator, called with PyTorch's arguments.
 
 M rows, N columns, K terms of a sum. A parser returns a `MatmulCall`, or the reason why there is none.
 """
@@ -19,7 +19,7 @@ from octavo.nn.matmul import matmul as fp8_matmul
 from octavo.recipes import Recipe
 
 Compute = Callable[[Recipe, torch.dtype], Tensor]
-"""Gives the operator's result, computed by a recipe and rounded to a dtype."""
+"""Computes the operator's result by a recipe, rounded to a dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,21 +28,21 @@ class MatmulCall:
 
     compute: Compute
     tensors: tuple[Tensor, ...]
-    """All that is read, the input first."""
+    """All tensors that are read, the input first."""
     sizes: tuple[int, int, int]
-    """(M, N, K) of each one."""
+    """(M, N, K) of each product."""
     features: int
-    """The smaller of what a layer would call its input and its output features."""
+    """The smaller of the input and output features that a layer of this product would have."""
     batch: int = 1
-    """How many products of two matrices it is: 1 where the right operand is a single matrix."""
+    """Number of products of two matrices: 1 if the right operand is a single matrix."""
     taps: int = 0
-    """Pixels of a convolution's patch; 0 for all else."""
+    """Pixels of a convolution's patch; 0 for all others."""
     weight: Tensor | None = None
     """The parameter among the operands."""
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> MatmulCall | str:
-    """Read `F.linear`."""
+    """Parse `F.linear`."""
     if weight.dim() != 2 or input.dim() == 0:
         return _SHAPES
     if not is_parameter(weight):
@@ -57,7 +57,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> MatmulC
 
 
 def matmul(input: Tensor, other: Tensor, **options: Any) -> MatmulCall | str:
-    """Read `torch.matmul` and `@`."""
+    """Parse `torch.matmul` and `@`."""
     if input.dim() == 2 and other.dim() == 1:
         return mv(input, other, **options)
     if other.dim() < 2 or (input.dim() < 2 and other.dim() > 2):
@@ -66,18 +66,18 @@ def matmul(input: Tensor, other: Tensor, **options: Any) -> MatmulCall | str:
 
 
 def mv(input: Tensor, vec: Tensor, **options: Any) -> MatmulCall | str:
-    """Read `torch.mv`: the product of a matrix (N, K) and a vector (K,) is a linear layer of one token."""
+    """Parse `torch.mv`: the product of a matrix (N, K) and a vector (K,) is a linear layer of one token."""
     fits = input.dim() == 2 and vec.dim() == 1
     return (_called_with(options) or linear(vec, input)) if fits else _SHAPES
 
 
 def mm(input: Tensor, mat2: Tensor, **options: Any) -> MatmulCall | str:
-    """Read `torch.mm`."""
+    """Parse `torch.mm`."""
     return matmul(input, mat2, **options) if input.dim() == mat2.dim() == 2 else _SHAPES
 
 
 def bmm(input: Tensor, mat2: Tensor, **options: Any) -> MatmulCall | str:
-    """Read `torch.bmm`."""
+    """Parse `torch.bmm`."""
     fits = input.dim() == mat2.dim() == 3 and input.shape[0] == mat2.shape[0]
     return matmul(input, mat2, **options) if fits else _SHAPES
 
@@ -85,7 +85,7 @@ def bmm(input: Tensor, mat2: Tensor, **options: Any) -> MatmulCall | str:
 def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **options: Any
 ) -> MatmulCall | str:
-    """Read `torch.addmm`."""
+    """Parse `torch.addmm`."""
     fits = mat1.dim() == mat2.dim() == 2
     return (_called_with(options) or _product(mat1, mat2, *_plus(input, beta, alpha))) if fits else _SHAPES
 
@@ -93,13 +93,13 @@ def addmm(
 def baddbmm(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, **options: Any
 ) -> MatmulCall | str:
-    """Read `torch.baddbmm`."""
+    """Parse `torch.baddbmm`."""
     fits = batch1.dim() == batch2.dim() == 3 and batch1.shape[0] == batch2.shape[0]
     return (_called_with(options) or _product(batch1, batch2, *_plus(input, beta, alpha))) if fits else _SHAPES
 
 
 def einsum(equation: str, *operands: Any) -> MatmulCall | str:
-    """Read `torch.einsum` of two operands, where each letter that is summed over stands in both."""
+    """Parse `torch.einsum` of two operands, if both have every letter that is summed over."""
     if len(operands) == 1 and isinstance(operands[0], Sequence):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2:
@@ -138,7 +138,7 @@ def conv2d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
 ) -> MatmulCall | str:  # fmt: skip
-    """Read `F.conv2d`."""
+    """Parse `F.conv2d`."""
     return _convolution(input, weight, bias, stride, padding, dilation, groups, 2)
 
 
@@ -146,7 +146,7 @@ def conv1d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
 ) -> MatmulCall | str:  # fmt: skip
-    """Read `F.conv1d`: a convolution of images that are one pixel high."""
+    """Parse `F.conv1d`: a convolution of images that are one pixel high."""
     return _convolution(input, weight, bias, stride, padding, dilation, groups, 1)
 
 
@@ -162,19 +162,19 @@ PARSERS: dict[str, Callable[..., MatmulCall | str]] = {
     "conv1d": conv1d,
     "conv2d": conv2d,
 }
-"""The operators that can be white, and who reads their calls."""
+"""Operator name -> parser of its calls; these operators can be white."""
 _SHAPES = "the shapes do not fit"
 
 
 def is_parameter(x: Tensor) -> bool:
-    """Return whether x is one of a model's own tensors, which an optimizer changes, and not made by a computation."""
+    """Return whether x is a leaf that an optimizer changes, and not the result of a computation."""
     return isinstance(x, nn.Parameter) or (x.requires_grad and x.is_leaf)
 
 
 def _product(
     left: Tensor, right: Tensor, finish: Callable[[Tensor], Tensor] = lambda y: y, others: tuple[Tensor, ...] = ()
 ) -> MatmulCall | str:
-    """Return finish(left right) for left (..., M, K) and right (..., K, N). `others`: what else `finish` reads."""
+    """Return finish(left right) for left (..., M, K) and right (..., K, N). `others`: tensors that `finish` reads."""
     *leading, terms = left.shape
     if terms != right.shape[-2]:
         return _SHAPES
@@ -197,7 +197,7 @@ def _product(
 
 
 def _parameter_behind(right_KN: Tensor) -> Tensor | None:
-    """Return the parameter (N, K) that this is the transpose of, as in `x @ w.t()`; None for anything else."""
+    """Return the parameter (N, K) whose transpose this is, as in `x @ w.t()`; None for anything else."""
     if torch.compiler.is_compiling() or right_KN.dim() != 2:
         return None
     base = right_KN._base
@@ -208,7 +208,7 @@ def _parameter_behind(right_KN: Tensor) -> Tensor | None:
 
 
 def _plus(input: Tensor, beta: float, alpha: float) -> tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...]]:
-    """Return what makes beta * input + alpha * y of y, and what it reads."""
+    """Return a function that gives beta * input + alpha * y for y, and the tensors that it reads."""
     if beta == 0:  # then a NaN in it does not count
         return (lambda y: y * alpha), ()
     return (lambda y: input.to(y.dtype) * beta + y * alpha), (input,)
@@ -217,7 +217,7 @@ def _plus(input: Tensor, beta: float, alpha: float) -> tuple[Callable[[Tensor], 
 def _convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int, dims: int
 ) -> MatmulCall | str:
-    """Read a convolution over the last `dims` dimensions."""
+    """Parse a convolution over the last `dims` dimensions."""
     if weight.dim() != dims + 2 or input.dim() not in (dims + 1, dims + 2) or 0 in (*input.shape, *weight.shape):
         return _SHAPES
     if groups > 1:
@@ -243,7 +243,7 @@ def _convolution(
 
 
 def _each(given: Any, dims: int) -> tuple[int, ...]:
-    """Return one number a dimension for what PyTorch takes: a number, or one or all of them in a sequence."""
+    """Return one number per dimension for an argument of PyTorch: a number, or a sequence of one or all of them."""
     numbers = tuple(given) if isinstance(given, Sequence) else (given,)
     return numbers * dims if len(numbers) == 1 else numbers
 

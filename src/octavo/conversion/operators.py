@@ -1,6 +1,7 @@
-"""White and black lists: which operators of PyTorch run in FP8, which are watched and left alone, and why.
+"""White and black lists: the operators of PyTorch that run in FP8, those that are reported and unchanged, and why.
 
-Policy is to layers what this is to operators. A user reads the lists, edits them and hands them to `octavo.autocast`.
+The counterpart of `Policy`, which is about layers. A user reads the lists, edits them and passes them to
+`octavo.autocast`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from octavo.conversion.matmul_ops import PARSERS
 from octavo.errors import ConfigError, did_you_mean
 
 Reader = Callable[..., tuple[Any, ...]]
-"""Takes what an operator is called with; returns the name of a white operator, and its arguments."""
+"""Maps the arguments of an operator to the name of a white operator and its arguments."""
 _NORM = "norm: it divides by a mean of squares, which FP8 cannot hold"
 _SOFTMAX = "softmax: an exponential turns small errors into large ones"
 _LOSS = "loss: its error goes straight into every gradient"
@@ -61,11 +62,11 @@ def _black() -> dict[str, str]:
 class Operators:
     """White and black list. An operator on neither runs unchanged and is not reported. `print` shows them as a table.
 
-    Names are PyTorch's. `matmul` is `a @ b` too, and a name stands for every way to call it: `softmax` is
-    `F.softmax`, `torch.softmax` and `x.softmax`.
+    Names are PyTorch's and stand for every form of call: `matmul` for `a @ b` too, `softmax` for `F.softmax`,
+    `torch.softmax` and `x.softmax`.
 
     Raises:
-        ConfigError: PyTorch has no such operator, it is on both lists, or there is no FP8 form of it to be white.
+        ConfigError: PyTorch has no such operator, it is on both lists, or a white one has no FP8 form.
     """
 
     white: dict[str, str] = field(default_factory=_white)
@@ -105,7 +106,7 @@ class Operators:
         return replace(self.without(name), black={**self.without(name).black, name: reason})
 
     def with_own(self, name: str, reader: Reader) -> Operators:
-        """Return lists in which an operator of another library stands for a white one: `own`."""
+        """Return lists with an operator of another library that is computed as a white one: `own`."""
         return replace(self, own={**self.own, name: reader})
 
     def without(self, name: str) -> Operators:
@@ -115,7 +116,7 @@ class Operators:
         return replace(self, white=white, black=black)
 
     def watched(self) -> dict[Callable[..., Any], str]:
-        """Return the operator that each function stands for, for all that are on a list."""
+        """Return function of PyTorch -> operator name, for all operators on a list."""
         names = (*self.white, *self.black, *self.own)
         return {function: name for name in names for function in functions_named(name)}
 
@@ -129,7 +130,7 @@ class Operators:
 
 @cache
 def functions_named(name: str) -> tuple[Callable[..., Any], ...]:
-    """Return the functions of PyTorch that a mode sees for an operator's name.
+    """Return the functions of PyTorch behind an operator's name, as a function mode sees them.
 
     Raises:
         ConfigError: there are none.
@@ -146,7 +147,7 @@ def functions_named(name: str) -> tuple[Callable[..., Any], ...]:
 
 
 def _registered(namespace: str, name: str) -> tuple[Callable[..., Any], ...]:
-    """Return an operator that `torch.library` has registered, and its overloads."""
+    """Return an operator registered with `torch.library`, and its overloads."""
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if packet is None:
         raise ConfigError(f"no operator '{namespace}::{name}' is registered. Import the library that defines it first.")

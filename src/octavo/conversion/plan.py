@@ -1,4 +1,4 @@
-"""The plan: for every layer with a GEMM what it will compute in, and why. Nothing is changed by making one."""
+"""The plan: the precision of every layer with a GEMM, and why. Making one changes nothing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.autocast_mode import suspended
 from octavo.conversion.choices import choices
 from octavo.conversion.experts import find_experts
 from octavo.conversion.fusion_patterns import FusionPattern, find_mlps, find_structures
 from octavo.conversion.layer_plan import LayerPlan, Planner
-from octavo.conversion.mode import suspended
 from octavo.conversion.plan_text import notes_on, table
 from octavo.conversion.policy import Policy
 from octavo.conversion.unconverted import Unconverted, find_unconverted
@@ -39,39 +39,39 @@ class Plan:
     tokens: int
     layers: tuple[LayerPlan, ...]
     recipes: dict[str, Recipe]
-    """Layer name -> the recipe it runs by."""
+    """Layer name -> its recipe."""
     structures: tuple[FusionPattern, ...] = ()
-    """What is computed together."""
+    """Patterns whose layers are computed together."""
     experts: dict[str, ExpertRoles] = field(default_factory=dict)
-    """Modules of experts that compute in FP8, by full name, and what their parameters are."""
+    """Full name of each module of experts in FP8 -> roles of its parameters."""
     policy: Policy = field(default_factory=Policy, repr=False)
-    """The policy that it was made with."""
+    """The policy of this plan."""
     allow_reference: bool = False
     """Whether `convert` was asked to run reference kernels on a GPU."""
     unapplied: tuple[str, ...] = ()
-    """Where the policy asks for activations in FP8 and they are not: a line each, with the reason."""
+    """Activations that the policy asks for in FP8 and that are not, a line each with the reason."""
     notes: tuple[str, ...] = ()
-    """What else a user may not expect: nothing or little in FP8, weights in FP16, or in FP32 on a GPU."""
+    """Further surprises for a user: little or nothing in FP8, weights in FP16, or in FP32 on a GPU."""
     unconverted: tuple[Unconverted, ...] = ()
-    """Weights that no layer reads which could be converted."""
+    """Weights that no convertible layer reads."""
     parameters: int = 0
-    """The number of all parameters of the model."""
+    """Number of all parameters of the model."""
 
     @property
     def fp8_layers(self) -> int:
-        """The count of layers that run in FP8."""
+        """Number of layers that run in FP8."""
         return sum(layer.is_fp8 for layer in self.layers)
 
     @property
     def fp8_weights(self) -> int:
-        """The number of weights of layers that run in FP8."""
+        """Number of weights of layers that run in FP8."""
         return sum(layer.weights for layer in self.layers if layer.is_fp8)
 
     @property
     def fp8_shares(self) -> dict[str, float]:
-        """Shares of FP8 in what a token costs in products with weights, backward included; of a convolution, per pixel.
+        """Shares of FP8 in a token's products with weights, forward and backward; of a convolution, per pixel.
 
-        `fp8_flops`, and where gains are predicted `fp8_time`: with the passes that quantise.
+        `fp8_flops`, and if gains are predicted `fp8_time`, with the quantisation passes.
         """
         left = sum(weight.multiplied for weight in self.unconverted)
         flops = sum(layer.multiplied for layer in self.layers) + left
@@ -92,12 +92,12 @@ class Plan:
 
     @property
     def is_little(self) -> bool:
-        """Whether less than half of these FLOPs is in FP8, as weights are left that no layer reads."""
+        """Whether less than half of these FLOPs is in FP8 because weights are left that no layer reads."""
         return bool(self.unconverted) and self.share < 0.5
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of memory that weights in FP8 save, against now."""
+        """Bytes of memory that weights in FP8 save, compared with now."""
         return sum(layer.saves for layer in self.layers)
 
     def to_json(self) -> str:
@@ -114,7 +114,7 @@ class Plan:
         return "\n".join(table(self))
 
 
-@suspended()  # modules are looked at by running them
+@suspended()  # modules are recognised by running them
 def make_plan(
     model: nn.Module,
     recipe: RecipeLike = "folded",
@@ -130,14 +130,13 @@ def make_plan(
         recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
         policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
-        device: where it will run; by default where the model is. Those of `octavo.kernels.devices.GPUS` need not be
-            here.
+        device: where it will run; by default the model's device. GPUs of `octavo.kernels.devices.GPUS` need not be
+            present.
 
     Raises:
         ConfigError: an unknown recipe, a pattern of a recipe that matches no linear layer and no convolution, one of
-            the policy that matches no module, or weights in FP8
-            with a recipe that cannot compute with their codes.
-        UnsupportedError: `device` is not there to be asked what it can run.
+            the policy that matches no module, or weights in FP8 with a recipe that cannot compute with their codes.
+        UnsupportedError: `device` is not present, so its kernels are unknown.
     """
     if str(device) in GPUS:
         with planning_for(str(device)):
@@ -170,7 +169,7 @@ def make_plan(
 
 
 def _with_structures(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles]) -> Plan:
-    """Return the plan with what is computed together, options without effect, and notes."""
+    """Return the plan with its fusion patterns, options without effect, and notes."""
     policy = plan.policy
     linears = {row.name: plan.recipes[row.name] for row in plan.layers if row.is_fp8 and row.kind == "linear"}
     keep_input = {row.name for row in plan.layers if row.keeps_input}
@@ -178,7 +177,7 @@ def _with_structures(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles])
         structures, unapplied = find_structures(model, linears, mlps, policy, keep_input)
         plan = replace(plan, structures=tuple(structures), unapplied=tuple(unapplied))
     dtypes = {_weight(model, row).dtype for row in plan.layers if row.is_fp8}
-    return replace(plan, notes=tuple(notes_on(plan, dtypes)))
+    return replace(plan, notes=tuple(notes_on(plan, model, dtypes)))
 
 
 def _in_order_of(model: nn.Module, rows: Sequence[LayerPlan]) -> tuple[LayerPlan, ...]:

@@ -1,4 +1,4 @@
-"""A plan as text: its table, what stands below it, and what a user may not expect."""
+"""A plan as text: its table, the footer, and notes on what a user may not expect."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from octavo._util.terminal import columns, quantity
 from octavo.conversion.choices import advice
 from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.conversion.layer_plan import LayerPlan
+from octavo.conversion.policy import TOO_SMALL
 from octavo.conversion.refusals import device_unsupported_reason
 from octavo.kernels.dispatch import architecture, on_gpu, rates
+from octavo.nn.modules import full_name
 from octavo.nn.operands import dtype_note
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ def table(plan: Plan) -> list[str]:
 
 
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the titles and the rows of a plan's table; without a predicted gain there is no column for it."""
+    """Return the titles and the rows of a plan's table; the gain column is left out if no gain is predicted."""
     rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why"), *_alike(plan.layers)]
     groups: dict[tuple[str, str, str], list[str]] = {}
     for weight in plan.unconverted:
@@ -38,7 +41,7 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def footer(plan: Plan) -> list[str]:
-    """Return the lines below a plan's table: counts, weights in FP8, fusions, options without effect, advice."""
+    """Return the lines below a plan's table: counts, gains, weights in FP8, fusions, options without effect, advice."""
     weights = sum(layer.weights for layer in plan.layers)
     layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
     share = f"{_percent(plan.fp8_weights / max(weights, 1))} of their weights"
@@ -49,6 +52,7 @@ def footer(plan: Plan) -> list[str]:
     slowly = f", {slow} of them by the slow reference" if slow else ""
     return [
         f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share}) on {plan.device}{slowly}",
+        *_gains(plan),
         *_stored(plan),
         *_together(plan.structures),
         *plan.unapplied,
@@ -62,6 +66,12 @@ def _percent(share: float) -> str:
     return f"{share if share >= 1 else min(share, 0.99):.0%}"
 
 
+def _gains(plan: Plan) -> list[str]:
+    """Return a line on the column of gains, if there is one."""
+    said = f"gain: predicted speed relative to BF16, with {plan.tokens:,} tokens per forward"
+    return [said] if any(layer.gain for layer in plan.layers) else []
+
+
 def _stored(plan: Plan) -> list[str]:
     """Return a line on the weights that are stored in FP8, if there are any."""
     count = sum(layer.weight == "fp8" for layer in plan.layers)
@@ -70,7 +80,7 @@ def _stored(plan: Plan) -> list[str]:
 
 
 def _together(structures: tuple[FusionPattern, ...]) -> list[str]:
-    """Return a line for each kind of structure, those that differ only by the numbers in their names as one."""
+    """Return a line per kind of pattern; those that differ only by the numbers in their names are one."""
     groups: dict[tuple[str, str], list[str]] = {}
     for structure in structures:
         groups.setdefault((_pattern(structure.name), structure.what), []).append(structure.name)
@@ -79,7 +89,7 @@ def _together(structures: tuple[FusionPattern, ...]) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """Return a name with stars for the numbers in it."""
+    """Return a name with stars in place of numbers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -101,16 +111,26 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
 
 
 def commonest_reason(layers: tuple[LayerPlan, ...]) -> str:
-    """Return why most layers that stay in BF16 do, with their number."""
-    reasons = Counter(layer.reason for layer in layers if not layer.is_fp8).most_common(1)
+    """Return the most common reason of layers that stay in BF16, with their number."""
+    given = (TOO_SMALL if layer.reason.startswith(TOO_SMALL) else layer.reason for layer in layers if not layer.is_fp8)
+    reasons = Counter(given).most_common(1)  # each layer that is too small has its own gain
     alike = [f"{reason} ({count} of {quantity(len(layers), 'layer')})" for reason, count in reasons]
     return "".join(alike) or "the model has no linear layer and no convolution"
 
 
-def notes_on(plan: Plan, dtypes: set[torch.dtype]) -> Iterator[str]:
-    """Yield what a user may not expect. dtypes: of the weights in FP8 layers."""
+FAST_PATH = (
+    "nn.TransformerEncoderLayer computes linear1 and linear2 itself, in high precision, in model.eval() without "
+    "gradients and without autocast: torch.backends.mha.set_fastpath_enabled(False) keeps such an evaluation in FP8"
+)
+"""A note that `convert` logs as a warning too."""
+
+
+def notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterator[str]:
+    """Yield what a user may not expect. dtypes: those of the weights of FP8 layers."""
+    if torch.backends.mha.get_fastpath_enabled() and any(_has_fast_path(m, n, plan) for n, m in model.named_modules()):
+        yield FAST_PATH
     rows, recipe, device = plan.layers, plan.recipe, torch.device(plan.device)
-    if plan.is_little:
+    if plan.is_little and dtypes:
         largest = max(plan.unconverted, key=lambda weight: weight.multiplied)
         yield (
             f"Little will run in FP8: {plan.share:.0%} of the FLOPs of products with weights. The largest weight that "
@@ -131,3 +151,11 @@ def notes_on(plan: Plan, dtypes: set[torch.dtype]) -> Iterator[str]:
     for dtype in (torch.float16, torch.float32):
         if dtype in dtypes and (note := dtype_note(dtype, device.type)) is not None:
             yield f"Weights are {dtype}. Without autocast {note}"
+
+
+def _has_fast_path(module: nn.Module, name: str, plan: Plan) -> bool:
+    """Return whether a module reads the weights of its FP8 layers in evaluation instead of calling the layers."""
+    if not isinstance(module, nn.TransformerEncoderLayer):
+        return False
+    is_eligible = module.self_attn.batch_first and module.activation_relu_or_gelu
+    return bool(is_eligible) and any(full_name(name, child) in plan.recipes for child in ("linear1", "linear2"))

@@ -1,4 +1,4 @@
-"""The policy: which layers stay in BF16 whatever the recipe, and why. A user reads it, edits it and passes it on."""
+"""The policy: layers that stay in BF16 whatever the recipe, and why. A user reads it, edits it and passes it on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOO_SMALL, NO_FP8 = "too small to gain", "the recipe says bf16"
 """Starts of the reasons of layers that another recipe might convert."""
 _ROUTER = "router: a small error sends a token to another expert"
 _GROUPED = 16
-"""Features of which grouped FP8 GEMMs take a multiple."""
+"""Grouped FP8 GEMMs take features that are multiples of this."""
 
 
 DEFAULTS = MappingProxyType(
@@ -53,7 +53,7 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 SAVED = ("activation_inputs", "norm_inputs", "attention_output")
-"""Options that say what is kept for backward in."""
+"""Options that choose the format of a tensor saved for backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Policy:
     convolutions: bool = True
     """Whether `nn.Conv1d` and `nn.Conv2d` are converted, 1x1 and larger ones."""
     fuse: bool = True
-    """Whether layers that share an input, MLPs and norms are computed together where they are recognised."""
+    """Whether layers that share an input, MLPs and norms are computed together if they are recognised."""
     memory: Literal["exact", "low"] = "exact"
     """What layers save for backward. `exact`: nothing twice, and FP8 codes where that changes no gradient. `low`: FP8
     wherever possible; it sets the next three options to `fp8`."""
@@ -132,7 +132,7 @@ class Policy:
             )
 
     def blocks_to_keep(self, model: nn.Module) -> dict[str, str]:
-        """Return the blocks that stay in BF16 wherever `bf16_blocks` asks for any: full name -> reason.
+        """Return the blocks that stay in BF16, full name -> reason, if `bf16_blocks` asks for any.
 
         Raises:
             ConfigError: the model has no list of blocks, or fewer than are to stay.
@@ -151,7 +151,7 @@ class Policy:
 
     @property
     def patterns(self) -> dict[str, str]:
-        """The patterns of layers that stay in BF16, the user's first, and why each does."""
+        """Return name pattern -> reason of layers that stay in BF16, the user's first."""
         given = self.keep if isinstance(self.keep, Mapping) else dict.fromkeys(self.keep, "kept by the policy")
         return {**given, **{p: reason for p, reason in DEFAULTS.items() if self.keep_defaults and p not in given}}
 
@@ -257,13 +257,13 @@ class Policy:
 
 
 def find_heads(model: nn.Module) -> set[int]:
-    """Return the `id` of each module that is an output head, or lies in one, by what the model says of it.
+    """Return the `id` of each output head and of each module inside one, as the model names them.
 
     These are heads:
 
     - the layer that `get_output_embeddings()` returns (transformers), or `get_classifier()` (timm);
-    - a layer whose weight is that of an embedding;
-    - in a model of transformers, every layer outside of its base model (`base_model_prefix`), as classifiers are.
+    - a layer that shares its weight with an embedding;
+    - in a model of transformers, every layer outside of its base model (`base_model_prefix`), such as classifiers.
     """
     found = {id(part) for module in model.modules() for head in _heads_of(module) for part in head.modules()}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -296,6 +296,6 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a module's name, or that name without those of wrappers."""
+    """Return whether a pattern matches a module's name, with or without the names of wrappers."""
     own = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     return fnmatchcase(name, pattern) or fnmatchcase(own, pattern)

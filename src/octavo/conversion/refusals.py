@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def refuse_unapplied(plan: Plan) -> None:
-    """Raise where the policy asks for activations in FP8 that would not be.
+    """Raise if the policy asks for activations in FP8 somewhere that the plan cannot give.
 
     Raises:
-        UnsupportedError: naming the first option that does nothing somewhere, and the reason.
+        UnsupportedError: names the first option without effect and the reason.
     """
-    if plan.unapplied and plan.policy.memory != "low":  # which asks for whatever the model has
+    if plan.unapplied and plan.policy.memory != "low":  # `low` asks only where the model allows it
         raise UnsupportedError(
             f"{plan.unapplied[0]}. Leave the option out, or convert with strict=False to go without it there."
         )
 
 
 def device_unsupported_reason(device: torch.device) -> str | None:
-    """Return why a device other than a CPU would run FP8 layers as the reference; None where `OCTAVO_TRITON=0` asks."""
+    """Return why a device would run FP8 layers as the reference; None for a CPU, or with `OCTAVO_TRITON=0`."""
     found = architecture(device)
     if is_planning():
         return found.refused or found.no_triton or None
@@ -43,10 +43,10 @@ def device_unsupported_reason(device: torch.device) -> str | None:
 
 
 def refuse_reference(plan: Plan) -> None:
-    """Raise where a GPU, or another accelerator, would run the reference kernels: some hundred times slower than BF16.
+    """Raise if a GPU or another accelerator would run reference kernels, some hundred times slower than BF16.
 
     Raises:
-        UnsupportedError: naming the device, or the first layer whose recipe it has no kernel for, and the reason.
+        UnsupportedError: names the device, or the first layer whose recipe has no kernel there, and the reason.
     """
     if plan.device in GPUS:
         with planning_for(plan.device):
@@ -70,10 +70,10 @@ def refuse_reference(plan: Plan) -> None:
 
 
 def refuse_sharded(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Raise where layers cannot change any more: wrapped by FSDP1, or gathered as codes by `octavo.distributed.shard`.
+    """Raise if layers can no longer change: wrapped by FSDP1, or sharded by `octavo.distributed.shard`.
 
     Raises:
-        UnsupportedError: naming what sharded the model, and what does instead.
+        UnsupportedError: names what sharded the model, and the alternative.
     """
     if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
         raise UnsupportedError(

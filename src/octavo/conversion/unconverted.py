@@ -1,4 +1,4 @@
-"""Weights that no layer of a plan reads: what a model multiplies by outside of linear layers and convolutions."""
+"""Weights that no layer of a plan reads: parameters multiplied outside of linear layers and convolutions."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from octavo.nn.modules import full_name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unconverted:
-    """A weight that stays as it is, because no layer that can be converted reads it."""
+    """A weight that stays unchanged, because no layer that can be converted reads it."""
 
     name: str
     shape: tuple[int, ...]
     reason: str
     active: float = 1.0
-    """The share of it that one token is multiplied by: of experts, those that it is sent to."""
+    """Share of it that one token is multiplied by; below 1 for experts."""
 
     @property
     def multiplied(self) -> float:
-        """The number of its elements that one token is multiplied by."""
+        """Number of its elements that one token is multiplied by."""
         return self.active * math.prod(self.shape)
 
 
 def find_unconverted(model: nn.Module, known: Collection[int], smallest: int) -> Iterator[Unconverted]:
-    """Yield the weights that no planned layer reads. Tables that are looked up are none.
+    """Yield the weights that no planned layer reads. Embedding tables are not multiplied and are left out.
 
     Args:
         known: `id` of the weights that planned layers read.
@@ -57,7 +57,7 @@ def _holds_codes(packed: dict[str, Tensor]) -> bool:
 
 
 def _reason(module: nn.Module, tensor: Tensor, dims: int) -> tuple[str, float]:
-    """Return why a weight stays as it is, and the share of it that one token meets."""
+    """Return why a weight stays unchanged, and the share of it that one token is multiplied by."""
     kind = type(module).__name__
     if not tensor.is_floating_point():
         return f"{kind} holds quantised weights already", 1.0
@@ -72,7 +72,7 @@ def _reason(module: nn.Module, tensor: Tensor, dims: int) -> tuple[str, float]:
 
 
 def active_share(module: nn.Module, experts: int) -> float:
-    """Return the share of its experts that a mixture sends one token to, as far as it says; 1 where it does not."""
+    """Return the share of its experts that a mixture sends one token to; 1 if the module does not say."""
     for owner in (module, getattr(module, "config", None)):
         for name in ("num_experts_per_tok", "top_k", "num_selected_experts"):
             count = getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""FP8 weights: which layers of a plan store theirs as codes, and the change of a parameter in place."""
+"""FP8 weights: the layers of a plan that store theirs as codes, and the change of a parameter in place."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 Layer = nn.Linear | AnyConvolution
 """A layer with a GEMM. To type checkers a `Conv1D` of transformers is an `nn.Linear`."""
 Weights = Literal["as_they_are", "fp8"]
-"""What the weights of converted linear layers are stored in."""
+"""Storage of the weights of converted linear layers."""
 
 
 def plan_weights(
     model: nn.Module, layers: Mapping[str, Layer], rows: Sequence[LayerPlan], recipes: Mapping[str, Recipe],
     weights: Weights,
 ) -> tuple[LayerPlan, ...]:  # fmt: skip
-    """Return the rows of a plan with what each weight is to be stored in, and what that saves.
+    """Return the rows of a plan with the storage of each weight, and the bytes that it saves.
 
     Args:
-        layers: by name, as `rows` and `recipes` have it.
+        layers: by name, with the same names as `rows` and `recipes`.
 
     Raises:
-        ConfigError: a recipe cannot read the codes of an FP8 weight, or a weight is of a class that nobody knows here.
+        ConfigError: a recipe cannot read the codes of an FP8 weight, or a weight has an unknown class.
     """
     linears = {row.name: layers[row.name] for row in rows if row.is_fp8 and row.kind == "linear"}
     wanted = {name: one for name, one in linears.items() if weights == "fp8" or isinstance(one.weight, FP8Tensor)}
@@ -64,11 +64,11 @@ def plan_weights(
 
 
 def store(layer: Layer, weight: Literal["as_it_is", "fp8"], is_fp8: bool) -> None:
-    """Change what the weight of a layer is stored in, where that is not what a plan says.
+    """Change the storage of a layer's weight if it is not the planned one.
 
     Args:
-        weight: what the plan says.
-        is_fp8: whether the layer computes in FP8. One that does not needs plain values.
+        weight: the planned storage.
+        is_fp8: whether the layer computes in FP8. Other layers need plain values.
     """
     stored = layer.weight
     if weight == "fp8" and not isinstance(stored, FP8Tensor):
@@ -78,17 +78,17 @@ def store(layer: Layer, weight: Literal["as_it_is", "fp8"], is_fp8: bool) -> Non
 
 
 def make_plain(layer: Layer) -> None:
-    """Give a layer the values of its FP8 weight, in the dtype it stands for, as a plain parameter."""
+    """Replace a layer's FP8 weight by a plain parameter of its values, in its nominal dtype."""
     stored = layer.weight
     if isinstance(stored, FP8Tensor):
         _become(stored, stored.detach().dequantize())
 
 
 def check_free(weights: Sequence[Tensor]) -> None:
-    """See to it that parameters can be changed in place.
+    """Check that parameters can be changed in place.
 
     Raises:
-        ConfigError: something holds on to a parameter: a graph that has not run backward, or compiled code.
+        ConfigError: a parameter is referenced by a graph that has not run backward, or by compiled code.
     """
     for weight in weights:
         holders = weight._use_count() - int(weight.requires_grad)  # type: ignore[attr-defined]  # one adds up gradients
@@ -128,7 +128,7 @@ def _check(name: str, layer: Layer, recipe: Recipe) -> None:
 
 
 def _read_by_others(model: nn.Module, wanted: Mapping[str, Layer]) -> Iterator[tuple[int, str]]:
-    """Yield each parameter (`id`) that is not only the weight of wanted layers, and its name there."""
+    """Yield each parameter (`id`) that is more than the weight of the wanted layers, and its name there."""
     ours = {id(layer) for layer in wanted.values()}
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -137,8 +137,8 @@ def _read_by_others(model: nn.Module, wanted: Mapping[str, Layer]) -> Iterator[t
 
 
 def _become(parameter: Tensor, tensor: Tensor) -> None:
-    """Make a parameter another tensor, in place: whoever holds it, such as an optimizer, holds the new one."""
-    gradient, parameter.grad = parameter.grad, None  # swapping wants to be the only one who knows it
+    """Turn a parameter into another tensor, in place: every holder of it, such as an optimizer, holds the new one."""
+    gradient, parameter.grad = parameter.grad, None  # swapping fails if anything else refers to it
     attributes = {name: value for name, value in vars(parameter).items() if name not in _FIELDS}
     torch.utils.swap_tensors(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
     vars(parameter).update(attributes)

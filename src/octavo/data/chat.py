@@ -13,14 +13,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo._util.config_reader import parse, read_file, read_text
 from octavo.data.corpus import Corpus
-from octavo.data.encode import SplitTotals, digest, threshold, unigram_entropy
+from octavo.data.encode import SideTotals, SplitTotals, digest, threshold
 from octavo.data.loader import FIRST, IDS, NO_TARGET
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import DataError
@@ -39,7 +39,7 @@ Ids = NDArray[np.uint32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """How conversations become rows of ids."""
+    """Format of conversations: template and length of a row."""
 
     sequence: int
     """Ids per row."""
@@ -145,42 +145,51 @@ def encode_chat(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: fl
     Raises:
         DataError: a line is no conversation; there are fewer than two, or none has an answer within a row.
     """
-    lines: list[tuple[int, Ids, str, int]] = []
-    cut = 0
+    found: list[_Conversation] = []
+    overlong = 0
     for where, line, size in _lines(corpus):
         try:
             ids = chat.encode(line, tokenizer)
         except DataError as error:
             raise DataError(f"{where}: {error}.") from error
-        cut += len(ids) == chat.sequence
+        overlong += len(ids) == chat.sequence
         if not np.all(ids & NO_TARGET):
             text = json.dumps(line["messages"], sort_keys=True)
-            lines.append((digest(text.encode()), ids, str(line.get("task", "")), size))
-    limit = threshold([key for key, *_ in lines], fraction) if lines else None
+            found.append(_Conversation(digest(text.encode()), ids, str(line.get("task", "")), size))
+    digests = [each.digest for each in found]
+    limit = threshold(digests, fraction) if found else None
     if limit is None:
         raise DataError(f"{corpus.source}: two different conversations with answers are needed, to hold one out.")
-    sides = [[line for line in lines if (line[0] < limit) == is_heldout] for is_heldout in (False, True)]
-    rows = [pack([ids for _, ids, *_ in side], chat.sequence) for side in sides]
-    counts = []
-    for name, packed in zip(("train", "heldout"), rows, strict=True):
-        found = layout([[sides[name == "heldout"][i][1] for i in row] for row in packed], chat.sequence, tokenizer)
-        (folder / f"{name}.u32").write_bytes(found.astype("<u4").tobytes())
-        counts.append((len(found), np.bincount(found[found < FIRST], minlength=tokenizer.vocab)))
-    tasks = [sides[1][i][2] for row in rows[1] for i in row]
-    (folder / TASKS).write_text(json.dumps(tasks) + "\n", encoding="utf-8")
-    content = hashlib.sha256(np.array([key for key, *_ in lines], dtype="<u8").tobytes()).hexdigest()
-    (train_tokens, train), (heldout_tokens, heldout) = counts
-    return SplitTotals(
-        documents=len(sides[0]),
-        heldout_documents=len(sides[1]),
-        train_tokens=train_tokens,
-        heldout_tokens=heldout_tokens,
-        train_bytes=sum(size for *_, size in sides[0]),
-        heldout_bytes=sum(size for *_, size in sides[1]),
-        unigram_entropy=unigram_entropy(train, heldout),
-        content_sha256=content,
-        overlong=cut,
+    train = _rows([each for each in found if each.digest >= limit], chat.sequence)
+    heldout = _rows([each for each in found if each.digest < limit], chat.sequence)
+    totals = (
+        _write_rows(folder / "train.u32", train, chat.sequence, tokenizer),
+        _write_rows(folder / "heldout.u32", heldout, chat.sequence, tokenizer),
     )
+    tasks = [each.task for row in heldout for each in row]
+    (folder / TASKS).write_text(json.dumps(tasks) + "\n", encoding="utf-8")
+    return SplitTotals.of(*totals, digests, overlong=overlong, suffix=".u32")
+
+
+class _Conversation(NamedTuple):
+    digest: int
+    ids: Ids
+    task: str
+    size: int
+    """Bytes of its messages."""
+
+
+def _rows(conversations: Sequence[_Conversation], sequence: int) -> list[list[_Conversation]]:
+    packed = pack([each.ids for each in conversations], sequence)
+    return [[conversations[index] for index in row] for row in packed]
+
+
+def _write_rows(path: Path, rows: Sequence[Sequence[_Conversation]], sequence: int, tokenizer: Tokenizer) -> SideTotals:
+    ids = layout([[each.ids for each in row] for row in rows], sequence, tokenizer)
+    path.write_bytes(ids.astype("<u4").tobytes())
+    counts = np.bincount(ids[ids < FIRST], minlength=tokenizer.vocab)
+    size = sum(each.size for row in rows for each in row)
+    return SideTotals(counts, documents=sum(map(len, rows)), tokens=len(ids), bytes=size)
 
 
 def pack(documents: Sequence[Ids], sequence: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,23 @@ class SplitTotals:
     """Conversations that were cut at the end of a sequence."""
     heldout_sources: tuple[tuple[str, int], ...] = ()
     """Sources of the held-out text (folders, or files of several documents) with the first token of each."""
+    suffix: str = ".bin"
+    """Suffix of the files: 16-bit ids in `.bin`, 32-bit ids in `.u32`."""
+
+    @classmethod
+    def of(cls, train: SideTotals, heldout: SideTotals, digests: Sequence[int], **more: Any) -> SplitTotals:
+        """Return the totals of two sides, given the `digest` of each document in order."""
+        return cls(
+            documents=train.documents,
+            heldout_documents=heldout.documents,
+            train_tokens=train.tokens,
+            heldout_tokens=heldout.tokens,
+            train_bytes=train.bytes,
+            heldout_bytes=heldout.bytes,
+            unigram_entropy=unigram_entropy(train.counts, heldout.counts),
+            content_sha256=hashlib.sha256(np.array(digests, dtype="<u8").tobytes()).hexdigest(),
+            **more,
+        )
 
 
 def suffix_of(vocab: int) -> str:
@@ -76,17 +93,25 @@ def suffix_of(vocab: int) -> str:
     return ".bin" if vocab <= 1 << 16 else ".u32"
 
 
-class Side:
+@dataclass
+class SideTotals:
+    """Totals of the training or the held-out text."""
+
+    counts: NDArray[np.int64]
+    """Number of targets by id."""
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+class Side(SideTotals):
     """One of the two output files."""
 
     def __init__(self, stream: BinaryIO, vocab: int) -> None:
         """Write ids below `vocab` to `stream`."""
-        self.documents = 0
-        self.bytes = 0
-        self.tokens = 0
+        super().__init__(np.zeros(vocab, dtype=np.int64))
         self.sources: list[tuple[str, int]] = []
         """Sources of the text with the first id of each."""
-        self.counts: NDArray[np.int64] = np.zeros(vocab, dtype=np.int64)
         self._stream = stream
         self._pending: list[Tokens] = []
 
@@ -119,21 +144,12 @@ def encode_split(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: f
     moved = threshold(digests, fraction)
     if moved != limit:
         digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, moved)
-    return SplitTotals(
-        documents=train.documents,
-        heldout_documents=heldout.documents,
-        train_tokens=int(train.counts.sum()),
-        heldout_tokens=int(heldout.counts.sum()),
-        train_bytes=train.bytes,
-        heldout_bytes=heldout.bytes,
-        unigram_entropy=unigram_entropy(train.counts, heldout.counts),
-        content_sha256=hashlib.sha256(np.array(digests, dtype="<u8").tobytes()).hexdigest(),
-        heldout_sources=tuple(heldout.sources) if len(heldout.sources) <= MOST_SOURCES else (),
-    )
+    sources = tuple(heldout.sources) if len(heldout.sources) <= MOST_SOURCES else ()
+    return SplitTotals.of(train, heldout, digests, heldout_sources=sources, suffix=suffix_of(tokenizer.vocab))
 
 
 MOST_SOURCES = 64
-"""Parts of the text whose losses are told apart; with more, none are."""
+"""Largest number of sources whose losses are recorded separately."""
 
 
 def source_of(document: str) -> str:

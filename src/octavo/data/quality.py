@@ -139,7 +139,7 @@ class Letters:
 
 
 def judge(corpus: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield what is wrong with a text: a sentence, the share and its limit.
+    """Yield findings about a text: a sentence, the share and its limit.
 
     Args:
         corpus: fields of `CorpusStatistics` and `TokenFiles`, as a run's store has them; missing ones are not judged.

@@ -20,7 +20,7 @@ from octavo._util import config_reader
 from octavo._util.files import os_errors
 from octavo.data.chat import ChatFormat, encode_chat
 from octavo.data.corpus import Corpus, open_corpus
-from octavo.data.encode import SplitTotals, encode_split, suffix_of
+from octavo.data.encode import SplitTotals, encode_split
 from octavo.data.loader import width_of
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import ConfigError, DataError
@@ -45,8 +45,6 @@ class TokenFiles(SplitTotals):
     """The requested share of documents."""
     listing_sha256: str
     """Digest of names, sizes and modification times of the files."""
-    suffix: str = ".bin"
-    """Suffix of the files: 16-bit ids in `.bin`, 32-bit ids in `.u32`."""
 
     @property
     def train(self) -> Path:
@@ -119,7 +117,6 @@ def prepare(
             **dataclasses.asdict(written),
             "heldout_share": heldout,
             "listing_sha256": listing,
-            "suffix": ".u32" if chat else suffix_of(tokenizer.vocab),
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         _publish(folder, directory)

@@ -29,9 +29,10 @@ from octavo.errors import ConfigError
 from octavo.kernels.experts import Routing, combine, quantize_tokens, route
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.experts import (
+    ExpertOptions,
     Experts,
-    Options,
     Rows,
+    SavedRows,
     backward_rows,
     collect,
     dispatch,
@@ -98,6 +99,11 @@ class Sizes(NamedTuple):
     sent: list[int]
     arriving: list[int]
 
+    @property
+    def back(self) -> Sizes:
+        """The way back."""
+        return Sizes(self.arriving, self.sent)
+
 
 class Exchange:
     """The ranks that share the experts of a module. Called in place of its own computation."""
@@ -114,15 +120,16 @@ class Exchange:
         sizes, local = self._agree(routing)
         options = module.options(x)
         if options is not None:
-            stats = [stats_buffer_of([layer]) for layer in (first, second)]
-            arguments = x, weights, first.weight, second.weight, *routing[:2], *local, self, sizes, options, stats
-            y: Tensor = _ParallelExperts.apply(*arguments)  # type: ignore[no-untyped-call]
+            stats = stats_buffer_of([first]), stats_buffer_of([second])
+            stacks = first.weight, second.weight
+            given = _Arguments(x, weights, *stacks, *routing[:2], *local, self, sizes, options, stats)
+            y: Tensor = _ParallelExperts.apply(*given)  # type: ignore[no-untyped-call]
             return y
         rows, sorted_ = dispatch(x, weights, routing)
         arrived: Tensor = _Travel.apply(rows, self, sizes)  # type: ignore[no-untyped-call]
         arrived_weights: Tensor = _Travel.apply(sorted_[:, None], self, sizes)  # type: ignore[no-untyped-call]
         y = module.by_products(arrived, local, arrived_weights, 1 / self.ranks)
-        back: Tensor = _Travel.apply(y, self, Sizes(*sizes[::-1]))  # type: ignore[no-untyped-call]
+        back: Tensor = _Travel.apply(y, self, sizes.back)  # type: ignore[no-untyped-call]
         return collect(back, routing)
 
     def send(self, rows: Tensor, sizes: Sizes) -> Tensor:
@@ -153,7 +160,27 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange.send(dy, Sizes(*ctx.sizes[::-1])), None, None
+        return ctx.exchange.send(dy, ctx.sizes.back), None, None
+
+
+class _Arguments(NamedTuple):
+    """Arguments of `_ParallelExperts.apply`."""
+
+    x: Tensor
+    weights: Tensor
+    first: Tensor
+    second: Tensor
+    source: Tensor
+    """With `place`: the routing of the tokens here."""
+    place: Tensor
+    to_token: Tensor
+    """With `to_row` and `ends`: the routing of the rows that arrive, to the experts here."""
+    to_row: Tensor
+    ends: Tensor
+    exchange: Exchange
+    sizes: Sizes
+    options: ExpertOptions
+    stats: tuple[Tensor | None, Tensor | None]
 
 
 class _ParallelExperts(torch.autograd.Function):
@@ -161,40 +188,39 @@ class _ParallelExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weights, first, second, source, place, to_token, to_row, ends, exchange, sizes, options, stats = inputs
-        codes, scale, sorted_ = _arrive(x, weights, place, exchange, sizes, options)
+        given = _Arguments(*inputs)
+        place, to_token, to_row, ends = given.place, given.to_token, given.to_row, given.ends
+        codes, scale, sorted_ = _arrive(given)
         rows = Quantized(codes.view(torch.uint8)[to_token].view(codes.dtype), scale[to_token], PER_ROW)
-        sorted_ = sorted_[to_token]
-        origin = codes, to_token
-        y, kept = forward_rows(rows, sorted_, (first, second), ends, options, origin, stats)
-        ctx.save_for_backward(codes, scale, sorted_, source, place, to_token, to_row, ends, *kept)
-        ctx.options, ctx.stats, ctx.exchange, ctx.sizes = options, stats, exchange, sizes
-        ctx.dtypes = [each.dtype for each in (x, weights, first, second)]
-        return combine(exchange.send(y[to_row[:, 0]], Sizes(*sizes[::-1])), place)
+        sorted_, origin, stacks = sorted_[to_token], (codes, to_token), (given.first, given.second)
+        y, saved = forward_rows(rows, sorted_, stacks, ends, given.options, origin, given.stats)
+        ctx.save_for_backward(codes, scale, sorted_, given.source, place, to_token, to_row, ends, *saved.tensors)
+        ctx.options, ctx.stats, ctx.exchange, ctx.sizes = given.options, given.stats, given.exchange, given.sizes
+        ctx.dtypes = [each.dtype for each in inputs[:4]]
+        return combine(given.exchange.send(y[to_row[:, 0]], given.sizes.back), place)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        codes, scale, sorted_, source, place, to_token, to_row, ends, *kept = ctx.saved_tensors
-        options, exchange, back = ctx.options, ctx.exchange, Sizes(*ctx.sizes[::-1])
+        codes, scale, sorted_, source, place, to_token, to_row, ends, *saved = ctx.saved_tensors
+        options, exchange, back = ctx.options, ctx.exchange, ctx.sizes.back
         dy = exchange.send(dy.to(options.dtype)[source], ctx.sizes)
-        needs = tuple(ctx.needs_input_grad[i] for i in (0, 2, 3))
+        needs_x, _, *needs_stacks = ctx.needs_input_grad[:4]
+        needs = needs_x, *needs_stacks
         rows = Rows(Quantized(codes, scale, PER_ROW), to_token, sorted_)
-        dx, d_weights, *dws = backward_rows(dy, rows, ends, kept, options, needs, ctx.stats)
+        dx, d_weights, *dws = backward_rows(dy, rows, ends, SavedRows.of(saved), options, needs, ctx.stats)
         d_weights = exchange.send(d_weights[to_row], back)[:, 0][place]
         dx = None if dx is None else combine(exchange.send(dx[to_row[:, 0]], back), place)
         found = dx, d_weights, *(None if dw is None else dw / exchange.ranks for dw in dws)
         return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 9
 
 
-def _arrive(
-    x: Tensor, weights: Tensor, place: Tensor, exchange: Exchange, sizes: Sizes, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
+def _arrive(given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (A, D), scales (A, 1) and routing weights (A,) of the rows that arrive: one message per rank."""
-    _, rows = quantize_tokens(x, place, spec_of(options.recipe.fprop.input))
-    sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
-    sorted_[place.flatten()] = weights.flatten().float()
+    _, rows = quantize_tokens(given.x, given.place, spec_of(given.options.recipe.fprop.input))
+    sorted_ = given.weights.new_empty(given.place.numel(), dtype=torch.float32)
+    sorted_[given.place.flatten()] = given.weights.flatten().float()
     beside = torch.stack([rows.scale[:, 0], sorted_], dim=1).view(torch.uint8)
-    arrived = exchange.send(torch.cat([rows.codes.view(torch.uint8), beside], dim=1), sizes)
+    arrived = given.exchange.send(torch.cat([rows.codes.view(torch.uint8), beside], dim=1), given.sizes)
     scale, received = arrived[:, -8:].contiguous().view(torch.float32).split(1, dim=1)
     return arrived[:, :-8].contiguous().view(rows.codes.dtype), scale.contiguous(), received[:, 0].contiguous()

@@ -30,9 +30,8 @@ from torch.distributed.pipelining import (
 from torch.torch_version import TorchVersion
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import QuantSpec
+from octavo.kernels import QuantSpec, quantize_matrix
 from octavo.nn import Linear
-from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized, dequantize
 
 Sent = Literal["as is", "bf16", "fp8"]

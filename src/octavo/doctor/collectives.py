@@ -27,7 +27,7 @@ LEAST = 0.4
 
 
 class Answers(NamedTuple):
-    """What the ranks found."""
+    """Results of the ranks."""
 
     errors: list[str]
     gb_per_s: float = 0.0

@@ -204,7 +204,7 @@ TOKENS, OUT_FEATURES, IN_FEATURES = 264, 200, 392  # odd enough that every kerne
 
 
 def selfcheck(device: torch.device | str) -> list[dict[str, Any]]:
-    """Return one row a recipe and GEMM: kernel, sqnr_db, worst_row_db (the worst row on its own), floor_db, passed."""
+    """Return one row per recipe and GEMM: kernel, sqnr_db, worst_row_db (that of the worst row), floor_db, passed."""
     generator = torch.Generator().manual_seed(0)
     x, weight, gradient = (
         torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -45,10 +45,10 @@ SPIKE = 10.0
 
 
 class Advice(NamedTuple):
-    """What to change about an unstable run."""
+    """A suggestion for an unstable run."""
 
     evidence: float
-    """What was seen, over what is usual: from 1 on it counts."""
+    """Measured value relative to its limit; 1 or more counts as evidence."""
     what: str
     seen: str
     remedy: str
@@ -84,7 +84,7 @@ def advice(run: RunReader) -> list[Advice]:
 
 
 def remedies(run: RunReader) -> str:
-    """Return the advice as text: what has evidence with what was seen, then what has none."""
+    """Return the advice as text: suggestions with evidence first, each with its measurement."""
     found = advice(run)
     lines = [f"{each.what} ({each.seen}): {each.remedy}" for each in found if each.evidence >= 1]
     rest = ", ".join(each.what for each in found if each.evidence < 1)

@@ -131,7 +131,7 @@ def _shape_row(name: str, layer: Layer, tokens: int, known: Rates) -> dict[str, 
 STEPS = 5
 WARM_UP = 3
 BUSY = 0.9
-"""Share of a step with the device busy, below which it is waiting for something."""
+"""Share of a step with the device busy; below it the device waits."""
 HOST = 0.9
 """Share of a step that the host spends launching, above which the step is launch-bound."""
 TRACE = "step.json"

@@ -109,17 +109,17 @@ def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
     setup = set_up(config) if newest is None else load_run.restore(checkpoint.load(newest), config)
     if setup.plan is None:
         raise UnsupportedError("the run trains in BF16 only: there are no FP8 layers to check.")
-    lane, run = setup.states[0], setup.config.run
+    state, run = setup.states[0], setup.config.run
     inputs_BT, targets_BT = (part.to(setup.device) for part in next(setup.loader))
     first = [part.chunk(run.accumulate)[0] for part in (inputs_BT, targets_BT)]
 
     def loss() -> Tensor:
-        return lane.loss(*first)
+        return state.loss(*first)
 
     def step() -> None:
-        lane.step(inputs_BT, targets_BT, step=1, lr=0.0, accumulate=run.accumulate)
+        state.step(inputs_BT, targets_BT, step=1, lr=0.0, accumulate=run.accumulate)
 
-    return Trial(lane.model, loss, step, trace, {**to_dict(setup.corpus), **to_dict(setup.statistics)})
+    return Trial(state.model, loss, step, trace, {**to_dict(setup.corpus), **to_dict(setup.statistics)})
 
 
 def trial_of_workload(file: Path, *, recipe: str, device: torch.device, trace: Path | None = None) -> Trial:

@@ -69,10 +69,10 @@ class LoadedRun:
         return SequenceLayout(sequence=sequence, rows=rows, limit=self.settings.tokens)
 
     def measure(self, text: EvalText, report: Report) -> list[Score]:
-        """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline, as it is and in FP8.
+        """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline, in BF16 and in FP8.
 
-        In FP8 the baseline has what the run keeps beside its weights: kept scales, and the storage of other weights.
-        Where the recipe's forward pass is in BF16 that is left out.
+        In FP8 the baseline has the stored scales of the FP8 model, and the storage of its weights. That score is left
+        out if the recipe's forward pass is in BF16.
         """
         first, *twins = states_of(self.checkpoint, self.config)
         score: Scoring = partial(heldout_scores, first)

@@ -1,4 +1,4 @@
-"""Evaluation of an exported model: computed by transformers, beside its run as computed by Octavo."""
+"""Evaluation of an exported model: computed by transformers, with its run computed by Octavo for comparison."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def evaluate_tasks(
     harness = partial(_results, names=names, files=files, limit=limit)
     _harness()
     served = is_served(model)
-    lanes = _served(model, settings) if served else _of_run(model, settings)
-    found = {name: harness(lane) for name, lane in lanes}
+    models = _served(model, settings) if served else _of_run(model, settings)
+    found = {name: harness(loaded) for name, loaded in models}
     evaluation = TaskEvaluation(model=str(model), tasks=_compared(found))
     summary = model / "summary.json"
     if not served and summary.is_file():
@@ -93,7 +93,7 @@ def evaluate_tasks(
 
 
 def _harness() -> Any:
-    """Return the package, which asks for no network unless a task needs it."""
+    """Return the package, without telemetry."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import lm_eval

@@ -21,7 +21,7 @@ from octavo.train.setup import token_files
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceLayout:
-    """How a text is split into sequences."""
+    """Split of a text into sequences and batches."""
 
     sequence: int
     """Tokens per sequence."""

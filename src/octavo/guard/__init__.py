@@ -1,13 +1,15 @@
 """Guardrails: detect faults of a training run, diagnose their cause, and repair them.
 
-    config      what is watched, and the limits
-    alarms      rules: from the measurements of a step to alarms
+    config      limits and mode
+    alarms      measurements of a step, alarms about them, events
+    rules       the rules: from measurements to alarms; `history` of past steps, `telemetry_rows` of a step
     parameters  invariants of parameters and optimizer moments
-    diagnosis   from the results of retries to a cause
-    ladder      finer recipes for layers that FP8 harms, and the way back
-    locate      the first non-finite tensor; weight elements that no update can explain
-    guarded     base class of training loops with guardrails
     guard       the state machine: snapshot, alarm, rollback, retry, diagnosis, action
+    incident    an alarm under investigation
+    diagnosis   from probes and the retry to a cause
+    refinement  layers that FP8 harms, on the `ladder` of recipes
+    locate      the first non-finite tensor; weight elements that no update can explain
+    guarded     what guardrails need of a training loop: its base class
     loop        a training loop with guardrails
 
 `GuardConfig` needs no torch; the other names are loaded on first use, so that the command line starts quickly.

@@ -12,8 +12,8 @@ with the weights of that step:
     BF16 is as bad, on this batch only            data: the batch, or how the model reacts to it
     BF16 is as bad, and so are most batches after a new level (`new_level_of`)
 
-An alarm of a slow rule, or of parameters, comes back although the batch itself is fine. Its rule and place then tell
-(`lasting_cause`).
+An alarm of a slow rule, or about parameters, comes back although the batch itself is fine. Its rule and layer then
+decide (`lasting_cause`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from octavo.guard.alarms import OF_UPDATES, Alarm
+from octavo.guard.alarms import Alarm
+from octavo.guard.rules import RULES
 
 Cause = Literal["transient", "precision", "data", "optimizer", "model"]
 
@@ -44,7 +45,7 @@ IsWell = Callable[[Probe], bool]
 FP8_GAP = 1.0
 """Percent of the loss by which FP8 may exceed BF16 on a batch before it is blamed for a lasting alarm."""
 FP8_GRADIENTS = 1.5
-"""Factor between the gradient norms in FP8 and BF16, likewise."""
+"""Factor between the gradient norms in FP8 and BF16 above which FP8 is blamed."""
 UNLEARNED = 1.02
 """Factor on the loss that a batch had in training; above it the model has got worse."""
 GROWN = 4.0
@@ -82,7 +83,7 @@ def diagnose(evidence: Evidence) -> Cause | None:
 
 
 def disagreement(fp8: Probe, bf16: Probe) -> float:
-    """Return the distance of FP8 from BF16 on a batch in units of what is suspicious: above 1, FP8 is to blame."""
+    """Return the distance of FP8 from BF16 on a batch, in multiples of the limits: above 1, FP8 is to blame."""
     if not (math.isfinite(fp8.loss) and math.isfinite(fp8.gradient_norm)):
         return math.inf
     gap = loss_gap(fp8, bf16) / FP8_GAP
@@ -96,10 +97,10 @@ def loss_gap(fp8: Probe, bf16: Probe) -> float:
 
 
 def wellness(rule: str, fp8: Probe, bf16: Probe) -> IsWell:
-    """Return the test of a batch after a remedy: half as far from BF16 as FP8 was, or no more suspicious.
+    """Return the test that a batch must pass after a remedy: at most half as far from BF16 as before, or within limits.
 
     Args:
-        rule: of the alarm; that of a `gap` is of the loss alone, and of any size.
+        rule: rule of the alarm. For `gap` the distance is that of the loss alone, without a limit.
         fp8: the batch before the remedy.
         bf16: the same in high precision.
     """
@@ -110,7 +111,7 @@ def wellness(rule: str, fp8: Probe, bf16: Probe) -> IsWell:
 
 
 def new_level_of(evidence: Evidence) -> Cause:
-    """Return the cause of batches that are all bad: gradients, if those of a batch that was trained on are, or data."""
+    """Return the cause if most batches are bad: the optimizer if gradients of an earlier batch grew too, else data."""
     earlier, limit = evidence.earlier, GROWN * evidence.in_training.gradient_norm
     return "optimizer" if earlier is not None and earlier.is_bad(math.inf, limit) else "data"
 
@@ -123,7 +124,7 @@ def lasting_cause(alarm: Alarm, first_layer: str, evidence: Evidence) -> Cause:
         first_layer: the layer that reads the embedded tokens first, so that only data and embedding precede it.
         evidence: probes of the batch, and of an earlier one.
     """
-    if alarm.rule in OF_UPDATES:
+    if RULES[alarm.rule].kind == "update":
         return "optimizer"
     if alarm.rule == "gap" or disagreement(evidence.fp8, evidence.bf16) > 1:
         return "precision"

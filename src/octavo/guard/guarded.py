@@ -1,37 +1,30 @@
-"""`Guarded`, the base of training loops with guardrails.
+"""`Guarded`, the base of training loops with guardrails: what `Guard` needs of a loop.
 
-`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches lie and
-how they are computed. The protocol is the same for all and defined here: measurements of a step are queued and checked,
-batches are passed over, the run is rolled back, probed and converted.
+`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches come
+from and how they are computed. Rollback, probes and conversion are built on that here.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo._util.rng import generator_states, restore_generators, untouched_generators
 from octavo.conversion import disabled
 from octavo.errors import ConfigError, OctavoError
-from octavo.guard.alarms import GuardEvent, Observation, Row
+from octavo.guard.alarms import GuardEvent, Row
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff
 from octavo.guard.parameters import ParameterCheck
-from octavo.kernels.transfers import AsyncHostCopy
 from octavo.nn.scaling_state import scales
 from octavo.recipes import Recipe
-
-if TYPE_CHECKING:
-    from octavo.guard.guard import Guard
 
 
 @dataclass(frozen=True)
@@ -58,61 +51,16 @@ class BatchesEnd(ConfigError):
 class Guarded(ABC):
     """A training loop that guardrails can check, roll back, probe and convert."""
 
-    guard: Guard
-    parameters: ParameterCheck | None = None
+    parameter_check: ParameterCheck | None = None
     """Invariants of the guarded model's parameters; None without a check."""
+    lag = 0
+    """Steps that may be queued before the first of them is checked, so that a GPU is not waited for."""
+    conversions = 0
+    """Number of conversions of the guarded model; each may change the rows of telemetry."""
 
-    def __init__(self, lag: int = 0) -> None:
-        """Check each step after `lag` more have been queued, so that a GPU is not waited for."""
-        self._lag = lag
-        self._pending: deque[tuple[int, float, AsyncHostCopy, bool]] = deque()
-        """Steps not checked yet, each with its learning rate, loss, gradient norm and twin's loss in FP64 (3,), and
-        whether its telemetry has the rows of the model as it is now."""
+    def __init__(self) -> None:
         self._values: dict[int, NDArray[np.float32]] = {}
-
-    # --- called by the loop -----------------------------------------------------------------------------------------
-
-    def measured(self, step: int, values: NDArray[np.float32]) -> None:
-        """Accept the telemetry of a step."""
-        self._values[step] = values
-
-    def after(self, lr: float, loss: Tensor, gradient_norm: Tensor, twin_loss: Tensor | None = None) -> bool:
-        """Queue the measurements of the newest step and check earlier ones; return True if the run was rolled back."""
-        if self.guard.config.mode == "off":
-            return False
-        twin = torch.full_like(loss, torch.nan) if twin_loss is None else twin_loss.to(loss.device)
-        scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, twin)])
-        if self.parameters is not None:
-            self.parameters.measure(self.done)
-        self._pending.append((self.done, lr, AsyncHostCopy(scalars), True))
-        return self._check(self._lag)
-
-    def check_all(self) -> bool:
-        """Check all steps, before a result of theirs is kept; return True if the run was rolled back."""
-        return self._check(0)
-
-    def _check(self, remaining: int) -> bool:
-        while len(self._pending) > remaining:
-            step, lr, copied, is_measured = self._pending.popleft()
-            loss, norm, twin = copied.result().tolist()
-            values = self._values_of(step) if is_measured else None
-            found = None if self.parameters is None else self.parameters.arrived(step)
-            if not self._is_overflow(loss, norm) and self.guard.after(
-                Observation(step, loss, norm, lr, values, found, twin)
-            ):
-                return True
-        return False
-
-    def _is_overflow(self, loss: float, gradient_norm: float) -> bool:
-        """Return True if dynamic loss scaling skipped the step."""
-        return False
-
-    def _values_of(self, step: int) -> NDArray[np.float32] | None:
-        """Return the telemetry of a step; None if it was not sampled."""
-        self._collect_telemetry()
-        found = self._values.pop(step, None)
-        self._values = {known: values for known, values in self._values.items() if known > step}
-        return found
+        """Telemetry that has arrived, of steps that are not checked yet."""
 
     # --- defined by the loop ----------------------------------------------------------------------------------------
 
@@ -178,13 +126,22 @@ class Guarded(ABC):
     def emit(self, event: GuardEvent) -> None:
         """Pass on an event."""
 
-    def _collect_telemetry(self) -> None:
-        """Collect pending measurements."""
+    def was_skipped(self, loss: float, gradient_norm: float) -> bool:
+        """Return True if dynamic loss scaling skipped a step with these measurements."""
+        return False
+
+    def _collect_telemetry(self, *, wait: bool = False) -> None:
+        """Collect the telemetry that has arrived; with `wait`, that of all steps made."""
         if self.telemetry is None:
             return
-        self.telemetry.wait()
-        while (measured := self.telemetry.snapshot()) is not None:
-            self.measured(*measured)
+        if wait:
+            self.telemetry.wait()
+        while (arrived := self.telemetry.snapshot()) is not None:
+            self._measured(*arrived)
+
+    def _measured(self, step: int, values: NDArray[np.float32]) -> None:
+        """Keep the telemetry of a step until the step is checked."""
+        self._values[step] = values
 
     # --- used by guardrails -----------------------------------------------------------------------------------------
 
@@ -194,6 +151,13 @@ class Guarded(ABC):
         rows: Sequence[Row] = () if self.telemetry is None else self.telemetry.rows
         return rows
 
+    def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
+        """Return the telemetry of a step; None if it was not sampled. Call it for steps in order."""
+        self._collect_telemetry(wait=True)
+        found = self._values.pop(step, None)
+        self._values = {known: values for known, values in self._values.items() if known > step}
+        return found
+
     def snapshot(self) -> Snapshot:
         """Return a copy of everything that a step changes."""
         stored = [stored_scales(model) for model in self.models]
@@ -201,15 +165,14 @@ class Guarded(ABC):
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot, which stays unchanged."""
-        self._pending.clear()
         self._values.clear()
         self._load_state(snapshot.step, snapshot.state)
         self._seek(snapshot.position)
         for model, stored in zip(self.models, snapshot.scales, strict=False):  # the twin may be gone
             restore_scales(model, stored)
         restore_generators(snapshot.generators)
-        if self.parameters is not None:
-            self.parameters.restart(snapshot.step)
+        if self.parameter_check is not None:
+            self.parameter_check.restart(snapshot.step)
         if self.telemetry is not None:
             self.telemetry.restart(snapshot.step)
 
@@ -260,18 +223,14 @@ class Guarded(ABC):
         return self.change_recipe(recipe)
 
     def change_recipe(self, recipe: Recipe) -> str:
-        """Convert the guarded model to another recipe; return why that is impossible, or an empty string.
-
-        Steps that are queued are still checked, by loss and gradients alone: their telemetry is of other tensors.
-        """
+        """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""
         stored = stored_scales(self.models[0])
+        self._collect_telemetry(wait=True)
         if self.telemetry is not None:
-            self.telemetry.wait()
-            self._collect_telemetry()
             self.telemetry.detach()
         try:
             self._convert(recipe)
-            self._pending = deque((*step[:-1], False) for step in self._pending)
+            self.conversions += 1
         except OctavoError as error:
             return str(error)
         finally:
@@ -288,7 +247,7 @@ class Guarded(ABC):
 
     def nonfinite_parameter(self) -> str:
         """Return the first parameter that holds a NaN or infinity; empty if there is none. Waits for the device."""
-        return "" if self.parameters is None else self.parameters.nonfinite()
+        return "" if self.parameter_check is None else self.parameter_check.nonfinite()
 
     def weight_diff(self, layer: str, snapshot: Snapshot, reach: float) -> str:
         """Describe the elements of a weight that changed by more than `reach` since a snapshot; empty for none."""
@@ -308,9 +267,7 @@ class Guarded(ABC):
     def _untouched(self) -> Iterator[None]:
         """Restore random generators, stored scales and telemetry after the block."""
         stored = stored_scales(self.models[0])
-        if self.telemetry is not None:
-            self.telemetry.wait()
-            self._collect_telemetry()
+        self._collect_telemetry(wait=True)
         try:
             with untouched_generators():
                 yield

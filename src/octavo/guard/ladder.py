@@ -19,7 +19,7 @@ from octavo.recipes.spec import OPERANDS
 WIDER = 2
 """Bits of headroom added to the scale window."""
 EVERYTHING = "*"
-"""The pattern that stands for all layers."""
+"""Pattern for all layers."""
 TYPICAL = 4096
 """Assumed size of a tensor dimension that one scale spans."""
 
@@ -88,7 +88,8 @@ class Ladder:
     def stay_in_bf16(self, layers: Sequence[str], step: int) -> None:
         """Put layers on their last rung, as by an alarm of `step`."""
         for layer in layers:
-            self._standing[layer] = _Standing(len(self.rungs(layer)) - 1, step, self._quiet)
+            if (last := len(self.rungs(layer)) - 1) > 0:
+                self._standing[layer] = _Standing(last, step, self._quiet)
 
     def down(self, step: int) -> list[Move]:
         """Move each layer after its quiet period one rung down; return the moves."""

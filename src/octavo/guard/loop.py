@@ -43,7 +43,7 @@ def warn(event: GuardEvent) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """How gradients become an update."""
+    """Optimizer, clipping and learning-rate schedule of a loop."""
 
     optimizer: torch.optim.Optimizer
     """Optimizer of all parameters of the model."""
@@ -63,7 +63,7 @@ class Loop(Guarded):
     """Trains a model on batches, with rollback and diagnosis by guardrails. A context manager; `close` ends it.
 
     Args:
-        model: converted, or trained as it is. One `Loop` or `Monitor` at a time measures its layers; a `Monitor` with
+        model: converted or not. One `Loop` or `Monitor` at a time measures its layers; a `Monitor` with
             `telemetry=None` may record beside it, with `on_event=monitor.guard_event`.
         update: the optimizer of all its parameters, or an `Update`.
         loss_of: `loss_of(model, batch)` returns the loss, shape (); it may use autocast.
@@ -103,7 +103,7 @@ class Loop(Guarded):
         config = config or GuardConfig()
         self._start_telemetry()
         if config.mode != "off":
-            self.parameters = ParameterCheck(model, self.update.optimizer, config.parameters_every)
+            self.parameter_check = ParameterCheck(model, self.update.optimizer, config.parameters_every)
         self.guard = Guard(self, None if plan is None else plan.recipe, config)
 
     def steps(self, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -133,13 +133,13 @@ class Loop(Guarded):
         optimizer.zero_grad(set_to_none=True)
         if scheduler is not None:
             scheduler.step()
-        return None if self.after(lr, loss, norm) else loss.detach()
+        return None if self.guard.after(lr, loss, norm) else loss.detach()
 
     def close(self) -> None:
         """Stop measuring the model, so that another `Loop` or `Monitor` can. Idempotent."""
         if self.telemetry is not None:
             self.telemetry.detach()
-        self.telemetry = self.parameters = None
+        self.telemetry = self.parameter_check = None
 
     def __enter__(self) -> Self:
         return self

@@ -43,11 +43,6 @@ class ParameterStats(NamedTuple):
     """Difference of the norm between ranks that hold the same parameter."""
 
 
-def is_same(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return True if two fingerprints are of the same values; norms may be summed in another order."""
-    return one[1:] == other[1:] and bool(np.isclose(one[0], other[0], rtol=1e-5, atol=0, equal_nan=True))
-
-
 class _Values(NamedTuple):
     sample: Tensor
     """FP32 (S,), the sampled elements of all parameters."""
@@ -64,7 +59,7 @@ class ParameterCheck:
 
     Args:
         model: the model, on its device, converted and sharded.
-        optimizer: its optimizer, whose moments are checked; any other state is left alone.
+        optimizer: its optimizer; its moments are checked, other state is ignored.
         every: steps between checks.
         group: ranks that hold the same parameters, or shards of them; all measure the same steps.
         has_replicas: ranks of the group hold the same values.
@@ -130,7 +125,7 @@ class ParameterCheck:
         return next((name for name, bad in zip(names, is_bad.tolist(), strict=True) if bad), "")
 
     def fingerprints(self) -> dict[str, list[float]]:
-        """Return norm and some elements of each parameter, for `is_same`; empty if the model is sharded."""
+        """Return norm and some elements of each parameter; empty if the model is sharded."""
         names, weights = _weights(self._model)
         if any(is_distributed(parameter) for parameter in self._model.parameters()):
             return {}
@@ -138,6 +133,13 @@ class ParameterCheck:
         elements = [_sample(weight)[-PRINT:].tolist() for weight in weights]
         prints = {name: [norm, *own] for name, norm, own in zip(names, norms, elements, strict=True)}
         return {name: own for name, own in prints.items() if np.isfinite(own).all()}
+
+    def changed_since(self, saved: Mapping[str, Sequence[float]]) -> Iterator[tuple[str, str]]:
+        """Yield each parameter that is not as in `fingerprints` of a checkpoint, and the one that it is now, if any."""
+        now = self.fingerprints() if saved else {}
+        for name in (name for name in now if name in saved):
+            if not _is_same(saved[name], now[name]):
+                yield name, next((other for other in saved if _is_same(saved[other], now[name])), "")
 
     def _read(self, step: int) -> list[str]:
         names, weights = _weights(self._model)
@@ -167,6 +169,11 @@ class ParameterCheck:
         known[0] = both[5]
         known[4] = (both[5] + both[6]).nan_to_num(0.0) if self._has_replicas else 0.0
         return known
+
+
+def _is_same(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return True if two fingerprints are of the same values; norms may be summed in another order."""
+    return one[1:] == other[1:] and bool(np.isclose(one[0], other[0], rtol=1e-5, atol=0, equal_nan=True))
 
 
 def _weights(model: nn.Module) -> tuple[list[str], list[Tensor]]:

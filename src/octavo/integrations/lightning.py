@@ -28,7 +28,7 @@ class _Converting:
     """
 
     plan: Plan | None = None
-    """What was converted."""
+    """Conversion plan."""
 
     def __init__(
         self, recipe: RecipeLike = "folded", policy: Policy | None = None, *, device: str | None = None
@@ -47,7 +47,7 @@ class _Converting:
         return module
 
     def convert_to(self, module: nn.Module, recipe: RecipeLike) -> Plan:
-        """Convert a module, which may be converted already, to a recipe in place; return what was converted."""
+        """Convert a module, which may be converted already, to a recipe in place; return the plan."""
         device: Any = self.device  # type: ignore[attr-defined]
         self.plan = convert(module, recipe, policy=self.policy, device=device)
         return self.plan

@@ -32,7 +32,7 @@ class OctavoCallback(TrainerCallback):
     """
 
     plan: Plan | None = None
-    """What was converted."""
+    """Conversion plan."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import (
     contiguous,
     quantize,
+    quantize_matrix,
     quantize_normed,
     quantize_pair,
     quantize_stack,
@@ -28,6 +29,7 @@ __all__ = [
     "gemm",
     "gemm_by",
     "quantize",
+    "quantize_matrix",
     "quantize_normed",
     "quantize_pair",
     "quantize_stack",

@@ -67,7 +67,7 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
 
 
 def coefficients(
-    told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: PinnedStaging, name: Hashable = None
+    inputs: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: PinnedStaging, name: Hashable = None
 ) -> StepCoefficients:
     """Return the coefficients of a step, and count it.
 
@@ -79,6 +79,6 @@ def coefficients(
         skipped: int32 (1,), counts the steps that are skipped.
         uploads: keeps from step to step where the counts lie, as `name`.
     """
-    arguments = told, counts, skipped, uploads, name
-    made: StepCoefficients = run_twin("coefficients.coefficients", told.hyper, arguments, "optimizer coefficients")
+    arguments = inputs, counts, skipped, uploads, name
+    made: StepCoefficients = run_twin("coefficients.coefficients", inputs.hyper, arguments, "optimizer coefficients")
     return made

@@ -38,43 +38,49 @@ ALIGNED = 16
 """Of which features of both operands must be a multiple: 16 bytes of codes."""
 
 
+class ExpertCodes(NamedTuple):
+    """The weights of experts in FP8, as a grouped GEMM reads them."""
+
+    codes: Tensor
+    """(E, R, C), the last dimension contiguous."""
+    scale: Tensor | None
+    """FP32 (E, R); None for 1, if the scales have moved into the other operand."""
+
+
 class Padded(NamedTuple):
     """A matrix (T, C) as wgrad reads it: transposed, each group padded."""
 
     codes: Tensor
     """(C, P), P = `padded_length(T, E)`."""
-    scale: Tensor
-    """FP32 (E, C), one for each expert's part of a column."""
+    scale: Tensor | None
+    """FP32 (E, C), one per expert and column; None for 1, if the scales have moved into the other operand."""
 
 
 def grouped_gemm(
-    a: Quantized, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype, accumulate: str = "slow"
+    a: Quantized, b: ExpertCodes, ends: Tensor, out_dtype: torch.dtype, accumulate: str = "slow"
 ) -> Tensor:
     """Return a[t] . b[e(t)]^T for every token, (T, R).
 
     Args:
         a: (T, C), a scale per row.
-        b: codes (E, R, C), the last dimension contiguous.
-        b_scale: FP32 (E, R); None for 1, where its scales are in those of a.
+        b: (E, R, C).
         ends: int32 (E,).
         accumulate: `slow` or `fast`.
     """
-    result: Tensor = call(
-        "grouped_gemm", _grouped_gemm, (a, b, b_scale, ends, out_dtype, accumulate == "fast"), [True]
-    )[0]
+    arguments = a, *b, ends, out_dtype, accumulate == "fast"
+    result: Tensor = call("grouped_gemm", _grouped_gemm, arguments, [True])[0]
     return result
 
 
-def grouped_wgrad(a: Padded, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return the sums over each expert's tokens of a[t]^T b[t], (E, N, K).
 
     Args:
-        a: of (T, N).
-        b: padded codes (K, P) of (T, K).
-        b_scale: FP32 (E, K); None for 1, where its scales are in those of a.
+        a: of (T, N), with scales.
+        b: of (T, K).
         ends: int32 (E,), of the groups as they are, not padded.
     """
-    result: Tensor = call("grouped_wgrad", _grouped_wgrad, (a, b, b_scale, ends, out_dtype), [True])[0]
+    result: Tensor = call("grouped_wgrad", _grouped_wgrad, (a, *b, ends, out_dtype), [True])[0]
     return result
 
 
@@ -150,13 +156,14 @@ def _grouped_gemm_shape(a: Quantized, b: Tensor, *others: Any) -> list[Tensor]:
 
 def _grouped_wgrad(a: Padded, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
     codes, scale = a
+    assert scale is not None
     if 0 in (codes.shape[0], b.shape[0], ends.shape[0]):
         return [scale.new_zeros(ends.shape[0], codes.shape[0], b.shape[0], dtype=out_dtype)]
     return [_run("grouped_gemm.grouped_wgrad", (codes, scale, b, b_scale, ends, out_dtype))]
 
 
 def _grouped_wgrad_shape(a: Padded, b: Tensor, _: Any, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
-    return [a[1].new_empty(ends.shape[0], a[0].shape[0], b.shape[0], dtype=out_dtype)]
+    return [ends.new_empty(ends.shape[0], a[0].shape[0], b.shape[0], dtype=out_dtype)]
 
 
 def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:

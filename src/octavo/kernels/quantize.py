@@ -75,6 +75,16 @@ def quantize(
     return contiguous(specified(x, fmt, tile, scaling, rounding, seed))
 
 
+def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
+    """Quantise an (R, C) matrix as `target` says, with random bits of its own for stochastic rounding.
+
+    The seed is drawn per call from PyTorch's generator, so that a resumed run draws the same ones.
+    """
+    stochastic = target.rounding == "stochastic"
+    seed = torch.randint(2**62, (), device=x.device) if stochastic else 0
+    return quantize(x, *target, seed)
+
+
 def _is_left_to_compiler(x: Tensor, tile: Granularity) -> bool:
     """Return whether a compiler quantises these rows where it computes them: no launch, and x need not be stored."""
     return torch.compiler.is_compiling() and tile == PER_ROW and x.shape[1] <= COMPILED_ROW and x.stride(1) == 1

@@ -27,10 +27,10 @@ from octavo.numerics import Quantized
 class ScaleRef(NamedTuple):
     """Location of the scale of one matrix of a layer, and how to use it."""
 
-    memory: Tensor
-    """FP32 (n, 2), contiguous: the cells of a layer, each [scale, amax]."""
+    cells: Tensor
+    """FP32 (n, 2), contiguous: the cells of a layer."""
     row: int
-    """Which of them."""
+    """Index of its cell."""
     just_in_time: bool = False
     """A matrix that its scale would saturate is scaled by its own maximum."""
     update_amax: bool = True
@@ -38,7 +38,7 @@ class ScaleRef(NamedTuple):
 
 
 def quantize_with_scale(
-    sources: Sequence[Tensor], cell: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
+    sources: Sequence[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantise the matrix X (R, C) that lies in `sources` side by side, with the scale of a cell.
 
@@ -58,8 +58,8 @@ def quantize_with_scale(
     Raises:
         ConfigError: the sources are no matrices of as many rows, the targets differ, or the cell is on another device.
     """
-    _check(sources, cell, rows, columns)
-    arguments = list(sources), cell, rows, columns
+    _check(sources, scale_ref, rows, columns)
+    arguments = list(sources), scale_ref, rows, columns
     made = rows is not None, columns is not None, True
     codes, codes_t, scale = call("quantize_with_scale", _quantize, arguments, made)
     return (
@@ -68,7 +68,7 @@ def quantize_with_scale(
     )
 
 
-def _check(sources: Sequence[Tensor], cell: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None) -> None:
+def _check(sources: Sequence[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None) -> None:
     if any(source.dim() != 2 or source.shape[0] != sources[0].shape[0] for source in sources):
         shapes = [tuple(source.shape) for source in sources]
         raise ConfigError(f"quantize_with_scale takes matrices of as many rows, got shapes {shapes}.")
@@ -78,19 +78,19 @@ def _check(sources: Sequence[Tensor], cell: ScaleRef, rows: QuantSpec | None, co
             "quantize_with_scale makes codes with one scale per tensor, rounded to nearest, alike for both results, "
             f"got '{rows or ''}' and '{columns or ''}'."
         )
-    if cell.memory.device != sources[0].device:
+    if scale_ref.cells.device != sources[0].device:
         raise ConfigError(
-            f"a tensor on {sources[0].device} has its scale on {cell.memory.device}. Layers that keep scales lie on "
-            "one device: move the model as a whole."
+            f"a tensor on {sources[0].device} has its scale on {scale_ref.cells.device}. Layers that keep scales lie "
+            "on one device: move the model as a whole."
         )
 
 
 def _quantize(
-    sources: list[Tensor], cell: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
+    sources: list[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
 ) -> list[Tensor | None]:
-    memory, row, just_in_time, update_amax = cell
+    cells, row, just_in_time, update_amax = scale_ref
     # Without a version that autograd would count: a layer that runs twice before backward is no mistake.
-    arguments = sources, memory.data[row], rows, columns, just_in_time, update_amax
+    arguments = sources, cells.data[row], rows, columns, just_in_time, update_amax
     x = next((source for source in sources if source.numel()), sources[0])
     return _with_one_scale(*run_twin("quantize_with_scale.quantize_with_scale", x, arguments, "quantize_with_scale"))
 
@@ -103,7 +103,7 @@ def _with_one_scale(rows: Quantized | None, columns: Quantized | None) -> list[T
 
 
 def _shape(
-    sources: list[Tensor], _cell: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
+    sources: list[Tensor], _scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
 ) -> list[Tensor | None]:
     total_r, total_c, device = sources[0].shape[0], sum(source.shape[1] for source in sources), sources[0].device
     return _with_one_scale(

@@ -142,7 +142,7 @@ def sampling_off(row: Tensor) -> bool:
     return row.is_cpu and bool(row.numpy()[PHASE] < 0)
 
 
-def sample(looked: SampleInput, row: Tensor) -> None:
+def sample(operand: SampleInput, row: Tensor) -> None:
     """Write `STATS` and the size of the sample into a row. Of a row that is written twice, amax and nonfinite grow.
 
     Args:
@@ -151,16 +151,16 @@ def sample(looked: SampleInput, row: Tensor) -> None:
     Raises:
         ConfigError: the row is something else.
     """
-    _check(looked, row)
-    if 0 not in looked.shape and not sampling_off(row):
-        run_twin("sample.sample", looked.x, (looked, row), "telemetry")
+    _check(operand, row)
+    if 0 not in operand.shape and not sampling_off(row):
+        run_twin("sample.sample", operand.x, (operand, row), "telemetry")
 
 
-def _check(looked: SampleInput, row: Tensor) -> None:
+def _check(operand: SampleInput, row: Tensor) -> None:
     fits = row.dim() == 1 and row.shape[0] in (WIDTH, WIDTH + BINS) and row.is_contiguous()
-    if not fits or (row.dtype, row.device) != (torch.float32, looked.x.device):
+    if not fits or (row.dtype, row.device) != (torch.float32, operand.x.device):
         raise ConfigError(
-            f"telemetry of a tensor on {looked.x.device} is to be written to {row.dtype} {tuple(row.shape)} on "
+            f"telemetry of a tensor on {operand.x.device} is to be written to {row.dtype} {tuple(row.shape)} on "
             f"{row.device}, not FP32 ({WIDTH},) or ({WIDTH + BINS},) there: move the model first, then make its "
             "octavo.nn.Telemetry."
         )

@@ -115,7 +115,7 @@ class Experts(nn.Module):
     """SwiGLU experts: `down[e](silu(gate[e](x)) * up[e](x))`."""
 
     top_k: int
-    """How many of them a token is sent to."""
+    """Number of experts per token."""
 
     def __init__(self, experts: int, dim: int, ffn: int) -> None:
         super().__init__()

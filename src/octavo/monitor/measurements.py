@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
@@ -61,9 +59,3 @@ def telemetry_of(
     group = dist.new_group() if together else None
     source = Telemetry(model, every, histograms_every=histograms_every, group=group, order=order)
     return source if source.rows else None
-
-
-def arrived(source: Telemetry | None) -> Iterator[tuple[int, NDArray[np.float32], NDArray[np.float32] | None]]:
-    """Yield step, statistics and histograms, if any, of the snapshots that have arrived since the last call."""
-    while source is not None and (taken := source.snapshot()) is not None:
-        yield *taken, source.histograms

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError
-from octavo.guard import Alarm, GuardConfig, GuardEvent, Observation
-from octavo.guard.alarms import AlarmRules
-from octavo.monitor.measurements import AsyncScalars, arrived, telemetry_of
+from octavo.guard import GuardConfig, GuardEvent, Observation
+from octavo.guard.rules import AlarmRules
+from octavo.monitor.measurements import AsyncScalars, telemetry_of
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import RunWriter, outcome_of
 from octavo.monitor.system import environment
@@ -40,19 +40,21 @@ class MonitorAlarms:
     Args:
         config: limits. The mode `act` is not supported here.
         rows: row labels of the tensors; empty without telemetry.
-        on_alarm: called with each alarm.
+        on_event: called with the event of each alarm.
 
     Raises:
         ConfigError: the mode is `act`.
     """
 
-    def __init__(self, config: GuardConfig, rows: Sequence[tuple[Any, ...]], on_alarm: Callable[[Alarm], None]) -> None:
+    def __init__(
+        self, config: GuardConfig, rows: Sequence[tuple[Any, ...]], on_event: Callable[[GuardEvent], None]
+    ) -> None:
         if config.mode == "act":
             raise ConfigError(
                 "octavo.Monitor: guardrails can only watch here. To act, use octavo.guard.Loop or `octavo train`."
             )
-        self._config, self._on_alarm = config, on_alarm
-        self._watch = AlarmRules(config, rows)
+        self._config, self._on_event = config, on_event
+        self._rules, self._rows = AlarmRules(config), rows
         self._scalars: dict[int, Mapping[str, float]] = {}
         self._tensors: dict[int, NDArray[np.float32]] = {}
         self._newest = 0 if rows else math.inf
@@ -79,11 +81,11 @@ class MonitorAlarms:
             if self._config.mode == "watch":
                 named = [[scalars[name] for name in names if name in scalars] for names in CHECKED]
                 loss, norm, lr = (given[0] if given else 0.0 for given in named)  # 0 breaks no rule
-                seen = Observation(step, loss, norm, lr, values)
-                alarm = self._watch.check(seen)
-                for each in ([] if alarm is None else [alarm]) + self._watch.over_budget(seen):
-                    if self._watch.is_news(each):
-                        self._on_alarm(each)
+                seen = Observation(step, loss, norm, lr, values, self._rows)
+                alarm = self._rules.check(seen)
+                for each in ([] if alarm is None else [alarm]) + self._rules.over_budget(seen):
+                    if (event := self._rules.report(each)) is not None:
+                        self._on_event(event)
         if self._scalars:
             self._tensors = {step: values for step, values in self._tensors.items() if step >= min(self._scalars)}
 
@@ -150,11 +152,7 @@ class Monitor:
             self._source.done = self.done
             recorder.tensors(self._source.rows)
         rows = () if self._source is None else self._source.rows
-
-        def record(alarm: Alarm) -> None:
-            recorder.guard_event(alarm.event(str(alarm), level="error" if alarm.rule == "nonfinite" else "warning"))
-
-        self._rules = MonitorAlarms(guard or GuardConfig(), rows, record)
+        self._alarms = MonitorAlarms(guard or GuardConfig(), rows, recorder.guard_event)
 
     def step(self, step: int | None = None, /, **scalars: float | Tensor) -> None:
         """Record a step with its scalars: numbers, or tensors of one element on any device.
@@ -202,7 +200,7 @@ class Monitor:
             self._source.wait()
             self._write_tensors(recorder)
             self._source.detach()
-        self._rules.close()
+        self._alarms.close()
         self._recorder = None
         recorder.close(*outcome_of(error))
 
@@ -215,9 +213,10 @@ class Monitor:
     def _write(self, recorder: Recorder, scalars: AsyncScalars) -> None:
         values = scalars.read()
         recorder.step(scalars.step, values)
-        self._rules.scalars(scalars.step, values)
+        self._alarms.scalars(scalars.step, values)
 
     def _write_tensors(self, recorder: Recorder) -> None:
-        for measured, values, histograms in arrived(self._source):
-            recorder.step(measured, None, values, histograms)
-            self._rules.tensors(measured, values)
+        while self._source is not None and (arrived := self._source.snapshot()) is not None:
+            step, values = arrived
+            recorder.step(step, None, values, self._source.histograms)
+            self._alarms.tensors(step, values)

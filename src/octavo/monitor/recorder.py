@@ -120,7 +120,7 @@ class Recorder:
         self.event(event.step, event.rule, text, **numbers, **where)
 
     def sample(self) -> None:
-        """Read the machine now, beside the readings at their interval."""
+        """Take a reading of the machine now, in addition to the regular ones."""
         self._store.submit(self._sample, may_drop=False)
 
     def flush(self) -> int | None:

@@ -1,10 +1,10 @@
-"""Softmax attention that may keep its result in FP8, as the very codes that the layer behind it reads.
+"""Softmax attention that can save its result in FP8, as the same codes that the next layer reads.
 
-PyTorch's attention keeps its output y for backward, and an FP8 linear layer that reads y keeps codes of it. Backward of
-attention needs y only for one sum a token and head, `rowsum(dy y)`. So the codes serve both: y is quantised here as its
-reader would, and the codes go along with it (`octavo.nn.attached_codes`).
+PyTorch's attention saves its output y for backward, and an FP8 linear layer that reads y saves codes of it. Backward of
+attention needs y only for one sum per token and head, `rowsum(dy y)`. So the codes serve both: y is quantised here as
+its reader would, and the codes are attached to it (`octavo.nn.attached_codes`).
 
-The forward stays what it is, to the bit, and so do the gradients of the reader. Those of q, k and v see y rounded.
+The forward is unchanged, bit for bit, and so are the gradients of the reader. Those of q, k and v see the rounded y.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import QuantSpec, ledger
 from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.attached_codes import attach_codes
-from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
 
 OWN = QuantSpec("e4m3", "row", "power_of_two")
-"""What the output is kept in where its reader's codes cannot be had in advance."""
+"""Format of the saved output if its reader's codes cannot be made in advance."""
 
 
 class ScaledDotProduct(nn.Module):
-    """`scaled_dot_product_attention` of a module, as a child of it, so that a policy finds it and its reader.
+    """`scaled_dot_product_attention` as a child module, so that a policy finds it and the layer that reads it.
 
-    It has no parameters: state dicts stay what they are. Until `keep_codes` is called it is PyTorch's function.
+    It has no parameters, so that state dicts do not change. Until `keep_codes` is called it is PyTorch's function.
     """
 
     enabled: bool
-    """False: keep the output as PyTorch does."""
+    """False: save the output as PyTorch does."""
     target: QuantSpec | None
-    """What the output is quantised to; None: it is kept as it is."""
+    """Quantisation of the saved output; None: it is saved unchanged."""
     shares: bool
-    """Whether the reader takes those codes."""
+    """Whether the reader uses the same codes."""
 
     def __init__(self, reader: str, *, causal: bool = True) -> None:
-        """Make the attention of a module.
+        """Create the attention of a module.
 
         Args:
-            reader: the name of the sibling, a linear layer, that alone reads the output.
-            causal: whether a token sees itself and those before it only.
+            reader: name of the sibling, a linear layer, that alone reads the output.
+            causal: whether a token attends only to itself and those before it.
         """
         super().__init__()
         self.reader, self.causal = reader, causal
         self.keep_values()
 
     def keep_values(self) -> None:
-        """Keep the output for backward as it is."""
+        """Save the output for backward unchanged."""
         self.enabled, self.target, self.shares = True, None, False
 
     def keep_codes(self, recipe: Recipe) -> None:
-        """Keep the output for backward in FP8.
+        """Save the output for backward in FP8.
 
         Args:
-            recipe: that of the reader.
+            recipe: recipe of the reader.
         """
         self.enabled, self.shares = True, shares_codes(recipe)
         self.target = spec_of(recipe.fprop.input) if self.shares else OWN
@@ -69,8 +69,8 @@ class ScaledDotProduct(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return (B, T, H E), in q's dtype or autocast's, for q (B, T, H, E), k and v (B, T, G, E), G dividing H.
 
-        B: batch, T: tokens, H: query heads, G: key and value heads, E: channels of a head. A mask (B, 1, T, T) is True
-        where a query sees a key; it replaces the causal one, and the output is kept as PyTorch keeps it.
+        B: batch, T: tokens, H: query heads, G: key and value heads, E: channels of a head. A mask (B, 1, T, T), True
+        where a query sees a key, replaces the causal one; the output is then saved as in PyTorch.
         """
         if mask is not None and self.target is not None and not torch.compiler.is_compiling():
             ledger.fall_back("attention kept its output as it is, not in FP8: it has a mask")
@@ -103,7 +103,7 @@ class ScaledDotProduct(nn.Module):
 
 
 def shares_codes(recipe: Recipe) -> bool:
-    """Return whether a layer of this recipe reads codes that are made of its input alone, the same each time."""
+    """Return whether layers of this recipe read codes that follow from their input alone, the same each time."""
     return recipe.fprop.is_fp8 and recipe.fprop.input.is_repeatable
 
 
@@ -111,8 +111,8 @@ def unsupported_reason(recipe: Recipe | None, keeps_input: bool) -> str | None:
     """Return why codes of the output would save nothing, or None.
 
     Args:
-        recipe: of the reader; None if it stays in BF16.
-        keeps_input: whether it keeps its input as it is (`Policy.requantise`).
+        recipe: recipe of the reader; None if it stays in BF16.
+        keeps_input: whether the reader saves its input unchanged (`Policy.requantise`).
     """
     if recipe is None or not recipe.wgrad.is_fp8:
         return "it keeps its input in BF16 for its own backward"
@@ -129,7 +129,7 @@ def _takes(*tensors: Tensor) -> bool:
 
 
 class _Function(torch.autograd.Function):
-    """y (B, T, H E), and its codes and scales, which backward reads in its place."""
+    """y (B, T, H E), with its codes and scales, which backward reads in its place."""
 
     @staticmethod
     def forward(
@@ -137,11 +137,11 @@ class _Function(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, lse = attention(q, k, v, causal=causal)
         y_BTD = y.flatten(2)
-        codes, scale, _ = quantize_matrix(y_BTD.flatten(0, 1), target)
+        codes, scale, _ = kernels.quantize_matrix(y_BTD.flatten(0, 1), target)
         ctx.save_for_backward(q, k, v, codes, scale, lse)
         ctx.causal, ctx.target = causal, target
         ctx.mark_non_differentiable(codes, scale)
-        ctx.set_materialize_grads(False)  # else backward would get zeros for the codes
+        ctx.set_materialize_grads(False)  # otherwise backward gets zeros for the codes
         return y_BTD, codes, scale
 
     @staticmethod

@@ -1,14 +1,13 @@
-"""`octavo.nn.Conv1d` and `Conv2d`: convolutions whose GEMMs run in FP8. Their parameters stay the master weights.
+"""`octavo.nn.Conv1d` and `Conv2d`: convolutions whose GEMMs run in FP8. Their parameters are the master weights.
 
     fprop   Y  (M, N) = patches (M, K) . W (N, K)^T        M = B H_out W_out output pixels, K = kh kw C
-    dgrad   dX = fold(dY (M, N) . W)                       every patch is added to the pixels that it was read from
+    dgrad   dX = fold(dY (M, N) . W)                       each patch is added to the pixels that it was read from
     wgrad   dW (N, K) = dY^T . patches
 
-The recipe is applied to the matrix of patches as it is to the input of a linear layer: `row` is one scale an output
-pixel. Images are channels last. What is kept for backward is the input, never its patches: making their codes a second
-time, transposed at once and with the scales of the first, costs the write that a transposition would. A 1x1
-convolution of stride 1 is a linear layer on the images as they lie. GEMMs that a recipe leaves in BF16 are PyTorch's
-convolutions.
+The recipe applies to the matrix of patches as it does to the input of a linear layer: `row` is one scale per output
+pixel. Images are channels last. The input is saved for backward, never its patches: making their codes again,
+transposed at once and with the scales of fprop, costs no more writes than a transpose would. A 1x1 convolution of
+stride 1 is a linear layer on the images. GEMMs that a recipe leaves in BF16 are PyTorch's convolutions.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn import functional
 from octavo.nn.adopted import Adopted
-from octavo.nn.functional import compute_dtype, quantize_operand
+from octavo.nn.functional import SavedWeights, compute_dtype, quantize_operand
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import StatsSlot, patches_of, stats_buffer_of
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, RecipeLike, load
 
 AnyConvolution = _ConvNd
-"""Every convolution of PyTorch, of one to three dimensions and transposed too."""
+"""All convolutions of PyTorch, of one to three dimensions, transposed ones included."""
 
 
 def convolution(
@@ -49,18 +48,18 @@ def convolution(
     """Return the convolution of images, or of lines, with a weight, with the three GEMMs of `recipe`.
 
     Args:
-        x: (B, C, H, W) of any strides, or (B, C, L) where the weight has one extent; B may be left out.
-        weight: (N, C, kh, kw) or (N, C, kw); channels last, it is read as it lies.
+        x: (B, C, H, W) of any strides, or (B, C, L) for a weight of one extent; B may be left out.
+        weight: (N, C, kh, kw) or (N, C, kw); if channels last, it is read without a copy.
         bias_N: (N,) or None; added in `dtype`.
-        window: how the kernel moves; that of lines is one high.
-        dtype: of the result and of GEMMs in high precision.
-        stats: FP32 (3, WIDTH), where telemetry goes (`octavo.nn.telemetry_ops`).
+        window: movement of the kernel; for lines it is one high.
+        dtype: dtype of the result and of GEMMs in high precision.
+        stats: FP32 (3, WIDTH), telemetry buffer (`octavo.nn.telemetry_ops`).
 
     Returns:
         (B, N, H_out, W_out), or of lines (B, N, L_out): contiguous if x is, channels last otherwise.
 
     Raises:
-        ConfigError: x has other channels than the weight, is smaller than the window, or no real number.
+        ConfigError: x has other channels than the weight, is smaller than the window, or is not real floating-point.
     """
     check_dtypes(x, weight)
     extents = weight.dim() - 2
@@ -82,30 +81,31 @@ def convolution(
 
 
 def as_images(x: Tensor, extents: int) -> Tensor:
-    """Return images (C, H, W) or lines (C, L), in a batch or not, as images (B, C, H, W): lines are one pixel high."""
+    """Return images (C, H, W) or lines (C, L), batched or not, as images (B, C, H, W); lines are one pixel high."""
     batch = x if x.dim() == extents + 2 else x[None]
     return batch if extents == 2 else batch.unsqueeze(2)
 
 
 class _Convolution(torch.autograd.Function):
-    """Images (B, H, W, C) to (B, H_out, W_out, N). Saves its input as it is, and the weight."""
+    """Images (B, H, W, C) to (B, H_out, W_out, N). Saves its input unchanged, and the weight."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, window, recipe, dtype, stats = inputs
         x = x.contiguous()
         ctx.set_materialize_grads(False)
-        ctx.window, ctx.recipe, ctx.dtype, ctx.stats, ctx.folds = window, recipe, dtype, stats, False
+        ctx.window, ctx.recipe, ctx.dtype, ctx.stats = window, recipe, dtype, stats
         if not recipe.fprop.is_fp8:
-            ctx.save_for_backward(x, weight)
+            ctx.save_for_backward(x, weight, None, None, None)
             return _high_precision(x, weight, window, dtype)
         patches = _quantize(x, window, recipe.fprop.input)
-        folds = recipe.folds("wgrad.input")
         w = functional.read_weights([weight], recipe)
         assert w is not None
-        ctx.folds = folds
-        saved_weight = functional.kept_weights(w, [weight], recipe) if ctx.needs_input_grad[0] else ()
-        ctx.save_for_backward(x, weight, *((patches.scale,) if folds else ()), *saved_weight)
+        saved = SavedWeights()
+        if ctx.needs_input_grad[0]:
+            saved = functional.save_weights(w, [weight], recipe)
+        scale = patches.scale if recipe.folds("wgrad.input") else None
+        ctx.save_for_backward(x, weight, scale, saved.codes, saved.scale)
         y_MN = functional.fprop([x], patches, w, [weight], recipe, dtype, stats, patches_of(window))[0]
         return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
 
@@ -114,12 +114,12 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        (x, weight, *rest), window, recipe, dtype = ctx.saved_tensors, ctx.window, ctx.recipe, ctx.dtype
+        x, weight, scale, w_codes, w_scale = ctx.saved_tensors
+        window, recipe, dtype = ctx.window, ctx.recipe, ctx.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dys = [dy.to(dtype).reshape(-1, dy.shape[-1])]
         by_fp8 = needs_weight and recipe.wgrad.is_fp8
-        scale, saved_weight = (rest[0], rest[1:]) if ctx.folds else (None, rest)
-        w = functional.Kept(saved_weight or [weight], (weight.shape[0],)) if needs_x else None
+        w = SavedWeights(w_codes, w_scale, [weight], (weight.shape[0],)) if needs_x else None
         patches = _quantize(x, window, recipe.wgrad.input, transposed=True, scale=scale) if by_fp8 else None
         g, h = functional.read_gradient(dys, scale, w, recipe, needs_weight)
         by_torch = needs_x and g is None, needs_weight and h is None
@@ -148,7 +148,7 @@ def _quantize(
 
 
 def _like(dw_NK: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of a weight (N, C, *kernel) from that of its matrix, whose channels are last."""
+    """Return the gradient of a weight (N, C, *kernel) from that of its matrix, in which channels are last."""
     n, c, *kernel = weight.shape
     return dw_NK.view(n, *kernel, c).movedim(-1, 1)
 
@@ -167,7 +167,7 @@ def _high_precision(x: Tensor, weight: Tensor, window: Window, dtype: torch.dtyp
 def _high_precision_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, window: Window, dtype: torch.dtype, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return dX (B, H, W, C) and dW as PyTorch computes them, each where it is wanted."""
+    """Return dX (B, H, W, C) and dW as PyTorch computes them, each if it is wanted."""
     if not any(wanted):
         return None, None
     dx, dw, _ = torch.ops.aten.convolution_backward(
@@ -178,22 +178,22 @@ def _high_precision_gradients(
 
 
 class Convolution(Adopted):
-    """What the FP8 convolutions have in common: beside their PyTorch parent."""
+    """Base of the FP8 convolutions, mixed into PyTorch's class."""
 
     fields = ("recipe", "enabled", "stats_slot")
     recipe: Recipe
     enabled: bool
-    """False: compute as the parent does, for an evaluation in high precision."""
+    """False: compute like the parent, for an evaluation in high precision."""
     stats_slot: StatsSlot | None = None
-    """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
+    """Telemetry buffer of this layer, while telemetry is on (`octavo.nn.telemetry`)."""
     weight: Tensor
     bias: Tensor | None
 
     def __init__(self, *args: Any, recipe: RecipeLike = "folded", **options: Any) -> None:
-        """Take what the parent takes, and a recipe.
+        """Take the parent's arguments and a recipe.
 
         Raises:
-            UnsupportedError: groups, a padding mode or a recipe that FP8 convolutions do not have.
+            UnsupportedError: groups, a padding mode or a recipe that FP8 convolutions do not support.
         """
         super().__init__(*args, **options)
         self.adopt(self, load(recipe))
@@ -210,7 +210,7 @@ class Convolution(Adopted):
         cls.take(module, recipe=recipe, enabled=True)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the convolution of a batch or of one, in x's dtype, or in autocast's where that is on."""
+        """Return the convolution of a batch or of one image, in x's dtype, or in autocast's dtype if it is on."""
         if not self.enabled:
             return cast(Tensor, super().forward(input))
         how = window_of(cast(nn.Conv2d, self)), self.recipe, compute_dtype(input), stats_buffer_of([self])
@@ -222,7 +222,7 @@ class Convolution(Adopted):
 
 
 class Conv2d(Convolution, nn.Conv2d):
-    """An `nn.Conv2d` computed by a recipe. Parameters, names, state_dict, hooks and flags are its own."""
+    """An `nn.Conv2d` computed by a recipe, with its parameters, names, state_dict, hooks and flags."""
 
     parent = nn.Conv2d
 
@@ -246,7 +246,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
 
 
 def unsupported_reason_recipe(recipe: Recipe) -> str | None:
-    """Return why no convolution computes by a recipe, or None."""
+    """Return why convolutions cannot compute by a recipe, or None."""
     if recipe.has_stored_scales:
         return f"recipe '{recipe.name}' keeps scales from step to step, which only linear layers can"
     return None
@@ -255,14 +255,18 @@ def unsupported_reason_recipe(recipe: Recipe) -> str | None:
 def window_of(module: nn.Conv1d | nn.Conv2d) -> Window:
     """Return how the kernel of a convolution moves."""
     window = window_from(module.kernel_size, module.stride, module.padding, module.dilation)
-    assert isinstance(window, Window)  # else no FP8 layer has been made of it
+    assert isinstance(window, Window)  # otherwise there is no FP8 layer of it
     return window
 
 
 def window_from(
     kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int] | str, dilation: Sequence[int]
 ) -> Window | str:
-    """Return how a kernel moves by a number or two of each, one pixel high if by one; or why it has no FP8 layer."""
+    """Return how a kernel moves, or why there is no FP8 layer for it.
+
+    Args:
+        kernel, stride, padding, dilation: one or two numbers each; a kernel of one extent is one pixel high.
+    """
     if isinstance(padding, str):  # valid or same
         spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         if padding == "same" and any(span % 2 for span in spans):

@@ -1,13 +1,13 @@
-"""The output head and its loss in one: logits exist for a chunk of tokens at a time, and never for backward.
+"""The output head fused with its loss: logits exist for a chunk of tokens at a time, and are not saved for backward.
 
 M: tokens, V: vocabulary, K: width of the model.
 
-A chunk's logits become its loss and, in the same memory, the gradient over them; that is multiplied into dX and dW at
-once, in forward. Backward has only the gradient of the loss to multiply in (as in Liger Kernel's fused linear
-cross-entropy, arXiv 2410.10989, section 3.3). What stays between the two is dX, and dW where one is wanted.
+The logits of a chunk become its loss and, in the same memory, their gradient, which is multiplied into dX and dW at
+once, in forward. Backward only multiplies by the gradient of the loss (as in Liger Kernel's fused linear cross-entropy,
+arXiv 2410.10989, section 3.3). Saved for backward are dX, and dW if it is needed.
 
 dW is summed over chunks in FP32: on a GPU inside the GEMM, elsewhere from each chunk's result in the dtype of the GEMM.
-Reading and writing it is what many small chunks cost; 4096 tokens make that a few percent.
+Reading and writing it is the cost of many small chunks: a few percent with 4096 tokens.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from octavo.kernels.operator import call, define_packed, unpack
 from octavo.kernels.product import product
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import (
-    Input,
-    Kept,
+    InputSource,
+    QuantizedInput,
+    SavedInput,
     compute_dtype,
     fprop,
-    kept_weights,
     read_gradient,
     read_input,
     read_weights,
-    scale_of,
+    save_weights,
     transposed_input,
     transposed_weight,
 )
@@ -46,18 +46,18 @@ from octavo.recipes import OPERANDS, Recipe, RecipeLike, load, names
 from octavo.tensor import FP8Tensor, implements
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
-"""What the logits of one chunk may take."""
+"""Bytes that the logits of one chunk may take."""
 
 
 class LossOptions(NamedTuple):
-    """What `torch.nn.functional.cross_entropy` does not have."""
+    """Options beyond those of `torch.nn.functional.cross_entropy`."""
 
     softcap: float = 0.0
     """Logits become softcap * tanh(logits / softcap); 0 for none."""
     z_loss: float = 0.0
     """Adds z_loss * log(sum(exp(logits)))^2 to each token's loss."""
     chunk: int | None = None
-    """Tokens whose logits are there at a time; None chooses by `CHUNK_BYTES`."""
+    """Tokens whose logits exist at a time; None: as many as fit in `CHUNK_BYTES`."""
 
 
 def linear_cross_entropy(
@@ -73,21 +73,22 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `F.cross_entropy(x W^T + b, targets)` in FP32, shape (), with the three GEMMs of `recipe`.
 
-    The GEMMs compute in autocast's dtype where that is on, else in that of x; gradients have the dtypes of what they
-    are gradients of. Gradients are made in forward, and only of what requires them; a second derivative does not exist.
+    The GEMMs compute in autocast's dtype if it is on, otherwise in that of x; gradients have the dtypes of their
+    tensors. They are computed in forward, for tensors that require them only; there is no second derivative.
 
     Args:
-        x: (..., K); the leading dimensions may be anything.
+        x: (..., K), with any leading dimensions.
         weight_VK: (V, K), any floating-point dtype.
         targets: int64, the shape of x without its last dimension.
         bias: (V,) or None.
-        ignore_index: the target of a token that does not count.
+        ignore_index: target of tokens that do not count.
         reduction: `mean` over the tokens that count (NaN if none does, as in PyTorch), or `sum`.
         options: fields of `LossOptions`: `softcap`, `z_loss`, `chunk`.
 
     Raises:
-        ConfigError: shapes or options that do not fit, a recipe that keeps scales from step to step; on a CPU, a target
-            outside the vocabulary. On a GPU such a target makes the loss NaN, because looking would mean waiting.
+        ConfigError: shapes or options that do not fit, a recipe that stores scales from step to step; on a CPU, a
+            target outside the vocabulary. On a GPU such a target makes the loss NaN, because a check would wait for the
+            device.
     """
     softcap, z_loss, chunk = how = LossOptions(**options)
     _check(x, weight_VK, targets, bias, reduction, how)
@@ -106,7 +107,7 @@ def linear_cross_entropy(
 
 
 def chunk_of(vocab: int, dtype: torch.dtype, device: str) -> int:
-    """Return how many tokens' logits fit in `CHUNK_BYTES`: a multiple of 1024, or of 128 where that is too many."""
+    """Return how many tokens' logits fit in `CHUNK_BYTES`: a multiple of 1024, or of 128 if that is too many."""
     tokens = CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"]) // (vocab * dtype.itemsize)
     step = 1024 if tokens >= 1024 else 128
     return max(tokens // step * step, step)
@@ -133,19 +134,19 @@ def _check(
 
 class _Options(NamedTuple):
     recipe: str
-    """As `_to_text` writes it."""
+    """As written by `_to_text`."""
     dtype: torch.dtype
-    """Of the GEMMs."""
+    """Dtype of the GEMMs."""
     ignore_index: int
     softcap: float
     z_loss: float
     chunk: int
     needed: list[bool]
-    """Whether the gradients of x, weight and bias are."""
+    """Whether the gradients of x, weight and bias are needed."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the losses. Its gradients are there when forward is done."""
+    """The sum of the losses. Its gradients are computed in forward."""
 
     @staticmethod
     def forward(
@@ -168,57 +169,58 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Return gradient * factor: in its own memory, which can be gigabytes, unless backward may come by again."""
+    """Return gradient * factor: in place, since it may take gigabytes, unless backward may run again."""
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return gradient * factor
     return gradient.mul_(factor)
 
 
 class _Head:
-    """The three GEMMs of the head as a recipe has them, for one chunk after another."""
+    """The three GEMMs of the head by its recipe, for one chunk after another."""
 
     def __init__(self, weight_VK: Tensor, bias_V: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> None:
         self.recipe, self.dtype = recipe, dtype
         self.weight_VK = weight_VK if recipe.is_fp8 else values(weight_VK, dtype)
         self.bias_V = None if bias_V is None else bias_V.to(dtype)
         self.dw_VK: Tensor | None = None
-        """The sum over the chunks so far, FP32."""
+        """Sum over the chunks so far, FP32."""
         self._w = read_weights([weight_VK], recipe)
-        self._kept = Kept(kept_weights(self._w, [weight_VK], recipe, are_codes_kept=True), (weight_VK.shape[0],))
+        self._saved = save_weights(self._w, [weight_VK], recipe, are_codes_kept=True)
         self._dgrad_KV: Quantized | None = None
 
-    def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, Input]:
+    def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, QuantizedInput]:
         """Return the logits, and x as the GEMMs read it."""
         x_MK = x_MK if self.recipe.is_fp8 else x_MK.to(self.dtype)
-        x = read_input(x_MK, self.recipe, self.dtype, needs_weight)
+        x = read_input(InputSource(x_MK), self.recipe, self.dtype, needs_weight)
         logits_MV = fprop([x_MK], x.fprop, self._w, [self.weight_VK], self.recipe, self.dtype)[0]
         return logits_MV if self.bias_V is None else logits_MV.add_(self.bias_V), x
 
-    def backward(self, d_MV: Tensor, x: Input, needs_x: bool, needs_weight: bool) -> Tensor | None:
-        """Return dX if it is needed, and add this chunk's dW to `dw_VK` if that is."""
-        g, h = read_gradient([d_MV], scale_of(x.kept), self._kept if needs_x else None, self.recipe, needs_weight)
+    def backward(self, d_MV: Tensor, x: QuantizedInput, needs_x: bool, needs_weight: bool) -> Tensor | None:
+        """Return dX if it is needed, and add this chunk's dW to `dw_VK` if dW is needed."""
+        g, h = read_gradient([d_MV], x.saved.scale, self._saved if needs_x else None, self.recipe, needs_weight)
         if needs_weight:
-            self._add_wgrad(d_MV.t(), h, x.kept)
+            self._add_wgrad(d_MV.t(), h, x.saved)
         if not needs_x:
             return None
         if g is None:
             return product(d_MV, values(self.weight_VK, self.dtype))
         if self._dgrad_KV is None:  # made once for all chunks
-            self._dgrad_KV = transposed_weight(self._kept, self.recipe, g.codes)
+            self._dgrad_KV = transposed_weight(self._saved, self.recipe, g.codes)
         return kernels.gemm(g, self._dgrad_KV, self.dtype, self.recipe.dgrad.accumulate)
 
-    def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, kept: tuple[Tensor, ...]) -> None:
-        total, x = self.dw_VK, kept[0]
-        if h is None and on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):  # FP32 to the end
+    def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, saved: SavedInput) -> None:
+        total, x = self.dw_VK, saved.values
+        if h is None and x is not None and on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):  # FP32 sums
             if total is None:
                 self.dw_VK = torch.mm(d_VM, x, out_dtype=torch.float32)
             else:
                 torch.addmm(total, d_VM, x, out_dtype=torch.float32, out=total)
             return
         if h is not None:
-            right = transposed_input(kept, self.recipe, h.codes)
+            right = transposed_input(saved, self.recipe, h.codes)
             part = kernels.gemm(h, right, self.dtype, self.recipe.wgrad.accumulate)
         else:
+            assert x is not None
             part = product(d_VM, x)
         self.dw_VK = part.float() if total is None else total.add_(part)
 
@@ -240,7 +242,7 @@ def _linear_cross_entropy(
         head = _Head(weight_VK, bias_V, _from_text(recipe), dtype)
         for start in range(0, x_MK.shape[0], chunk):
             part = slice(start, start + chunk)
-            d_MV, x = head.forward(x_MK[part], needs_weight)  # the logits, until the next line
+            d_MV, x = head.forward(x_MK[part], needs_weight)  # d_MV: the logits, until the next line
             loss_M[part] = cross_entropy_(
                 d_MV, targets_M[part], ignore_index=ignore_index, softcap=softcap, z_loss=z_loss, gradient=any(needed)
             )
@@ -249,7 +251,7 @@ def _linear_cross_entropy(
                 dx_MK[part] = dx
             if db_sum_V is not None:
                 db_sum_V += d_MV.sum(dim=0, dtype=torch.float32)
-            del d_MV, x  # or the next chunk's logits would stand beside them
+            del d_MV, x  # before the next chunk's logits are allocated
     dw_VK = None
     if needs_weight:
         dw_VK = _like(x_MK, weight_VK).zero_() if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
@@ -259,7 +261,7 @@ def _linear_cross_entropy(
 def _empty(
     x: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the memory of the results, not written yet."""
+    """Return uninitialised memory for the results."""
     dx, dw, db = (
         _like(x, of) if is_needed and of is not None else None
         for of, is_needed in zip((x, weight, bias), needed, strict=True)
@@ -283,10 +285,10 @@ _GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scalin
 
 
 def _to_text(recipe: Recipe) -> str:
-    """Write down a recipe for the operator, which takes plain types.
+    """Return a recipe as text, for the operator, which takes plain types.
 
     Raises:
-        ConfigError: it keeps scales from step to step.
+        ConfigError: it stores scales from step to step.
     """
     if recipe.has_stored_scales:
         raise ConfigError(
@@ -302,12 +304,12 @@ def _to_text(recipe: Recipe) -> str:
 
 
 _PRESETS = frozenset(name for name in names() if not load(name).has_stored_scales)
-"""Recipes that their names stand for."""
+"""Recipes that are passed by name."""
 
 
 @cache
 def _from_text(text: str) -> Recipe:
-    """Return the recipe that `_to_text` wrote down, or the preset of that name."""
+    """Return the recipe of a text by `_to_text`, or the preset of that name."""
     if text in _PRESETS:
         return load(text)
     words = iter(text.split())
@@ -323,7 +325,7 @@ define_packed("linear_cross_entropy", _linear_cross_entropy, _linear_cross_entro
 
 @implements(torch.ops.octavo.linear_cross_entropy.default)
 def _with_own_codes(tensors: list[Tensor], numbers: list[float], arguments: str) -> list[Tensor]:
-    """Compute the operator for an FP8 weight, as compilers see it: codes and scales are inputs like any other."""
+    """Compute the operator for an FP8 weight as compilers see it: codes and scales are inputs like any other."""
     x_MK, weight, *others = unpack(tensors, numbers, arguments)
     parts = Quantized(weight.codes, weight.scale, weight.granularity), weight.dtype, weight.scaling
     made = call("linear_cross_entropy", _linear_cross_entropy, (x_MK, parts, *others), [True, *others[-1][-1]])

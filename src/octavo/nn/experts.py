@@ -1,18 +1,18 @@
-"""The experts of a mixture in FP8: two grouped products with the activation between them, as one autograd function.
+"""The experts of a mixture in FP8: two grouped GEMMs with the activation between them, as one autograd function.
 
     y[t] = sum over the experts e of token t of  r[t, e] * f(x[t] W_gate[e]^T) * (x[t] W_up[e]^T) W_down[e]^T
 
 T: tokens. S: experts per token. R = T S: rows, sorted by expert (`octavo.kernels.experts`). D: width. F: hidden width.
 
-Folded row scales make all of this exact to the rounding of codes, and cheap. A token is quantised once, whatever its
-number of experts, and its codes are copied to where its experts read them. The routing weight r is multiplied into the
-scale of a row of the second product, which then gives weighted rows, and in backward into the factor that the scales of
-the hidden codes are folded into the gradient by. From forward to backward are kept: one byte per element of x (T, D),
-the inputs of the activation (R, 2 F), in BF16 or in codes, and a few numbers per row. Sorted or transposed copies are
-made where a product reads them, in codes, and nowhere kept.
+Folded row scales make all of this exact except for the rounding of codes, and cheap. A token is quantised once, however
+many experts it has, and its codes are copied to the rows of its experts. The routing weight r is multiplied into the
+scale of a row of the second GEMM, which then returns weighted rows, and in backward into the factor by which the scales
+of the hidden codes are folded into the gradient. Saved for backward are one byte per element of x (T, D), the inputs of
+the activation (R, 2 F), in BF16 or as codes, and a few numbers per row. Sorted or transposed copies are made where a
+GEMM reads them, as codes, and never saved.
 
-Where something else is asked for - another recipe with row scales, biases, an activation of the module's own - the two
-products are computed by `GroupedLinear`, and the rest by PyTorch.
+In other cases - another recipe with row scales, biases, an activation of the module's own - the two GEMMs are computed
+by `GroupedLinear`, and the rest by PyTorch.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
-from octavo.kernels.grouped import grouped_wgrad, quantize_groups, transpose_groups
+from octavo.kernels.grouped import ExpertCodes, Padded, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.kernels.quant_spec import spec_of
-from octavo.nn.adopted import Adopted
+from octavo.nn.adopted import Recognised
 from octavo.nn.functional import compute_dtype
-from octavo.nn.grouped import GroupedLinear, dgrad_folded, fprop, quantize_experts
+from octavo.nn.grouped import GroupedLinear, Origin, grouped_dgrad_folded, grouped_fprop, quantize_experts
 from octavo.nn.mlp import activate, gate_and_up
 from octavo.nn.operands import check_dtypes
-from octavo.nn.telemetry_ops import ROWS, Source, stats_buffer_of
+from octavo.nn.telemetry_ops import ROWS, GemmOptions, Source, stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import Precision, Recipe
 from octavo.tensor import is_distributed, local
 
 FIRST, SECOND = "gate_up_gemm", "down_gemm"
-"""Names of the products of adopted experts, children of theirs without parameters."""
+"""Names of the GEMMs of adopted experts, children of the module without parameters of their own."""
 
 
 class ExpertRoles(NamedTuple):
-    """What the parameters of a module of experts are, and how it is called."""
+    """Roles of the parameters of a module of experts, and how it is called."""
 
     inner: tuple[str, ...]
     """Gate and up: one stack of both (E, 2 F, D), two of (E, F, D), or up alone."""
     down: str
     """(E, D, F)."""
     kind: str
-    """The activation, as `kernels.activation` names it; empty for `_apply_gate` of the module itself."""
+    """Activation, by its name in `kernels.activation`; empty for the module's own `_apply_gate`."""
     is_gated: bool = True
     is_transposed: bool = False
     """Whether weights are stored (E, in, out)."""
     is_interleaved: bool = False
     """Whether gate and up alternate in their stack."""
     biases: tuple[str, ...] = ()
-    """Of the stack (E, 2 F) and of down (E, D)."""
+    """Biases of the stack (E, 2 F) and of down (E, D)."""
     arguments: tuple[str, ...] = ("x", "ids", "weights")
-    """Names of the arguments of `forward`: tokens, their experts and routing weights; or sorted rows and the number of
-    those of each expert."""
+    """Names of the arguments of `forward`: tokens, their experts and routing weights; or sorted rows and their number
+    per expert."""
 
     @property
     def is_sorted(self) -> bool:
@@ -70,7 +70,7 @@ class ExpertRoles(NamedTuple):
         return len(self.arguments) == 2
 
 
-class Options(NamedTuple):
+class ExpertOptions(NamedTuple):
     """How experts are computed by one function."""
 
     kind: str
@@ -80,7 +80,7 @@ class Options(NamedTuple):
 
 
 def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | None:
-    """Return why experts are computed product by product, or None."""
+    """Return why experts are computed GEMM by GEMM, or None."""
     if roles.kind not in KINDS:
         return "an activation of its own"
     if roles.biases:
@@ -91,13 +91,13 @@ def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | N
     return None if folds else f"recipe '{first.name}' does not fold its scales"
 
 
-class Product(GroupedLinear):
-    """One product of adopted experts. Its weights stay parameters of their module."""
+class ExpertLinear(GroupedLinear):
+    """One of the two GEMMs of adopted experts. Its weights remain parameters of their module."""
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...], roles: ExpertRoles, recipe: Recipe) -> None:
         nn.Module.__init__(self)
         self.recipe, self.enabled = recipe, True
-        self.owner, self.names, self.roles = (owner,), names, roles  # a tuple: the owner is no child
+        self.owner, self.names, self.roles = (owner,), names, roles  # in a tuple, so that the owner is not a child
 
     @property
     def parts(self) -> list[Tensor]:
@@ -106,12 +106,12 @@ class Product(GroupedLinear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """(E, N, K), gate above up: the parameter itself where it is stored so; of sharded experts those here."""
+        """(E, N, K), gate above up: the parameter itself if it is stored so; of sharded experts the local ones."""
         return self._stacked([_here(part) for part in self.parts])
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient of `weight`, None where there is none yet."""
+        """The gradient of `weight`, None if there is none yet."""
         gradients = [local(part.grad) for part in self.parts if part.grad is not None]
         return self._stacked(gradients) if len(gradients) == len(self.names) else None
 
@@ -129,7 +129,7 @@ def _here(parameter: Tensor) -> Tensor:
 
 
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return x, whose gradient is multiplied by a factor."""
+    """Return x, with its gradient multiplied by a factor."""
     result: Tensor = x if factor == 1 else _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return result
 
@@ -147,19 +147,30 @@ class _ScaledGradient(torch.autograd.Function):
         return None if dy is None else dy * ctx.factor, None
 
 
-class Experts(Adopted):
-    """Experts that compute in FP8. Conversion gives this class to a module, beside the module's own."""
+class Experts(Recognised):
+    """Experts that compute in FP8: mixed into the class of a module by conversion."""
 
     prefix = "FP8"
-    fields = ("expert_roles", "expert_inputs", "exchange")
+    fields = (*Recognised.fields, "expert_roles", "expert_inputs", "exchange")
     expert_roles: ExpertRoles
     expert_inputs: Precision
-    """What the inputs of the activation are kept in for backward."""
+    """Precision in which the inputs of the activation are saved for backward."""
     exchange: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
-    """Computes (self, x, ids, weights) where other ranks have some of the experts."""
+    """Computes (self, x, ids, weights) if other ranks have some of the experts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the module returned: (T, D), or of sorted rows (R, D)."""
+        """Return the result of the module: (T, D), or for sorted rows (R, D).
+
+        Raises:
+            UnsupportedError: the module has changed since it was converted, and its experts are on several ranks.
+        """
+        if not self.is_as_recognised():
+            if self.exchange is not None:
+                raise UnsupportedError(
+                    "these experts are on several ranks, and their module has changed since it was converted."
+                    " Change it before the conversion."
+                )
+            return cast(Tensor, super().forward(*args, **kwargs))
         names = self.expert_roles.arguments
         given = [*args, *(kwargs[name] for name in names[len(args) :])]
         if self.expert_roles.is_sorted:
@@ -178,21 +189,21 @@ class Experts(Adopted):
         return self.compute(flat, routing, weights).to(x.dtype).view(x.shape)
 
     def release(self) -> None:
-        """Turn this module back into its own class in place, without its products."""
+        """Turn this module back into its original class, in place, without its GEMMs."""
         for name in (FIRST, SECOND):
             self._modules.pop(name, None)
         super().release()
 
     @property
-    def products(self) -> tuple[Product, Product]:
-        """The product of gate and up, and that of down."""
-        return cast(Product, self.get_submodule(FIRST)), cast(Product, self.get_submodule(SECOND))
+    def products(self) -> tuple[ExpertLinear, ExpertLinear]:
+        """The GEMM of gate and up, and that of down."""
+        return cast(ExpertLinear, self.get_submodule(FIRST)), cast(ExpertLinear, self.get_submodule(SECOND))
 
     def compute(self, x: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
-        """Return y (T, D) for tokens x (T, D), in x's dtype, or in autocast's where that is on.
+        """Return y (T, D) for tokens x (T, D), in x's dtype, or in autocast's dtype if it is on.
 
         Args:
-            routing: where each token goes to.
+            routing: routing of the tokens.
             weights: (T, S), the routing weights; None for 1.
         """
         if (options := self.options(x)) is not None:
@@ -200,20 +211,20 @@ class Experts(Adopted):
             return experts(x, weights, (first.weight, second.weight), routing, options, (first, second))
         return self.by_products(x, routing, weights)
 
-    def options(self, x: Tensor) -> Options | None:
-        """Return how tokens x are computed by one function, None where they are not."""
+    def options(self, x: Tensor) -> ExpertOptions | None:
+        """Return how tokens x are computed by one function, None if they are not."""
         first, second = self.products
         if not (first.enabled and second.enabled) or unfused_reason(self.expert_roles, first.recipe, second.recipe):
             return None
-        return Options(self.expert_roles.kind, first.recipe, compute_dtype(x), self.expert_inputs == "fp8")
+        return ExpertOptions(self.expert_roles.kind, first.recipe, compute_dtype(x), self.expert_inputs == "fp8")
 
     def by_products(self, x: Tensor, routing: Routing, weights: Tensor | None, factor: float = 1.0) -> Tensor:
-        """Return y (T, D) for tokens x (T, D), product by product.
+        """Return y (T, D) for tokens x (T, D), GEMM by GEMM.
 
         Args:
-            routing: where each token goes to.
+            routing: routing of the tokens.
             weights: (T, S), the routing weights; None for 1.
-            factor: what the gradients of parameters are multiplied by.
+            factor: factor of the gradients of parameters.
         """
         rows, sorted_ = dispatch(x, weights, routing)
         hidden = self._activate(self._product(0, rows, routing.ends, factor))
@@ -221,7 +232,7 @@ class Experts(Adopted):
         return collect(y * sorted_[:, None].to(y.dtype), routing)
 
     def _product(self, number: int, rows: Tensor, ends: Tensor, factor: float) -> Tensor:
-        """Return the product of gate and up, or that of down, with its bias."""
+        """Return the GEMM of gate and up, or that of down, with its bias."""
         layer = self.products[number]
         y = layer.multiply(rows, scaled_gradient(layer.weight, factor), ends)
         if not self.expert_roles.biases:
@@ -257,13 +268,13 @@ def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe,
     """Make a module of experts compute in FP8, in place. Parameters, names and state_dict stay.
 
     Args:
-        recipe: of gate and up.
-        second: of down.
-        inputs: what the inputs of the activation are kept in for backward.
+        recipe: recipe of gate and up.
+        second: recipe of down.
+        inputs: precision in which the inputs of the activation are saved for backward.
     """
     Experts.take(module, expert_roles=roles, expert_inputs=inputs)
-    module.add_module(FIRST, Product(module, roles.inner, roles, recipe))
-    module.add_module(SECOND, Product(module, (roles.down,), roles, second))
+    module.add_module(FIRST, ExpertLinear(module, roles.inner, roles, recipe))
+    module.add_module(SECOND, ExpertLinear(module, (roles.down,), roles, second))
 
 
 def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -276,7 +287,7 @@ def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tenso
 
 
 def collect(y: Tensor, routing: Routing) -> Tensor:
-    """Return the sums (T, D) of the sorted rows (R, D) of each token."""
+    """Return the sum over each token's sorted rows (R, D), as (T, D)."""
     result: Tensor = _Sums.apply(y, *routing[:2])  # type: ignore[no-untyped-call]
     return result
 
@@ -297,7 +308,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """Rows (R, D) summed for each token, (T, D)."""
+    """Rows (R, D) summed per token, (T, D)."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, source: Tensor, place: Tensor) -> Tensor:
@@ -311,7 +322,7 @@ class _Sums(torch.autograd.Function):
         return None if dy is None else dy[ctx.saved_tensors[0]], None, None
 
 
-# --- one function for all of it ---------------------------------------------------------------------------------------
+# --- experts as one autograd function ---------------------------------------------------------------------------------
 
 
 def experts(
@@ -319,8 +330,8 @@ def experts(
     weights: Tensor | None,
     stacks: tuple[Tensor, Tensor],
     routing: Routing,
-    options: Options,
-    layers: tuple[Product, Product] | None = None,
+    options: ExpertOptions,
+    layers: tuple[ExpertLinear, ExpertLinear] | None = None,
 ) -> Tensor:
     """Return y (T, D) in `options.dtype`.
 
@@ -328,9 +339,9 @@ def experts(
         x: (T, D).
         weights: (T, S), or None for 1.
         stacks: gate and up (E, 2 F, D), or up alone (E, F, D); down (E, D, F).
-        routing: of the T tokens.
-        options: a recipe with folded row scales, and what is kept.
-        layers: where telemetry goes, and whose codes are reused.
+        routing: routing of the T tokens.
+        options: a recipe with folded row scales, and further settings.
+        layers: layers with telemetry buffers, and codes to be reused.
 
     Raises:
         ConfigError: shapes that do not fit.
@@ -344,103 +355,162 @@ def experts(
         )
     if weights is None:
         weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
-    stats = [None if layers is None else stats_buffer_of([layer]) for layer in layers or (None, None)]  # type: ignore[list-item]
-    codes = [each for layer in layers or () for each in layer.weight_codes or (None, None)] or [None] * 4
-    result: Tensor = _Experts.apply(x, weights, first, second, *routing, options, *stats, *codes)  # type: ignore[no-untyped-call]
+    optional: list[Tensor | None] = []
+    if layers is not None:
+        optional = [stats_buffer_of([layer]) for layer in layers]
+        optional += [tensor for layer in layers for tensor in layer.weight_codes or (None, None)]
+    arguments = _Arguments(x, weights, first, second, *routing, options, *optional)
+    result: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
+class _Arguments(NamedTuple):
+    """Arguments of `_Experts.apply`."""
+
+    x: Tensor
+    weights: Tensor
+    first: Tensor
+    second: Tensor
+    source: Tensor
+    place: Tensor
+    ends: Tensor
+    options: ExpertOptions
+    first_stats: Tensor | None = None
+    second_stats: Tensor | None = None
+    first_codes: Tensor | None = None
+    first_scale: Tensor | None = None
+    second_codes: Tensor | None = None
+    second_scale: Tensor | None = None
+
+
 class Rows(NamedTuple):
-    """Codes of tokens (T, D), which of them each row is, and what else backward reads of the input."""
+    """The input of experts in FP8, as backward reads it."""
 
     tokens: Quantized
+    """(T, D)."""
     source: Tensor
+    """int32 (R,), the token of each row."""
     weights: Tensor
-    """FP32 (R,): routing weights."""
+    """FP32 (R,), the routing weights."""
+
+
+class SavedRows(NamedTuple):
+    """What `forward_rows` saves for `backward_rows`."""
+
+    first: ExpertCodes
+    second: ExpertCodes
+    hidden_scale: Tensor
+    """FP32 (R, 1), of the hidden activation."""
+    inputs: Sequence[Tensor]
+    """The result of the first GEMM (R, 2 F) or (R, F), or codes and scales of gate and up."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors alone, for `save_for_backward`."""
+        return *self.first, *self.second, self.hidden_scale, *self.inputs
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> SavedRows:
+        """Undo `tensors`."""
+        return cls(ExpertCodes(*tensors[:2]), ExpertCodes(*tensors[2:4]), tensors[4], tensors[5:])
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, weights, first, second, source, place, ends, options, *stats = inputs[:10]
-        known = [each if each[0] is not None else None for each in (inputs[10:12], inputs[12:])]
-        tokens, rows = quantize_tokens(x, place, spec_of(options.recipe.fprop.input))
-        sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
-        sorted_[place.flatten()] = weights.flatten().float()
-        y, kept = forward_rows(rows, sorted_, (first, second), ends, options, (x, source), stats, known)
-        ctx.save_for_backward(*tokens[:2], source, sorted_, place, ends, *kept)
-        ctx.options, ctx.stats = options, stats
+        given = _Arguments(*inputs)
+        tokens, rows = quantize_tokens(given.x, given.place, spec_of(given.options.recipe.fprop.input))
+        sorted_ = given.weights.new_empty(given.place.numel(), dtype=torch.float32)
+        sorted_[given.place.flatten()] = given.weights.flatten().float()
+        y, saved = forward_rows(
+            rows,
+            sorted_,
+            (given.first, given.second),
+            given.ends,
+            given.options,
+            (given.x, given.source),
+            (given.first_stats, given.second_stats),
+            (_known(given.first_codes, given.first_scale), _known(given.second_codes, given.second_scale)),
+        )
+        ctx.save_for_backward(*tokens[:2], given.source, sorted_, given.place, given.ends, *saved.tensors)
+        ctx.options, ctx.stats = given.options, (given.first_stats, given.second_stats)
         ctx.set_materialize_grads(False)
-        ctx.dtypes = [each.dtype for each in (x, weights, first, second)]
-        return combine(y, place)
+        ctx.dtypes = [each.dtype for each in inputs[:4]]
+        return combine(y, given.place)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        codes, scale, source, sorted_, place, ends, *kept = ctx.saved_tensors
+        codes, scale, source, sorted_, place, ends, *saved = ctx.saved_tensors
         rows = Rows(Quantized(codes, scale, PER_ROW), source, sorted_)
-        needs = tuple(ctx.needs_input_grad[i] for i in (0, 2, 3))
+        needs_x, _, *needs_stacks = ctx.needs_input_grad[:4]
         dy = dy.to(ctx.options.dtype).contiguous()
-        dx, d_weights, *dws = backward_rows(dy, rows, ends, kept, ctx.options, needs, ctx.stats)
+        needs = needs_x, *needs_stacks
+        dx, d_weights, *dws = backward_rows(dy, rows, ends, SavedRows.of(saved), ctx.options, needs, ctx.stats)
         found = None if dx is None else combine(dx, place), d_weights[place], *dws
         return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 10
 
 
+def _known(codes: Tensor | None, scale: Tensor | None) -> ExpertCodes | None:
+    return None if codes is None else ExpertCodes(codes, scale)
+
+
 def forward_rows(
-    rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: Options,
-    origin: tuple[Tensor, Tensor], stats: list[Tensor | None], known: Sequence[Any] = (None, None),
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: ExpertOptions,
+    origin: tuple[Tensor, Tensor], stats: Sequence[Tensor | None],
+    known: Sequence[ExpertCodes | None] = (None, None),
+) -> tuple[Tensor, SavedRows]:  # fmt: skip
     """Return the weighted results (R, D) of sorted rows (R, D), and what backward reads of them.
 
     Args:
         weights: FP32 (R,).
-        origin: the tokens that rows were made of and which each is, for telemetry.
-        stats: buffers of telemetry of either product.
-        known: codes and scales of either stack, where they are reused.
+        origin: the tokens, and the token of each row, for telemetry.
+        stats: telemetry buffer of either GEMM.
+        known: codes of either stack, if they are reused.
     """
     kind, recipe, dtype, keeps_codes = options
-    (w1, s1), (w2, s2) = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
-    before = fprop(rows, (w1, s1), ends, recipe, dtype, (origin, stacks[0], ROWS), stats[0])
-    middle = _halves(before, w2.shape[2])
+    first, second = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
+    before = grouped_fprop(rows, first, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
+    middle = _halves(before, second.codes.shape[2])
     hidden, inputs = activate(kind, middle, spec_of(recipe.fprop.input), keeps_codes)
-    y = fprop(hidden, (w2, s2), ends, recipe, dtype, (middle, stacks[1], kind), stats[1], weights)
-    return y, (w1, s1, w2, s2, hidden.scale, *(inputs if keeps_codes else (before,)))
+    y = grouped_fprop(hidden, second, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)
+    return y, SavedRows(first, second, hidden.scale, inputs if keeps_codes else [before])
 
 
 def backward_rows(
-    dy: Tensor, rows: Rows, ends: Tensor, kept: list[Tensor], options: Options, needs: tuple[bool, ...],
-    stats: list[Tensor | None],
+    dy: Tensor, rows: Rows, ends: Tensor, saved: SavedRows, options: ExpertOptions, needs: tuple[bool, ...],
+    stats: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of rows (R, D), of routing weights (R,), of gate and up, and of down.
 
     Args:
-        dy: (T, D), the gradient of the sums: `rows.source` says which of it is that of a row.
-        kept: what `forward_rows` returned.
-        needs: which of rows, gate and up, down need a gradient.
+        dy: (T, D), the gradient of the sums: that of a row is dy[rows.source].
+        saved: what `forward_rows` returned.
+        needs: whether rows, gate and up, down need a gradient.
     """
     kind, recipe, dtype, keeps_codes = options
-    w1, s1, w2, s2, hidden_scale, *inputs = kept
-    product = dtype, recipe.dgrad.accumulate
+    (w1, s1), (w2, s2), hidden_scale, saved_inputs = saved
+    gemm = GemmOptions(dtype, recipe.dgrad.accumulate)
     g_spec, h_spec = spec_of(recipe.dgrad.grad_output), spec_of(recipe.wgrad.grad_output)
     fold = hidden_scale * rows.weights[:, None]
     g, h = quantize_groups(dy, ends, g_spec, h_spec if needs[2] else None, s2, fold, rows.source)
     assert g is not None
     source = Source.of((dy, rows.source), recipe.dgrad.grad_output, ROWS, s2)
-    dh = dgrad_folded(g, w2, ends, product, source, stats[1])
-    gate, up = gate_and_up(inputs if keeps_codes else _halves(inputs[0], w2.shape[2]), keeps_codes)
+    dh = grouped_dgrad_folded(g, w2, ends, gemm, source, stats[1])
+    gate, up = gate_and_up(saved_inputs if keeps_codes else _halves(saved_inputs[0], w2.shape[2]), keeps_codes)
     targets = [spec if needed else None for spec, needed in zip((g_spec, h_spec, h_spec), needs, strict=True)]
     factors = Factors(s1, rows.tokens.scale[rows.source], hidden_scale)
     found = activation_backward(kind, dh, gate, up, rows.weights, ends, Targets(*targets), factors)
-    dw2 = None if h is None or found.hidden is None else grouped_wgrad(h, found.hidden, None, ends, dtype)
+    dw2 = None if h is None or found.hidden is None else grouped_wgrad(h, Padded(found.hidden, None), ends, dtype)
     inputs = [each for x in (gate, up) if x is not None for each in ([x] if isinstance(x, Tensor) else x[:2])]
     source = Source.of([dh, rows.weights, *inputs], recipe.dgrad.grad_output, kind, s1)
-    dx = None if found.rows is None else dgrad_folded(found.rows, w1, ends, product, source, stats[0])
+    dx = None if found.rows is None else grouped_dgrad_folded(found.rows, w1, ends, gemm, source, stats[0])
     dw1 = None
     if found.columns is not None:
         tokens = transpose_groups(rows.tokens.codes, ends, rows.source)
-        dw1 = grouped_wgrad(found.columns, tokens, None, ends, dtype)
+        dw1 = grouped_wgrad(found.columns, Padded(tokens, None), ends, dtype)
     return dx, found.weights, dw1, dw2
 
 

@@ -1,4 +1,4 @@
-"""Weights that are FP8 tensors: every GEMM reads the codes that they have, and nothing is quantised."""
+"""Weights that are FP8 tensors: every GEMM reads their codes, and nothing is quantised."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def has_fp8_weight(weights: Sequence[Tensor]) -> bool:
 
 
 def values(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight as a GEMM in high precision reads it. An FP8 weight can be differentiated too."""
+    """Return a weight as a GEMM in high precision reads it; differentiable, also for an FP8 weight."""
     return weight.dequantize(dtype) if isinstance(weight, FP8Tensor) else weight.to(dtype)
 
 
 def codes_of(weight: Tensor, target: QuantSpec, transposed: bool = False) -> Quantized:
-    """Return the codes of an FP8 weight; those of a plain one, which shares an input with FP8 ones, are made now.
+    """Return the codes of an FP8 weight; for a plain one that shares an input with FP8 weights, make them.
 
     Raises:
         UnsupportedError: an FP8 weight has codes of another kind, or its transpose would be quantised by itself.
     """
     if not isinstance(weight, FP8Tensor):
         return kernels.quantize(weight.detach(), *target)
-    if torch.compiler.is_compiling():  # a compiler looks inside: codes and scales are inputs of its graph
+    if torch.compiler.is_compiling():  # so that codes and scales are inputs of the compiler's graph
         codes, scale = torch.ops.octavo.codes_of(weight, str(target), transposed)
         return Quantized(codes, scale, target.tile)
     return _checked(weight, target, transposed)

@@ -1,23 +1,24 @@
-"""Linear layers in FP8: three GEMMs, one autograd function, everything decided by the recipe.
+"""Linear layers in FP8: three GEMMs in one autograd function, controlled by the recipe alone.
 
 M: tokens, N: output features, K: input features.
 
     fprop   Y  = X W^T       dgrad   dX = dY W       wgrad   dW = dY^T X
 
-Each of X, W and dY is quantised once, and read by two GEMMs. FP8 tensor cores take operands whose summed index is
-contiguous, and multiply scales into the result, so a GEMM can apply a scale per row of an operand, not one per column:
+Each of X, W and dY is quantised once, and read by two GEMMs. FP8 tensor cores need operands whose summed index is
+contiguous, and scales are multiplied into the result, so a GEMM can apply a scale per row of an operand, not one per
+column:
 
     X8 = X / sx   (M, K), sx per token       Y  = diag(sx) (X8 W8^T) diag(sw)
     W8 = W / sw   (N, K), sw per feature
 
-Backward needs W8 and X8 transposed, and then their scales lie along the summed index. A *folded* recipe moves them into
-the gradient, which is quantised after it:
+Backward needs W8 and X8 transposed, so that their scales lie along the summed index. A *folded* recipe moves these
+scales into the gradient before that is quantised:
 
     dX = dY W  = (dY diag(sw)) W8        G8 = quantise(dY * sw, a scale per token)
     dW = dY^T X = (diag(sx) dY)^T X8     H8 = quantise(dY^T * sx, a scale per feature)
 
-With power-of-two scales the move is exact, X and W are rounded once, and what is kept for backward is X8: one byte per
-element. Other recipes (a scale per tensor, per 128 elements) quantise dY once and read transposed codes as they are.
+With power-of-two scales this is exact, X and W are rounded once, and X8 is saved for backward: one byte per element.
+Other recipes (a scale per tensor, per 128 elements) quantise dY once and read transposed codes with their scales.
 
 Layers that read the same X are computed as one: X is quantised once, and W is the stack of their weights.
 """
@@ -38,11 +39,11 @@ from octavo.kernels.product import product
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
-from octavo.nn.attached_codes import attached_normed, is_output_of_attention
+from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands, note_dtype
-from octavo.nn.weight_codes import WeightCodes, multiply, quantize_matrix, quantize_transposed, quantize_weights
+from octavo.nn.weight_codes import WeightCodes, multiply, quantize_weights, quantize_weights_transposed
 from octavo.numerics import Quantized
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
@@ -52,15 +53,15 @@ class Quantizer(NamedTuple):
 
     recipe: Recipe
     dtype: torch.dtype
-    """Output dtype of every GEMM, and the dtype that a GEMM in high precision computes in."""
-    amax_and_scale: Tensor | None = None
-    """FP32 (2, 2), where scales that the recipe keeps from step to step lie (`octavo.nn.scaling_state`). Without them
-    every tensor is scaled by its own maximum, as in the first step of such a recipe."""
+    """Output dtype of every GEMM, and the dtype in which a GEMM in high precision computes."""
+    cells: Tensor | None = None
+    """FP32 (2, 2), the layer's cells, [scale, amax] each, if its recipe stores scales (`octavo.nn.scaling_state`).
+    Without them every tensor is scaled by its own maximum, as in the first step of such a recipe."""
     stats_buffer: Tensor | None = None
-    """FP32 (1 + 2 n, WIDTH), where telemetry of n layers goes (`octavo.nn.telemetry_ops`)."""
+    """FP32 (1 + 2 n, WIDTH), telemetry buffer of n layers (`octavo.nn.telemetry_ops`)."""
     keeps_input: bool = False
-    """Keep X itself for backward and quantise it again there, instead of keeping its codes. X must not have a stored
-    scale or be rounded stochastically."""
+    """Save X itself for backward and quantise it again there, instead of saving its codes. X must have neither a stored
+    scale nor stochastic rounding."""
 
 
 def linear(
@@ -73,12 +74,12 @@ def linear(
     """Return x W^T + b with the three GEMMs of `recipe`, in `dtype`.
 
     Args:
-        x: (..., K); the leading dimensions may be anything, empty included.
-        weight_NK: (N, K), any floating-point dtype: the master weight. Or an `FP8Tensor` of the recipe's
-            format and granularity, whose codes are read as they are.
+        x: (..., K), with any leading dimensions, of any size.
+        weight_NK: (N, K), the master weight, any floating-point dtype; or an `FP8Tensor` of the recipe's format and
+            granularity, whose codes are read directly.
         bias_N: (N,) or None; added in `dtype`.
-        recipe: or a `Quantizer`, which says more, and the dtype too.
-        dtype: default the dtype of x. Quantisation starts from x as it is.
+        recipe: a recipe, or a `Quantizer` with further settings and the dtype.
+        dtype: default the dtype of x. x is quantised in its own dtype.
     """
     quantizer = recipe if isinstance(recipe, Quantizer) else Quantizer(recipe, dtype or x.dtype)
     return linears(x, [weight_NK], [bias_N], quantizer)[0]
@@ -96,42 +97,128 @@ def linears(
 
     Args:
         weights: (N_i, K) each. Scales are those of the stack (sum of N_i, K).
-        prequantized: x as fprop reads it, (M, K), where the kernel that made x has quantised it too.
-        codes: the weights as fprop reads them, where they are known (`reuse_weight_codes`).
+        prequantized: x as fprop reads it, (M, K), if the kernel that computed x quantised it too.
+        codes: the weights as fprop reads them, if known (`reuse_weight_codes`).
 
     Raises:
         ConfigError: an input or a weight that PyTorch refuses too (`octavo.nn.operands`).
     """
     check_operands(x, weights[0])
-    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    recipe, dtype, amax_and_scale, stats, keeps_input = quantizer
-    if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(x_MK):
-        keeps_input = True  # attention keeps it anyway
-    x_codes, x_scale, *source = codes_of_input(x, recipe, prequantized)
-    w_codes, w_scale = known_codes(codes, weights)
-    options = recipe, dtype, keeps_input, torch.is_grad_enabled()  # an evaluation leaves no trace in stored scales
+    recipe, keeps_input = quantizer.recipe, quantizer.keeps_input
+    source = input_source(x, recipe, prequantized)
+    if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(source.x):
+        keeps_input = True  # attention saves it anyway
+    update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
+    options = recipe, quantizer.dtype, keeps_input, update_amax
+    buffers = quantizer.cells, quantizer.stats_buffer
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
-        x_MK, x_codes, x_scale, *source, w_codes, w_scale, amax_and_scale, stats, options, *weights
+        *source, *codes_for(weights, codes), *buffers, options, *weights
     )
     shaped = [y_MN.reshape(*x.shape[:-1], y_MN.shape[1]) for y_MN in outputs]
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(shaped, biases, strict=True)]
 
 
+class InputSource(NamedTuple):
+    """An input as its layers get it: its values, and what other operations know of its codes."""
+
+    x: Tensor
+    """(M, K)."""
+    codes: Tensor | None = None
+    """(M, K), as fprop reads x, if the kernel that computed x quantised it too, or if x is the result of a norm."""
+    scale: Tensor | None = None
+    """Scale of `codes`."""
+    norm_input: Tensor | None = None
+    """(M, K), the input of the RMS norm that x is the result of: backward can requantise x from it."""
+    norm_rstd: Tensor | None = None
+    """FP32 (M,)."""
+    norm_weight: Tensor | None = None
+    """(K,)."""
+
+
+class SavedInput(NamedTuple):
+    """An input as it is saved for wgrad: as values, as codes, or as values and the scale of the codes in fprop.
+
+    All fields are None if no weight needs a gradient.
+    """
+
+    values: Tensor | None = None
+    """(M, K): the input, or the input of the RMS norm that it is the result of."""
+    codes: Tensor | None = None
+    """(M, K), those of fprop; or (K, M), if wgrad quantises the transpose by itself."""
+    scale: Tensor | None = None
+    """Scale of `codes`; beside values, scale of the codes in fprop."""
+    norm_rstd: Tensor | None = None
+    norm_weight: Tensor | None = None
+
+
+class SavedOperand(NamedTuple):
+    """An operand as it is saved for a backward GEMM: as values in high precision, or as codes."""
+
+    values: Tensor | None = None
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+
+
+class QuantizedInput(NamedTuple):
+    """An input as fprop reads it, and as it is saved for wgrad."""
+
+    fprop: Quantized | None
+    """(M, K); None if fprop is in BF16."""
+    saved: SavedInput
+
+
+class SavedWeights(NamedTuple):
+    """Weights (N_i, K) as they are saved for dgrad: as the codes of their stack, as values, or as values and scale."""
+
+    codes: Tensor | None = None
+    """(sum of N_i, K), those of fprop; None: `weights` are saved."""
+    scale: Tensor | None = None
+    """Scale of the codes in fprop, unless dgrad has codes of its own."""
+    weights: Sequence[Tensor] = ()
+    """Not read if there are codes."""
+    rows: tuple[int, ...] = ()
+    """N_i."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors alone, for `save_for_backward`."""
+        return self.codes, self.scale, *self.weights
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any], rows: tuple[int, ...]) -> SavedWeights:
+        """Undo `tensors`."""
+        codes, scale, *weights = tensors
+        return cls(codes, scale, weights, rows)
+
+    def quantized(self, recipe: Recipe) -> tuple[Quantized, ...]:
+        """Return the weights as fprop read them: one stack, or one matrix per weight."""
+        if self.codes is not None and self.scale is not None:
+            return (Quantized(self.codes, self.scale, recipe.fprop.weight.tile),)
+        return quantize_weights(self.weights, spec_of(recipe.fprop.weight)).matrices
+
+
+_X, _SAVED_X = len(InputSource._fields), len(SavedInput._fields)
+_WEIGHTS = _X + 5
+"""Index of the first weight among the arguments of `_Linears.apply`: fields of `InputSource`, codes and scale of the
+weights, cells, stats_buffer, options, *weights."""
+
+
 class _Linears(torch.autograd.Function):
-    """Y_i = X W_i^T. Saves what the needed backward GEMMs read: X and W in FP8 wherever they are."""
+    """Y_i = X W_i^T. Saves what the required backward GEMMs read: X and W in FP8 wherever they are."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        # All in one: torch.compile counts the parameters, and where there is one argument more, it leaves out ctx.
-        *tensors, options = inputs[:_WEIGHTS]
-        weights = inputs[_WEIGHTS:]
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        # Not one parameter per argument: Dynamo counts parameters, and drops ctx if there are more arguments.
+        *tensors, options = arguments[:_WEIGHTS]
+        weights = arguments[_WEIGHTS:]
         needed = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:])
-        kept_x, kept_w, outputs = replay(_forward, (*options, *needed), (*tensors, *weights))
-        ctx.save_for_backward(*kept_x, *kept_w)
-        ctx.kept, ctx.options = len(kept_x), (*options[:2], inputs[0].dtype)
-        ctx.buffers = tensors[-2:]  # no saved tensors: backward writes to them, and hooks may give it copies
-        ctx.parts = tuple([(weight.shape[0], weight.dtype) for weight in weights])
-        ctx.set_materialize_grads(False)  # a layer whose output nobody used has no gradient, as in PyTorch
+        saved_x, saved_w, outputs = replay(_forward, (*options, *needed), (*tensors, *weights))
+        ctx.save_for_backward(*saved_x, *saved_w)
+        ctx.buffers = tensors[-2:]  # not saved tensors: backward writes to them, and hooks may replace those by copies
+        rows, dtypes = tuple([w.shape[0] for w in weights]), tuple([w.dtype for w in weights])
+        recipe, dtype, *_ = options
+        ctx.options = recipe, dtype, tensors[0].dtype, rows, dtypes
+        ctx.set_materialize_grads(False)  # an output without a gradient has None, as in PyTorch
         return tuple(outputs)  # type: ignore[arg-type]  # none is None
 
     @staticmethod
@@ -139,85 +226,48 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(dy is None for dy in dys):
             return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
-        needs_x, needs_weight = needed_grads(ctx, _WEIGHTS)
-        options = *ctx.options, ctx.parts, ctx.kept, needs_x, tuple(needs_weight)
+        saved = ctx.saved_tensors  # read once: a checkpoint returns them once
+        needs_x, needs_weights = needed_grads(ctx, _WEIGHTS)
+        options = *ctx.options, needs_x, tuple(needs_weights)
         (dx,), dws = replay(_backward, options, (*ctx.buffers, *dys, *saved))
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-_WEIGHTS = 11
-"""Which argument of `_Linears.apply` is the first weight."""
-
-
 def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
-    """Return what backward needs of X, and of W, and the outputs."""
+    """Return what is saved of X and of W, and the outputs. tensors: the arguments of `_Linears` without options."""
     recipe, dtype, keeps_input, update_amax, needs_x, needs_weight = options
-    x_MK, x_codes, x_scale, *source, w_codes, w_scale, amax_and_scale, stats = tensors[: _WEIGHTS - 1]
-    weights = tensors[_WEIGHTS - 1 :]
-    given = None if x_codes is None else Quantized(x_codes, x_scale, recipe.fprop.input.tile)
-    cell = scale_ref_of(amax_and_scale, recipe, "input", update_amax)
-    x = read_input(x_MK, recipe, dtype, needs_weight, given, cell, keeps_input, source)
-    attached = None if w_codes is None else (w_codes, w_scale)
-    w = read_weights(weights, recipe, attached)
-    kept = kept_weights(w, weights, recipe, attached is not None) if needs_x else ()
-    return x.kept, kept, fprop([x_MK], x.fprop, w, weights, recipe, dtype, stats)
+    source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
+    w_codes, w_scale, cells, stats = tensors[_X : _WEIGHTS - 1]
+    scale_ref = scale_ref_of(cells, recipe, "input", update_amax)
+    x = read_input(source, recipe, dtype, needs_weight, scale_ref, keeps_input)
+    w = read_weights(weights, recipe, w_codes, w_scale)
+    saved_w = save_weights(w, weights, recipe, w_codes is not None) if needs_x else SavedWeights()
+    return x.saved, saved_w.tensors, fprop([source.x], x.fprop, w, weights, recipe, dtype, stats)
 
 
 def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
-    """Return dX, and dW_i."""
-    recipe, dtype, x_dtype, parts, count, needs_x, needs_weight = options
-    amax_and_scale, stats, *rest = tensors
-    dys, kept, w = rest[: len(parts)], tuple(rest[len(parts) : len(parts) + count]), rest[len(parts) + count :]
-    needs_weight = [needed and dy is not None for needed, dy in zip(needs_weight, dys, strict=True)]
-    sources = with_zeros([None if dy is None else dy.to(dtype) for dy in dys], [rows for rows, _ in parts])
-    cell = scale_ref_of(amax_and_scale, recipe, "grad_output")
-    weight = Kept(w, tuple([rows for rows, _ in parts])) if needs_x else None
-    g, h = read_gradient(sources, scale_of(kept), weight, recipe, any(needs_weight), cell)
-    dx = None if weight is None else dgrad(sources, g, weight, recipe, dtype, stats).to(x_dtype)
-    if not any(needs_weight):
-        return (dx,), [None] * len(parts)
-    cut = unstack(wgrad(sources, h, kept, recipe, dtype), parts)
-    return (dx,), [part if needed else None for part, needed in zip(cut, needs_weight, strict=True)]
-
-
-class Input(NamedTuple):
-    """The input of linear layers as their GEMMs read it."""
-
-    fprop: Quantized | None
-    """(M, K); None where fprop is in BF16."""
-    kept: tuple[Tensor, ...]
-    """What backward needs of it: (x,) or (x, scale of fprop) as it is, (input of its norm, scale of fprop, *norm),
-    (codes (M, K), scale) of fprop, (codes (K, M), scale) of wgrad's own; or ()."""
-
-
-class Kept(NamedTuple):
-    """The weights as backward has them."""
-
-    tensors: Sequence[Tensor]
-    """(codes, scale) of the stack as fprop read it, the weights themselves, or these and that scale."""
-    rows: tuple[int, ...]
-    """N_i."""
-
-    @property
-    def weights_and_scale(self) -> tuple[Sequence[Tensor], Tensor] | None:
-        """The weights, and the scale of the codes that fprop read; None where either is not kept."""
-        *weights, last = self.tensors
-        return (weights, last) if len(weights) == len(self.rows) and weights[0].element_size() > 1 else None
-
-    def codes(self, recipe: Recipe) -> WeightCodes:
-        """Return the weights as fprop read them."""
-        if self.tensors[0].element_size() == 1:
-            codes, scale = self.tensors
-            return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), self.rows)
-        return quantize_weights(self.tensors, spec_of(recipe.fprop.weight))
+    """Return dX, and dW_i. tensors: cells, stats_buffer, dY_i, `SavedInput`, tensors of `SavedWeights`."""
+    recipe, dtype, x_dtype, rows, dtypes, needs_x, needs_weights = options
+    cells, stats, *rest = tensors
+    dys, saved = rest[: len(rows)], rest[len(rows) :]
+    x = SavedInput(*saved[:_SAVED_X])
+    w = SavedWeights.of(saved[_SAVED_X:], rows) if needs_x else None
+    needs_weights = tuple([needed and dy is not None for needed, dy in zip(needs_weights, dys, strict=True)])
+    sources = with_zeros([None if dy is None else dy.to(dtype) for dy in dys], rows)
+    scale_ref = scale_ref_of(cells, recipe, "grad_output")
+    g, h = read_gradient(sources, x.scale, w, recipe, any(needs_weights), scale_ref)
+    dx = None if w is None else dgrad(sources, g, w, recipe, dtype, stats).to(x_dtype)
+    if not any(needs_weights):
+        return (dx,), [None] * len(rows)
+    dws = unstack(wgrad(sources, h, x, recipe, dtype), rows, dtypes)
+    return (dx,), [dw if needed else None for dw, needed in zip(dws, needs_weights, strict=True)]
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that a linear layer computes x in: autocast's where that is on, else its own.
+    """Return the dtype in which a linear layer computes x: autocast's if it is on, otherwise that of x.
 
     Raises:
-        UnsupportedError: within a transform of `torch.func`, or forward-mode differentiation.
+        UnsupportedError: inside a transform of `torch.func`, or forward-mode differentiation.
     """
     refuse_transforms()
     device = x.device.type
@@ -227,30 +277,30 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return dtype
 
 
-def scale_ref_of(amax_and_scale: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:
-    """Return where a layer's `input` or `grad_output` has its scale, None if it is made of its own maximum.
+def scale_ref_of(cells: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:
+    """Return the stored scale of a layer's `input` or `grad_output`; None if it is scaled by its own maximum.
 
     Args:
-        amax_and_scale: see `Quantizer`.
+        cells: see `Quantizer`.
         update_amax: whether the maximum of this tensor counts for the scale of later steps.
     """
-    operand = None if amax_and_scale is None else recipe.stored_scale(role)
-    if amax_and_scale is None or operand is None:
+    operand = None if cells is None else recipe.stored_scale(role)
+    if cells is None or operand is None:
         return None
-    return ScaleRef(amax_and_scale, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", update_amax)
+    return ScaleRef(cells, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", update_amax)
 
 
-# ---------------------------------------------------------------- operands
+# --- operands ---------------------------------------------------------------------------------------------------------
 
 
 def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) -> Quantized:
-    """Quantise a matrix as a recipe's operand says, after multiplying `fold` into its columns.
+    """Quantise a matrix for an operand of a recipe, after multiplying `fold` into its columns.
 
     Args:
         x: (R, C).
         fold: FP32 (1, C), the scales of a folded partner, or None.
     """
-    return quantize_matrix(x if fold is None else x.float() * fold, spec_of(operand))
+    return kernels.quantize_matrix(x if fold is None else x.float() * fold, spec_of(operand))
 
 
 def quantize_both(
@@ -259,18 +309,18 @@ def quantize_both(
     columns: Operand | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
-    cell: ScaleRef | None = None,
+    scale_ref: ScaleRef | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantise the matrix (R, C) that lies in `sources` side by side: as it is for `rows`, transposed for `columns`.
+    """Quantise the matrix (R, C) of `sources` side by side: directly for `rows`, transposed for `columns`.
 
     Args:
         row_fold: FP32 (1, C), multiplied in before `rows`.
         column_fold: FP32 (R, 1), multiplied in before `columns`.
-        cell: where its scale is, if it is kept from step to step: then there are no folds.
+        scale_ref: stored scale of the matrix, if it has one; there are no folds then.
     """
     row, column = (None if operand is None else spec_of(operand) for operand in (rows, columns))
-    if cell is not None:
-        return kernels.quantize_with_scale(sources, cell, row, column)
+    if scale_ref is not None:
+        return kernels.quantize_with_scale(sources, scale_ref, row, column)
     if all(target is None or target.rounding == "nearest" for target in (row, column)):
         return kernels.quantize_pair(sources, row, column, row_fold, column_fold)
     x = sources[0] if len(sources) == 1 else torch.cat(list(sources), dim=1)
@@ -281,182 +331,185 @@ def quantize_both(
     )
 
 
-def read_input(
-    x_MK: Tensor,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    needs_weight: bool,
-    prequantized: Quantized | None = None,
-    cell: ScaleRef | None = None,
-    keeps_input: bool = False,
-    source: Sequence[Tensor | None] = (None,),
-) -> Input:
-    """Quantise an input for fprop, and keep what wgrad will need of it.
-
-    Args:
-        prequantized: fprop's codes if they are there; left alone with `keeps_input`.
-        cell: where its scale is, if it is kept from step to step.
-        keeps_input: keep it as it is, and let wgrad quantise it again.
-        source: what `codes_of_input` found that wgrad can make the codes of.
-    """
-    if prequantized is not None and source[0] is not None:
-        kept = (source[0], prequantized.scale, *source[1:]) if needs_weight else ()
-        return Input(prequantized, kept)  # type: ignore[arg-type]  # all three are there, or none
-    forward = recipe.fprop.input if recipe.fprop.is_fp8 else None
-    # Codes made elsewhere may be of x before it was rounded: backward could not make the same ones again.
-    given = prequantized if forward and not keeps_input else None
-    own = recipe.wgrad.is_fp8 and needs_weight and not keeps_input and not recipe.reuses("wgrad.input")
-    if own:  # wgrad quantises the transpose by itself, from the same read
-        x, transposed = quantize_both([x_MK], None if given else forward, recipe.wgrad.input, cell=cell)
-        assert transposed is not None
-        return Input(given or x, transposed[:2])
-    x = given
-    if forward and x is None:
-        x = quantize_operand(x_MK, forward) if cell is None else quantize_both([x_MK], forward, None, cell=cell)[0]
-    if not needs_weight:
-        return Input(x, ())
-    if not recipe.wgrad.is_fp8:
-        return Input(x, (x_MK.to(dtype),))
-    if keeps_input:
-        return Input(x, (x_MK, x.scale) if x is not None and recipe.folds("wgrad.input") else (x_MK,))
-    assert x is not None
-    return Input(x, x[:2])
-
-
-def scale_of(kept: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the scale that `read_input` kept, if it did."""
-    return kept[1] if len(kept) > 1 else None
-
-
-def read_weights(
-    weights: Sequence[Tensor], recipe: Recipe, attached: tuple[Tensor, Tensor] | None = None
-) -> WeightCodes | None:
-    """Return the weights as fprop reads them, None where it is in BF16. attached: codes and scale, where known."""
-    if not recipe.fprop.is_fp8:
-        return None
-    if attached is None:
-        return quantize_weights(weights, spec_of(recipe.fprop.weight))
-    rows = tuple(weight.shape[0] for weight in weights)
-    return WeightCodes((Quantized(*attached, recipe.fprop.weight.tile),), rows)
-
-
-def codes_of_input(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> Sequence[Tensor | None]:
-    """Return codes and scale of x where they are known, and the norm's input, rstd and weight that they follow from."""
-    normed = attached_normed(x) if requantises_exactly(recipe) else None
+def input_source(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> InputSource:
+    """Return x (..., K) as (M, K), with its known codes."""
+    x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    normed = attached_norm_source(x) if requantises_exactly(recipe) else None
     if normed is not None:
         with torch.no_grad():
             codes = kernels.quantize_normed(normed.x, normed.norm, spec_of(recipe.fprop.input))
-        return *codes[:2], normed.x, *normed.norm
-    return *((None, None) if prequantized is None else prequantized[:2]), None, None, None
+        return InputSource(x_MK, codes.codes, codes.scale, normed.x, *normed.norm)
+    return InputSource(x_MK) if prequantized is None else InputSource(x_MK, prequantized.codes, prequantized.scale)
+
+
+def read_input(
+    source: InputSource,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    needs_weight: bool,
+    scale_ref: ScaleRef | None = None,
+    keeps_input: bool = False,
+) -> QuantizedInput:
+    """Quantise an input for fprop, and save of it what wgrad will need.
+
+    Args:
+        dtype: that of a GEMM in high precision.
+        needs_weight: whether wgrad will run.
+        scale_ref: stored scale of the input, if it has one.
+        keeps_input: save the input itself, and let wgrad quantise it again.
+    """
+    x_MK, forward = source.x, recipe.fprop.input if recipe.fprop.is_fp8 else None
+    prequantized = None
+    if forward and source.codes is not None and source.scale is not None:
+        prequantized = Quantized(source.codes, source.scale, forward.tile)
+    if source.norm_input is not None:
+        saved = SavedInput(source.norm_input, None, source.scale, source.norm_rstd, source.norm_weight)
+        return QuantizedInput(prequantized, saved if needs_weight else SavedInput())
+    # Codes of another kernel may come from values before rounding, so that backward could not make them again.
+    x = None if keeps_input else prequantized
+    if recipe.wgrad.is_fp8 and needs_weight and not keeps_input and not recipe.reuses("wgrad.input"):
+        # wgrad needs the transpose quantised by itself: from the same read
+        made, transposed = quantize_both([x_MK], None if x else forward, recipe.wgrad.input, scale_ref=scale_ref)
+        assert transposed is not None
+        return QuantizedInput(x or made, SavedInput(codes=transposed.codes, scale=transposed.scale))
+    if forward and x is None:
+        stored = scale_ref is not None
+        x = quantize_both([x_MK], forward, None, scale_ref=scale_ref)[0] if stored else quantize_operand(x_MK, forward)
+    if not needs_weight:
+        return QuantizedInput(x, SavedInput())
+    if not recipe.wgrad.is_fp8:
+        return QuantizedInput(x, SavedInput(x_MK.to(dtype)))
+    if keeps_input:
+        scale = x.scale if x is not None and recipe.folds("wgrad.input") else None
+        return QuantizedInput(x, SavedInput(x_MK, scale=scale))
+    assert x is not None
+    return QuantizedInput(x, SavedInput(codes=x.codes, scale=x.scale))
+
+
+def read_weights(
+    weights: Sequence[Tensor], recipe: Recipe, codes: Tensor | None = None, scale: Tensor | None = None
+) -> WeightCodes | None:
+    """Return the weights as fprop reads them; None if it is in BF16. codes, scale: those of the stack, if known."""
+    if not recipe.fprop.is_fp8:
+        return None
+    if codes is None or scale is None:
+        return quantize_weights(weights, spec_of(recipe.fprop.weight))
+    rows = tuple(weight.shape[0] for weight in weights)
+    return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), rows)
 
 
 def requantises_exactly(recipe: Recipe) -> bool:
-    """Return whether the codes of an input follow from its values and fprop's scale, for wgrad as for fprop."""
+    """Return whether wgrad's codes of an input follow from its values and fprop's scale."""
     return recipe.folds("wgrad.input") and recipe.fprop.input.scaling == "power_of_two"
 
 
-def known_codes(codes: WeightCodes | None, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return codes and scale of weights where these are known, and not those of another number of layers."""
+def codes_for(weights: Sequence[Tensor], codes: WeightCodes | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return codes and scale of a stack of weights; (None, None) unless `codes` are those of exactly these layers."""
     if codes is None or codes.rows != tuple(weight.shape[0] for weight in weights):
         return None, None
     return codes.stack[:2]
 
 
-def kept_weights(
+def save_weights(
     w: WeightCodes | None, weights: Sequence[Tensor], recipe: Recipe, are_codes_kept: bool = False
-) -> Sequence[Tensor]:
-    """Return the tensors to save for dgrad: the codes of the weights where it reuses them, else the weights.
+) -> SavedWeights:
+    """Return weights as they are saved for dgrad: the codes of fprop if it reuses them, else the weights.
 
-    Codes that follow from the weights and a power-of-two scale per row are not kept: the scale is. Quantising again
+    Codes that follow from the weights and a power-of-two scale per row are not saved: the scale is. Quantising again
     takes as many launches as transposing codes, and reads one byte per element more.
 
     Args:
-        are_codes_kept: whether somebody else keeps the codes (`reuse_weight_codes`).
+        w: the weights as fprop reads them; None if it is in BF16.
+        are_codes_kept: whether the codes stay in memory anyway (`reuse_weight_codes`).
     """
+    rows = tuple([weight.shape[0] for weight in weights])
     if w is None or not recipe.reuses("dgrad.weight") or has_fp8_weight(weights):
-        return weights
+        return SavedWeights(weights=weights, rows=rows)
     follow = recipe.folds("dgrad.weight") and recipe.fprop.weight.scaling == "power_of_two"
     follow = follow and all(x.dim() == 2 and x.element_size() == 2 for x in weights)
     if follow and not are_codes_kept:
-        return *weights, w.stack.scale
-    return w.matrices[0][:2]
+        return SavedWeights(None, w.stack.scale, weights, rows)
+    return SavedWeights(*w.matrices[0][:2], rows=rows)
 
 
 def read_gradient(
     dys: Sequence[Tensor],
     input_scale: Tensor | None,
-    weight: Kept | None,
+    weight: SavedWeights | None,
     recipe: Recipe,
     needs_weight: bool,
-    cell: ScaleRef | None = None,
+    scale_ref: ScaleRef | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Return dY as dgrad reads it, (M, N), and as wgrad reads it, (N, M), quantised from one read; None for BF16.
 
     Args:
-        input_scale: that of fprop's codes of the input; read where wgrad is folded.
-        weight: None where dgrad is not needed.
-        cell: as for `quantize_both`.
+        input_scale: scale of the input in fprop; read if wgrad is folded.
+        weight: None if dgrad is not needed.
+        scale_ref: as for `quantize_both`.
     """
     rows, columns = recipe.grad_outputs(weight is not None, needs_weight)
     if rows is None and columns is None:
         return None, None
     row_fold = None if weight is None else weight_fold(weight, recipe)
-    return quantize_both(dys, rows, columns, row_fold, input_fold(input_scale, recipe) if columns else None, cell)
+    column_fold = None if columns is None else input_fold(input_scale, recipe)
+    return quantize_both(dys, rows, columns, row_fold, column_fold, scale_ref)
 
 
-def weight_fold(weight: Kept, recipe: Recipe) -> Tensor | None:
-    """Return the scales of the weights (1, N) that move into the gradient for dgrad, None where none do."""
+def weight_fold(weight: SavedWeights, recipe: Recipe) -> Tensor | None:
+    """Return the scales of the weights (1, N) that move into the gradient for dgrad, None if none do."""
     if not recipe.folds("dgrad.weight"):
         return None
-    if (known := weight.weights_and_scale) is not None:
-        return known[1].t()
-    scales = [matrix.scale for matrix in weight.codes(recipe).matrices]
+    if weight.scale is not None:
+        return weight.scale.t()
+    scales = [matrix.scale for matrix in weight.quantized(recipe)]
     return (scales[0] if len(scales) == 1 else torch.cat(scales)).t()
 
 
 def input_fold(input_scale: Tensor | None, recipe: Recipe) -> Tensor | None:
-    """Return the scales of the input (M, 1) that move into the gradient for wgrad, None where none do."""
+    """Return the scales of the input (M, 1) that move into the gradient for wgrad, None if none do."""
     return input_scale if recipe.folds("wgrad.input") else None
 
 
-def transposed_weight(weight: Kept, recipe: Recipe, after: Tensor) -> Quantized:
-    """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied with."""
+def transposed_weight(weight: SavedWeights, recipe: Recipe, after: Tensor) -> Quantized:
+    """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied by."""
     if not recipe.reuses("dgrad.weight"):
-        return quantize_transposed(weight.tensors, spec_of(recipe.dgrad.weight))
-    if (known := weight.weights_and_scale) is not None:
-        return kernels.requantize_transposed(*known, spec_of(recipe.fprop.weight), after)
-    matrices = weight.codes(recipe).matrices
+        return quantize_weights_transposed(weight.weights, spec_of(recipe.dgrad.weight))
+    if weight.codes is None and weight.scale is not None:
+        return kernels.requantize_transposed(weight.weights, weight.scale, spec_of(recipe.fprop.weight), after)
+    matrices = weight.quantized(recipe)
     parts = [transpose_codes(matrix, recipe.folds("dgrad.weight"), after) for matrix in matrices]
     if len(parts) == 1:
         return parts[0]
-    # Several FP8 weights. Joined after the transposes: else a compiler keeps a joined copy for them.
+    # Several FP8 weights. Joined after the transposes: otherwise a compiler saves the joined copy for backward.
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts], dim=1).view(parts[0].codes.dtype)
     tile = parts[0].granularity
     scale = parts[0].scale if tile.cols is None else torch.cat([part.scale for part in parts], dim=1)
     return Quantized(codes, scale, tile)
 
 
-def transposed_input(kept: tuple[Tensor, ...], recipe: Recipe, after: Tensor) -> Quantized:
-    """Return what `read_input` kept as wgrad reads it, (K, M)."""
-    if kept[0].element_size() > 1 and requantises_exactly(recipe):
-        norm = (kept[2], kept[3]) if len(kept) > 2 else None
-        return kernels.requantize_transposed(kept[:1], kept[1], spec_of(recipe.fprop.input), after, norm)
-    if kept[0].element_size() > 1:
-        x = kernels.quantize_transposed(kept[0], spec_of(recipe.wgrad.input), after)
-        return kernels.without_scale(x) if recipe.folds("wgrad.input") else x
-    if not recipe.reuses("wgrad.input"):
-        return Quantized(kept[0], kept[1], recipe.wgrad.input.tile)
-    return transpose_codes(Quantized(kept[0], kept[1], recipe.fprop.input.tile), recipe.folds("wgrad.input"), after)
+def transposed_input(x: SavedInput, recipe: Recipe, after: Tensor) -> Quantized:
+    """Return an input as wgrad reads it, (K, M). after: the gradient that it is multiplied by."""
+    if x.codes is not None and x.scale is not None:
+        if not recipe.reuses("wgrad.input"):
+            return Quantized(x.codes, x.scale, recipe.wgrad.input.tile)
+        return transpose_codes(Quantized(x.codes, x.scale, recipe.fprop.input.tile), recipe.folds("wgrad.input"), after)
+    assert x.values is not None
+    if requantises_exactly(recipe):
+        assert x.scale is not None
+        norm = None if x.norm_rstd is None or x.norm_weight is None else (x.norm_rstd, x.norm_weight)
+        return kernels.requantize_transposed([x.values], x.scale, spec_of(recipe.fprop.input), after, norm)
+    made = kernels.quantize_transposed(x.values, spec_of(recipe.wgrad.input), after)
+    return kernels.without_scale(made) if recipe.folds("wgrad.input") else made
 
 
 def transpose_codes(source: Quantized, folded: bool, after: Tensor) -> Quantized:
-    """Return a matrix of fprop as a backward GEMM reads it: its codes transposed, its scale 1 if it is folded."""
+    """Return a matrix of fprop as a backward GEMM reads it: its codes transposed, its scale 1 if folded."""
     if folded:
         return kernels.transpose_folded(source.codes, after)
     return kernels.transpose_quantized(source, after)
 
 
-# ---------------------------------------------------------------- the three GEMMs
+# --- the three GEMMs --------------------------------------------------------------------------------------------------
 
 
 def fprop(
@@ -469,65 +522,65 @@ def fprop(
     stats: Tensor | None = None,
     kind: str = "",
 ) -> list[Tensor]:
-    """Return X W_i^T for each weight, and sample X and W for telemetry where there is a buffer.
+    """Return X W_i^T for each weight, and sample X and W for telemetry if there is a buffer.
 
     Args:
-        tensors: X (M, K), or with `kind` what it is made of (`octavo.nn.telemetry_ops.Source`).
-        x: X as fprop reads it; None, as w is, where it is in BF16.
+        tensors: X (M, K); or with `kind` the tensors that X is computed from (`octavo.nn.telemetry_ops.Source`).
+        x: X as fprop reads it; like `w` None if fprop is in BF16.
     """
     if x is None or w is None:
         return [product(tensors[0].to(dtype), values(weight_NK, dtype).t()) for weight_NK in weights]
     if stats is None:
         return multiply(x, w, dtype, recipe.fprop.accumulate)
     origin = telemetry_ops.Source.of(tensors, recipe.fprop.input, kind)
-    spec, accumulate = spec_of(recipe.fprop.weight), recipe.fprop.accumulate
-    return telemetry_ops.fprop(x, w, weights, spec, dtype, accumulate, origin, stats)
+    options = telemetry_ops.GemmOptions(dtype, recipe.fprop.accumulate)
+    return telemetry_ops.sampled_fprop(x, w, weights, spec_of(recipe.fprop.weight), options, origin, stats)
 
 
 def dgrad(
     dys: Sequence[Tensor],
     g: Quantized | None,
-    weight: Kept,
+    weight: SavedWeights,
     recipe: Recipe,
     dtype: torch.dtype,
     stats: Tensor | None = None,
     kind: str = "",
 ) -> Tensor:
-    """Return dX (M, K), the sum over the weights of dY_i W_i, and sample dY for telemetry where there is a buffer.
+    """Return dX (M, K), the sum over the weights of dY_i W_i, and sample dY for telemetry if there is a buffer.
 
     Args:
-        dys: the gradients (M, N_i), or with `kind` what they are made of (`octavo.nn.telemetry_ops.Source`).
-        g: the gradients as dgrad reads them, side by side; None where it is in BF16.
+        dys: the gradients (M, N_i); or with `kind` the tensors that they are computed from
+            (`octavo.nn.telemetry_ops.Source`).
+        g: the gradients side by side as dgrad reads them; None if dgrad is in BF16.
     """
     if g is None:
-        pairs = zip(dys, weight.tensors, strict=True)
+        pairs = zip(dys, weight.weights, strict=True)
         parts = [product(dy_MN, values(weight_NK, dtype)) for dy_MN, weight_NK in pairs]
         return sum(parts[1:], start=parts[0])
     w_KN, accumulate = transposed_weight(weight, recipe, g.codes), recipe.dgrad.accumulate
     if stats is None:
         return kernels.gemm(g, w_KN, dtype, accumulate)
     origin = telemetry_ops.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
-    return telemetry_ops.dgrad(g, w_KN, len(weight.rows), dtype, accumulate, origin, stats)
+    options = telemetry_ops.GemmOptions(dtype, accumulate)
+    return telemetry_ops.sampled_dgrad(g, w_KN, len(weight.rows), options, origin, stats)
 
 
-def wgrad(
-    dys: Sequence[Tensor], h: Quantized | None, kept: tuple[Tensor, ...], recipe: Recipe, dtype: torch.dtype
-) -> Tensor:
-    """Return dW (N, K) of the stack. kept: what `read_input` kept of X."""
+def wgrad(dys: Sequence[Tensor], h: Quantized | None, x: SavedInput, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Return dW (N, K) of the stack."""
     if h is None:
-        return torch.cat([product(dy_MN.t(), kept[0]) for dy_MN in dys])
-    return kernels.gemm(h, transposed_input(kept, recipe, h.codes), dtype, recipe.wgrad.accumulate)
+        assert x.values is not None
+        return torch.cat([product(dy_MN.t(), x.values) for dy_MN in dys])
+    return kernels.gemm(h, transposed_input(x, recipe, h.codes), dtype, recipe.wgrad.accumulate)
 
 
 def with_zeros(dys: Sequence[Tensor | None], widths: Sequence[int]) -> list[Tensor]:
-    """Return gradients (M, N_i) of all outputs: zeros for those that nobody used, while others of the stack were."""
+    """Return the gradients (M, N_i) of all outputs, with zeros for unused outputs; at least one is used."""
     like = next(dy for dy in dys if dy is not None)
     return [like.new_zeros(like.shape[0], n) if dy is None else dy for dy, n in zip(dys, widths, strict=True)]
 
 
-def unstack(dw: Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """Cut the gradient of a stack into those of its weights, each given by its rows and dtype."""
-    if len(parts) == 1:
-        return [dw.to(parts[0][1])]
-    cut = dw.split([rows for rows, _ in parts])
-    return [dw_NK.to(dtype) for dw_NK, (_, dtype) in zip(cut, parts, strict=True)]
+def unstack(dw: Tensor, rows: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Split the gradient of a stack into those of its weights, each in its dtype."""
+    if len(rows) == 1:
+        return [dw.to(dtypes[0])]
+    return [dw_NK.to(dtype) for dw_NK, dtype in zip(dw.split(list(rows)), dtypes, strict=True)]

@@ -1,4 +1,4 @@
-"""A user's own MLP module, computed as one function (`octavo.nn.mlp`), and which layers are computed as one at all.
+"""A user's MLP module computed as one function (`octavo.nn.mlp`), and which layers of a model are computed as one.
 
 The children of an MLP stay where they are.
 """
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from octavo.nn.adopted import Adopted
+from octavo.nn.adopted import Recognised
 from octavo.nn.functional import Quantizer
 from octavo.nn.linear import Linear, is_adopted
 from octavo.nn.mlp import mlp
@@ -24,31 +24,28 @@ from octavo.recipes import Precision, Recipe
 
 @dataclass(frozen=True)
 class MLPRoles:
-    """Which child of an MLP module does what."""
+    """Roles of the children of an MLP module."""
 
     kind: str
-    """The activation, as `kernels.activation` names it."""
+    """Activation, by its name in `kernels.activation`."""
     inner: tuple[str, ...]
-    """(gate, up), or (up,) where there is no gate."""
+    """(gate, up), or (up,) without a gate."""
     down: str
 
 
-class FusedMLP(Adopted):
-    """Mixed into the class of a module that computes an MLP; `fuse` does that, `release` undoes it.
-
-    What the module computes was seen when it was fused. Give it another activation, and it must be converted again.
-    """
+class FusedMLP(Recognised):
+    """Mixin for the class of a module that computes an MLP; `fuse` adds it, `release` removes it."""
 
     prefix = "Fused"
-    fields = ("mlp_roles", "mlp_recipes", "mlp_activation_inputs")
+    fields = (*Recognised.fields, "mlp_roles", "mlp_recipes", "mlp_activation_inputs")
     mlp_roles: MLPRoles
     mlp_recipes: tuple[Recipe, Recipe]
-    """Of gate and up, and of down."""
+    """Recipes of gate and up, and of down."""
     mlp_activation_inputs: Precision = "bf16"
-    """What gate's and up's outputs are kept in for backward."""
+    """Precision in which the outputs of gate and up are saved for backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the MLP of x (..., D). With a hook or a disabled layer inside, it is computed as the user wrote it."""
+        """Return the MLP of x (..., D). With a hook or a disabled layer inside, the user's own forward runs."""
         layers = self._layers() if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs else None
         if layers is None:
             return super().forward(*args, **kwargs)
@@ -66,20 +63,22 @@ class FusedMLP(Adopted):
         return ", ".join(filter(None, (super().extra_repr(), f"activation={self.mlp_roles.kind}", inputs)))
 
     def _layers(self) -> list[Linear] | None:
-        """Return gate, up and down; None if one is not as it was, or if a hook reads an intermediate result."""
+        """Return gate, up and down; None if the module has changed, or if a hook reads an intermediate result."""
+        if not self.is_as_recognised():
+            return None
         roles, (inner, outer) = self.mlp_roles, self.mlp_recipes
         recipes = dict.fromkeys(roles.inner, inner) | {roles.down: outer}
         layers = [self.get_submodule(name) for name in recipes]
         same = all(
             is_adopted(layer) and layer.enabled and layer.recipe is recipe
             for layer, recipe in zip(layers, recipes.values(), strict=True)
-        )
+        ) and all(layer.bias is None for layer in layers[:-1])
         watched = _has_any_global_hook() or any(has_hooks(child) for child in self.modules() if child is not self)
         return cast(list[Linear], layers) if same and not watched else None
 
 
 def fuse(module: nn.Module, roles: MLPRoles, activation_inputs: Precision = "bf16") -> None:
-    """Make a module compute its MLP as one, in place. Its layers are FP8 layers already.
+    """Make a module compute its MLP as one function, in place. Its layers are FP8 layers already.
 
     Args:
         activation_inputs: see `octavo.nn.mlp.mlp`.
@@ -93,9 +92,9 @@ L = TypeVar("L", bound=nn.Module)
 
 
 def fusion_groups(model: nn.Module, layers: Iterable[L]) -> list[list[L]]:
-    """Return layers of a model by what is computed as one: gate and up of MLPs, those of one input, the rest alone.
+    """Return layers grouped by what is computed as one: gate and up of MLPs, layers with one input, others alone.
 
-    A group that has a member which is not among `layers` is none.
+    Groups with a member that is not among `layers` are ignored.
     """
     layers = list(layers)
     known = {id(layer) for layer in layers}

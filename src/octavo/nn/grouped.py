@@ -4,15 +4,15 @@ T: tokens, sorted by expert. E: experts. N: output features. K: input features.
 
     fprop   y[t] = x[t] W[e(t)]^T      dgrad   dx[t] = dy[t] W[e(t)]      wgrad   dW[e] = sum over its t of dy[t]^T x[t]
 
-Every expert computes what an `octavo.nn.Linear` of its weight and its tokens would: scales of a token are its own, and
-those along the tokens belong to one expert. All experts are one GEMM, and how many tokens each has stays on the device.
+Every expert computes like an `octavo.nn.Linear` of its weight on its tokens: each token has its own scale, and scales
+along the tokens belong to one expert. All experts are one GEMM, and the number of tokens of each stays on the device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,32 +21,40 @@ from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.experts import weighted
-from octavo.kernels.grouped import Padded, grouped_gemm, grouped_mm, grouped_wgrad, quantize_groups, transpose_groups
+from octavo.kernels.grouped import (
+    ExpertCodes,
+    Padded,
+    grouped_gemm,
+    grouped_mm,
+    grouped_wgrad,
+    quantize_groups,
+    transpose_groups,
+)
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn import telemetry_experts
-from octavo.nn.functional import compute_dtype
+from octavo.nn.functional import SavedOperand, compute_dtype
 from octavo.nn.operands import check_dtypes
-from octavo.nn.telemetry_ops import Source, StatsSlot, stats_buffer_of
-from octavo.nn.weight_codes import quantize_matrix, quantize_weights
+from octavo.nn.telemetry_ops import GemmOptions, Source, StatsSlot, stats_buffer_of
+from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe, RecipeLike, load
 
 _BF16 = load("bf16")
-"""Made once, outside of what Dynamo traces: it cannot follow the making of a recipe."""
+"""Created once, outside of traced code: Dynamo cannot trace the construction of a recipe."""
 
 
 class GroupedLinear(nn.Module):
-    """One linear layer an expert, computed by a recipe for all experts at once. It has no bias."""
+    """One linear layer per expert, computed by a recipe for all experts at once. It has no bias."""
 
     weight: nn.Parameter
     """(E, N, K): the master weights."""
     recipe: Recipe
     enabled: bool
     """False: compute in high precision, for an evaluation."""
-    weight_codes: tuple[Tensor, Tensor] | None = None
-    """Codes (E, N, K) and scales (E, N) to use in place of quantising (`octavo.nn.reuse_weight_codes`)."""
+    weight_codes: ExpertCodes | None = None
+    """The weights as fprop reads them, while they are known not to change (`octavo.nn.reuse_weight_codes`)."""
     stats_slot: StatsSlot | None = None
-    """Where telemetry of the experts goes, while there is any (`octavo.nn.telemetry`)."""
+    """Telemetry buffer of the experts, while telemetry is on (`octavo.nn.telemetry`)."""
 
     def __init__(
         self,
@@ -58,10 +66,10 @@ class GroupedLinear(nn.Module):
         *,
         recipe: RecipeLike = "folded",
     ) -> None:
-        """Draw the weight of each expert as `nn.Linear` does.
+        """Initialise the weight of each expert as `nn.Linear` does.
 
         Raises:
-            UnsupportedError: the recipe has other scales than a grouped GEMM can apply.
+            UnsupportedError: a grouped GEMM cannot apply the recipe's scales.
         """
         super().__init__()
         self.recipe, self.enabled = load(recipe), True
@@ -71,17 +79,17 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reinitialise the weights: uniform, the bound 1 / sqrt(K)."""
+        """Reinitialise the weights: uniform in +-1 / sqrt(K)."""
         bound = 1 / math.sqrt(max(self.weight.shape[2], 1))
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return y (T, N), in x's dtype, or in autocast's where that is on.
+        """Return y (T, N), in x's dtype, or in autocast's dtype if it is on.
 
         Args:
             x: (T, K), the tokens of expert 0 first, then those of expert 1, and so on.
-            ends: int32 (E,), where the tokens of each expert end, as `torch.nn.functional.grouped_mm` has it; the last
-                one is T. An expert may have none.
+            ends: int32 (E,), the end of each expert's tokens, as for `torch.nn.functional.grouped_mm`; the last one is
+                T. An expert may have none.
 
         Raises:
             ConfigError: shapes that do not fit.
@@ -96,7 +104,7 @@ class GroupedLinear(nn.Module):
         return self.multiply(x, self.weight, ends)
 
     def multiply(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """Return `forward` with weights (E, N, K) that are those of this layer, such as a view of them."""
+        """Return `forward` with weights (E, N, K) derived from those of this layer, such as a view of them."""
         recipe = self.recipe if self.enabled else _BF16
         return grouped_linear(x, weight, ends, recipe, stats_buffer_of([self]), self.weight_codes)
 
@@ -106,7 +114,7 @@ class GroupedLinear(nn.Module):
         return [self.weight]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # a copy is written
+        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # copies change
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
@@ -121,25 +129,24 @@ def grouped_linear(
     ends: Tensor,
     recipe: RecipeLike = _BF16,
     stats: Tensor | None = None,
-    codes: tuple[Tensor, Tensor] | None = None,
+    codes: ExpertCodes | None = None,
 ) -> Tensor:
     """Return y (T, N) for sorted rows x (T, K) and weights (E, N, K): see `GroupedLinear`.
 
     Args:
-        ends: int32 (E,), where the rows of each expert end.
-        recipe: how.
-        stats: buffer of telemetry.
-        codes: those of the weights with their scales, where they are known.
+        ends: int32 (E,), the end of each expert's rows.
+        stats: telemetry buffer (`octavo.nn.telemetry_experts`).
+        codes: the weights as fprop reads them, if known.
     """
     arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *(codes or (None, None))
     result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
-def quantize_experts(stack: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return codes (E, N, K) and scales (E, N) of weights, as fprop reads them."""
-    made = quantize_weights([stack.flatten(0, 1)], spec_of(recipe.fprop.weight)).stack
-    return made.codes.view(stack.shape), made.scale.view(stack.shape[:2])
+def quantize_experts(weights: Tensor, recipe: Recipe) -> ExpertCodes:
+    """Return weights (E, N, K) as fprop reads them."""
+    stack = quantize_weights([weights.flatten(0, 1)], spec_of(recipe.fprop.weight)).stack
+    return ExpertCodes(stack.codes.view(weights.shape), stack.scale.view(weights.shape[:2]))
 
 
 def unsupported_reason(recipe: Recipe) -> str | None:
@@ -155,45 +162,43 @@ def unsupported_reason(recipe: Recipe) -> str | None:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Saves what wgrad reads of x and dgrad of the weights, in FP8 wherever they are, and the ends."""
+    """Saves what wgrad reads of x and dgrad of the weights, in FP8 if possible, and the ends."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, weight, ends, recipe, dtype, stats, *codes = inputs
-        x8, kept = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
+        x8, saved = _read_input(x, ends, recipe, dtype, ctx.needs_input_grad[1])
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.stats = recipe, dtype, x.dtype, stats
         ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
         ctx.set_materialize_grads(False)
         if x8 is None:
-            ctx.saves_codes = False
-            ctx.save_for_backward(ends, *kept, weight)
+            ctx.save_for_backward(ends, *saved, weight, None, None)
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
-        w: tuple[Tensor, Tensor] = quantize_experts(weight, recipe) if codes[0] is None else (codes[0], codes[1])
-        ctx.saves_codes = recipe.reuses("dgrad.weight")
-        ctx.save_for_backward(ends, *kept, *(w if ctx.saves_codes else (weight,)))
-        return fprop(x8, w, ends, recipe, dtype, ([x], weight, ""), stats)
+        w = quantize_experts(weight, recipe) if codes[0] is None else ExpertCodes(*codes)
+        saved_w = SavedOperand(None, *w) if recipe.reuses("dgrad.weight") else SavedOperand(weight)
+        ctx.save_for_backward(ends, *saved, *saved_w)
+        return grouped_fprop(x8, w, ends, recipe, dtype, Origin([x], weight), stats)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        (ends, *rest), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
-        size = 2 if ctx.saves_codes else 1
-        kept, saved = rest[:-size], rest[-size:]
+        (ends, *saved), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
+        x, w = SavedOperand(*saved[:3]), SavedOperand(*saved[3:])
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dy = dy.to(dtype).contiguous()
-        fold = saved[1] if recipe.folds("dgrad.weight") else None
-        g, h = _read_gradient(dy, kept, fold, ends, recipe, needs_x, needs_weight)
-        dx = _dgrad(dy, g, saved, fold, ends, ctx).to(ctx.x_dtype) if needs_x else None
-        dw = _wgrad(dy, h, kept, ends, recipe, dtype).to(ctx.weight_dtype) if needs_weight else None
+        fold = w.scale if recipe.folds("dgrad.weight") else None
+        g, h = _read_gradient(dy, x.scale, fold, ends, recipe, needs_x, needs_weight)
+        dx = _dgrad(dy, g, w, fold, ends, ctx).to(ctx.x_dtype) if needs_x else None
+        dw = _wgrad(dy, h, x, ends, recipe, dtype).to(ctx.weight_dtype) if needs_weight else None
         return dx, dw, *(None,) * 6
 
 
 def _read_input(
     x: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype, needs_weight: bool
-) -> tuple[Quantized | None, tuple[Tensor, ...]]:
-    """Return x as fprop reads it, and what wgrad needs: (x,), codes and scales of fprop, or its own, padded; or ()."""
+) -> tuple[Quantized | None, SavedOperand]:
+    """Return x as fprop reads it, and as it is saved for wgrad: values, codes of fprop, or its own, padded."""
     rows = spec_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None
     reused = recipe.reuses("wgrad.input")
     columns = spec_of(recipe.wgrad.input) if needs_weight and recipe.wgrad.is_fp8 and not reused else None
@@ -203,88 +208,102 @@ def _read_input(
     elif rows is not None:
         x8 = kernels.quantize(x, *rows)
     if not needs_weight:
-        return x8, ()
+        return x8, SavedOperand()
     if padded is not None:
-        return x8, padded
-    return x8, x8[:2] if reused and x8 is not None else (x.to(dtype).contiguous(),)
+        return x8, SavedOperand(None, *padded)
+    if reused and x8 is not None:
+        return x8, SavedOperand(codes=x8.codes, scale=x8.scale)
+    return x8, SavedOperand(x.to(dtype).contiguous())
 
 
 def _read_gradient(
-    dy: Tensor, kept: list[Tensor], fold: Tensor | None, ends: Tensor, recipe: Recipe, needs_x: bool, needs_weight: bool
+    dy: Tensor,
+    input_scale: Tensor | None,
+    fold: Tensor | None,
+    ends: Tensor,
+    recipe: Recipe,
+    needs_x: bool,
+    needs_weight: bool,
 ) -> tuple[Quantized | None, Padded | None]:
     """Return dy as dgrad and as wgrad read it, from one read, with the scales of folded partners; None for BF16.
 
     Args:
-        fold: the scales (E, N) of fprop's weights, where they move into the gradient.
+        input_scale: scale of the input in fprop; read if wgrad is folded.
+        fold: the scales (E, N) of the weights in fprop, if they move into the gradient.
     """
     operands = recipe.grad_outputs(needs_x, needs_weight)
     rows, columns = (None if operand is None else spec_of(operand) for operand in operands)
     if rows is None and columns is None:
         return None, None
     row_fold = None if rows is None else fold
-    column_fold = kept[1] if columns is not None and recipe.folds("wgrad.input") else None
+    column_fold = input_scale if columns is not None and recipe.folds("wgrad.input") else None
     return quantize_groups(dy, ends, rows, columns, row_fold, column_fold)
 
 
-def _dgrad(
-    dy: Tensor, g: Quantized | None, saved: Sequence[Tensor], fold: Tensor | None, ends: Tensor, ctx: Any
-) -> Tensor:
-    """Return dx. saved: codes and scales of the stack of weights, or the weights themselves."""
+def _dgrad(dy: Tensor, g: Quantized | None, w: SavedOperand, fold: Tensor | None, ends: Tensor, ctx: Any) -> Tensor:
     recipe, dtype, (experts, rows, cols) = ctx.recipe, ctx.dtype, ctx.shape
     if g is None:
-        return grouped_mm(dy, saved[0].to(dtype), ends)
+        assert w.values is not None
+        return grouped_mm(dy, w.values.to(dtype), ends)
     source = Source.of([dy], recipe.dgrad.grad_output, fold=fold)
-    if ctx.saves_codes:
-        return dgrad_folded(g, saved[0], ends, (dtype, recipe.dgrad.accumulate), source, ctx.stats)
-    stack = quantize_matrix(saved[0].detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
-    w = stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols)
-    return _dgrad_of(g, w, ends, (dtype, recipe.dgrad.accumulate), source, ctx.stats)
+    options = GemmOptions(dtype, recipe.dgrad.accumulate)
+    if w.codes is not None:
+        return grouped_dgrad_folded(g, w.codes, ends, options, source, ctx.stats)
+    assert w.values is not None
+    stack = kernels.quantize_matrix(w.values.detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
+    turned = ExpertCodes(stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols))
+    return _grouped_dgrad(g, turned, ends, options, source, ctx.stats)
 
 
-def _wgrad(
-    dy: Tensor, h: Padded | None, kept: list[Tensor], ends: Tensor, recipe: Recipe, dtype: torch.dtype
-) -> Tensor:
+def _wgrad(dy: Tensor, h: Padded | None, x: SavedOperand, ends: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     if h is None:
-        return grouped_mm(dy.t(), kept[0], ends)
-    codes, scale = kept
+        assert x.values is not None
+        return grouped_mm(dy.t(), x.values, ends)
+    assert x.codes is not None
     if recipe.folds("wgrad.input"):
-        return grouped_wgrad(h, transpose_groups(codes, ends), None, ends, dtype)
-    return grouped_wgrad(h, codes, scale, ends, dtype)
+        return grouped_wgrad(h, Padded(transpose_groups(x.codes, ends), None), ends, dtype)
+    return grouped_wgrad(h, Padded(x.codes, x.scale), ends, dtype)
 
 
-# ---------------------------------------------------------------- products of stacks, also those of `octavo.nn.experts`
+# --- GEMMs of stacks, also for `octavo.nn.experts` --------------------------------------------------------------------
 
 
-def fprop(
-    x: Quantized, w: tuple[Tensor, Tensor], ends: Tensor, recipe: Recipe, dtype: torch.dtype,
-    origin: tuple[Sequence[Tensor], Tensor, str], stats: Tensor | None, weights: Tensor | None = None,
+class Origin(NamedTuple):
+    """Operands of an fprop in high precision, for telemetry."""
+
+    tensors: Sequence[Tensor]
+    """The tensors that the rows are computed from, as described by `Source`."""
+    weight: Tensor
+    """(E, N, K)."""
+    kind: str = ""
+    """How they are computed (`Source.kind`)."""
+
+
+def grouped_fprop(
+    x: Quantized, w: ExpertCodes, ends: Tensor, recipe: Recipe, dtype: torch.dtype, origin: Origin,
+    stats: Tensor | None, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return y (R, N), its rows multiplied by weights (R,) where there are any.
-
-    Args:
-        origin: what x was made of, the weights (E, N, K), and how x was made (`octavo.nn.telemetry_ops.Source`).
-    """
-    product = dtype, recipe.fprop.accumulate
+    """Return y (R, N), its rows multiplied by weights (R,) if there are any."""
+    options = GemmOptions(dtype, recipe.fprop.accumulate)
     if stats is None:
-        return grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product)
-    tensors, weight, kind = origin
-    sources = Source.of(tensors, recipe.fprop.input, kind), Source.of([weight], recipe.fprop.weight)
-    return telemetry_experts.fprop(x, w, ends, product, *sources, stats, weights)
+        return grouped_gemm(x if weights is None else weighted(x, weights), w, ends, *options)
+    tokens = Source.of(origin.tensors, recipe.fprop.input, origin.kind)
+    stack = Source.of([origin.weight], recipe.fprop.weight)
+    return telemetry_experts.sampled_grouped_fprop(x, w, ends, options, tokens, stack, stats, weights)
 
 
-def dgrad_folded(
-    g: Quantized, codes: Tensor, ends: Tensor, product: telemetry_experts.Product, source: Source, stats: Tensor | None
+def grouped_dgrad_folded(
+    g: Quantized, codes: Tensor, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor | None
 ) -> Tensor:
     """Return g W (R, K). codes: (E, N, K), those of fprop, whose scales are in g."""
     experts, rows, cols = codes.shape
     turned = kernels.transpose(codes.flatten(0, 1), g.codes).view(cols, experts, rows).transpose(0, 1)
-    return _dgrad_of(g, (turned, None), ends, product, source, stats)
+    return _grouped_dgrad(g, ExpertCodes(turned, None), ends, options, source, stats)
 
 
-def _dgrad_of(
-    g: Quantized, w: telemetry_experts.Weights, ends: Tensor, product: telemetry_experts.Product, source: Source,
-    stats: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _grouped_dgrad(
+    g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor | None
+) -> Tensor:
     if stats is None:
-        return grouped_gemm(g, *w, ends, *product)
-    return telemetry_experts.dgrad(g, w, ends, product, source, stats)
+        return grouped_gemm(g, w, ends, *options)
+    return telemetry_experts.sampled_grouped_dgrad(g, w, ends, options, source, stats)

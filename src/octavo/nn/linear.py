@@ -1,6 +1,6 @@
 """`octavo.nn.Linear`: an `nn.Linear` whose GEMMs run in FP8.
 
-Its parameters stay the master weights, or its weight is an `FP8Tensor` and the optimizer keeps the master.
+Its parameters are the master weights; or its weight is an `FP8Tensor`, and the optimizer keeps the master.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.adopted import Adopted, is_taken
-from octavo.nn.calibration import check
+from octavo.nn.calibration_file import check
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import linears
 from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_state
@@ -26,9 +26,9 @@ from octavo.recipes import Recipe, RecipeLike, load
 class Linear(Adopted, nn.Linear):
     """A linear layer computed by a recipe.
 
-    Parameters, names, state_dict, hooks and flags are those of `nn.Linear`, so that a layer becomes one of these and
-    back by changing its class (`adopt`, `release`); a layer of a class derived from `nn.Linear` remains one of that.
-    The weight is quantised in each forward (`octavo.nn.weight_codes`).
+    Parameters, names, state_dict, hooks and flags are those of `nn.Linear`, so that a layer is converted and reverted
+    by changing its class (`adopt`, `release`); a layer of a subclass of `nn.Linear` remains an instance of it. The
+    weight is quantised in each forward (`octavo.nn.weight_codes`).
     """
 
     parent = nn.Linear
@@ -38,22 +38,22 @@ class Linear(Adopted, nn.Linear):
     )  # fmt: skip
     recipe: Recipe
     enabled: bool
-    """False: compute as `nn.Linear` does, for an evaluation in high precision."""
+    """False: compute like `nn.Linear`, for an evaluation in high precision."""
     shared: SharedInput | None
     """The layers that are computed together with this one, because they read the same input."""
     keeps_input: bool
-    """Whether backward quantises the input again, instead of keeping its codes (`Policy.requantise`). Layers that are
-    computed together agree on it."""
+    """Whether backward quantises the input again, instead of saving its codes (`Policy.requantise`). The same for all
+    layers that are computed together."""
     scaling_state: ScalingState | None
-    """The scales that the model stores from step to step; None if this layer's recipe stores none."""
+    """Stored scales of the model; None if this layer's recipe stores none."""
     scaling_slot: ScalingSlot | None
-    """Where this layer's are in it."""
+    """Position of this layer's scales in it."""
     reads_codes: bool = False
-    """Whether its input comes from other ranks as codes: what was lost in making them is not known here."""
+    """Whether its input arrives from other ranks as codes, so that quantisation errors are not known here."""
     weight_codes: WeightCodes | None = None
-    """The weight as fprop reads it, or that of all layers of `shared`, while it is known not to change."""
+    """The weight as fprop reads it, or those of all layers of `shared`, while it is known not to change."""
     stats_slot: StatsSlot | None = None
-    """Where telemetry of this layer goes, while there is any (`octavo.nn.telemetry`)."""
+    """Telemetry buffer of this layer, while telemetry is on (`octavo.nn.telemetry`)."""
 
     def __init__(
         self,
@@ -83,9 +83,10 @@ class Linear(Adopted, nn.Linear):
         kind.take(module, recipe=recipe, enabled=True, keeps_input=False, **none)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return x W^T + b for x (..., K), in x's dtype, or in autocast's where that is on."""
+        """Return x W^T + b for x (..., K), in x's dtype, or in autocast's dtype if it is on."""
         if not self.enabled:
-            return F.linear(input, values(self.matrix, self.weight.dtype), self.bias)
+            weight = self.matrix  # read once: a parametrization may compute another one each time
+            return F.linear(input, values(weight, weight.dtype), self.bias)
         if self.shared is not None:
             return self.shared.output(self, input)
         return linears(input, [self.matrix], [self.bias], *settings_of([self], input))[0]
@@ -97,7 +98,7 @@ class Linear(Adopted, nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # a copy is written
+        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # copies change
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
@@ -105,7 +106,7 @@ class Linear(Adopted, nn.Linear):
 
 
 class TransposedLinear(Linear):
-    """A linear layer whose weight is stored as (K, N): `Conv1D` of transformers, which GPT-2 is made of."""
+    """A linear layer whose weight is stored as (K, N): `Conv1D` of transformers, as in GPT-2."""
 
     @property
     def matrix(self) -> Tensor:
@@ -135,5 +136,5 @@ def is_transposed(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def is_adopted(module: nn.Module) -> TypeGuard[Linear]:
-    """Return whether a module computes as `Linear` does, in no class that a user has derived from that."""
+    """Return whether a module computes as `Linear` does, and is not of a subclass that a user wrote."""
     return isinstance(module, Linear) and is_taken(module)

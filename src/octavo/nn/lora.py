@@ -1,8 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): low-rank updates of frozen linear layers, whose weights may be FP8 codes.
 
-A layer stays the layer it is, under its name: the update is a child of it, `lora`, that a hook adds to the output. So
-a plan, fused groups, exports and one-byte weights see the model that they know. PEFT wraps layers, which renames their
-parameters, and merges by adding to `weight.data`, which FP8 codes cannot take: a sum is to be quantised, once.
+A layer keeps its class and name: the update is its child `lora`, added to the output by a hook. So plans, fused groups,
+exports and FP8 weights work unchanged. PEFT wraps layers instead, which renames their parameters, and merges by adding
+to `weight.data`, which FP8 codes cannot: the sum must be quantised, once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.tensor import FP8Tensor
 
 
 class LoRA(nn.Module):
-    """The update `alpha / rank * B A` of a weight (N, K), in FP32; zero at first."""
+    """The update `alpha / rank * B A` of a weight (N, K), in FP32; initially zero."""
 
     def __init__(self, layer: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed:
 def merge_lora(model: nn.Module) -> int:
     """Add all updates to the weights of their layers and remove them; return their number.
 
-    Sums are taken in FP32 and rounded once: to the dtype of the weight, or to FP8 with new scales.
+    Sums are computed in FP32 and rounded once: to the dtype of the weight, or to FP8 with new scales.
     """
     layers = [module for module in model.modules() if isinstance(getattr(module, "lora", None), LoRA)]
     for layer in layers:

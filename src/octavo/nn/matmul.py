@@ -2,11 +2,11 @@
 
     C = A B      A (B, M, K), B (B, K, N): a batch of B products
 
-It is a linear layer whose input is A and whose weight is B^T (N, K), so a recipe says all there is to say:
+This is a linear layer with the input A and the weight B^T (N, K), so a recipe describes it completely:
 
     fprop  C = A B        dgrad  dA = dC B^T        wgrad  dB^T = dC^T A
 
-What is folded in a linear layer is folded here: the scales of B^T move into dC before dA, those of A before dB.
+Folding works as in a linear layer: the scales of B^T move into dC before dA, those of A before dB.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def matmul(a: Tensor, b: Tensor, recipe: Recipe, dtype: torch.dtype | None = Non
     """Return a b with the three GEMMs of `recipe`, in `dtype`. Leading dimensions broadcast as in `torch.matmul`.
 
     Args:
-        a: (..., M, K), any floating-point dtype; (K,) too where b is a matrix.
+        a: (..., M, K), any floating-point dtype; also (K,) if b is a matrix.
         b: (..., K, N).
-        dtype: what every GEMM rounds its result to, and what a GEMM in high precision computes in; default a's.
+        dtype: dtype of every GEMM's result, and in which a GEMM in high precision computes; default that of a.
 
     Raises:
         ConfigError: an operand is an integer or complex.
@@ -55,14 +55,14 @@ def _multiply(a_BMK: Tensor, b_BKN: Tensor, recipe: Recipe, dtype: torch.dtype) 
     return result
 
 
-def quantize_both(
+def quantize_batch_both_ways(
     x_BRC: Tensor,
     rows: Operand | None,
     columns: Operand | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
 ) -> tuple[Batch | None, Batch | None]:
-    """Quantise B matrices (R, C), each by itself: as they lie for `rows`, transposed for `columns`, from one read.
+    """Quantise B matrices (R, C) separately: directly for `rows`, transposed for `columns`, from one read.
 
     Args:
         row_fold: FP32 (B, 1, C), multiplied in before `rows`.
@@ -78,7 +78,7 @@ def quantize_both(
 
 
 class _Matmul(torch.autograd.Function):
-    """C = A B. Keeps of each operand what the other one's gradient needs, in FP8 wherever that GEMM is."""
+    """C = A B. Saves of each operand what the gradient of the other one needs, in FP8 if that GEMM is."""
 
     @staticmethod
     def forward(ctx: Any, a_BMK: Tensor, b_BKN: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -113,13 +113,13 @@ def _read(
 ) -> tuple[Batch | None, tuple[Tensor, ...]]:
     """Return X as fprop reads it, None in BF16, and what a backward GEMM needs of it, if it is needed.
 
-    That is (x,) in BF16, or codes and scale: those of fprop where they are reused, else of X^T.
+    The latter is (x,) in BF16, or codes and scale: those of fprop if they are reused, otherwise of X^T.
     """
     forward: Operand | None = getattr(recipe.fprop, role) if recipe.fprop.is_fp8 else None
     own: Operand | None = None
     if needed and recipe.gemm(gemm).is_fp8 and not recipe.reuses(f"{gemm}.{role}"):
         own = getattr(recipe.gemm(gemm), role)
-    x, turned = quantize_both(x_BRC, forward, own) if forward or own else (None, None)
+    x, turned = quantize_batch_both_ways(x_BRC, forward, own) if forward or own else (None, None)
     if not needed:
         return x, ()
     kept = turned or x
@@ -137,13 +137,13 @@ def _read_gradient(
         return None, None
     row_fold = for_a[1].transpose(1, 2) if rows is not None and recipe.folds("dgrad.weight") else None
     column_fold = for_b[1] if columns is not None and recipe.folds("wgrad.input") else None
-    return quantize_both(dc_BMN, rows, columns, row_fold, column_fold)
+    return quantize_batch_both_ways(dc_BMN, rows, columns, row_fold, column_fold)
 
 
 def _gradient(
     dc_BRS: Tensor, dc: Batch | None, kept: tuple[Tensor, ...], recipe: Recipe, gemm: str, role: str
 ) -> Tensor:
-    """Return dC X for what was kept of X (B, S, C), as (B, R, C); for wgrad its transpose, as B lies."""
+    """Return dC X for what was saved of X (B, S, C), as (B, R, C); for wgrad its transpose, in the layout of B."""
     if dc is None:
         result = product(dc_BRS, kept[0])
         return result.transpose(1, 2) if gemm == "wgrad" else result

@@ -3,16 +3,15 @@
     gated   y = (f(x W_gate^T) * x W_up^T) W_down^T          plain   y = f(x W_up^T) W_down^T
 
 The activation is computed in the pass that quantises it, and again in backward, in the pass that quantises its
-gradients for the two GEMMs that read them. What lies between forward and backward is x in FP8 and the inputs of the
-activation, the outputs of gate and up; the hidden activation is never stored. Those inputs are about half of what a
-Llama keeps for backward. They may be kept in FP8 too: then y stays what it is, to the bit, and the gradients are those
-of inputs that were rounded once more.
+gradients for the two GEMMs that read them. Saved for backward are x in FP8 and the inputs of the activation, the
+outputs of gate and up; the hidden activation is never stored. These inputs are about half of what a Llama saves for
+backward. They can be saved in FP8 too: y is then unchanged, bit for bit, and the gradients are those of inputs that
+were rounded once more.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,18 +25,19 @@ from octavo.kernels.activation import INPUTS, Factors, Targets, activation, acti
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn.functional import (
-    Kept,
+    InputSource,
     Quantizer,
-    codes_of_input,
+    SavedInput,
+    SavedWeights,
+    codes_for,
     dgrad,
     fprop,
     input_fold,
-    kept_weights,
-    known_codes,
+    input_source,
     read_gradient,
     read_input,
     read_weights,
-    scale_of,
+    save_weights,
     unstack,
     weight_fold,
     wgrad,
@@ -77,34 +77,48 @@ def mlp(
 
     Args:
         weights: gate and up, (F, D) each, or up alone; then down, (D, F).
-        kind: the activation, as `kernels.activation` names it.
-        quantizers: of gate and up, and of down, alike in dtype.
-        prequantized: x as the first GEMM reads it, (M, D), where the kernel that made x has quantised it too.
-        codes: the weights as fprop reads them, where they are known: the stack of gate and up, and down.
-        activation_inputs: what gate and up are kept in for backward: `bf16`, in `dtype` as they are, or `fp8`, E4M3
-            codes with a power-of-two scale for 128 columns of a token.
+        kind: activation, by its name in `kernels.activation`.
+        quantizers: of gate and up, and of down, with the same dtype.
+        prequantized: x as the first GEMM reads it, (M, D), if the kernel that computed x quantised it too.
+        codes: the weights as fprop reads them, if known: the stack of gate and up, and down.
+        activation_inputs: format of gate and up saved for backward: `bf16`, in `dtype`, unchanged, or `fp8`, E4M3 codes
+            with a power-of-two scale per 128 columns of a token.
     """
-    (inner, dtype, _, stats, keeps_input), (outer, _, _, down_stats, _) = quantizers
+    inner, outer = quantizers
     check_operands(x, weights[0])
-    x_MD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    given = codes_of_input(x, inner, prequantized)
-    attached = *known_codes(codes[0], weights[:-1]), *known_codes(codes[1], weights[-1:])
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
-    options = kind, inner, outer, dtype, keeps_codes, keeps_input
-    y_MD: Tensor = _MLP.apply(x_MD, *given, *attached, stats, down_stats, options, *weights)  # type: ignore[no-untyped-call]
+    options = kind, inner.recipe, outer.recipe, inner.dtype, keeps_codes, inner.keeps_input
+    y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
+        *input_source(x, inner.recipe, prequantized),
+        *codes_for(weights[:-1], codes[0]),
+        *codes_for(weights[-1:], codes[1]),
+        inner.stats_buffer,
+        outer.stats_buffer,
+        options,
+        *weights,
+    )
     return y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
+
+
+_X = len(InputSource._fields)
+_WEIGHTS = _X + 7
+"""Index of the first weight among the arguments of `_MLP.apply`: fields of `InputSource`, codes and scale of gate and
+up, codes and scale of down, the stats buffers of both, options, *weights."""
 
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor | None:
-        *tensors, options = inputs[:_WEIGHTS]  # see `_Linears`
-        weights = inputs[_WEIGHTS:]
+    def forward(ctx: Any, *arguments: Any) -> Tensor | None:
+        *tensors, options = arguments[:_WEIGHTS]  # see `_Linears`
+        weights = arguments[_WEIGHTS:]
         needs_inner = any(ctx.needs_input_grad[_WEIGHTS:-1])
         (y_MD,), *saved = replay(_forward, (*options, needs_inner), (*tensors, *weights))
-        ctx.save_for_backward(*(tensor for part in saved for tensor in part))
-        ctx.sizes, ctx.stats, ctx.x_dtype = tuple([len(part) for part in saved]), tensors[-2:], inputs[0].dtype
-        ctx.options, ctx.parts = options[:-1], tuple([(weight.shape[0], weight.dtype) for weight in weights])
+        ctx.save_for_backward(*(tensor for group in saved for tensor in group))
+        ctx.stats = tensors[-2:]
+        sizes = tuple([len(group) for group in saved])
+        rows, dtypes = tuple([w.shape[0] for w in weights]), tuple([w.dtype for w in weights])
+        kind, inner, outer, dtype, keeps_codes, _ = options
+        ctx.options = kind, inner, outer, dtype, keeps_codes, tensors[0].dtype, sizes, rows, dtypes
         ctx.set_materialize_grads(False)
         return y_MD
 
@@ -114,49 +128,42 @@ class _MLP(torch.autograd.Function):
         if grad_outputs[0] is None:
             return (None,) * len(ctx.needs_input_grad)
         needs_x, needs_weights = needed_grads(ctx, _WEIGHTS)
-        options = *ctx.options, ctx.x_dtype, ctx.sizes, ctx.parts, needs_x, tuple(needs_weights)
+        options = *ctx.options, needs_x, tuple(needs_weights)
         (dx,), dws = replay(_backward, options, (*ctx.stats, grad_outputs[0], *ctx.saved_tensors))
         return dx, *(None,) * (_WEIGHTS - 1), *dws
 
 
-_WEIGHTS = 13
-"""Which argument of `_MLP.apply` is the first weight."""
-
-
 def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
-    """Return the output, and what backward needs: of x, the scale of h, gate and up, and of the weights."""
+    """Return the output, and what is saved: of x, the scale of h, gate and up, of their weights, and of down's."""
     kind, inner, outer, dtype, keeps_codes, keeps_input, needs_inner = options
-    x_MD, codes, scale, *source, w_codes, w_scale, down_codes, down_scale, stats, down_stats = tensors[: _WEIGHTS - 1]
-    weights = tensors[_WEIGHTS - 1 :]
-    given = None if codes is None else Quantized(codes, scale, inner.fprop.input.tile)
-    x = read_input(x_MD, inner, dtype, needs_inner, given, keeps_input=keeps_input, source=source)
-    w = read_weights(weights[:-1], inner, None if w_codes is None else (w_codes, w_scale))
-    down = read_weights(weights[-1:], outer, None if down_codes is None else (down_codes, down_scale))
+    source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
+    w_codes, w_scale, down_codes, down_scale, stats, down_stats = tensors[_X : _WEIGHTS - 1]
+    x = read_input(source, inner, dtype, needs_inner, keeps_input=keeps_input)
+    w = read_weights(weights[:-1], inner, w_codes, w_scale)
+    down = read_weights(weights[-1:], outer, down_codes, down_scale)
     assert w is not None and down is not None
-    before = fprop([x_MD], x.fprop, w, weights[:-1], inner, dtype, stats)
+    before = fprop([source.x], x.fprop, w, weights[:-1], inner, dtype, stats)
     hidden, inputs = activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
     return (
         fprop(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
-        x.kept,
+        x.saved,
         (hidden.scale,),
         inputs,
-        kept_weights(w, weights[:-1], inner, w_codes is not None),
-        kept_weights(down, weights[-1:], outer, down_codes is not None),
+        save_weights(w, weights[:-1], inner, w_codes is not None).tensors,
+        save_weights(down, weights[-1:], outer, down_codes is not None).tensors,
     )
 
 
 def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return the gradients of x and of the weights."""
-    kind, inner, outer, dtype, keeps_codes, x_dtype, sizes, parts, needs_x, needs_weights = options
+    kind, inner, outer, dtype, keeps_codes, x_dtype, sizes, rows, dtypes, needs_x, needs_weights = options
     stats, down_stats, grad_output, *saved = tensors
-    kept, (hidden_scale,), inputs, w, down = _split(saved, sizes)
+    saved_x, (hidden_scale,), inputs, saved_w, saved_down = _split(saved, sizes)
+    x, w, down = SavedInput(*saved_x), SavedWeights.of(saved_w, rows[:-1]), SavedWeights.of(saved_down, rows[-1:])
     *needs_inner, needs_down = needs_weights
-    weight, down_weight = (
-        Kept(tensors, tuple([rows for rows, _ in of])) for tensors, of in ((w, parts[:-1]), (down, parts[-1:]))
-    )
     dy = [grad_output.to(dtype)]
-    g, h = read_gradient(dy, hidden_scale, down_weight, outer, needs_down)
-    d_hidden = dgrad(dy, g, down_weight, outer, dtype, down_stats)
+    g, h = read_gradient(dy, hidden_scale, down, outer, needs_down)
+    d_hidden = dgrad(dy, g, down, outer, dtype, down_stats)
     gradients = activation_backward(
         kind,
         d_hidden,
@@ -167,22 +174,22 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
             hidden=_hidden_target(outer) if needs_down else None,
         ),
         Factors(
-            rows=weight_fold(weight, inner) if needs_x else None,
-            columns=input_fold(scale_of(kept), inner) if any(needs_inner) else None,
-            hidden=hidden_scale if needs_down and _scale_tells_codes(outer, keeps_codes) else None,
+            rows=weight_fold(w, inner) if needs_x else None,
+            columns=input_fold(x.scale, inner) if any(needs_inner) else None,
+            hidden=hidden_scale if needs_down and _scale_gives_codes(outer, keeps_codes) else None,
         ),
     )
     dx = None
     if needs_x:
-        dx = dgrad((d_hidden, *inputs), gradients.rows, weight, inner, dtype, stats, kind).to(x_dtype)
-    dws: list[Tensor | None] = [None] * len(parts)
+        dx = dgrad((d_hidden, *inputs), gradients.rows, w, inner, dtype, stats, kind).to(x_dtype)
+    dws: list[Tensor | None] = [None] * len(rows)
     if any(needs_inner):
-        cut = unstack(wgrad(dy, gradients.columns, kept, inner, dtype), parts[:-1])
-        dws[:-1] = [part if needed else None for part, needed in zip(cut, needs_inner, strict=True)]
+        parts = unstack(wgrad(dy, gradients.columns, x, inner, dtype), rows[:-1], dtypes[:-1])
+        dws[:-1] = [part if needed else None for part, needed in zip(parts, needs_inner, strict=True)]
     if needs_down:
         assert gradients.hidden is not None and h is not None
         hidden = kernels.without_scale(gradients.hidden) if outer.folds("wgrad.input") else gradients.hidden
-        dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(parts[-1][1])
+        dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(dtypes[-1])
     return (dx,), dws
 
 
@@ -195,7 +202,7 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor
 def activate(
     kind: str, before: Sequence[Tensor], target: QuantSpec, keeps_codes: bool
 ) -> tuple[Quantized, Sequence[Tensor]]:
-    """Return h, and what backward reads of gate and up: themselves, or their codes and scales."""
+    """Return h, and what backward reads of gate and up: the tensors, or their codes and scales."""
     gate, up = before[0], before[1] if len(before) > 1 else None
     if not keeps_codes:
         return activation(kind, gate, up, target), before
@@ -204,7 +211,7 @@ def activate(
 
 
 def gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quantized, Tensor | Quantized | None]:
-    """Return gate and up, if there is one, from what `_activate` gave."""
+    """Return gate, and up or None, from what `activate` returned for backward."""
     found: list[Tensor | Quantized] = list(inputs)
     if as_codes:
         found = [Quantized(*pair, INPUTS.tile) for pair in zip(inputs[::2], inputs[1::2], strict=True)]
@@ -212,18 +219,18 @@ def gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quan
 
 
 def _hidden_target(outer: Recipe) -> QuantSpec:
-    """Return what the hidden activation, transposed, is quantised to for wgrad."""
+    """Return how the hidden activation, transposed, is quantised for wgrad."""
     if outer.reuses("wgrad.input"):
         forward = spec_of(outer.fprop.input)
         return forward._replace(granularity=forward.tile.transposed.name)
     return spec_of(outer.wgrad.input)
 
 
-def _scale_tells_codes(outer: Recipe, keeps_codes: bool) -> bool:
-    """Return whether h is quantised by the scales of fprop, which are folded into dY: per row.
+def _scale_gives_codes(outer: Recipe, keeps_codes: bool) -> bool:
+    """Return whether backward quantises h by the scales of fprop, which are folded into dY: one per row.
 
-    Its codes follow from them, but where 1 / scale is not what fprop multiplied by; from h of rounded inputs they are
-    others anyway, whose own scales would not be those that are folded.
+    Not if 1 / scale is not the factor of fprop: the same scales are then found again from h. But h of rounded inputs
+    would get other scales than those that are folded, so that it takes those of fprop in any case.
     """
     operand = outer.fprop.input
     reused = outer.reuses("wgrad.input")

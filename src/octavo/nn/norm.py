@@ -1,22 +1,25 @@
 """Norms that hand the FP8 codes of their result to the linear layer that reads it.
 
-As with `octavo.nn.Linear`, a module becomes one of these and back by changing its class: parameters, names, state_dict,
-hooks and flags stay. It computes by itself only where that gains something: in eager mode on a GPU, where one kernel
-writes y and its codes. Compiled code is the parent's forward. Input that the kernels would not treat as the parent does
-goes to the parent too.
+As for `octavo.nn.Linear`, a module is converted and reverted by changing its class: parameters, names, state_dict,
+hooks and flags stay. It only replaces the parent's computation if that gains something: in eager mode on a GPU, where
+one kernel writes y and its codes. Compiled code runs the parent's forward. So does input that the kernels would treat
+differently from the parent.
 
-Backward reads the input. In a transformer that is the residual stream, which nothing else keeps: the sums that make it
-keep nothing. A norm may keep it in FP8 (`input_format`): then it computes by itself everywhere, in compiled code too.
-What its gradients lose by that is little. The input's error reaches dx only through the term that takes the mean of
-dy * n from each row, and the rest of dx is exact; dweight sums it over all tokens.
+Backward reads the input. In a transformer that is the residual stream, which no other operation saves: the additions
+that compute it save nothing. A norm can save it in FP8 (`input_format`); it then always replaces the parent's
+computation, in compiled code too. The effect on gradients is small. The error of the input reaches dx only through the
+term that subtracts the mean of dy * n from each row, and the rest of dx is exact; dweight sums the errors over all
+tokens.
 
-Layers that read a compiled RMS norm make their codes of the norm's input (`octavo.nn.attached_codes.Normed`), in a pass
-that reads it and the rows' rstd, so that y is not written. In backward they make them again, to the bit, and keep none.
+Layers that read a compiled RMS norm make their codes of the norm's input (`octavo.nn.attached_codes.NormSource`), in a
+pass that reads it and the rstd of its rows, so that y is not written. In backward they make the same codes again, bit
+for bit, and save none.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -31,8 +34,8 @@ from octavo.kernels.dispatch import is_plain, on_gpu, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.tape import Result, replay
-from octavo.nn.adopted import Adopted
-from octavo.nn.attached_codes import attach_codes, attach_normed
+from octavo.nn.adopted import Recognised, own_class
+from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.probe import computes, shallow_copy
 from octavo.numerics import Quantized
 from octavo.recipes import Precision
@@ -40,17 +43,17 @@ from octavo.recipes import Precision
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Norm(Adopted):
-    """What all norms here have in common; `adopt` makes one of a user's."""
+class Norm(Recognised):
+    """Base of converted norms; `adopt` converts a user's norm."""
 
-    fields = ("target", "enabled", "input_format")
+    fields = (*Recognised.fields, "target", "enabled", "input_format")
     weight: Tensor | None
     target: QuantSpec | None
-    """What the reader of y quantises it to; None: y alone is written."""
+    """Quantisation of y for its reader; None: only y is written."""
     enabled: bool
-    """False: compute as the parent does."""
+    """False: compute like the parent."""
     input_format: Precision
-    """What the input is kept in for backward: `bf16` as it is, `fp8` as codes, with a scale for 128 of them."""
+    """Format of the input saved for backward: `bf16` unchanged, `fp8` as codes, with a scale per 128 of them."""
     normalized_shape: tuple[int, ...]
 
     @property
@@ -59,7 +62,7 @@ class Norm(Adopted):
         return isinstance(self, nn.LayerNorm)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the norm of x (..., D) over its last dimension. Anything more than x goes to the parent."""
+        """Return the norm of x (..., D) over its last dimension. Calls with other arguments go to the parent."""
         if not kwargs and len(args) == 1 and self._is_recomputed(args[0]):
             return self._forward_to_recompute(args[0])
         if kwargs or len(args) != 1 or not self._takes(args[0]):
@@ -92,14 +95,16 @@ class Norm(Adopted):
         return _default_eps(x.dtype, x.device) if eps is None else eps
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return weight and bias; only a layer norm's `bias` is one."""
+        """Return weight and bias; only for a layer norm is `bias` the bias of the formula."""
         return self.weight, getattr(self, "bias", None) if self.is_centred else None
 
     def _takes(self, x: Any) -> bool:
-        """Return whether the kernels gain anything here and give what the parent gives, dtype included."""
+        """Return whether the kernels gain anything for x, with the parent's result, dtype included."""
         if not self.enabled or not is_plain(x):
             return False
         if self.input_format != "fp8" and (torch.compiler.is_compiling() or not _gains(x.device)):
+            return False
+        if not self.is_as_recognised():
             return False
         parameters = [p for p in self._affine() if p is not None]
         shape = parameters[0].shape if parameters else self.normalized_shape
@@ -107,24 +112,25 @@ class Norm(Adopted):
             return False
         if any((p.dtype, p.device) != (x.dtype, x.device) or not is_plain(p) for p in parameters):
             return False
-        # Autocast lets some norms run in FP32 and others not, by class, version and device. FP32 stays FP32 in all.
+        # Whether autocast runs a norm in FP32 depends on its class, the version and the device. FP32 input stays FP32.
         return x.dtype == torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype in _DTYPES
 
     def _is_recomputed(self, x: Any) -> bool:
-        """Return whether compiled readers of y make their codes of x, which backward keeps."""
+        """Return whether compiled readers of y make their codes of x, which backward saves."""
         if not (torch.compiler.is_compiling() and self.enabled and is_plain(x)):
             return False
         if self.is_centred or self.weight is None or self.target is None or self.input_format == "fp8":
             return False
         is_long = COMPILED_ROW < x.shape[-1] <= LONGEST_NORM  # shorter rows are quantised where they are computed
-        return is_long and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
+        known = is_long and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
+        return known and self.is_as_recognised()
 
     def _forward_to_recompute(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
         with torch.no_grad():
             x_MD = x.reshape(-1, x.shape[-1])
             rstd = torch.rsqrt(x_MD.float().pow(2).mean(-1) + self._eps(x))
-            attach_normed(y, x_MD, (rstd, cast(Tensor, self.weight).detach()))
+            attach_norm_source(y, x_MD, (rstd, cast(Tensor, self.weight).detach()))
         return y
 
     def _note_that_nothing_is_saved(self, args: tuple[Any, ...]) -> None:
@@ -140,21 +146,23 @@ class Norm(Adopted):
 def adopts(module: nn.Module) -> bool:
     """Return whether `adopt` takes this module: a norm of PyTorch's over one dimension, or a user's RMS norm.
 
-    The latter is known by what it does: it has one parameter, `weight` (D,), and an epsilon, and computes the RMS norm
-    of random rows and nothing else, in FP32 and in BF16 (`octavo.nn.probe`). Models of Hugging Face bring such classes
-    of their own.
+    The latter is recognised by its behaviour: it has one parameter, `weight` (D,), and an epsilon, and computes the RMS
+    norm of random rows and nothing else, in FP32 and in BF16 (`octavo.nn.probe`). Models of Hugging Face have such
+    classes of their own.
     """
-    if isinstance(module, Norm):
+    if isinstance(module, Norm) and module.is_as_recognised():
         return True
-    if type(module) in (nn.RMSNorm, nn.LayerNorm):
-        return len(cast(nn.RMSNorm, module).normalized_shape) == 1
+    kind = own_class(module).parent if isinstance(module, Norm) else type(module)
+    if kind in (nn.RMSNorm, nn.LayerNorm):
+        norm = cast(nn.RMSNorm, module)
+        return len(norm.normalized_shape) == 1 and isinstance(norm.eps, Real | None)
     return _is_rms_norm(module)
 
 
 def adopt(module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16") -> None:
     """Turn a module that `adopts` takes into a `Norm`, in place. It remains an instance of its class.
 
-    A target that needs the maximum of all of y (`tensor`) is left to the reader: then y alone is written.
+    If the target needs the maximum of all of y (`tensor`), the reader quantises: only y is written.
     """
     target = None if target is None or norm.unsupported_reason(target) else target
     Norm.take(module, target=target, enabled=True, input_format=input_format)
@@ -166,8 +174,8 @@ def _gains(device: torch.device) -> bool:
 
 def _eps_of(module: nn.Module) -> float | None:
     for name in ("eps", "variance_epsilon", "epsilon"):
-        if isinstance(eps := getattr(module, name, None), float):
-            return eps
+        if isinstance(eps := getattr(module, name, None), Real):
+            return float(eps)
     return None
 
 
@@ -178,12 +186,12 @@ def _default_eps(dtype: torch.dtype, device: torch.device) -> float:
 
 @cache
 def _measured_default_eps(dtype: torch.dtype, device: torch.device) -> float:
-    """Return what PyTorch's RMS norm takes where no eps is given: versions differ in whose, x's dtype's or FP32's."""
+    """Return the default eps of PyTorch's RMS norm, which depends on the version: that of x's dtype, or of FP32."""
     single = torch.finfo(torch.float32).eps
     if dtype == torch.float32:
         return single
     x = torch.full((1, 8), single**0.5, dtype=dtype, device=device)
-    y = float(F.rms_norm(x, (8,))[0, 0])  # 1 / sqrt(2) with FP32's, far below with a 16-bit one
+    y = float(F.rms_norm(x, (8,))[0, 0])  # 1 / sqrt(2) with FP32's eps, far less with a 16-bit one
     return single if y > 0.5 else torch.finfo(dtype).eps
 
 
@@ -191,15 +199,17 @@ def _is_rms_norm(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters())
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or _eps_of(module) is None:
         return False
-    if not parameters["weight"].numel():  # partitioned by ZeRO-3 of DeepSpeed: nothing can be tried out
+    if not parameters["weight"].numel():  # partitioned by DeepSpeed's ZeRO-3: it cannot run
         return False
     if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return False
+    if not isinstance(module, Norm) and any(hasattr(module, name) for name in Norm.fields):  # they stay the user's
         return False
     return _gives_rms_norm(module, torch.float32, 1e-5) and _gives_rms_norm(module, torch.bfloat16, 2e-2)
 
 
 def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> bool:
-    """Run the module's forward, with another weight, on rows that eps changes not at all, by half and very much."""
+    """Run the module's forward, with another weight, on rows that eps changes not at all, by half, and very much."""
     eps, width = cast(float, _eps_of(module)), cast(Tensor, module.weight).shape[0]
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
@@ -220,7 +230,7 @@ def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> 
 
 
 class _Function(torch.autograd.Function):
-    """y, and its codes and scales where there is a target."""
+    """y, and its codes and scales if there is a target."""
 
     @staticmethod
     def forward(
@@ -236,7 +246,7 @@ class _Function(torch.autograd.Function):
         keeps_codes = keeps_codes and any(ctx.needs_input_grad)
         made, kept = replay(_forward, (eps, target, centred, keeps_codes), (x_MD, weight, bias))
         ctx.save_for_backward(*kept)
-        ctx.set_materialize_grads(False)  # else backward would get zeros for the codes
+        ctx.set_materialize_grads(False)  # otherwise backward gets zeros for the codes
         y_MD, codes, scale = made
         if codes is not None:
             ctx.mark_non_differentiable(codes, scale)
@@ -252,7 +262,7 @@ class _Function(torch.autograd.Function):
 
 
 def _forward(options: tuple[Any, ...], x_MD: Tensor, weight: Tensor | None, bias: Tensor | None) -> Result:
-    """Return y, its codes and scale, and what backward needs."""
+    """Return y, its codes and scale, and what is saved for backward."""
     eps, target, centred, keeps_codes = options
     made = norm.normalise(x_MD, weight, bias, eps, centred=centred, target=target)
     kept = kernels.quantize(x_MD, *norm.KEPT)[:2] if keeps_codes else (x_MD, None)

@@ -1,8 +1,8 @@
-"""`octavo.observed`: what quantising loses in each FP8 layer, and which layer met a NaN or an infinity first.
+"""`octavo.observed`: quantisation errors of each FP8 layer, and the layer that met a NaN or an infinity first.
 
-Every operand is quantised once more, beside the layer, and every element counted, where `octavo.nn.telemetry` reads a
-sample. That costs passes and memory: it is for finding faults, not for every step. Nothing waits for the device until
-the report is read.
+Every operand is quantised once more, beside the layer, and every element counted, while `octavo.nn.telemetry` reads a
+sample. That costs passes and memory: it is meant for finding faults, not for every step. Nothing waits for the device
+until the report is read.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ _READERS = {
     "weight": (("fprop", False), ("dgrad", True)),
     "grad_output": (("dgrad", False), ("wgrad", True)),
 }
-"""The GEMMs that read a role, and whether they read it transposed."""
+"""GEMMs that read a role, and whether they read it transposed."""
 
 Layer = Linear | Conv1d | Conv2d
 
 
 class Observed(NamedTuple):
-    """What has come together for one role of one layer."""
+    """Counts of one role of one layer."""
 
     layer: str
-    """The full name of the layer."""
+    """Full name of the layer."""
     role: str
     """`input`, `weight` or `grad_output`."""
     operand: str
-    """How it was quantised: that of the first GEMM that reads it in FP8."""
+    """Quantisation by the first GEMM that reads it in FP8."""
     elements: int
-    """How many were looked at; a NaN in a pixel that nine patches of a convolution read is nine."""
+    """Number of elements; a NaN in a pixel that nine patches of a convolution read counts nine times."""
     non_finite: int
-    """NaN and infinities."""
+    """Number of NaN and infinite elements."""
     saturated: int
-    """Finite elements past the largest code by more than rounding."""
+    """Finite elements beyond the largest code by more than rounding."""
     flushed: int
-    """Finite elements, not zero, whose code is zero."""
+    """Finite, nonzero elements whose code is zero."""
     amax: float
     """The largest finite magnitude, before the scales of a folded partner are multiplied in."""
 
@@ -76,7 +76,7 @@ class Observation:
     """The report of `octavo.observed`. `print` shows a table, the worst first. Reading it waits for the device."""
 
     not_counted: tuple[str, ...]
-    """FP8 layers that are not looked at: those of experts (`octavo.nn.GroupedLinear`)."""
+    """FP8 layers that are not counted: those of experts (`octavo.nn.GroupedLinear`)."""
 
     def __init__(self, layers: dict[str, Layer], not_counted: Iterable[str] = ()) -> None:
         self.not_counted = tuple(not_counted)
@@ -85,17 +85,17 @@ class Observation:
         self._is_open = True
 
     def rows(self) -> list[Observed]:
-        """Return what was counted: most non-finite elements first, then the largest shares saturated and flushed."""
+        """Return the counts: most non-finite elements first, then the largest shares saturated and flushed."""
         found = [row for name, tally in self._tallies.items() for row, _ in tally.read(name)]
         return sorted(found, key=lambda r: (-r.non_finite, -r.saturated / r.elements, -r.flushed / r.elements))
 
     def faults(self) -> list[Fault]:
-        """Return every role that was not finite, in the order in which that happened: the first is where to look."""
+        """Return every role that was not finite, in order of occurrence: the first is where to look."""
         found = [(first, row) for name, tally in self._tallies.items() for row, first in tally.read(name) if first]
         return [Fault(row.layer, row.role, row.non_finite) for _, row in sorted(found)]
 
     def to_json(self) -> str:
-        """Return the rows and what was not counted as JSON."""
+        """Return the rows and the layers not counted as JSON."""
         rows = [row._asdict() for row in self.rows()]
         return json.dumps({"rows": rows, "not_counted": self.not_counted}, indent=1)
 
@@ -107,7 +107,7 @@ class Observation:
         return "\n".join([*columns([header, *map(_cells, shown)]), "", *notes])
 
     def _hook(self, name: str) -> Callable[..., None]:
-        """Return the forward hook that looks at a layer, and at the gradient of its output when there is one."""
+        """Return the forward hook that counts a layer, and the gradient of its output when there is one."""
         tally = self._tallies[name]
 
         def watch(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
@@ -131,7 +131,7 @@ class Observation:
     def _look(
         self, tally: _Tally, layer: Layer, role: str, x: Tensor, runs: set[str], fold: Tensor | None = None
     ) -> Quantized | None:
-        """Count a matrix as the first of the GEMMs that run reads it; None if none reads it in FP8."""
+        """Count a matrix as read by the first GEMM that runs; None if none reads it in FP8."""
         recipe = layer.recipe
         reader = _reader(recipe, role, runs)
         if reader is None or not self._is_open:
@@ -139,15 +139,15 @@ class Observation:
         self._counted += 1
         gemm, transposed = reader
         cells = layer.scaling_slot.cells if isinstance(layer, Linear) and layer.scaling_slot is not None else None
-        cell = scale_ref_of(cells, recipe, role, update_amax=False) if role in STORED_SCALE_ROLES else None
-        return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, cell, fold, self._counted)
+        scale_ref = scale_ref_of(cells, recipe, role, update_amax=False) if role in STORED_SCALE_ROLES else None
+        return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, scale_ref, fold, self._counted)
 
 
 class _Tally:
-    """The counts of one layer, a row for each of `ROLES`, on its device."""
+    """Counts of one layer, a row for each of `ROLES`, on its device."""
 
     def __init__(self, device: torch.device) -> None:
-        with torch.inference_mode(False):  # they are written to outside of it too
+        with torch.inference_mode(False):  # they are written outside of inference mode too
             self.lost = torch.zeros(len(ROLES), 3, dtype=torch.int64, device=device)
             self.amax = torch.zeros(len(ROLES), device=device, dtype=torch.float32)
             self.first = torch.zeros(len(ROLES), dtype=torch.int64, device=device)
@@ -160,23 +160,23 @@ class _Tally:
         operand: Operand,
         x: Tensor,
         transposed: bool,
-        cell: ScaleRef | None,
+        scale_ref: ScaleRef | None,
         fold: Tensor | None,
         number: int,
     ) -> Quantized:
-        """Quantise x (R, C), or its transpose, as a layer would, add what that loses, and return it.
+        """Quantise x (R, C), or its transpose, as a layer would, count the errors, and return it.
 
         Args:
-            fold: what is multiplied in before, broadcastable to x.
-            number: how many matrices were looked at in all, this one included.
+            fold: factor multiplied in before, broadcastable to x.
+            number: number of matrices counted so far, this one included.
         """
         read = x if fold is None else x.float() * fold
         read = read.t() if transposed else read
         target = spec_of(operand)._replace(rounding="nearest")
-        if cell is None:
+        if scale_ref is None:
             made = kernels.quantize(read, *target)
         else:
-            made = cast(Quantized, kernels.quantize_with_scale([read.contiguous()], cell, target, None)[0])
+            made = cast(Quantized, kernels.quantize_with_scale([read.contiguous()], scale_ref, target, None)[0])
         lost, row = count_lost(read, made), ROLES.index(role)
         self.amax[row] = torch.maximum(self.amax[row], tile_amax(x, PER_TENSOR).view(()))
         self.lost[row] += lost
@@ -187,7 +187,7 @@ class _Tally:
         return made
 
     def read(self, layer: str) -> Iterator[tuple[Observed, int]]:
-        """Yield each role that was looked at, and at which matrix it was not finite for the first time, or 0."""
+        """Yield each role that was counted, and the number of the first matrix that was not finite, or 0."""
         firsts = self.first.tolist()
         for row, role in enumerate(ROLES):
             if elements := self.elements[row]:
@@ -198,13 +198,13 @@ class _Tally:
 
 @contextmanager
 def observed(model: nn.Module) -> Iterator[Observation]:
-    """Count, inside the block, what quantising loses per FP8 layer: flushed, saturated and non-finite elements.
+    """Count quantisation errors per FP8 layer inside the block: flushed, saturated and non-finite elements.
 
     A layer's `input` and `weight` are counted in every forward inside the block, its `grad_output` in every backward of
-    such a forward; a recomputed forward counts again. Results of the forward are bitwise those without the block. Fused
-    MLPs are computed layer by layer, as with any hook inside, so that their gradients are rounded once more, to the
-    dtype of the layers (and `activation_inputs="fp8"` keeps BF16). Code under `torch.compile` runs eagerly inside the
-    block. CUDA graphs captured before it are not counted.
+    such a forward; a recomputed forward counts again. Results of the forward are bitwise unchanged. Fused MLPs are
+    computed layer by layer, as with any hook inside, so that their gradients are rounded once more, to the dtype of the
+    layers (and `activation_inputs="fp8"` keeps BF16). Code under `torch.compile` runs eagerly inside the block. CUDA
+    graphs captured before it are not counted.
 
     Each layer is counted by itself, with the format, granularity and scaling of its recipe: with its stored scale if
     the recipe stores scales, otherwise with the scale of its own maximum, scales of folded partners multiplied in.
@@ -240,7 +240,7 @@ def count_lost(x: Tensor, quantized: Quantized) -> Tensor:
     """Return how many elements are flushed to zero, saturated, and not finite, int64 (3,).
 
     Args:
-        x: (R, C), what was quantised: with its fold, if there was one.
+        x: (R, C), the quantised values, with their fold if there was one.
         quantized: codes (R, C), rounded to nearest.
     """
     if x.numel() == 0:
@@ -280,7 +280,7 @@ def _fold(recipe: Recipe, runs: set[str], input8: Quantized | None, weight8: Qua
 
 
 def _input_matrix(layer: Layer, x: Tensor) -> Tensor:
-    """Return the input (M, K) of a layer's GEMM: of a convolution, its patches."""
+    """Return the input (M, K) of a layer's GEMM; for a convolution, its patches."""
     return _flat(x) if isinstance(layer, Linear) else unfold(_pixels(layer, x), window_of(layer))
 
 
@@ -297,7 +297,7 @@ def _weight_matrix(layer: Layer) -> Tensor:
 
 
 def _pixels(layer: Conv1d | Conv2d, x: Tensor) -> Tensor:
-    """Return images of any form that a convolution takes as (B, H, W, C)."""
+    """Return images in any shape that a convolution takes as (B, H, W, C)."""
     return as_images(x, len(layer.kernel_size)).movedim(1, -1).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Checks of what a layer is given: what PyTorch refuses is refused, and dtypes that cost accuracy or time are said."""
+"""Checks of a layer's operands: errors for what PyTorch refuses, warnings for dtypes that cost accuracy or time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from octavo.kernels.ledger import warn_once
 from octavo.tensor import is_distributed
 
 REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-"""Dtypes of operands that are quantised. A cast would drop imaginary parts, and results would be cast to integers."""
+"""Dtypes of operands that are quantised. A cast of others would drop imaginary parts, or results would become
+integers."""
 
 
 def check_operands(x: Tensor, weight: Tensor) -> None:
-    """Check an input (..., K) and a weight (N, K), also where the input is empty.
+    """Check an input (..., K), empty or not, and a weight (N, K).
 
     Raises:
         ConfigError: a dtype is an integer, complex or FP8 without scales, or K differs.
@@ -36,7 +37,7 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
 
 
 def dtype_note(dtype: torch.dtype, device: str) -> str | None:
-    """Return what to know of layers that compute in a dtype on a type of device, or None."""
+    """Return a note on layers that compute in a dtype on a type of device, or None."""
     if dtype == torch.float16:
         return (
             "FP8 layers compute in FP16: results above 65504 are infinite, and gradients below 6e-8 are zero. Use BF16 "
@@ -44,7 +45,7 @@ def dtype_note(dtype: torch.dtype, device: str) -> str | None:
         )
     if dtype == torch.float32 and device == "cuda":
         return (
-            "FP8 layers compute in FP32: what they write takes twice the memory and time of BF16. Run the model under "
+            "FP8 layers return FP32, at twice the memory and time of BF16: run the model under "
             "torch.autocast(dtype=torch.bfloat16), or make it BF16"
         )
     return None
@@ -52,13 +53,13 @@ def dtype_note(dtype: torch.dtype, device: str) -> str | None:
 
 @assume_constant_result
 def note_dtype(dtype: torch.dtype, device: str) -> None:
-    """Warn once of what `dtype_note` says; in compiled code while it is traced."""
+    """Log a warning with the result of `dtype_note`, once; in compiled code when it is traced."""
     if (note := dtype_note(dtype, device)) is not None:
         warn_once(note)
 
 
 def check_dtypes(*operands: Tensor) -> None:
-    """Check that operands are real floating-point numbers.
+    """Check that operands are real floating-point tensors.
 
     Raises:
         ConfigError: one is not.

@@ -1,10 +1,10 @@
 """Comparison of a user's module with a formula, by running its `forward` on a copy.
 
-A module that is computed by another kernel must compute the formula and do nothing else: in training and in evaluation,
-in every call. So a copy runs several times in both modes, each time after another seed. Results must agree, and
-gradients too; a call that draws a random number (LayerDrop, noise, dropout) or changes an attribute (a counter, a
-cached result) is refused, also where its result agrees. State outside the module, such as a global counter, is seen
-only where a result shows it.
+To be replaced by another kernel, a module must compute the formula and nothing else, in training and in evaluation, in
+every call. So a copy runs several times in both modes, each time with another seed. Results must agree, and gradients
+too. A call that draws a random number (LayerDrop, noise, dropout) or changes an attribute (a counter, a cached result)
+is rejected even if its result agrees. State outside the module, such as a global counter, is detected only if it
+affects a result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.compiler import set_stance
 from octavo.nn.adopted import own_class
 
 CALLS = 3
-"""Calls in each mode."""
+"""Number of calls in each mode."""
 _CONTAINERS = (dict, list, set)
 
 
@@ -47,7 +47,7 @@ def computes(make: Callable[[bool], nn.Module], formula: Callable[..., Tensor], 
 
 @contextmanager
 def _as_written() -> Iterator[None]:
-    """Compute on the CPU as modules are written, and leave the generators of random numbers as they were."""
+    """Run modules as they are written, on the CPU, and restore the random states at the end."""
     states = random.getstate(), np.random.get_state()
     try:
         with ExitStack() as stack:
@@ -62,17 +62,17 @@ def _as_written() -> Iterator[None]:
 
 
 def random_tensor(seed: int, *shape: int) -> Tensor:
-    """Return FP32 normal numbers on the CPU, also where other devices or modes are the default."""
+    """Return FP32 normal numbers on the CPU, whatever the default device or mode."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
-    """Return a copy of the modules in a tree, in that mode and without hooks.
+    """Return a copy of a tree of modules, in that mode and without hooks.
 
-    It holds the same tensors and objects, in dictionaries, lists and sets of its own.
+    It shares tensors and objects with the original, but has dictionaries, lists and sets of its own.
     """
     own = own_class(module)
-    twin = copy.copy(module) if own is type(module) else own.__new__(own)  # FSDP2's class makes one by its arguments
+    twin = copy.copy(module) if own is type(module) else own.__new__(own)  # FSDP2's class copies by its arguments
     held = {name: copy.copy(value) if isinstance(value, _CONTAINERS) else value for name, value in vars(module).items()}
     hooks: dict[str, Any] = {name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
     children = {name: child and shallow_copy(child, training) for name, child in module._modules.items()}
@@ -83,15 +83,15 @@ def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
 def _computes_once(probe: nn.Module, formula: Callable[..., Tensor], x: Tensor, tolerance: float, call: int) -> bool:
     differentiates = call == 1 and x.dtype == torch.float32
     if differentiates:
-        x = x.clamp(-10, 10).requires_grad_()  # beyond, a formula written by hand may have no finite gradient
+        x = x.clamp(-10, 10).requires_grad_()  # beyond this a user's formula may have infinite gradients
     torch.manual_seed(call)
     random.seed(call)
     np.random.seed(call)
     before = list(_state(probe))
     try:
         with torch.set_grad_enabled(differentiates):
-            y = type(probe).forward(probe, x)  # past the hooks of `__call__`
-    except Exception:  # whatever it needs, it is not one tensor
+            y = type(probe).forward(probe, x)  # without the hooks of `__call__`
+    except Exception:  # it needs more than one tensor
         return False
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or list(_state(probe)) != before:
         return False
@@ -112,15 +112,15 @@ def _agree(y: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def _bytes(state: Tensor) -> bytes:
-    """Return the memory of a state, a true tensor also in a mode in which all others are fake.
+    """Return the bytes of a random state, which is a real tensor also in a mode in which all others are fake.
 
-    Such a mode may give a tensor an address of its own making (`octavo.memory`), but not its storage.
+    Such a mode may invent an address for a tensor (`octavo.memory`), but not for its storage.
     """
     return ctypes.string_at(state.untyped_storage().data_ptr(), state.numel())
 
 
 def _state(probe: nn.Module) -> Iterator[Any]:
-    """Yield what a call must leave as it is: the generators of random numbers, and which objects the modules hold."""
+    """Yield what a call must not change: the random states, and the objects that the modules refer to."""
     yield _bytes(torch.get_rng_state())
     _, numbers, *position = np.random.get_state()
     yield from (random.getstate(), np.asarray(numbers).tobytes(), position)

@@ -1,4 +1,4 @@
-"""Rotary position embedding with its gradient: one kernel each way, in eager mode and in compiled code."""
+"""Rotary position embedding with its gradient: one kernel each, in eager and in compiled code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.kernels import rotary
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x (B, T, H, E) with each head's channel pairs turned by their token's position, contiguous, in x's dtype.
+    """Return x (B, T, H, E) with each head's channel pairs rotated by the token's position, contiguous, in x's dtype.
 
     Arguments and errors are those of `octavo.kernels.rotary.rotate`. The tables get no gradient.
     """
@@ -21,7 +21,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation; its gradient is turned back."""
+    """A rotation; its gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,19 +1,19 @@
-"""Scales kept from step to step: one `ScalingState` per model, one slot per layer, updated once per optimizer step.
+"""Scales stored from step to step: one `ScalingState` per model, one slot per layer, updated once per optimizer step.
 
     cells    FP32 (n, 2)       [scale, amax] of a layer's input, then of its grad_output; and so on for each layer
-    history  FP32 (length, n)  the maxima of earlier steps, the newest first, 0 where there is none yet
+    history  FP32 (length, n)  maxima of earlier steps, the newest first, 0 if there is none yet
 
 A layer quantises with the scale of its cell and raises the amax (`octavo.kernels.quantize_with_scale`). After an
 optimizer step `update_scales` moves every amax into the history and computes the next scale:
 
     scale = choose(history) / largest value of the format * 2^margin        (Transformer Engine, DelayedScaling)
 
-A scale of 0 means unknown: the tensor is then scaled by its own maximum, so that no step is made with a scale of 1.
-An optimizer's step updates the states of the models of which it has a parameter; this is looked up at each step,
-because `fully_shard` replaces parameters. An optimizer without a parameter of any model, for example of a prompt in
-front of frozen layers or of FP32 copies of the weights, updates the states that no other optimizer has updated so far.
+A scale of 0 means unknown: the tensor is then scaled by its own maximum, so that no step uses an arbitrary scale of 1.
+The step of an optimizer updates the states of models that it has a parameter of; this is determined at each step,
+because `fully_shard` replaces parameters. An optimizer without a parameter of any model, for example of a prompt before
+frozen layers or of FP32 copies of the weights, updates the states that no other optimizer has updated so far.
 
-Nothing here waits for the device, and all memory keeps its address, as CUDA graphs require. The state is stored beside
+Nothing here waits for the device, and no memory changes its address, as CUDA graphs require. The state is stored beside
 the model, not in its `state_dict`, whose names are the user's.
 """
 
@@ -34,8 +34,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo._util.dist import in_process_group
 from octavo.errors import CheckpointError
-from octavo.nn import calibration
-from octavo.nn.calibration import Calibrated, Origin
+from octavo.nn import calibration_file
+from octavo.nn.calibration_file import Calibrated, Origin
 from octavo.nn.modules import full_name
 from octavo.numerics import format_named, scale_from_amax
 from octavo.recipes import STORED_SCALE_ROLES, History, Operand, Recipe
@@ -43,13 +43,13 @@ from octavo.recipes import STORED_SCALE_ROLES, History, Operand, Recipe
 
 @dataclass(eq=False)
 class ScalingSlot:
-    """Where a layer, or all layers that share an input, have their scales."""
+    """Position of the cells of a layer, or of all layers that share an input."""
 
     number: int
-    """Its first cell is that of this number times `len(STORED_SCALE_ROLES)`."""
+    """Index of its first cell, divided by `len(STORED_SCALE_ROLES)`."""
     cells: Tensor
-    """FP32 (2, 2), a view: [scale, amax] of the input and of grad_output. 16 bytes, so that none lies unaligned: such
-    an input compiled code would copy."""
+    """FP32 (2, 2), a view: [scale, amax] of the input and of grad_output. 16 bytes, so that all slots are aligned:
+    compiled code would copy an unaligned input."""
 
 
 class StoredScaleLayer(Protocol):
@@ -64,7 +64,7 @@ class StoredScaleLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a cell is for."""
+    """Use of a cell."""
 
     names: tuple[str, ...]
     """`<layer>.input` or `<layer>.grad_output`, of each layer that shares it."""
@@ -73,21 +73,21 @@ class _Entry:
 
 
 class ScalingState:
-    """The scales of a model's layers. `octavo.scales(model)` finds it, `save` and `load` keep it as a calibration."""
+    """Stored scales of a model's layers. Found by `octavo.scales(model)`, saved and loaded as a calibration file."""
 
     cells: Tensor
-    """FP32 (n, 2), see above. Cells of roles that a recipe keeps no scale for lie idle."""
+    """FP32 (n, 2), see above. Cells of roles without a stored scale are unused."""
     history: Tensor
-    """FP32 (length, n), the longest length of all recipes."""
+    """FP32 (length, n), with the largest length of all recipes."""
     is_held: bool
-    """Whether an optimizer that has stepped holds a parameter of its model: then no other updates it."""
+    """Whether an optimizer that has stepped has a parameter of its model: then no other one updates it."""
 
     def __init__(self, layers: Mapping[str, StoredScaleLayer], model: nn.Module | None = None) -> None:
-        """Make scales of which none is known, and give each layer its slot; layers that share an input share one.
+        """Create unknown scales, and give each layer its slot; layers that share an input share a slot.
 
         Args:
             layers: by full name, with recipes that store scales.
-            model: that they are part of, where it is known.
+            model: the model that they are part of, if known.
         """
         self._entries: dict[int, _Entry] = {}
         groups = names_by_input(layers)
@@ -112,7 +112,7 @@ class ScalingState:
         _live[next(_numbers)] = self
 
     def move(self, device: torch.device) -> None:
-        """Take the scales to another device; all slots follow. From the meta device they come empty."""
+        """Move the scales to another device; all slots follow. From the meta device they are zeros."""
         if device == self.cells.device:
             return
         was_meta = self.cells.is_meta
@@ -123,7 +123,7 @@ class ScalingState:
         self._rows = self._find_rows()
 
     def belongs_to(self, parameters: Container[int]) -> bool:
-        """Return whether any weight of its layers, or parameter of their model, is among these (`id`)."""
+        """Return whether any weight of its layers, or parameter of their model, is among these (by `id`)."""
         weights = (layer.weight for found in self._layers if (layer := found()) is not None)
         model = None if self._model is None else self._model()
         others = () if model is None else model.parameters()
@@ -133,15 +133,15 @@ class ScalingState:
     def recalibrate(
         self, names: Collection[str] | None = None, margin: int = 0, how: str = ""
     ) -> dict[str, Calibrated]:
-        """Recompute static scales from the largest values since they were made, and return them. Waits for the device.
+        """Recompute static scales from the largest values since they were set, and return them. Waits for the device.
 
-        A cell whose amax is 0 or not finite keeps what it has. On several ranks all call it, with the same names.
+        A cell whose amax is 0 or not finite is unchanged. All ranks must call it, with the same names.
 
         Args:
-            names: of the scales, `<layer>.input` or `<layer>.grad_output`; all by default. What shares a cell with one
-                of them is recomputed with it.
+            names: of the scales, `<layer>.input` or `<layer>.grad_output`; all by default. Others in the same cell are
+                recomputed too.
             margin: bits of headroom: scales are multiplied by 2^margin.
-            how: what their `Origin` is to say.
+            how: text of their `Origin`.
         """
         rows = [
             row
@@ -155,16 +155,16 @@ class ScalingState:
             operand = self._entries[row].operand
             scale = _scale_of(amax[row], operand, margin)
             self.cells.data[row, 0], self.cells.data[row, 1] = scale, 0.0
-            self.history.data[0, row] = amax[row]  # it says what the scale was made of
+            self.history.data[0, row] = amax[row]  # the maximum that the scale was made from
         return dict(self._calibrated(how, made))
 
     @torch.no_grad()
     def update_scales(self) -> None:
-        """Make the next scales. A cell whose amax is 0 or not finite keeps what it has: nothing was seen of it.
+        """Compute the next scales. A cell whose amax is 0 or not finite is unchanged: its tensor was not seen.
 
-        The optimizer's step calls it. Across ranks one all-reduce takes the larger of all maxima first.
+        The optimizer's step calls it. Across ranks one all-reduce takes the maximum of the maxima first.
         """
-        cells, history = self.cells.data, self.history.data  # no version counts: see `kernels.quantize_with_scale`
+        cells, history = self.cells.data, self.history.data  # without a new version: see `kernels.quantize_with_scale`
         amax = self._amax_of_all_ranks()
         for (operand, rule), rows in self._rows.items():
             seen, past = amax[rows], history[: rule.length, rows]
@@ -174,15 +174,15 @@ class ScalingState:
             scale = _scale_of(chosen, operand, rule.margin)
             history[: rule.length, rows] = past
             cells[rows, 0] = torch.where(is_new, scale, cells[rows, 0])
-            cells[:, 1].index_fill_(0, rows, 0.0)  # an assignment of 0.0 would copy it to the GPU, and wait
+            cells[:, 1].index_fill_(0, rows, 0.0)  # assigning 0.0 would copy it to the GPU and wait
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return [scale, amax, *history] of each cell by name, FP32 (2 + length,), on the CPU, copies."""
+        """Return [scale, amax, *history] of each cell by name, FP32 (2 + length,), as copies on the CPU."""
         table = torch.cat([self.cells.t(), self.history]).t().cpu()
         return {name: table[row].clone() for row, entry in self._entries.items() for name in entry.names}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` returned. Nothing is changed unless all of it fits.
+        """Load the result of `state_dict`. Nothing is changed unless all of it fits.
 
         Raises:
             CheckpointError: a layer is missing or unknown, or the history has another length: another model or recipe.
@@ -199,7 +199,7 @@ class ScalingState:
                     f"{length - 2} here."
                 )
         for row, entry in self._entries.items():
-            # Layers that share an input have one scale here, which must do for all of them.
+            # Layers that share an input have one scale here, which must fit all of them.
             values = torch.stack([state[name] for name in entry.names]).amax(0).to(self.cells.device)
             self.cells.data[row] = values[:2]
             self.history.data[:, row] = values[2:]
@@ -210,18 +210,18 @@ class ScalingState:
         Raises:
             ConfigError: no scale is known yet, or the file cannot be written.
         """
-        calibration.write(Path(path), dict(self._calibrated()))
+        calibration_file.write(Path(path), dict(self._calibrated()))
 
     def load(self, path: str | Path) -> None:
-        """Start from the scales of a calibration file; layers that are not in it keep theirs.
+        """Load the scales of a calibration file; layers that are not in it keep theirs.
 
         Raises:
             ConfigError: the file is not one, or was made for other formats.
         """
-        self.start_from(calibration.read(Path(path)))
+        self.start_from(calibration_file.read(Path(path)))
 
     def start_from(self, scales: Mapping[str, Calibrated]) -> None:
-        """`load` of what a calibration file holds."""
+        """`load`, from the content of a calibration file."""
         for row, entry in self._entries.items():
             found = {name: scales[name] for name in entry.names if name in scales}
             for name, calibrated in found.items():
@@ -231,7 +231,7 @@ class ScalingState:
 
     @property
     def has_static(self) -> bool:
-        """Whether any of its scales comes from a calibration file alone."""
+        """Whether any of its scales is static, from a calibration file."""
         return any(entry.operand.scale_from == "static" for entry in self._entries.values())
 
     @property
@@ -240,11 +240,11 @@ class ScalingState:
         return bool((self.cells[:, 0] > 0).any())
 
     def __len__(self) -> int:
-        """Return the count of scales that are kept."""
+        """Return the number of stored scales."""
         return len(self._entries)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the model: a copy of one layer would be one of everything.
+        # Without the model: otherwise a copy of one layer would copy everything.
         return {**self.__dict__, "_layers": [layer() for layer in self._layers], "_model": None, "is_held": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -278,7 +278,7 @@ class ScalingState:
         return self.cells[first : first + len(STORED_SCALE_ROLES)]
 
     def _find_rows(self) -> dict[tuple[Operand, History], Tensor]:
-        """Return which cells are updated by the same rule. Those of static scales are not updated."""
+        """Return the cells that are updated by each rule. Those of static scales are not updated."""
         rows: dict[tuple[Operand, History], list[int]] = {}
         for row, entry in self._entries.items():
             if entry.operand.scale_from != "static":
@@ -287,7 +287,7 @@ class ScalingState:
 
 
 def names_by_input(layers: Mapping[str, StoredScaleLayer]) -> list[tuple[str, ...]]:
-    """Return the names of layers, those that share an input together: it is quantised once, with one scale."""
+    """Return the names of layers grouped by input, which is quantised once, with one scale."""
     groups: dict[int, list[str]] = {}
     for name, layer in layers.items():
         groups.setdefault(id(layer.shared or layer), []).append(name)
@@ -295,18 +295,18 @@ def names_by_input(layers: Mapping[str, StoredScaleLayer]) -> list[tuple[str, ..
 
 
 _live: WeakValueDictionary[int, ScalingState] = WeakValueDictionary()
-"""All states, in the order in which they were made: ranks must meet in their all-reduces in one order."""
+"""All states in order of creation: ranks must run their all-reduces in the same order."""
 _numbers = itertools.count()
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
     """Update the scales of the models that were stepped.
 
-    Not all: a model that nobody uses waits for the garbage collector, on one rank longer than on another, and must not
-    ask for an all-reduce there.
+    Not of others: a model that is no longer used waits for the garbage collector, on one rank longer than on another,
+    and must not start an all-reduce there.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if _live else []
-    # A step of tensors without values is none of scales that have them.
+    # A step on fake tensors does not update real scales.
     is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
     states = [state for state in _live.values() if isinstance(state.cells, FakeTensor) == is_fake]
     stepped = {id(parameter) for parameter in parameters}
@@ -321,11 +321,11 @@ register_optimizer_step_post_hook(_stepped)
 
 
 def attach_scaling_state(layers: Mapping[str, StoredScaleLayer], model: nn.Module | None = None) -> ScalingState | None:
-    """Give those of the layers whose recipe stores scales a slot of one state, and return it; None where none does.
+    """Give layers whose recipe stores scales a slot of one state, and return it; None if none does.
 
     Args:
         layers: by full name.
-        model: that they are part of, where it is known: an optimizer of any of its parameters updates the scales.
+        model: the model that they are part of, if known: an optimizer of any of its parameters updates the scales.
     """
     storing = {name: layer for name, layer in layers.items() if layer.recipe.has_stored_scales}
     return ScalingState(storing, model) if storing else None
@@ -334,8 +334,8 @@ def attach_scaling_state(layers: Mapping[str, StoredScaleLayer], model: nn.Modul
 def scales(model: nn.Module) -> ScalingState | None:
     """Return the scales that a model stores from step to step, None if its recipes store none.
 
-    Layers built one by one (`octavo.nn.Linear(..., recipe="delayed")`) have a `ScalingState` each. These are joined
-    here into one, under the names of this model: one update and one all-reduce per step.
+    Layers created one by one (`octavo.nn.Linear(..., recipe="delayed")`) have a `ScalingState` each. These are joined
+    here into one, with the names of this model: one update and one all-reduce per step.
     """
     slots: dict[str, Any] = {name: getattr(module, "scaling_slot", None) for name, module in model.named_modules()}
     layers: dict[str, Any] = {n: model.get_submodule(n) for n, slot in slots.items() if isinstance(slot, ScalingSlot)}

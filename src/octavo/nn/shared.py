@@ -1,14 +1,15 @@
 """Linear layers that read the same input, computed as one: q, k and v of an attention, gate and up of an MLP.
 
-A module calls them one after another. A call of the first computes all of them, and the outputs of the others wait on
-the input tensor itself, where their layers find them. A layer that finds none computes alone. The joint call has one
-node in the autograd graph, so that backward has the gradients of all outputs at once: they are quantised side by side,
-and dgrad, whose sum over the layers the GEMM makes, and wgrad are one GEMM each.
+A module calls them one after another. Calling the first computes all of them; the outputs of the others are attached to
+the input tensor until their layers are called. A layer that finds no output computes alone. The joint computation is
+one node of the autograd graph, so that backward gets the gradients of all outputs at once: they are quantised side by
+side, and dgrad, whose GEMM sums over the layers, and wgrad are one GEMM each.
 
-An output is dropped if x, its weight or the recipe has changed since, which versions and optimizer steps tell: not a
-write through `weight.data` between two calls of one group with the same tensor.
+An output is dropped if x, its weight or the recipe has changed since, as seen by versions and optimizer steps. A write
+through `weight.data` between two calls of one group with the same tensor is not seen.
 
-One node means one backward: `q.sum().backward()` and then `k.sum().backward()` needs `retain_graph=True` in the first.
+One node means one backward: `q.sum().backward()` followed by `k.sum().backward()` needs `retain_graph=True` in the
+first.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ _NAME = "_octavo_outputs"
 
 
 class Waiting:
-    """Outputs of groups for one tensor that no layer has asked for yet. Copies and files of the tensor carry none."""
+    """Outputs of groups for one tensor that no layer has asked for yet. Copies and files of the tensor have none."""
 
     def __init__(self) -> None:
         self.by_group: dict[SharedInput, dict[int, tuple[Tensor, tuple[Any, ...]]]] = {}
-        """For each group: output and the state that it was computed in, by the position of its layer."""
+        """Per group: output, and the state that it was computed in, by the position of its layer."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ()  # `torch.load` knows this type
+        return OrderedDict, ()  # `torch.load` accepts this type
 
 
 _this_thread = threading.local()
 
 
 def _drop_others(waiting: Waiting) -> None:
-    """Drop what still waits on the last tensor: a failed forward leaves outputs, and they keep its graph alive."""
+    """Drop outputs attached to the last tensor: after a failed forward they would keep its graph alive."""
     last = getattr(_this_thread, "last", lambda: None)()
     if last is not None and last is not waiting:
         last.by_group.clear()
@@ -61,7 +62,7 @@ def _drop_others(waiting: Waiting) -> None:
 
 
 class SharedInput:
-    """A group of layers, held by each of them as `layer.shared`."""
+    """A group of layers, referred to by each of them as `layer.shared`."""
 
     layers: tuple[Linear, ...]
 
@@ -71,12 +72,14 @@ class SharedInput:
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x; a call of the first computes those of all.
 
-        A hook before a forward, or a forward of its own, may bring the weight along, as DeepSpeed's ZeRO-3 and the
-        offloading of accelerate do: that layer computes alone.
+        If a forward pre-hook, or a forward of its own, provides the weight of a layer, as in DeepSpeed's ZeRO-3 and the
+        offloading of accelerate, that layer computes alone. So does every layer for an inference tensor, which has no
+        version.
         """
-        members = {i: m for i, m in enumerate(self.layers) if _joins(m, layer)}
+        members = {i: m for i, m in enumerate(self.layers) if self._joins(m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
-        if position is None:  # such a layer, or a copy of a member, such as a replica on another device
+        # None: such a layer, or a copy of a member, such as a replica on another device.
+        if position is None or _has_no_version(x, layer.weight):
             return self._compute([layer], x)[0]
         outputs = self._outputs_on(x)
         if position == next(iter(members)):
@@ -85,6 +88,14 @@ class SharedInput:
             outputs.update({i: (y, _state(self.layers[i], x)) for i, y in zip(members, computed, strict=True)})
         y, state = outputs.pop(position, (None, None))
         return y if y is not None and state == _state(layer, x) else self._compute([layer], x)[0]
+
+    def _joins(self, layer: Linear, other: Linear) -> bool:
+        """Return whether a layer is computed together with another one of its group."""
+        if vars(layer).get("shared") is not self:  # reverted or converted by itself since
+            return False
+        # The first two are DeepSpeed's ZeRO-3 and the offloading of accelerate, the last a weight that is computed.
+        brings_weight = layer._forward_pre_hooks or "forward" in vars(layer) or "parametrizations" in layer._modules
+        return layer.enabled and layer.recipe is other.recipe and not brings_weight
 
     def _outputs_on(self, x: Tensor) -> dict[int, tuple[Tensor, tuple[Any, ...]]]:
         waiting = getattr(x, _NAME, None)
@@ -100,7 +111,7 @@ class SharedInput:
 
 
 def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantized | None, WeightCodes | None]:
-    """Return how layers that are computed together quantise, and what is in FP8 already: x, and their weights."""
+    """Return how layers that are computed together quantise, and the codes that exist: of x, and of their weights."""
     first = layers[0]
     recipe, slot = first.recipe, first.scaling_slot
     scales = None if slot is None else slot.cells
@@ -108,14 +119,12 @@ def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantiz
     return quantizer, attached_codes(x, spec_of(recipe.fprop.input)), first.weight_codes
 
 
-def _joins(layer: Linear, other: Linear) -> bool:
-    """Return whether a layer is computed together with another one of its group."""
-    brings_weight = bool(layer._forward_pre_hooks) or "forward" in vars(layer)  # DeepSpeed's way, and accelerate's
-    return layer.enabled and layer.recipe is other.recipe and not brings_weight
+def _has_no_version(*tensors: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and any(tensor.is_inference() for tensor in tensors)
 
 
 _steps = 0
-"""Optimizer steps so far: fused optimizers write weights without counting a version."""
+"""Number of optimizer steps: fused optimizers write weights without incrementing their version."""
 
 
 def _count_step(*_: Any) -> None:
@@ -127,10 +136,10 @@ register_optimizer_step_post_hook(_count_step)
 
 
 def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
-    """Return what the output of a layer depends on beside the identity of x; another, by ==, once that has changed."""
+    """Return a key of everything, besides the identity of x, that the output of a layer depends on."""
     modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
-    if torch.compiler.is_compiling():
-        return *modes, traced_version(x)
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-    versions = (None if tensor.is_inference() else tensor._version for tensor in (x, *parameters))
+    if torch.compiler.is_compiling():
+        return *modes, *map(traced_version, (x, *parameters))
+    versions = (tensor._version for tensor in (x, *parameters))
     return *modes, _steps, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions

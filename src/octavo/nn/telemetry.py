@@ -1,14 +1,14 @@
-"""Telemetry that is always on: what FP8 does to the operands of every layer, in one buffer on the device.
+"""Permanent telemetry: the effect of FP8 on the operands of every layer, in one buffer on the device.
 
     telemetry = Telemetry(model)
     ...train: every optimizer step closes a step of telemetry...
     while (taken := telemetry.snapshot()) is not None:
         step, values = taken            # float32 (len(telemetry.rows), len(STATS))
 
-Each GEMM that reads an operand in FP8 also looks at a sample of it (`octavo.kernels.sample`): in eager mode, in
-compiled code and in CUDA graphs, which keep the addresses of the buffer. Values are those of the last micro-batch of a
-step, amax and nonfinite the largest of all. The gradients of weights are looked at when the optimizer has read them.
-Nothing ever waits for the device: a copy to pinned memory is queued beside the training, and read when it has arrived.
+Each GEMM that reads an operand in FP8 also reads a sample of it (`octavo.kernels.sample`): in eager mode, in compiled
+code and in CUDA graphs, which keep the addresses of the buffer. Values are those of the last micro-batch of a step;
+amax and nonfinite are the largest of all. Gradients of weights are sampled after the optimizer's step. Nothing waits
+for the device: a copy to pinned memory is queued beside training, and read when it has arrived.
 """
 
 from __future__ import annotations
@@ -37,47 +37,47 @@ from octavo.nn.telemetry_rows import Layer, Row, find, rows_of, sample_gradient,
 __all__ = ["STATS", "Row", "Telemetry"]
 
 WAITING = 8
-"""Steps whose values wait to be read; older ones are dropped."""
+"""Number of steps whose values are kept until they are read; older ones are dropped."""
 PATIENCE = 10.0
-"""Seconds that `Telemetry.wait` waits for other ranks: where one has failed, its values never come."""
+"""Seconds that `Telemetry.wait` waits for other ranks: the values of a failed one never arrive."""
 _OF_QUANTISING = [STATS.index(name) for name in ("scale", "flushed", "subnormal", "saturated", "sqnr")]
-"""What says nothing of a tensor that is not quantised."""
+"""Statistics without meaning for a tensor that is not quantised."""
 _LOST = [STATS.index(name) for name in ("flushed", "saturated", "sqnr")]
-"""What codes do not say of the tensor that they were made of."""
+"""Statistics that codes alone do not give."""
 
 Snapshot = tuple[int, NDArray[np.float32]]
 
 
 class Telemetry:
-    """Statistics of the FP8 layers of a model from now on. `detach` ends it; it is a context manager too.
+    """Statistics of the FP8 layers of a model, from now on. `detach` ends it; it is a context manager too.
 
     Args:
         model: converted, and on its device: its layers keep the addresses of this buffer.
         every: measures each step whose number this divides. In others nothing is read and there are no snapshots.
         histograms_every: also measures each step whose number this divides, there with `sqnr` and the exponents
             (`histograms`); 0: never. In all other steps `sqnr` is NaN.
-        group: ranks that train the same model on parts of a batch, or each a stage of it. All of them create such a
-            telemetry and make the same steps; rows are then those of all ranks, with equal values. Use a separate
+        group: ranks that train the same model on parts of a batch, or each a stage of it. Each of them creates such a
+            telemetry and makes the same steps; rows are then those of all ranks, with equal values. Use a separate
             group, so that its collectives and those of training do not wait for each other. By default this process
             alone.
         order: names of the layers of the whole model in order, if ranks have different layers.
 
     Raises:
-        ConfigError: `every` is not positive, the layers lie on several devices, or telemetry watches them already.
+        ConfigError: `every` is not positive, the layers are on several devices, or another telemetry measures them.
     """
 
     rows: tuple[Row, ...]
-    """What the rows of a snapshot are about; those of layers that never ran in a step are NaN there."""
+    """Meaning of the rows of a snapshot; those of layers that did not run in a step are NaN there."""
     not_watched: dict[str, str]
-    """FP8 layers that are not looked at, and why."""
+    """FP8 layers that are not measured, and why."""
     done: int
-    """Optimizer steps made. Set it when a run is resumed."""
+    """Number of optimizer steps made. Set it when a run is resumed."""
     sampled: NDArray[np.float32]
-    """How many elements the shares of the snapshot that was returned last are of, one a row. A share p of n has a
-    standard error of about sqrt(p (1 - p) / n), more where rows differ."""
+    """Number of sampled elements per row of the last snapshot. A share p of n has a standard error of about sqrt(p (1 -
+    p) / n), more if rows differ."""
     histograms: NDArray[np.float32] | None
-    """Of the snapshot that was returned last: (len(rows), BINS) elements of the sample by their exponent, as the format
-    sees them (`octavo.kernels.sample`), NaN where a tensor was not looked at. None of a step without."""
+    """Exponents in the last snapshot: (len(rows), BINS) sampled elements by exponent, as the format sees them
+    (`octavo.kernels.sample`), NaN for tensors that were not measured. None for a step without."""
 
     def __init__(
         self,
@@ -111,10 +111,10 @@ class Telemetry:
         _live.add(self)
 
     def step(self) -> None:
-        """Close a step: hand its values on, and choose what the next one looks at. An optimizer's step calls it.
+        """Close a step: send its values, and choose the sample of the next one. An optimizer's step calls it.
 
-        Call it yourself where a CUDA graph holds the optimizer's step, or the optimizer has none of the weights: before
-        the gradients are dropped, which are looked at here.
+        Call it yourself if a CUDA graph contains the optimizer's step, or the optimizer has none of the weights: before
+        the gradients are dropped, which are sampled here.
         """
         if self._buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             return
@@ -128,9 +128,9 @@ class Telemetry:
         self._begin()
 
     def snapshot(self) -> Snapshot | None:
-        """Return the oldest step whose values have arrived and were not returned yet, with them; None: there is none.
+        """Return the oldest step that has arrived and was not returned yet, with its values; otherwise None.
 
-        Never waits. Values are float32 (len(rows), len(STATS)), NaN where a tensor was not looked at.
+        Never waits. Values are float32 (len(rows), len(STATS)), NaN for tensors that were not measured.
         """
         if not self._coming or not self._coming[0][1].has_arrived():
             return None
@@ -141,11 +141,11 @@ class Telemetry:
         values = found[:, : len(STATS)]
         plain = [number for number, row in enumerate(self.rows) if not row.operand]
         values[np.ix_(plain, _OF_QUANTISING)] = np.nan
-        values[np.ix_(self._coded, _LOST)] = np.nan  # in compiled code values stand for the codes
+        values[np.ix_(self._coded, _LOST)] = np.nan  # in compiled code the sampled values are those of the codes
         return step, values
 
     def wait(self) -> None:
-        """Wait until all steps that were made have arrived: at the end of a run. A rank that has failed is given up."""
+        """Wait at the end of a run until all values have arrived, those of a failed rank at most `PATIENCE`."""
         until = time.monotonic() + PATIENCE
         for _, coming in self._coming:
             while not coming.has_arrived():
@@ -154,20 +154,20 @@ class Telemetry:
                 time.sleep(1e-4)
 
     def restart(self, done: int) -> None:
-        """Go on after step `done`, of a run taken back or that tried something: what waits to be read is dropped."""
+        """Continue after step `done`, for example after a rollback; values that were not read are dropped."""
         self.wait()
         self._coming.clear()
         self.done = done
         self._begin()
 
     def detach(self) -> None:
-        """Stop watching. The layers are as before; values that have arrived can still be read."""
+        """Stop measuring. The layers are as before; values that have arrived can still be read."""
         for layer in self._layers:
             layer.__dict__.pop("stats_slot", None)
         _live.discard(self)
 
     def belongs_to(self, parameters: set[int]) -> bool:
-        """Return whether the first weight that is watched is among these (`id`): of several optimizers one counts."""
+        """Return whether the first measured weight is among these (by `id`): of several optimizers one counts."""
         return bool(self._layers) and id(weights_of(self._layers[0])[0]) in parameters
 
     def __enter__(self) -> Self:
@@ -177,13 +177,13 @@ class Telemetry:
         self.detach()
 
     def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> dict[Row, int]:
-        """Make the buffer, give each group of layers its buffer, and return the place of each row."""
+        """Create the buffer, give each group of layers its part, and return the position of each row."""
         names = {id(layer): name for name, layer in layers.items()}
         last = {id(layer): number for number, layer in enumerate(layers.values())}
         groups = fusion_groups(model, layers.values())
         pages = sum(1 + 2 * len(group) for group in groups)
         width = WIDTH + BINS if self.histograms_every else WIDTH
-        with torch.inference_mode(False):  # it is written to outside of it too
+        with torch.inference_mode(False):  # it is written outside of inference mode too
             self._buffer = torch.full((pages + len(layers), width), torch.nan, device=device, dtype=torch.float32)
             self._one = torch.ones(1, 1, device=device, dtype=torch.float32)
         self._of_gradients = self._buffer.data[pages:]
@@ -200,20 +200,20 @@ class Telemetry:
         return dict(places)
 
     def _wants(self, step: int) -> tuple[bool, bool]:
-        """Return whether a step is looked at, and whether its exponents are."""
+        """Return whether a step is measured, and whether with exponents."""
         detailed = self.histograms_every > 0 and step % self.histograms_every == 0
         return detailed or step % self.every == 0, detailed
 
     def _begin(self) -> None:
-        """Forget the values, and say what of its tensors the next step looks at."""
+        """Clear the values, and set which rows of its tensors the next step samples."""
         looks, detailed = self._wants(self.done + 1)
-        values = self._buffer.data  # no versions count: compiled code may hold it for a backward
+        values = self._buffer.data  # without a new version: compiled code may hold it for backward
         values.fill_(torch.nan)
         values[:, PHASE] = float(_phase(self.done + 1) if looks else -1)
         values[:, DETAILED] = float(detailed)
 
     def _send(self, values: Tensor) -> AsyncHostCopy | Gathering:
-        """Send a copy of FP32 (tensors, width) on its way, with those of all ranks; from a GPU beside the training."""
+        """Start sending a copy of FP32 (tensors, width), with those of all ranks; from a GPU beside training."""
         sent = values.clone() if self._merger is None else self._merger.padded(values)
         gathering = None if self._merger is None else self._merger.gather(sent)
         if self._stream is None:
@@ -225,7 +225,7 @@ class Telemetry:
 
 
 def _phase(step: int) -> int:
-    """Return a number below 2^23 that looks random: Knuth's multiplicative hash, its upper bits."""
+    """Return a pseudo-random number below 2^23: the upper bits of Knuth's multiplicative hash."""
     return (step * 2654435761 % 2**32) >> 9
 
 

@@ -1,7 +1,7 @@
 """Sampled grouped GEMMs: fprop and dgrad of `octavo.nn.grouped` with telemetry.
 
-As in `octavo.nn.telemetry_ops`, with a buffer of three rows: the tokens of all experts, the stack of their weights
-(E N, K), the gradients. A NaN in the weight of an expert shows in the rows of its own tokens only, so the first and the
+As in `octavo.nn.telemetry_ops`, with a buffer of three rows: the tokens of all experts, the stack of their weights (E
+N, K), the gradients. A NaN in the weight of an expert shows in the rows of its own tokens only, so the first and the
 last of those are read.
 """
 
@@ -11,23 +11,18 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.experts import weighted
-from octavo.kernels.grouped import grouped_gemm
+from octavo.kernels.grouped import ExpertCodes, grouped_gemm
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
-from octavo.nn.telemetry_ops import ROWS, Source, ends_of, gradients, sample_input, sampled, sampled_values
+from octavo.nn.telemetry_ops import ROWS, GemmOptions, Source, ends_of, gradients, sample_input, sampled, sampled_values
 from octavo.numerics import Quantized
 
-Weights = tuple[Tensor, Tensor | None]
-"""Codes (E, R, C) and scales (E, R), None for 1, of the weights as a grouped GEMM reads them."""
-Product = tuple[torch.dtype, str]
-"""Dtype of the result and `accumulate`."""
 
-
-def fprop(
+def sampled_grouped_fprop(
     x: Quantized,
-    w: tuple[Tensor, Tensor],
+    w: ExpertCodes,
     ends: Tensor,
-    product: Product,
+    options: GemmOptions,
     tokens: Source,
     stack: Source,
     stats: Tensor,
@@ -38,40 +33,46 @@ def fprop(
     Args:
         tokens: x itself, by `ROWS`, or the inputs of an activation.
         stats: the buffer, FP32 (3, WIDTH) or (3, WIDTH + BINS).
-        weights: FP32 (T,), what rows of y are multiplied by.
+        weights: FP32 (T,), factors of the rows of y.
     """
-    arguments = x, w, ends, product, tokens, stack, stats, weights
+    arguments = x, w, ends, options, tokens, stack, stats, weights
     y: Tensor = call("sampled_grouped_fprop", _fprop, arguments, [True])[0]
     return y
 
 
-def dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Source, stats: Tensor) -> Tensor:
+def sampled_grouped_dgrad(
+    g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor
+) -> Tensor:
     """Return dx (T, K), and sample the gradients dy (T, N).
 
     Args:
         w: transposed, (E, K, N).
-        source: dy; its fold, FP32 (E, N), is what the gradients of each expert's tokens were multiplied by.
-        stats: as for `fprop`.
+        source: dy; its fold, FP32 (E, N), holds the factors of each expert's tokens.
+        stats: as for `sampled_grouped_fprop`.
     """
-    dx: Tensor = call("sampled_grouped_dgrad", _dgrad, (g, w, ends, product, source, stats), [True])[0]
+    dx: Tensor = call("sampled_grouped_dgrad", _dgrad, (g, w, ends, options, source, stats), [True])[0]
     return dx
 
 
 def _fprop(
-    x: Quantized, w: tuple[Tensor, Tensor], ends: Tensor, product: Product, tokens: Source, stack: Source,
+    x: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, tokens: Source, stack: Source,
     stats: Tensor, weights: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    y, rows = grouped_gemm(x if weights is None else weighted(x, weights), *w, ends, *product), stats.data
+    y, rows = grouped_gemm(x if weights is None else weighted(x, weights), w, ends, *options), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
         stack = Source(*stack)
         sample_input(x, Source(*tokens), y, rows[0])
-        matrix, scale = stack.tensors[0].detach().flatten(0, 1), w[1].reshape(-1, 1)
+        _codes, scale = w
+        assert scale is not None
+        matrix, scale = stack.tensors[0].detach().flatten(0, 1), scale.reshape(-1, 1)
         sample(SampleInput(matrix, scale, stack.target, None, _ends_of_experts(y, ends), tied=True), rows[1])
     return [y]
 
 
-def _dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Source, stats: Tensor) -> list[Tensor]:
-    dx, row = grouped_gemm(g, *w, ends, *product), stats.data[2]
+def _dgrad(
+    g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor
+) -> list[Tensor]:
+    dx, row = grouped_gemm(g, w, ends, *options), stats.data[2]
     if sampling_off(row) or 0 in g.codes.shape:
         return [dx]
     source = Source(*source)
@@ -86,7 +87,7 @@ def _dgrad(g: Quantized, w: Weights, ends: Tensor, product: Product, source: Sou
 
 
 def _sampled_gradients(source: Source, total: int, row: Tensor) -> Tensor:
-    """Return the sampled rows of a gradient of `total` rows: itself, by `ROWS`, or that of a weighted activation."""
+    """Return the sampled rows of a gradient of `total` rows: direct, by `ROWS`, or that of a weighted activation."""
     if not source.kind:
         return source.tensors[0][sampled_rows(total, row)]
     if source.kind == ROWS:
@@ -96,14 +97,14 @@ def _sampled_gradients(source: Source, total: int, row: Tensor) -> Tensor:
 
 
 def _ends_of_experts(y: Tensor, ends: Tensor) -> Tensor:
-    """Return the first and the last row of y (T, N) of each expert, as (E N, 2); zeros where it has no token."""
+    """Return the first and the last row of y (T, N) of each expert, as (E N, 2); zeros for one without tokens."""
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     both = torch.stack([y[starts.clamp(max=len(y) - 1)], y[(ends - 1).clamp(min=0)]], dim=-1)
     return torch.where((ends > starts)[:, None, None], both, 0).flatten(0, 1)
 
 
-def _shape(a: Quantized, w: Weights, ends: Tensor, product: Product, *_: object) -> list[Tensor]:
-    return [a.codes.new_empty(a.codes.shape[0], w[0].shape[1], dtype=product[0])]
+def _shape(a: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, *_: object) -> list[Tensor]:
+    return [a.codes.new_empty(a.codes.shape[0], w[0].shape[1], dtype=options[0])]
 
 
 for _name, _run in (("sampled_grouped_fprop", _fprop), ("sampled_grouped_dgrad", _dgrad)):

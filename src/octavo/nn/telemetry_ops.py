@@ -1,14 +1,15 @@
-"""Sampled GEMMs: fprop and dgrad of a layer that telemetry measures, and statistics of what they read.
+"""Sampled GEMMs: fprop and dgrad of a layer with telemetry, and statistics of their operands.
 
-Layers that are computed together have a buffer, FP32 (1 + 2 n, WIDTH), or (1 + 2 n, WIDTH + BINS) with histograms: one
+Layers that are computed together share a buffer, FP32 (1 + 2 n, WIDTH), or (1 + 2 n, WIDTH + BINS) with histograms: one
 row (`octavo.kernels.sample`) for the input of n layers, n for their weights, n for their grad_outputs. The operators
-return what the plain ones return, bit for bit, and write the buffer: fprop the rows of input and weights, dgrad the
-others. Both sample after the product, whose first and last column show every NaN in an operand. Their schemas do not
-declare this mutation, as that of `quantize_with_scale` does not: to write a row twice is to write it once.
+return the results of the plain ones, bit for bit, and write the buffer: fprop the rows of input and weights, dgrad the
+others. Both sample after the GEMM, since the first and last column of its result show every NaN in an operand. Their
+schemas do not declare this mutation, like that of `quantize_with_scale`: writing a row twice is the same as writing it
+once.
 
-In a fused MLP no tensor holds the hidden activation or the gradients of gate and up: those of the sampled rows are
-recomputed. So are the patches of a convolution. A weight that is an FP8 tensor is sampled as its codes, and so is an
-input of which there are only codes (`octavo.nn.attached_codes.placeholder`).
+In a fused MLP no tensor holds the hidden activation or the gradients of gate and up: their sampled rows are recomputed,
+as are the patches of a convolution. Of a weight that is an FP8 tensor the codes are sampled, and of an input that
+exists as codes only (`octavo.nn.attached_codes.placeholder`).
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from octavo.numerics import Quantized, dequantize
 from octavo.recipes import Operand
 
 PATCHES = "patches"
-"""What the kind of a convolution's input begins with; the numbers of its window follow."""
+"""Prefix of `Source.kind` for the input of a convolution; the numbers of its window follow."""
 ROWS = "rows"
-"""The kind of a source whose second tensor, int32 (T,), says which row of the first is each row of the operand."""
+"""`Source.kind` of rows of the first tensor, by their indices in the second, int32 (T,)."""
 
 
 @dataclass(frozen=True, eq=False)
 class StatsSlot:
-    """Telemetry buffer of a sampled layer, held as `layer.stats_slot`."""
+    """Telemetry buffer of a layer, as `layer.stats_slot`."""
 
     buffer: Tensor
     """Statistics of all layers that are computed together, FP32."""
     layers: int
-    """Count of these layers."""
+    """Number of these layers."""
 
 
 class SampledLayer(Protocol):
-    """A layer that telemetry may sample."""
+    """A layer that may have telemetry."""
 
     stats_slot: StatsSlot | None
 
@@ -65,21 +66,28 @@ def stats_buffer_of(layers: Sequence[SampledLayer]) -> Tensor | None:
     return slot.buffer if together else None
 
 
+class GemmOptions(NamedTuple):
+    """Options of a GEMM, as `octavo.kernels.gemm` takes them."""
+
+    dtype: torch.dtype
+    accumulate: str
+
+
 class Source(NamedTuple):
-    """Where an operand came from."""
+    """Origin of an operand."""
 
     tensors: Sequence[Tensor]
-    """The operand itself, in one piece or side by side. With `kind` what it is made of: an activation of gate and up,
-    or of up alone; its gradient of that of the hidden activation, then gate and up, each as codes and scale if they are
-    kept so; patches of images (B, H, W, C)."""
+    """The operand, in one piece or side by side. With `kind` the tensors that it is computed from: for an activation
+    gate and up, or up alone; for its gradient that of the hidden activation, then gate and up, each as codes and scale
+    if they are saved so; for patches images (B, H, W, C)."""
     target: QuantSpec
-    """What it was quantised to."""
+    """Its quantisation."""
     tied: bool
-    """Whether with scales of its own maxima: not with those that a model keeps."""
+    """Whether its scales are those of its own maxima, not stored ones."""
     kind: str = ""
-    """The activation, as `kernels.activation` names it, or `patches_of` a window."""
+    """Activation, by its name in `kernels.activation`, or `patches_of` a window, or `ROWS`."""
     fold: Tensor | None = None
-    """FP32 (1, N), what a gradient's columns were multiplied by."""
+    """FP32 (1, N), factors of a gradient's columns."""
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], operand: Operand, kind: str = "", fold: Tensor | None = None) -> Source:
@@ -88,36 +96,36 @@ class Source(NamedTuple):
 
 
 def patches_of(window: Window) -> str:
-    """Return the kind of a convolution's input; none where its patches are the pixels."""
+    """Return the kind of a convolution's input; empty if its patches are the pixels."""
     return "" if window.is_pixel else " ".join([PATCHES, *map(str, window.flat)])
 
 
-def fprop(
-    x: Quantized, w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, dtype: torch.dtype, accumulate: str,
-    source: Source, stats: Tensor,
+def sampled_fprop(
+    x: Quantized, w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, options: GemmOptions, source: Source,
+    stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """Return X W_i^T for each weight, and sample the input and the weights. target: what W is quantised to."""
+    """Return X W_i^T for each weight, and sample the input and the weights. target: quantisation of W."""
     plain = [] if has_fp8_weight(weights) else list(weights)
-    arguments = x, w, target, plain, (dtype, accumulate), source, stats
+    arguments = x, w, target, plain, options, source, stats
     outputs: list[Tensor] = call("sampled_fprop", _fprop, arguments, [True] * len(w.rows))
     return outputs
 
 
-def dgrad(
-    g: Quantized, w_KN: Quantized, layers: int, dtype: torch.dtype, accumulate: str, source: Source, stats: Tensor
+def sampled_dgrad(
+    g: Quantized, w_KN: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor
 ) -> Tensor:
     """Return G W (M, K), and sample the gradients of that many layers."""
-    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, (dtype, accumulate), source, stats), [True])[0]
+    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, options, source, stats), [True])[0]
     return result
 
 
 def _fprop(
-    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], product: tuple[torch.dtype, str],
-    source: Source, stats: Tensor,
+    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], options: GemmOptions, source: Source,
+    stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     w = WeightCodes(*w)
-    outputs = multiply(x, w, *product)
-    row, *rows = stats.data.unbind()  # no versions count: a layer may run twice before backward
+    outputs = multiply(x, w, *options)
+    row, *rows = stats.data.unbind()  # without incrementing its version: a layer may run twice before backward
     if not sampling_off(row) and 0 not in x.codes.shape:
         sample_input(x, Source(*source), outputs[0], row)
         sample_weights(w, weights, target, outputs, rows)
@@ -125,14 +133,14 @@ def _fprop(
 
 
 def _fprop_shape(
-    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], product: tuple[torch.dtype, str],
-    *_: object,
-) -> list[Tensor]:  # fmt: skip
-    return [x.codes.new_empty(x.codes.shape[0], rows, dtype=product[0]) for rows in WeightCodes(*w).rows]
+    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], options: GemmOptions, *_: object
+) -> list[Tensor]:
+    dtype, _accumulate = options
+    return [x.codes.new_empty(x.codes.shape[0], rows, dtype=dtype) for rows in WeightCodes(*w).rows]
 
 
 def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
-    """Sample what fprop has read as x, and of which y came."""
+    """Sample the operand x of an fprop with the result y."""
     tensor, edges, total = source.tensors[0], ends_of(y), len(x.codes)
     if source.kind:
         values = sampled_values(source, total, row)
@@ -159,7 +167,7 @@ def sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
 def sample_weights(
     w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, outputs: Sequence[Tensor], rows: Sequence[Tensor]
 ) -> None:
-    """Sample the weights of which outputs came, each into its own row. weights: none where they are FP8 tensors."""
+    """Sample the weights of these outputs, each into its own row. weights: empty if they are FP8 tensors."""
     parts = w.parts()
     if parts is None:
         return
@@ -173,21 +181,22 @@ def sample_weights(
 
 
 def _dgrad(
-    g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], source: Source, stats: Tensor
+    g: Quantized, w: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor
 ) -> list[Tensor]:
-    result = kernels.gemm(g, w, *product)
+    result = kernels.gemm(g, w, *options)
     rows = stats.data.unbind()[1 + layers :]
     if not sampling_off(rows[0]) and 0 not in g.codes.shape:
         sample_gradients(g, Source(*source), result, rows)
     return [result]
 
 
-def _dgrad_shape(g: Quantized, w: Quantized, layers: int, product: tuple[torch.dtype, str], *_: object) -> list[Tensor]:
-    return [g.codes.new_empty(g.codes.shape[0], w.codes.shape[0], dtype=product[0])]
+def _dgrad_shape(g: Quantized, w: Quantized, layers: int, options: GemmOptions, *_: object) -> list[Tensor]:
+    dtype, _accumulate = options
+    return [g.codes.new_empty(g.codes.shape[0], w.codes.shape[0], dtype=dtype)]
 
 
 def sample_gradients(g: Quantized, source: Source, dx: Tensor, rows: Sequence[Tensor]) -> None:
-    """Sample what dgrad has read side by side as g, and of which dx came, a row for each layer."""
+    """Sample the gradients that dgrad read side by side as g, with the result dx, a row for each layer."""
     tensors, operand, tied, kind, fold = source
     total = len(g.codes) if kind else None
     if kind:

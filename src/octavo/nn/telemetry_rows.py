@@ -1,7 +1,7 @@
-"""Layers that telemetry samples, and the meaning of the rows of its buffer.
+"""Layers that telemetry can measure, and the meaning of the rows of its buffer.
 
 Layers that are computed together have one buffer (`octavo.nn.telemetry_ops`): rows for the input, the n weights and the
-n grad_outputs. Behind all of them are the rows of the weights' gradients, one per layer.
+n grad_outputs. After all of these come the rows of the weights' gradients, one per layer.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ from octavo.errors import ConfigError
 from octavo.kernels import QuantSpec
 from octavo.kernels.sample import SampleInput, sample, sampled_rows
 from octavo.nn.conv import Convolution
-from octavo.nn.experts import Product
+from octavo.nn.experts import ExpertLinear
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.tensor import FP8Tensor, local
 
 Layer = Linear | Convolution | GroupedLinear
-"""What can be looked at."""
+"""Layers that can be measured."""
 
 AS_IT_IS = QuantSpec("e5m2", "tensor", "float32")
-"""What the gradient of a weight, which nobody quantises, is looked at as: with a scale of 1."""
+"""Format in which the gradient of a weight, which is not quantised, is measured: with a scale of 1."""
 
 
 class Row(NamedTuple):
-    """What a row of a snapshot is about."""
+    """Meaning of a row of a snapshot."""
 
     layer: str
-    """The full name of the layer."""
+    """Full name of the layer."""
     role: str
     """`input`, `weight`, `grad_output`, or `grad_weight`, the gradient that the optimizer reads."""
     operand: str
-    """How it is quantised: for fprop, and a gradient for dgrad; empty for `grad_weight`, which is not."""
+    """Quantisation: of inputs and weights for fprop, of a gradient for dgrad; empty for `grad_weight`, which is not
+    quantised."""
     shape: tuple[int, ...]
-    """Of a weight and its gradient; empty where it follows the batch."""
+    """Shape of a weight and its gradient; empty if it depends on the batch."""
 
 
 def find(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
-    """Return the layers to look at by name, and why other FP8 layers cannot be.
+    """Return the layers to measure by name, and why other FP8 layers cannot be.
 
     Raises:
-        ConfigError: telemetry looks at a layer already.
+        ConfigError: another telemetry measures a layer.
     """
     found: dict[str, Layer] = {}
     left: dict[str, str] = {}
@@ -66,15 +67,15 @@ def find(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
 
 
 def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: int) -> list[tuple[Row, int]]:
-    """Return what is known of a layer, and where in the buffer. What no GEMM reads in FP8 has no row.
+    """Return the rows of a layer, with their indices in the buffer. Operands that no GEMM reads in FP8 have none.
 
-    In the order in which a step makes them, read forward for the first two and backward for gradients.
+    In the order of a step, read forward for the first two and backward for gradients.
 
     Args:
-        top: the first row of its buffer.
-        number: of the layer in it.
-        members: how many layers it has.
-        last: the row of its weight's gradient.
+        top: first row of its buffer.
+        number: index of the layer in it.
+        members: number of its layers.
+        last: row of its weight's gradient.
     """
     recipe, shape = layer.recipe, tuple(layer.weight.shape)
     rows = []
@@ -88,20 +89,20 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
 
 
 def weights_of(layer: Layer) -> list[Tensor]:
-    """Return the parameters that are the weight of a layer."""
-    return layer.parts if isinstance(layer, Product) else [layer.get_parameter("weight")]
+    """Return the parameters that make up the weight of a layer."""
+    return layer.parts if isinstance(layer, ExpertLinear) else [layer.get_parameter("weight")]
 
 
 def sample_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
-    """Write the statistics of the weight's gradient into a row; nothing where there is none, or only codes.
+    """Write the statistics of a weight's gradient into a row; nothing if there is none, or only codes.
 
-    Of a gradient that is sharded, this rank's part is looked at.
+    Of a sharded gradient, this rank's part is sampled.
 
     Args:
         one: FP32 (1, 1), a scale of 1.
         row: FP32 (WIDTH,) or (WIDTH + BINS,).
     """
-    gradient = layer.gradient if isinstance(layer, Product) else layer.get_parameter("weight").grad
+    gradient = layer.gradient if isinstance(layer, ExpertLinear) else layer.get_parameter("weight").grad
     gradient = None if gradient is None else local(gradient)
     if gradient is None or isinstance(gradient, FP8Tensor) or not gradient.numel():
         return

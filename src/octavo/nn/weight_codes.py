@@ -1,12 +1,12 @@
 """Weight codes: a weight as fprop and dgrad read it.
 
-Codes are made in every forward, of the values that the weight has then, and backward reads what forward has made. So
-no write to a weight can go unseen, whoever makes it and however. It costs one read of the weight, about 1 % of a step
-of 8,192 tokens. Where weights stay as they are for many forwards, as in an evaluation or while gradients accumulate,
-`reuse_weight_codes` makes the codes once.
+Codes are made in every forward from the current values of the weight, and backward reads those of forward. So no write
+to a weight can be missed, however it is made. The cost is one read of the weight, about 1 % of a step of 8,192 tokens.
+If weights do not change for many forwards, as in an evaluation or during gradient accumulation, `reuse_weight_codes`
+makes the codes once.
 
-Layers that share an input are one layer whose weight is the stack of theirs: one launch makes the codes of all rows. A
-weight that is an `FP8Tensor` has codes of its own, which are read as they are (`octavo.nn.fp8_weights`).
+Layers that share an input are one layer whose weight is the stack of theirs: one launch makes the codes of all rows.
+The codes of a weight that is an `FP8Tensor` are read as they are (`octavo.nn.fp8_weights`).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class WeightCodes(NamedTuple):
 
     @property
     def stack(self) -> Quantized:
-        """All rows as one matrix: a copy where there are several."""
+        """All rows as one matrix; a copy if there are several matrices."""
         return join_rows(self.matrices)
 
     def parts(self) -> list[Quantized] | None:
-        """Return the rows of each weight; None where a tile of scales straddles two."""
+        """Return the rows of each weight; None if a tile of scales spans two of them."""
         return list(self.matrices) if len(self.matrices) > 1 else split_rows(self.matrices[0], self.rows)
 
 
 def as_matrix(weight: Tensor) -> Tensor:
-    """Return a weight as the matrix (N, K) of its GEMM: that of a convolution, (N, C, *kernel), channels last."""
+    """Return a weight as the matrix (N, K) of its GEMM; that of a convolution, (N, C, *kernel), with channels last."""
     return weight if weight.dim() == 2 else weight.movedim(1, -1).flatten(1)
 
 
@@ -63,11 +63,11 @@ def quantize_weights(weights: Sequence[Tensor], target: QuantSpec) -> WeightCode
     matrices = [as_matrix(weight.detach()) for weight in weights]
     if target.rounding == "nearest":
         return WeightCodes((kernels.quantize_stack(matrices, target),), rows)
-    return WeightCodes((quantize_matrix(torch.cat(matrices), target),), rows)
+    return WeightCodes((kernels.quantize_matrix(torch.cat(matrices), target),), rows)
 
 
-def quantize_transposed(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
-    """Quantise the transpose (K, sum of N_i) of a stack by itself, for recipes whose dgrad does not reuse codes.
+def quantize_weights_transposed(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
+    """Quantise the transpose (K, sum of N_i) of a stack by itself, if dgrad does not reuse the codes of fprop.
 
     Raises:
         UnsupportedError: an FP8 weight would be rounded a second time.
@@ -75,21 +75,11 @@ def quantize_transposed(weights: Sequence[Tensor], target: QuantSpec) -> Quantiz
     if has_fp8_weight(weights):
         return codes_of(next(w for w in weights if has_fp8_weight([w])), target, transposed=True)
     matrices = [as_matrix(weight.detach()) for weight in weights]
-    return quantize_matrix((matrices[0] if len(matrices) == 1 else torch.cat(matrices)).t(), target)
-
-
-def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
-    """Quantise a matrix (R, C).
-
-    Stochastic rounding draws a seed per call from PyTorch's generator: a resumed run draws the same ones.
-    """
-    stochastic = target.rounding == "stochastic"
-    seed = torch.randint(2**62, (), device=x.device) if stochastic else 0
-    return kernels.quantize(x, *target, seed)
+    return kernels.quantize_matrix((matrices[0] if len(matrices) == 1 else torch.cat(matrices)).t(), target)
 
 
 def split_rows(stack: Quantized, rows: Sequence[int]) -> list[Quantized] | None:
-    """Return the rows of each weight in a stack, views; None where a tile of scales straddles two weights."""
+    """Return the rows of each weight in a stack, views; None if a tile of scales spans two weights."""
     if len(rows) == 1:
         return [stack]
     if (scales := split_scale(stack.scale, stack.granularity.rows, rows)) is None:
@@ -99,11 +89,11 @@ def split_rows(stack: Quantized, rows: Sequence[int]) -> list[Quantized] | None:
 
 
 def split_scale(scale: Tensor, height: int | None, rows: Sequence[int]) -> list[Tensor] | None:
-    """Return the scales of each part of a matrix that is cut by rows; None where a tile straddles a cut.
+    """Return the scales of each part of a matrix that is split by rows; None if a tile spans two parts.
 
     Args:
-        height: rows of a tile; None for one of all rows, whose scale is that of each part.
-        rows: of the parts.
+        height: rows of a tile; None: all rows, whose scale is that of each part.
+        rows: number of rows of each part.
     """
     if height is None or len(rows) == 1:
         return [scale] * len(rows)
@@ -115,7 +105,7 @@ def split_scale(scale: Tensor, height: int | None, rows: Sequence[int]) -> list[
 def join_rows(parts: Sequence[Quantized]) -> Quantized:
     """Return matrices (R_i, C) as one, (R, C).
 
-    No tile of scales may reach from one into the next; or all rows share one scale, which is that of every part.
+    No tile of scales may span two of them, unless all rows share one scale, which must be the same for all matrices.
     """
     if len(parts) == 1:
         return parts[0]
@@ -129,7 +119,7 @@ def multiply(x: Quantized, w: WeightCodes, dtype: torch.dtype, accumulate: str) 
     parts = w.parts()
     if parts is not None:
         return [kernels.gemm(x, part, dtype, accumulate) for part in parts]
-    y = kernels.gemm(x, w.matrices[0], dtype, accumulate)  # a tile of scales straddles two weights
+    y = kernels.gemm(x, w.matrices[0], dtype, accumulate)  # a tile of scales spans two weights
     return [part.contiguous() for part in y.split(list(w.rows), dim=1)]
 
 
@@ -138,8 +128,8 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
     """Quantise the weights of a model once, and use those codes in every forward inside the block.
 
     For blocks in which no weight is written: an evaluation, generation, the micro-batches of one optimizer step. A
-    write inside the block is not seen before its end. Layers and experts whose weights other ranks hold, or are FP8
-    already, are left as they are, and so are layers that quantise with random rounding.
+    write inside the block has no effect until its end. Not affected are layers and experts with weights that are
+    sharded or stored in FP8, and layers with stochastic rounding.
     """
     from octavo.nn.fused import fusion_groups
     from octavo.nn.grouped import GroupedLinear, quantize_experts

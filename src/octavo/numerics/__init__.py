@@ -1,4 +1,4 @@
-"""The numbers: formats, granularities, scales, quantise, error measures. Plain PyTorch: the specification."""
+"""The specification in plain PyTorch: formats, granularities, scales, quantisation, error measures."""
 
 from octavo.numerics.error import cosine_of, inner_products, sqnr_db, sqnr_per_row_db
 from octavo.numerics.formats import (

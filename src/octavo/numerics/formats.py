@@ -1,9 +1,9 @@
-"""The number formats of FP8 training and all their facts.
+"""Number formats of FP8 training, and their properties.
 
-E4M3 and E5M2 are the OCP 8-bit formats (OFP8 1.0, table 1): E4M3 gives up its infinities for range and has one NaN
-a sign; E5M2 is IEEE-like. E8M0 (OCP MX 1.0, section 5.4.1) is a bare exponent and holds power-of-two scales. E2M3, E3M2
-and E2M1 are MX's of six and four bits (section 5.3): all their values are E4M3's too, so that their codes are stored as
-E4M3's, a byte each, and multiplied as such.
+E4M3 and E5M2 are the OCP 8-bit formats (OFP8 1.0, table 1): E4M3 gives up infinities for range and has one NaN per
+sign; E5M2 is IEEE-like. E8M0 (OCP MX 1.0, section 5.4.1) is a bare exponent and holds power-of-two scales. E2M3, E3M2
+and E2M1 are the MX formats of six and four bits (section 5.3). E4M3 has all of their values, so their codes are stored
+and multiplied as E4M3 codes, one byte each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """One floating-point format of 8 bits or fewer. Every figure follows from the fields."""
+    """A floating-point format of 8 bits or fewer. All properties follow from the fields."""
 
     name: str
     exponent_bits: int
@@ -27,17 +27,17 @@ class Format:
     has_sign: bool
     has_infinity: bool
     dtype: torch.dtype
-    """Of its codes in a tensor."""
+    """Dtype of a tensor of codes."""
     has_nan: bool = True
 
     @property
     def max(self) -> float:
         """The largest finite value."""
-        if self.mantissa_bits == 0:  # E8M0: code 255 is NaN, code 254 the largest
+        if self.mantissa_bits == 0:  # E8M0: code 255 is NaN, 254 the largest value
             return float(2.0 ** (2**self.exponent_bits - 2 - self.bias))
         if self.has_infinity:  # IEEE-like: the top exponent is for infinities and NaN
             return float((2 - self.epsilon) * 2.0 ** (2**self.exponent_bits - 2 - self.bias))
-        # The top exponent counts; in E4M3 its last mantissa is NaN
+        # The top exponent holds values; in E4M3 its last mantissa is NaN
         last = (2 if self.has_nan else 1) * self.epsilon
         return float((2 - last) * 2.0 ** (2**self.exponent_bits - 1 - self.bias))
 
@@ -48,19 +48,19 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive value; below half of it everything rounds to zero."""
+        """The smallest positive value; anything below half of it rounds to zero."""
         return self.smallest_normal if self.mantissa_bits == 0 else self.smallest_normal * 2.0**-self.mantissa_bits
 
     @property
     def epsilon(self) -> float:
-        """The gap between 1 and the next value."""
+        """The distance from 1 to the next value."""
         return 2.0**-self.mantissa_bits
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the float64 value of each code, from the definition of the format rather than from a cast.
 
         Args:
-            codes: uint8, any shape; of narrower formats in the low bits.
+            codes: uint8, any shape; narrower formats use the low bits.
         """
         bits = codes.to(torch.int64)
         mantissa = bits & (2**self.mantissa_bits - 1)
@@ -122,7 +122,7 @@ def _narrow(exponent_bits: int, mantissa_bits: int, bias: int) -> Format:
 
 E2M3, E3M2, E2M1 = _narrow(2, 3, 1), _narrow(3, 2, 3), _narrow(2, 1, 1)
 NARROW = {f.name: f for f in (E2M3, E3M2, E2M1)}
-"""Formats of MX whose codes are stored as E4M3's."""
+"""MX formats, whose codes are stored as E4M3 codes."""
 FORMATS = {f.name: f for f in (E4M3, E5M2, E8M0)} | NARROW
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.name not in NARROW}
 
@@ -139,5 +139,5 @@ def format_named(name: str) -> Format:
 
 
 def format_of(codes: Tensor) -> Format:
-    """Return the format of a tensor of codes, from its dtype; E4M3 for those of narrower formats."""
+    """Return the format of a tensor of codes, from its dtype; E4M3 for narrower formats."""
     return _BY_DTYPE[codes.dtype]

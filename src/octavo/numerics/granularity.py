@@ -1,4 +1,4 @@
-"""Granularity: which elements of a matrix share one scale. A granularity is a tile; the matrix is covered by it.
+"""Granularity: which elements of a matrix share a scale. A granularity is a tile, and the matrix is covered by tiles.
 
 | name      | tile (rows x columns) | scales of an (R, C) matrix    |
 |-----------|-----------------------|-------------------------------|
@@ -24,7 +24,7 @@ from octavo.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Granularity:
-    """A tile of `rows` x `cols` elements that share one scale; `None` stands for the whole extent."""
+    """A tile of `rows` x `cols` elements that share a scale; `None` is the whole extent."""
 
     rows: int | None
     cols: int | None
@@ -46,13 +46,13 @@ class Granularity:
     def scale_shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Return the shape of the scales of a (rows, cols) matrix. A ragged last tile has a scale too."""
         tile_rows, tile_cols = self.tile(rows, cols)
-        # Not -(-rows // tile): with sizes that vary, torch.compile cannot split its loops by that.
+        # Not -(-rows // tile): torch.compile cannot split loops by that if sizes are dynamic.
         tiled_rows = 1 if self.rows is None else (rows + tile_rows - 1) // tile_rows
         tiled_cols = 1 if self.cols is None else (cols + tile_cols - 1) // tile_cols
         return tiled_rows, tiled_cols
 
     def tiles(self, x: Tensor) -> Tensor:
-        """View an (R, C) matrix as (R', tile rows, C', tile cols), its ragged edges filled with zeros (rule 6)."""
+        """View an (R, C) matrix as (R', tile rows, C', tile cols), with ragged edges zero-padded."""
         rows, cols = x.shape
         tile_rows, tile_cols = self.tile(rows, cols)
         tiled_rows, tiled_cols = self.scale_shape(rows, cols)
@@ -62,11 +62,11 @@ class Granularity:
         return x.reshape(tiled_rows, tile_rows, tiled_cols, tile_cols)
 
     def untile(self, tiles: Tensor, rows: int, cols: int) -> Tensor:
-        """Undo `tiles`: return the (rows, cols) matrix, its padding cut off."""
+        """Undo `tiles`: return the (rows, cols) matrix without its padding."""
         return tiles.reshape(tiles.shape[0] * tiles.shape[1], -1)[:rows, :cols]
 
     def expand(self, scale: Tensor, rows: int, cols: int) -> Tensor:
-        """Return the (rows, cols) matrix that holds for each element the scale of its tile."""
+        """Return the (rows, cols) matrix of the scale of each element."""
         tile_rows, tile_cols = self.tile(rows, cols)
         spread = scale[:, None, :, None].expand(-1, tile_rows, -1, tile_cols)
         return self.untile(spread, rows, cols)
@@ -84,7 +84,7 @@ _WHOLE = {name: granularity for granularity, name in _NAMED.items()}
 _COMMON = _WHOLE | {
     name: Granularity(*map(int, name.split("x"))) for name in ("1x128", "128x1", "128x128", "1x32", "32x1")
 }
-"""Without parsing the name."""
+"""Granularities by name, without parsing it."""
 NAMES = ("tensor", "row", "column", "1x128", "128x128", "1x32")
 
 
@@ -107,8 +107,7 @@ def granularity_named(name: str) -> Granularity:
 def tile_amax(x: Tensor, granularity: Granularity) -> Tensor:
     """Return the largest finite magnitude of each tile, FP32, in the shape of the scales.
 
-    NaN and infinities are left out: they keep their own codes (rule 3), so they must not decide the scale of their
-    neighbours.
+    NaN and infinities are ignored: their codes do not depend on the scale, so they must not decide that of others.
 
     Args:
         x: (R, C), any floating-point dtype.

@@ -1,6 +1,6 @@
-"""Quantise and dequantise: the specification that every kernel is held to, in plain PyTorch, on any device.
+"""Quantise and dequantise: the specification of every kernel, in plain PyTorch, on any device.
 
-codes = round(x * inverse)   saturated to the format's range, one (scale, inverse) a tile
+codes = round(x * inverse)   saturated to the range of the format, one (scale, inverse) per tile
 x     ~ codes * scale
 """
 
@@ -50,7 +50,7 @@ def quantize(
 
     Args:
         x: (R, C), FP32, BF16 or FP16. R or C may be 0.
-        seed: for stochastic rounding; the same seed gives the same codes on every device.
+        seed: seed of stochastic rounding; it gives the same codes on every device.
 
     Raises:
         ConfigError: x is not a matrix, or the scaling is unknown.
@@ -69,17 +69,17 @@ def quantize(
 
 def to_codes(x: Tensor, fmt: Format) -> Tensor:
     """Round FP32 values to the nearest code, ties to even; saturate what is finite, give NaN for what is not."""
-    # A cast alone will not do: whether it saturates differs between PyTorch versions, and compiled casts turn
-    # infinities into the largest finite value, even in E5M2, which has them. NaN is what every one of them hands on;
-    # its sign is set here, since processors differ in it.
+    # A cast alone is not enough: whether it saturates depends on the PyTorch version, and compiled casts turn
+    # infinities into the largest finite value, even in E5M2, which has infinities. All of them preserve NaN. Its sign
+    # is set here, since processors differ in it.
     x = torch.where(x.abs() < torch.inf, x.clamp(-fmt.max, fmt.max), torch.nan)
     return (_round_narrow(x, fmt) if fmt.name in NARROW else x).to(fmt.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return codes * scale as an (R, C) matrix of `dtype`. With power-of-two scales it is exact, in BF16 too.
+    """Return codes * scale as an (R, C) matrix of `dtype`. With power-of-two scales it is exact.
 
-    The one limit is BF16's own: below 2^-133 it has no values.
+    That includes BF16, down to 2^-133, its smallest value.
     """
     codes = quantized.codes.float()
     if codes.numel() == 0:
@@ -88,7 +88,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def _round_stochastic(x: Tensor, fmt: Format, seed: int | Tensor) -> Tensor:
-    """Round FP32 values to a neighbour that the format holds, up with the probability of the distance from below."""
+    """Round FP32 values up or down to a value of the format, up with the probability of the distance from below."""
     magnitude = x.abs().clamp(max=fmt.max)
     quantum = _quantum(magnitude, fmt)
     steps = magnitude / quantum  # exact: the quantum is a power of two
@@ -99,19 +99,19 @@ def _round_stochastic(x: Tensor, fmt: Format, seed: int | Tensor) -> Tensor:
 
 
 def _round_narrow(x: Tensor, fmt: Format) -> Tensor:
-    """Round FP32 values within a format's range to its nearest, ties to even; NaN stays. An E4M3 cast is then exact."""
+    """Round FP32 values in a format's range to nearest, ties to even; NaN stays NaN. An E4M3 cast is then exact."""
     quantum = _quantum(x.abs(), fmt)
     return torch.where(x.isnan(), x, ((x.abs() / quantum).round() * quantum).copysign(x))
 
 
 def _quantum(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Return the distance of a format's values around each of these, FP32 powers of two."""
-    exponent = (magnitude.view(torch.int32) >> 23).clamp(min=128 - fmt.bias)  # the smallest normal's, below it
+    """Return the spacing of a format's values around each of these, FP32 powers of two."""
+    exponent = (magnitude.view(torch.int32) >> 23).clamp(min=128 - fmt.bias)  # subnormals: as the smallest normal
     return ((exponent - fmt.mantissa_bits) << 23).view(torch.float32)
 
 
-# Random bits from a counter: Philox-4x32-10 (Salmon et al., SC'11, section 3.3). They depend on the seed and on the
-# element's index alone, so the same codes come out on every device, in every order, and after a resume. Triton's
+# Random bits from a counter: Philox-4x32-10 (Salmon et al., SC'11, section 3.3). They depend only on the seed and the
+# index of the element, so codes are the same on every device, in every order, and after a resume. Triton's
 # `tl.randint(seed, offset)` gives the same stream.
 _MASK = 0xFFFFFFFF
 _KEY_STEP = (0x9E3779B9, 0xBB67AE85)
@@ -119,7 +119,7 @@ _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 
 
 def random_bits(seed: int | Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int64 values in [0, 2^32), element i drawn for counter i (row-major).
+    """Return int64 values in [0, 2^32): element i (row-major) is drawn for counter i.
 
     Args:
         seed: 64 bits; as an int64 tensor of one element it stays on its device.
@@ -136,11 +136,11 @@ def random_words(
     Args:
         seed: 64 bits; as an int64 tensor of one element it stays on its device.
         counter: int64, the low 32 bits of the counter.
-        stream: 32 bits: the second word of the counter; int64 where it is a tensor.
-        step: 32 bits: the third, likewise.
+        stream: second word of the counter, 32 bits; int64 if a tensor.
+        step: third word, as `stream`.
     """
     c0: Any = counter & _MASK
-    c1, c2, c3 = cast(Any, stream), cast(Any, step), cast(Any, 0)  # one for all, until rounds have mixed them
+    c1, c2, c3 = cast(Any, stream), cast(Any, step), cast(Any, 0)  # scalars until the rounds mix them in
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
         high0, low0 = _multiply(c0, _MULTIPLIER[0])
@@ -151,6 +151,6 @@ def random_words(
 
 
 def _multiply(x: Any, factor: int) -> tuple[Any, Any]:
-    """Return the high and the low 32 bits of a 32 x 32 bit product. In int64 it wraps, and has the same 64 bits."""
+    """Return the high and low 32 bits of a 32 x 32 bit product; int64 wraps, which keeps all 64 bits."""
     product = x * factor
     return (product >> 32) & _MASK, product & _MASK

@@ -1,9 +1,9 @@
-"""From amax to scale. `scale` is what a code is multiplied by to give the value back, everywhere in Octavo.
+"""Scales from amax. Everywhere in Octavo, a value is its code times `scale`.
 
-There is no floor under amax: everything is scaled, so that Q(2^-k x) = 2^-k Q(x) for as long as FP32 can hold the
-scale. The one bound is FP32's own: a scale is never below 2^-126, because hardware that flushes subnormals would turn
-it into zero. An all-zero tile has that scale. Its codes are zero whatever it is; but scales are also folded into
-gradients, where that of a zero row must not outweigh the others.
+There is no lower bound of amax: everything is scaled, so that Q(2^-k x) = 2^-k Q(x) as long as FP32 can hold the scale.
+A scale is at least 2^-126, because hardware that flushes subnormals would turn a smaller one into zero. A tile of zeros
+has that scale: any would do for its codes, but scales are also folded into gradients, where that of a row of zeros must
+not outweigh the others.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MANTISSA = 0x7FFFFF
 
 
 def scale_from_amax(amax: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Return (scale, inverse): what codes, and what values, are multiplied by.
+    """Return (scale, inverse): the factors of codes and of values.
 
     `power_of_two`: the smallest power of two with amax <= scale * fmt.max, that is ceil(log2(amax / fmt.max)). It is
-    found in the bits of amax, so that no division can round it differently on another device. Rounding the exponent up,
-    never down, keeps the largest element from saturating (arXiv 2506.08027, section 3).
+    computed from the bits of amax, so that no division rounds differently on another device. The exponent is rounded
+    up, never down, so that the largest element does not saturate (arXiv 2506.08027, section 3).
 
     `float32`: amax / fmt.max and its reciprocal fmt.max / amax, each rounded once from FP64.
 
@@ -77,7 +77,7 @@ def _engine(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 
 
 def to_e8m0(scale: Tensor) -> Tensor:
-    """Return power-of-two scales as E8M0 codes (uint8), one byte a scale.
+    """Return power-of-two scales as E8M0 codes (uint8), one byte per scale.
 
     Raises:
         ConfigError: a scale is not a power of two, so that one byte cannot hold it.

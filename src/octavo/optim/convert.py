@@ -15,7 +15,7 @@ from octavo.kernels.reference import storage as codec
 from octavo.kernels.storage import Storage
 from octavo.optim.sharded import spread, unspread
 from octavo.optim.states import RuleName, States
-from octavo.optim.tensors import as_matrix, like, matrix_shape, slot_of
+from octavo.optim.tensors import as_matrix, like, matrix_shape, slot_of, value_of
 from octavo.tensor import local
 
 if TYPE_CHECKING:
@@ -38,6 +38,16 @@ def set_master(optimizer: Optimizer, entry: Entry, value: Tensor) -> None:
     """Set the FP32 master of a parameter, and its weight, rounded to nearest."""
     slot, layout = _slot(optimizer, entry)
     reference.write_weight(_to_groups(value, entry), slot, layout, None)
+
+
+def follow_weight(optimizer: Optimizer, entry: Entry) -> None:
+    """Update a separate master where its weight was written since the last step rounded it from the master."""
+    slot, layout = _slot(optimizer, entry)
+    known = reference.read_weight(slot, layout)
+    written = codec.to_groups(as_matrix(value_of(entry.parameter), entry.parameter))
+    reference.write_weight(known, slot, layout, None)
+    is_same = written == codec.to_groups(as_matrix(value_of(entry.parameter), entry.parameter))
+    reference.write_weight(torch.where(is_same, known, written), slot, layout, None)
 
 
 def values(optimizer: Optimizer, entry: Entry) -> dict[str, Tensor]:
@@ -123,8 +133,13 @@ def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Se
     """Check that `import_` can read a state dict.
 
     Raises:
-        CheckpointError: the number of parameters differs, or a tensor is missing or has another shape.
+        CheckpointError: the number of parameters differs, a tensor is missing or has another shape, or the state is
+            that of amsgrad.
     """
+    if any(group.get("amsgrad") for group in state_dict["param_groups"]):
+        raise CheckpointError(
+            "optimizer state: it was saved by an optimizer with amsgrad, which octavo.optim does not have."
+        )
     for entry, saved in _matched(optimizer, state_dict, groups):
         names = _exported_names(optimizer.rule_of(entry))
         moments = [names[name] for name in optimizer.fresh(entry) if name in MOMENTS]

@@ -78,6 +78,8 @@ class Optimizer(torch.optim.Optimizer):
         self._accumulates = False
         self._entries: list[Entry] = []
         self._placed: dict[int, CachedSlot] = {}
+        self._versions: dict[int, int] = {}
+        """Version of each weight that has a separate master, as of its last step."""
         self._layouts: dict[Layout, Layout] = {}
         """Interned layouts, compared by identity: hashing each one in every step is slow."""
         shared = {"maximize": False, "clip": None, "states": options.states, "gradients": options.gradients}
@@ -95,10 +97,9 @@ class Optimizer(torch.optim.Optimizer):
         """Add a group. The `states` of a group apply to all its parameters, without asking `keep`."""
         param_group["keeps"] = "states" not in param_group
         super().add_param_group(param_group)
-        self._entries = []
         group = self.param_groups[-1]
         states_named(group["states"])
-        check_group(group)
+        check_group(group, self.rule)
         if self.release and group["gradients"] != "wide":
             raise ConfigError("optimizer: release=True frees every gradient at once: none is left to store in FP8.")
         for entry in self.entries():
@@ -114,14 +115,25 @@ class Optimizer(torch.optim.Optimizer):
 
     def entries(self) -> list[Entry]:
         """Return all parameters in order, with their names, or numbers where names are not known."""
-        found = self._entries
-        if found:
-            return found
+        known, here = self._entries, [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"]]
+        pairs = zip(known, here, strict=False)
+        same = len(known) <= len(here) and all(e.parameter is p and e.group == i for e, (p, i) in pairs)
+        if same and len(known) == len(here):
+            return known
+        if not same and (self.release or any(group["gradients"] == "fp8" for group in self.param_groups)):
+            raise UnsupportedError(
+                "optimizer: the parameters of its groups were replaced, but hooks on the original parameters store or"
+                " release their gradients. Make a new optimizer and load the state of this one."
+            )
+        if not same:
+            self._placed, self._versions = {}, {}
+        self._entries = []
         for index, group in enumerate(self.param_groups):
             names = group.get("param_names") or [None] * len(group["params"])
             for name, parameter in zip(names, group["params"], strict=True):
-                found.append(Entry(len(found), name or str(len(found)), parameter, index))
-        return found
+                number = len(self._entries)
+                self._entries.append(Entry(number, name or str(number), parameter, index))
+        return self._entries
 
     def states_of(self, entry: Entry) -> States:
         """Return the tier of a parameter."""
@@ -271,6 +283,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         if self._gradients.stored and getattr(self, "found_inf", None) is not None:
             raise UnsupportedError(_SCALED)
+        self._follow_writes(entries)
         settings = [self._settings_of(group) for group in self.param_groups]
         placed = [self._place(row, entry, settings[entry.group]) for row, entry in enumerate(entries)]
         control = self._control(entries, [slot for _, slot in placed], tuple(known.own for known, _ in placed))
@@ -280,6 +293,15 @@ class Optimizer(torch.optim.Optimizer):
         for layout, slots in by_layout.values():
             self._apply(slots, layout, control, entries)
         torch.autograd.graph.increment_version([slot.weight for _, slot in placed if slot.weight_scale is None])
+        apart = [entry for entry, (known, _) in zip(entries, placed, strict=True) if known.layout.master is not None]
+        self._versions |= {entry.number: _version(entry.parameter) for entry in apart}
+
+    def _follow_writes(self, entries: Sequence[Entry]) -> None:
+        """Update separate masters whose weights were written since the last step, by a checkpoint or by hand."""
+        for entry in entries if self._versions else ():
+            version = _version(entry.parameter)
+            if self._versions.get(entry.number, version) != version:
+                convert.follow_weight(self, entry)
 
     @property
     def _needs_norm(self) -> bool:
@@ -430,6 +452,11 @@ class Optimizer(torch.optim.Optimizer):
         for entry in self.entries():
             if entry.number in known:
                 convert.set_values(self, entry, known[entry.number])
+
+
+def _version(parameter: Tensor) -> int:
+    """Return a number that grows with each write to a parameter or to the tensor that stores it."""
+    return parameter._version + stored_weight(parameter)._version
 
 
 _SCALED = (

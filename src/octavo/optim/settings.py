@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -72,12 +72,19 @@ def _check_clip(value: float | None) -> None:
         raise ConfigError(f"optimizer clip: {value} is not a positive number. None leaves gradients as they are.")
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Check the settings of a group.
+def check_group(group: Mapping[str, Any], rule: str) -> None:
+    """Check the settings of a parameter group of an optimizer with this rule.
 
     Raises:
-        ConfigError: one is unknown, or out of range.
+        ConfigError: one is unknown, out of range, valid for the whole optimizer only, or an option of PyTorch's that
+            Octavo does not implement.
     """
+    of_all = {field.name for field in fields(OptimizerOptions)} - {"states", "clip", "gradients"}
+    for name in group:
+        if name in of_all or (name == "rule" and rule != "muon"):
+            raise ConfigError(f"optimizer: '{name}' applies to all parameters and cannot be set per group.")
+        if name in ("amsgrad", "differentiable") and group[name]:
+            raise ConfigError(f"optimizer {name}: octavo.optim does not implement it. Remove it from the group.")
     if group["gradients"] not in GRADIENTS:
         near = did_you_mean(group["gradients"], GRADIENTS)
         raise ConfigError(f"optimizer gradients: '{group['gradients']}' is none of {', '.join(GRADIENTS)}.{near}")

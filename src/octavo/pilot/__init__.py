@@ -1,8 +1,8 @@
-"""A small pilot on a user's workload: whether FP8 pays there, where, and how (`octavo pilot`).
+"""`octavo pilot`: a short training of a user's workload in each precision, and a recommendation on FP8.
 
-measuring   one training of a few steps per precision: time by phase, energy, memory, losses
-predicting  what a GPU that is not here would give, as far as it can be predicted
-judging     a recommendation from the measurements: rules, each with its reason and what would change it
+measuring   a few training steps per precision: time by phase, energy, memory, losses
+predicting  predicted times and memory of a GPU that is not available
+judging     the recommendation: rules on the measurements, each with its reason and what would change it
 report      the terminal, JSON, and one HTML file with plots
 """
 

@@ -1,4 +1,4 @@
-"""The recommendation: rules over what a pilot found, each with its reason and what would change it."""
+"""The recommendation: rules on the results of a pilot, each with its reason and what would change it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ WORTH = 1.05
 ALIKE = 1.02
 """Recipes within this ratio are equally fast: the loss decides between them."""
 IDLE = 0.1
-"""Share of a step with an idle GPU, or waiting for data, above which that is to be ended first."""
+"""Share of a step with the GPU idle or waiting for data, above which that comes first."""
 ROOM = 0.9
 """Share of the GPU's memory that a batch may fill."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pilot:
-    """All that a pilot found."""
+    """Results of a pilot."""
 
     workload: str
     unit: str
@@ -49,11 +49,11 @@ class Pilot:
     """Share of a step's FLOPs outside linear layers."""
     compiled: bool
     rates: Rates | None
-    """Of the GPU; None if they are not known."""
+    """Rates of the GPU; None if unknown."""
     measured: dict[str, Measurement]
-    """By precision, BF16 first."""
+    """Measurement by precision, BF16 first."""
     plans: dict[str, Plan] = field(repr=False)
-    """By recipe."""
+    """Plan by recipe."""
 
     @property
     def base(self) -> Measurement:
@@ -61,7 +61,7 @@ class Pilot:
         return self.measured["bf16"]
 
     def speedup(self, precision: str) -> float:
-        """Return BF16's time of a step over that of another precision; 0 where one is not known."""
+        """Return BF16's step time over that of another precision; 0 if one is unknown."""
         one, other = self.base.step_ms, self.measured[precision].step_ms
         return one / other if one and other else 0.0
 
@@ -82,13 +82,13 @@ class Pilot:
         return (fmean(gaps), error) if gaps else None
 
     def trains(self, precision: str) -> bool:
-        """Return whether the loss follows BF16's, as far as can be seen, on fast kernels."""
+        """Return True if the steps ran on fast kernels, with a loss that is not measurably above BF16's."""
         found, gap = self.measured[precision], self.gap(precision)
         return not found.failed and not found.fallbacks and (gap is None or gap[0] - 2 * gap[1] <= GAP_LIMIT)
 
     @property
     def best(self) -> str | None:
-        """The recipe to take: the fastest that trains as BF16 does, of equally fast ones the closest to its loss."""
+        """The recommended recipe: the fastest that trains like BF16, of equally fast ones the closest to its loss."""
         fit = [name for name in self.plans if self.plans[name].fp8_layers and self.trains(name)]
         if not fit:
             return None
@@ -98,7 +98,7 @@ class Pilot:
 
     @property
     def adopts(self) -> bool:
-        """Whether FP8 is recommended."""
+        """True if FP8 is recommended."""
         return self.best is not None and self.speedup(self.best) >= WORTH
 
 
@@ -113,7 +113,7 @@ class Advice(NamedTuple):
 
 
 def advise(pilot: Pilot) -> list[Advice]:
-    """Return what each rule recommends, those of the recipe to take where there is one."""
+    """Return the recommendation of each rule."""
     found: list[Advice | None] = [_adopt(pilot)]
     if (best := pilot.best) is not None:
         found += [rule(pilot, pilot.plans[best], pilot.measured[best]) for rule in RULES]
@@ -207,7 +207,7 @@ def _decoding(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
 
 
 def _transfers(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
-    """Sort a step's time into products, which FP8 halves, and what waits for memory or for a link."""
+    """Compare the time of products, which FP8 halves, with that of kernels bound by memory or by a link."""
     if not found.parts:
         return None
     moves = {name: found.times.get(name, 0.0) for name in ("data", "elementwise", "optimizer", "communication")}

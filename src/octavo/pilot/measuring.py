@@ -26,7 +26,7 @@ from octavo.nn.fp8_weights import values
 from octavo.nn.modules import hooked
 from octavo.train.profile import profile
 from octavo.train.timing import Stopwatch, milliseconds, synchronize, warm_up
-from octavo.train.workload import Workload, one_of, to_device
+from octavo.train.workload import Workload, first_sample, to_device
 
 PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Autocast dtype of the precisions that are no recipe; a recipe computes the rest in BF16."""
@@ -38,7 +38,7 @@ DECODED = 32
 
 @dataclass(kw_only=True)
 class Measurement:
-    """What one precision gave. Times are means per step in milliseconds; None is not known."""
+    """Measurements of one precision. Times are means per step in milliseconds; None: unknown."""
 
     precision: str
     """bf16, fp16, fp32, or a recipe."""
@@ -50,7 +50,7 @@ class Measurement:
     """Latency of a step."""
     tokens_per_s: float | None = None
     tflops: float | None = None
-    """Achieved TFLOP/s: those of the model in BF16 over the time of a step."""
+    """Achieved TFLOP/s: FLOPs of the model per step time."""
     joules_per_token: float | None = None
     pj_per_flop: float | None = None
     """Picojoules per FLOP of the model."""
@@ -71,7 +71,7 @@ class Measurement:
     """Cosine of each FP8 weight's gradient with the one in high precision, on the first batch."""
     fallbacks: list[str] = field(default_factory=list)
     failed: str = ""
-    """Why it could not be trained; empty if it was."""
+    """Reason for a failure; empty for none."""
 
     @property
     def times(self) -> dict[str, float]:
@@ -81,7 +81,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How all precisions are trained."""
+    """Settings shared by all precisions."""
 
     device: torch.device
     steps: int = 20
@@ -130,7 +130,7 @@ def _measure(
     _train(run, workload, how, found, flops)
     if how.device.type == "cuda" and workload.decode is not None:
         batch = next(workload.batches())
-        found.decode_ms, found.decode_batch_ms = (_decode(run, workload, each) for each in (one_of(batch), batch))
+        found.decode_ms, found.decode_batch_ms = (_decode(run, workload, each) for each in (first_sample(batch), batch))
     return plan
 
 
@@ -196,7 +196,7 @@ def _train(run: _Training, workload: Workload, how: Conditions, found: Measureme
 
 
 def allocations(before: Mapping[str, Any], after: Mapping[str, Any], steps: int) -> dict[str, float]:
-    """Return what steps asked of the allocator, from `torch.cuda.memory_stats` before and after them."""
+    """Return allocator calls per step and fragmentation, from `torch.cuda.memory_stats` before and after some steps."""
     calls = {"allocations": "allocation.all.allocated", "device_mallocs": "num_device_alloc"}
     found = {name: (after.get(key, 0) - before.get(key, 0)) / steps for name, key in calls.items()}
     beyond = after["reserved_bytes.all.peak"] - after["allocated_bytes.all.peak"]
@@ -230,7 +230,7 @@ def _errors(model: nn.Module, workload: Workload, found: Measurement) -> None:
 
 
 def count_flops(workload: Workload) -> tuple[float, float, int] | None:
-    """Return FLOPs of a step, those of them outside linear layers, and M of the linear layers; None if untraceable.
+    """Return the FLOPs of a step, those outside linear layers, and M of the linear layers; None if untraceable.
 
     Counted on a model without values: products of matrices, convolutions and attention, in forward and backward.
     """

@@ -1,4 +1,4 @@
-"""Times and memory that a GPU which is not here would show, as far as they can be predicted: without its host."""
+"""Predicted times and memory of a GPU that is not available, without the time of its host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.recipes import load
 from octavo.train.workload import Workload
 
 CAPACITY_GIB = {"h100": 79.1, "h200": 139.8}
-"""Memory that PyTorch sees."""
+"""Memory available to PyTorch."""
 _OTHER_TFLOPS = 350.0
 """Rate of attention and other products outside linear layers, on Hopper, forward and backward."""
 _REST = 0.12
@@ -40,7 +40,7 @@ def products_ms(plan: Plan, rows: int, rates: Rates, *, in_bf16: bool = False) -
 def predict(
     found: Measurement, plan: Plan, workload: Workload, how: Conditions, flops: tuple[float, float, int]
 ) -> None:
-    """Write the predicted times of a step into a measurement, in place of those of the host.
+    """Replace the times in a measurement by predicted ones.
 
     Args:
         plan: of the recipe; of any recipe for BF16 and FP16.

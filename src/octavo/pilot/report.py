@@ -28,9 +28,9 @@ Rows = list[tuple[str, ...]]
 
 
 def to_dict(pilot: Pilot) -> dict[str, Any]:
-    """Return everything as plain data: what was measured, and the recommendation."""
+    """Return everything as plain data: measurements and recommendation."""
     about = {key: value for key, value in vars(pilot).items() if key not in ("measured", "plans", "rates")}
-    lanes = [
+    measured = [
         {
             **asdict(found),
             "speedup": round(pilot.speedup(name), 3),
@@ -41,7 +41,7 @@ def to_dict(pilot: Pilot) -> dict[str, Any]:
     ]
     chosen = {"adopts": pilot.adopts, "recipe": pilot.best, "advice": [advice._asdict() for advice in advise(pilot)]}
     plans = {name: json.loads(plan.to_json()) for name, plan in pilot.plans.items()}
-    return {**about, "measured": lanes, "recommendation": chosen, "plans": plans}
+    return {**about, "measured": measured, "recommendation": chosen, "plans": plans}
 
 
 def to_text(pilot: Pilot) -> str:
@@ -94,7 +94,7 @@ def _header(pilot: Pilot) -> list[str]:
 
 
 def _notes(pilot: Pilot) -> Iterator[str]:
-    """Yield what the tables do not say."""
+    """Yield notes on the tables."""
     if pilot.predicted_for:
         yield "not known on this machine: launches, idle time, data loading, communication, energy, decoding, fallbacks"
     if pilot.elsewhere is None:
@@ -144,7 +144,7 @@ def _shown(value: float | None, how: str) -> str:
 def _figures(pilot: Pilot) -> Iterator[dict[str, Any]]:
     """Yield plots as Plotly takes them: time by phase or kind, losses, errors per layer."""
     for title, field in (("Milliseconds per step, by phase", "phases"), ("By kind of kernel", "parts")):
-        times = {name: ms for name, lane in pilot.measured.items() if (ms := getattr(lane, field))}
+        times = {name: ms for name, found in pilot.measured.items() if (ms := getattr(found, field))}
         kinds = dict.fromkeys(kind for ms in times.values() for kind in ms if kind not in ("idle", "communication"))
         bars = [
             {"type": "bar", "name": kind, "x": list(times), "y": [ms.get(kind) for ms in times.values()]}
@@ -152,13 +152,13 @@ def _figures(pilot: Pilot) -> Iterator[dict[str, Any]]:
         ]
         if bars:
             yield {"data": bars, "layout": {"title": {"text": title}, "barmode": "stack"}}
-    curves = [{"name": name, "y": lane.losses} for name, lane in pilot.measured.items() if lane.losses]
+    curves = [{"name": name, "y": found.losses} for name, found in pilot.measured.items() if found.losses]
     if curves:
         yield {"data": curves, "layout": {"title": {"text": "Loss by step, on the same batches"}}}
     errors = [
-        {"type": "bar", "name": name, "x": list(lane.layer_errors), "y": list(lane.layer_errors.values())}
-        for name, lane in pilot.measured.items()
-        if lane.layer_errors
+        {"type": "bar", "name": name, "x": list(found.layer_errors), "y": list(found.layer_errors.values())}
+        for name, found in pilot.measured.items()
+        if found.layer_errors
     ]
     if errors:
         yield {

@@ -1,4 +1,4 @@
-"""One pilot from beginning to end."""
+"""Run of a pilot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.pilot.judging import Pilot
 from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement, count_flops, measure
 from octavo.recipes import load, names
 from octavo.train import device as devices
-from octavo.train.workload import Workload, first
+from octavo.train.workload import Workload, first_tensor
 
 RECIPES = ("folded", "tensorwise", "block")
 """Recipes of a pilot by default: scales per row, per tensor and per block."""
@@ -39,9 +39,9 @@ class Settings:
 
 
 def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], None] = lambda doing: None) -> Pilot:
-    """Train a workload for a few steps in every precision, and return what was found.
+    """Train a workload for a few steps in every precision, and return the results.
 
-    On a CPU, losses and errors are measured, with the numbers that a GPU gives; times and memory are predicted.
+    On a CPU, losses and errors are measured, which are those of a GPU; times and memory are predicted.
 
     Args:
         report: called with a description of each measurement before it starts.
@@ -82,7 +82,7 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         workload=workload.name,
         unit=workload.unit,
         tokens=workload.tokens,
-        samples=len(first(next(workload.batches()))),
+        samples=len(first_tensor(next(workload.batches()))),
         data=workload.data,
         device=devices.describe(device),
         predicted_for="" if is_gpu else settings.gpu,

@@ -1,4 +1,4 @@
-"""Recipes: what runs in FP8 and how, as data. `load("folded")`, `names()`, `explain(recipe)`."""
+"""Recipes: which GEMMs run in FP8, and how, as data. `load("folded")`, `names()`, `explain(recipe)`."""
 
 from octavo.recipes.presets import ALIASES, mx
 from octavo.recipes.spec import (

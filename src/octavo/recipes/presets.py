@@ -1,4 +1,4 @@
-"""The recipes that come with Octavo. To add one, add a function here and its name to `PRESETS`."""
+"""Presets of recipes. To add one, add a function here and its name to `PRESETS`."""
 
 from __future__ import annotations
 
@@ -127,13 +127,13 @@ def mxfp8() -> Recipe:
 
 
 def mx(forward: FormatName, gradient: FormatName) -> Recipe:
-    """Return MX's 1x32 tiles in other formats: E5M2, and E2M3, E3M2 and E2M1, which are rounded to as on paper.
+    """Return a recipe of MX's 1x32 tiles in other formats: E5M2, or E2M3, E3M2 and E2M1, whose rounding is emulated.
 
-    Codes of the last three take a byte each, as E4M3's: their accuracy can be tried, and they save nothing.
+    Codes of the last three take a byte each, like those of E4M3: they show the accuracy of a format, and save nothing.
 
     Args:
-        forward: of inputs and weights.
-        gradient: of output gradients.
+        forward: format of inputs and weights.
+        gradient: format of output gradients.
     """
     tile, grad_output = (Operand(format=each, granularity="1x32") for each in (forward, gradient))
     return Recipe(
@@ -181,5 +181,5 @@ ALIASES = {
     "e4m3": "tensorwise_e4m3",
     "blockwise": "block",
 }
-"""Names that guides on FP8 training use -> the preset that they stand for: current per-tensor scales with E4M3 forward
-and E5M2 gradients (Transformer Engine's HYBRID), E4M3 everywhere, DeepSeek-V3's blocks."""
+"""Names in guides to FP8 training -> preset: current per-tensor scales with E4M3 forward and E5M2 gradients
+(Transformer Engine's HYBRID), E4M3 everywhere, DeepSeek-V3's blocks."""

@@ -1,13 +1,13 @@
-"""What a recipe is: for each of the three GEMMs of a linear layer, how its two operands become FP8.
+"""Recipes: how the two operands of each of a linear layer's three GEMMs become FP8.
 
     fprop   Y  (M, N) = input (M, K)        . weight (N, K)^T
     dgrad   dX (M, K) = grad_output (M, N)  . weight^T (K, N)^T
     wgrad   dW (N, K) = grad_output^T (N, M) . input^T (K, M)^T
 
-M: tokens, N: output features, K: input features. Every operand is described as it stands in these lines: its rows are
-    kept, its columns are summed over. So `row` is one scale a kept row, which every row-wise GEMM can apply to its
-    result. `column` is one scale a summed index, which no GEMM can apply: such an operand is *folded*. Its codes are
-    those of fprop, transposed, and its scales are multiplied into the other operand before that one is quantised.
+M: tokens, N: output features, K: input features. Operands are described as they appear in these lines: their rows are
+kept, their columns are summed over. So `row` is one scale per kept row, which every row-wise GEMM can apply to its
+result. `column` is one scale per summed index, which no GEMM can apply: such an operand is *folded*. Its codes are
+those of fprop, transposed, and its scales are multiplied into the other operand before that one is quantised.
 """
 
 from __future__ import annotations
@@ -22,55 +22,55 @@ from octavo.numerics import NARROW, PER_COLUMN, Granularity, Rounding, Scaling, 
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
-"""What a GEMM's left and right operand are called."""
+"""Names of the left and right operand of each GEMM."""
 
 STORED_SCALE_ROLES = ("input", "grad_output")
-"""The roles whose scales may be kept from step to step, in the order in which a layer keeps them."""
+"""Roles whose scales may be stored from step to step, in the order of a layer's cells."""
 FormatName = Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"]
-"""Formats of codes; the last three are MX's."""
+"""Formats of codes; the last three are MX formats."""
 Precision = Literal["fp8", "bf16"]
-"""What a GEMM computes in, or what a tensor is kept in for backward: `bf16` as it is, `fp8` as codes."""
+"""Precision of a GEMM, or of a tensor saved for backward: `bf16` unchanged, `fp8` as codes."""
 ScaleFrom = Literal["current", "delayed", "just_in_time", "static"]
-"""Where a scale comes from."""
+"""Source of a scale."""
 MOST_MARGIN = 8
-"""Bits of headroom that no scale overflows with: the smaller of the formats' maxima is above 2^8."""
+"""Bits of headroom with which no scale overflows: the smaller of the formats' maxima is above 2^8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operand:
-    """How one operand of one GEMM is quantised."""
+    """Quantisation of one operand of one GEMM."""
 
     format: FormatName = "e4m3"
     """E4M3 for precision, E5M2 for range."""
     granularity: str = "row"
-    """Which elements share a scale: tensor, row, column (folded), 1x128, 128x128, 1x32."""
+    """Elements that share a scale: tensor, row, column (folded), 1x128, 128x128, 1x32."""
     scaling: Scaling = "power_of_two"
     """Scales rounded up to a power of two, FP32 scales, or FP32 scales as inference engines compute them."""
     rounding: Rounding = "nearest"
     """To the nearest code, or stochastic."""
     scale_from: ScaleFrom = "current"
-    """What its scale is made of: its own maximum (`current`), those of earlier steps (`delayed`), the same but its own
-    where that would saturate (`just_in_time`), or a calibration file (`static`)."""
+    """Source of its scale: its own maximum (`current`), those of earlier steps (`delayed`), these unless they would
+    saturate it (`just_in_time`), or a calibration file (`static`)."""
 
     @property
     def stored_format(self) -> Literal["e4m3", "e5m2"]:
-        """The format, of an operand with a scale per tensor: none of MX's."""
+        """Format of an operand with a scale per tensor, which is never an MX format."""
         assert self.format in ("e4m3", "e5m2")
         return self.format
 
     @property
     def has_stored_scale(self) -> bool:
-        """Whether its scale is known before it is: a layer keeps it from step to step."""
+        """Whether its scale is known in advance: a layer stores it from step to step."""
         return self.scale_from != "current"
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether its codes follow from the tensor alone, the same each time."""
+        """Whether its codes follow from the tensor alone, and are the same each time."""
         return self.rounding == "nearest" and not self.has_stored_scale
 
     @property
     def tile(self) -> Granularity:
-        """The granularity itself."""
+        """The granularity as an object."""
         return granularity_named(self.granularity)
 
     @property
@@ -93,12 +93,13 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemm:
-    """What the three GEMMs have in common."""
+    """Fields that the three GEMMs have in common."""
 
     precision: Precision = "fp8"
-    """`bf16` leaves this GEMM in the precision that the model computes in."""
+    """`bf16` leaves this GEMM in the precision of the model."""
     accumulate: Literal["slow", "fast"] = "slow"
-    """`fast` lets Hopper's tensor cores keep 13 fraction bits, truncated: faster, but it shrinks coherent sums."""
+    """`fast` lets Hopper's tensor cores keep 13 fraction bits, truncated: faster, but coherent sums are biased toward
+    zero."""
 
     @property
     def is_fp8(self) -> bool:
@@ -138,12 +139,12 @@ class Wgrad(Gemm):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """How the maxima of earlier steps become a scale. Read by operands that are `delayed` or `just_in_time`."""
+    """How maxima of earlier steps become a scale. For operands that are `delayed` or `just_in_time`."""
 
     length: int = 16
-    """Optimizer steps whose maxima are kept."""
+    """Number of optimizer steps whose maxima are kept."""
     choose: Literal["max", "last"] = "max"
-    """The largest of them, or that of the last step."""
+    """Use the largest of them, or the last one."""
     margin: int = 0
     """Bits of headroom: the scale is multiplied by 2^margin."""
 
@@ -159,25 +160,25 @@ class History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Why a module has its recipe, as `octavo localize` found it. Nothing computes by it: plans show it."""
+    """Why a module has its recipe, as found by `octavo localize`. Shown in plans; no computation depends on it."""
 
     reason: str
-    """In a few words."""
+    """Short reason."""
     loss_change: float
-    """Nats a token, with fprop of this module alone in FP8."""
+    """Nats per token, with fprop of this module alone in FP8."""
     loss_error: float = 0.0
-    """Standard error of that."""
+    """Standard error of `loss_change`."""
     turned: dict[str, float] = field(default_factory=dict)
-    """GEMM -> 1 - cosine of the model's gradient with it in FP8 and without."""
+    """GEMM -> 1 - cosine between the model's gradient with it in FP8 and without."""
     ms_saved: float = 0.0
-    """Milliseconds a step that the module's recipe saves."""
+    """Milliseconds per step that the module's recipe saves."""
     ms_offered: float = 0.0
-    """Milliseconds a step that it would save with all of its GEMMs in FP8."""
+    """Milliseconds per step that it would save with all of its GEMMs in FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a linear layer computes. Plain data: kernels and layers read it, nothing else decides."""
+    """How a linear layer computes. Plain data, which kernels and layers read; nothing else decides."""
 
     name: str
     """Shown in plans and results."""
@@ -188,11 +189,11 @@ class Recipe:
     wgrad: Wgrad = field(default_factory=Wgrad)
     """The gradient of the weight."""
     history: History = field(default_factory=History)
-    """How maxima of earlier steps become scales, where an operand asks for that."""
+    """How maxima of earlier steps become scales, for operands that use them."""
     modules: dict[str, Recipe] = field(default_factory=dict)
-    """Other recipes for modules whose full name matches a pattern (`layers.0.*`); the last match wins."""
+    """Recipes of modules whose full name matches a pattern (`layers.0.*`); the last match wins."""
     evidence: dict[str, Evidence] = field(default_factory=dict)
-    """Why a pattern of `modules` has its recipe, as a precision map says; shown in plans."""
+    """Why a pattern of `modules` has its recipe, from a precision map; shown in plans."""
 
     def __post_init__(self) -> None:
         for gemm, a, b in self.gemms():
@@ -229,16 +230,16 @@ class Recipe:
         return cast(Gemm, getattr(self, name))
 
     def for_layer(self, name: str) -> Recipe:
-        """Return the recipe of a layer, by its full name: the last one of `modules` that matches, else this one."""
+        """Return the recipe of a layer by its full name: the last match in `modules`, otherwise this one."""
         return next((own for pattern, own in reversed(self.modules.items()) if fnmatchcase(name, pattern)), self)
 
     def grad_outputs(self, dgrad: bool, wgrad: bool) -> tuple[Operand | None, Operand | None]:
-        """Return how dY is quantised for dgrad, and dY^T for wgrad; None where a GEMM is in BF16, or not needed."""
+        """Return how dY is quantised for dgrad, and dY^T for wgrad; None for a GEMM that is in BF16 or not needed."""
         rows = self.dgrad.grad_output if dgrad and self.dgrad.is_fp8 else None
         return rows, self.wgrad.grad_output if wgrad and self.wgrad.is_fp8 else None
 
     def reuses(self, operand: str) -> bool:
-        """Return whether an operand, such as `dgrad.weight`, is another GEMM's codes, transposed."""
+        """Return whether the codes of an operand, such as `dgrad.weight`, are those of another GEMM, transposed."""
         return operand in self.__dict__["_reused"]
 
     def _find_reused(self) -> Iterator[str]:
@@ -256,7 +257,7 @@ class Recipe:
         return operand in self.__dict__["_folded"]
 
     def _find_folded(self) -> Iterator[str]:
-        """Yield the operands that are folded. Their codes must be those of fprop."""
+        """Yield the folded operands. Their codes must be those of fprop."""
         for gemm, role in (("dgrad", "weight"), ("wgrad", "input")):
             operand, where = getattr(self.gemm(gemm), role), f"{gemm}.{role}"
             if not (self.gemm(gemm).is_fp8 and operand.is_folded):
@@ -280,13 +281,13 @@ class Recipe:
         return any(self.gemm(name).is_fp8 for name in GEMMS)
 
     def stored_scale(self, role: str) -> Operand | None:
-        """Return the operand of that role, `input` or `grad_output`, if its scale is kept from step to step."""
+        """Return the operand of a role, `input` or `grad_output`, if its scale is stored from step to step."""
         stored: dict[str, Operand] = self.__dict__["_stored"]
         return stored.get(role)
 
     @property
     def has_stored_scales(self) -> bool:
-        """Whether layers keep scales from step to step."""
+        """Whether layers store scales from step to step."""
         return bool(self.__dict__["_stored"])
 
     @property
@@ -296,11 +297,11 @@ class Recipe:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether no hardware that is supported runs one of its GEMMs: the numbers are right, and nothing is gained."""
+        """Whether no supported hardware runs one of its GEMMs: results are right, but nothing is gained."""
         return any("1x32" in (a.granularity, b.granularity) for _, a, b in self.gemms())
 
     def _operands(self, role: str) -> dict[str, Operand]:
-        """Return the operands of a role in the GEMMs that run in FP8, by GEMM."""
+        """Return the operands of a role by GEMM, for the GEMMs that run in FP8."""
         both = ((name, dict(zip(OPERANDS[name], operands, strict=True))) for name, *operands in self.gemms())
         return {name: operands[role] for name, operands in both if role in operands}
 
@@ -333,7 +334,7 @@ class Recipe:
                 _check_kept_scale(f"{where}.{role}.scale_from = '{operand.scale_from}'", role, operand, partner)
 
     def _check_one_quantisation(self, role: str) -> None:
-        """Refuse one scale for two quantisations of a matrix: its codes are made once, and transposed for the other."""
+        """Refuse one stored scale for two quantisations of a matrix: its codes are made once, and transposed."""
         operands = self._operands(role)
         if len({replace(operand, granularity="tensor") for operand in operands.values()}) > 1 and any(
             operand.has_stored_scale for operand in operands.values()

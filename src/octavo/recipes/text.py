@@ -1,4 +1,4 @@
-"""Recipes as text: read strictly from a name, a mapping, a TOML or a JSON file, and explained in words."""
+"""Recipes as text: parsed strictly from a name, a mapping, or a TOML or JSON file, and explained in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.recipes.presets import ALIASES, PRESETS
 from octavo.recipes.spec import GEMMS, OPERANDS, STORED_SCALE_ROLES, Operand, Recipe
 
 DEEPEST = 16
-"""Levels of recipes made from recipes."""
+"""Limit of recipes based on recipes, in levels."""
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
 
 
@@ -45,7 +45,7 @@ def load(recipe: RecipeLike, where: str = "recipe") -> Recipe:
 
 
 def _load(recipe: Any, where: str, users: tuple[Path | None, ...]) -> Recipe:
-    """Return a recipe. `users`: the files, or None for a mapping, that this one is the base or a module's recipe of."""
+    """Return a recipe. `users`: files, or None for mappings, that have this one as base or as a module's recipe."""
     if isinstance(recipe, Recipe):
         return recipe
     if len(users) > DEEPEST:
@@ -88,7 +88,7 @@ def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | No
 
 
 def brief(recipe: Recipe) -> str | dict[str, Any]:
-    """Return the least that `load` makes this recipe of: a preset's name, or the nearest and what differs from it.
+    """Return the shortest input from which `load` makes this recipe: a preset's name, alone or with the differences.
 
     `modules` and their evidence are left out.
     """
@@ -108,7 +108,7 @@ def _leaves(mapping: Mapping[str, Any]) -> int:
 
 
 def explain(recipe: Recipe) -> str:
-    """Return what the recipe does, GEMM by GEMM: each operand, where its codes come from, and what backward keeps."""
+    """Return what the recipe does per GEMM: each operand, the source of its codes, and what backward keeps."""
     lines = [f"recipe {recipe.name}"]
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
     width = max(
@@ -159,14 +159,14 @@ def _kept_from_step_to_step(recipe: Recipe) -> str:
 
 
 def reused_from(recipe: Recipe, gemm: str, role: str) -> str | None:
-    """Return the GEMM whose codes of this role, transposed, are this operand's; None where it has its own."""
+    """Return the GEMM whose codes of this role, transposed, an operand reuses; None if it has its own."""
     if not recipe.reuses(f"{gemm}.{role}"):
         return None
     return "dgrad" if role == "grad_output" else "fprop"
 
 
 def kept_for_backward(recipe: Recipe) -> list[str]:
-    """Return what a linear layer saves between forward and backward, in words: for wgrad, and for dgrad."""
+    """Return what a linear layer saves for wgrad, and for dgrad, in words."""
     own = "input codes of wgrad" if recipe.wgrad.is_fp8 else "input in BF16"
     x = "input codes of fprop" if recipe.wgrad.is_fp8 and reused_from(recipe, "wgrad", "input") else own
     reused = recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight")

@@ -37,7 +37,7 @@ def call_model(model: nn.Module, batch: Any) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """How `octavo.localize` measures."""
+    """Settings of the measurements of `octavo.localize`."""
 
     few: int | None = None
     """Number of batches on which layers are switched one by one; by default a quarter."""

@@ -130,9 +130,9 @@ class _Stored:
         self.model, self.dtype, self.writer = model, dtype, FORMATS[format]
         self.target = engine_model(model, dtype)
         self.layers: dict[str, ServedLayer] = {}
-        """All layers in FP8 by their name in the model."""
+        """FP8 layers by their name in the model."""
         self.experts: dict[str, list[ServedLayer]] = {}
-        """Those of experts by parameter."""
+        """FP8 layers of experts by parameter."""
         if self.writer is None:
             return
         self.experts = served_experts(model, self.target.experts)
@@ -163,7 +163,7 @@ class _Stored:
                 yield f"{self.target.rename(module)}.{part}", stored.detach()
 
     def _parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return what is stored of a tensor by the last part of its names."""
+        """Return the stored tensors of a tensor, by the last part of their names."""
         module, _, last = name.rpartition(".")
         layer = self.layers.get(module) if last == "weight" else None
         if layer is not None and module == self.target.head:

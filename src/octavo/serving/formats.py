@@ -110,7 +110,7 @@ def _blocks_config(layers: Sequence[ServedLayer], others: Collection[str]) -> di
 
 
 class Format(NamedTuple):
-    """How FP8 layers are stored."""
+    """Storage of FP8 layers."""
 
     unsupported_reason: Callable[[ServedLayer], str | None]
     """Why the format cannot store a layer, or None."""

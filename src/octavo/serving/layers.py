@@ -12,7 +12,7 @@ from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conv import AnyConvolution, Convolution
-from octavo.nn.experts import Experts, Product
+from octavo.nn.experts import ExpertLinear, Experts
 from octavo.nn.fused import fusion_groups
 from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.weight_codes import quantize_weights, split_rows
@@ -79,7 +79,7 @@ def served_experts(model: nn.Module, names: tuple[str, str, str]) -> dict[str, l
     return found
 
 
-def _experts_of(owner: str, product: Product, parts: Sequence[str]) -> Iterator[ServedLayer]:
+def _experts_of(owner: str, product: ExpertLinear, parts: Sequence[str]) -> Iterator[ServedLayer]:
     """Yield the layers of each expert of a product, gate before up."""
     target, weight = spec_of(product.recipe.fprop.weight), product.weight.detach()
     stack = quantize_weights([weight.flatten(0, 1)], target).stack
@@ -99,7 +99,7 @@ def unserved_layers(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str
         name: layer
         for name, layer in model.named_modules()
         if name not in known and isinstance(layer, nn.Linear | AnyConvolution | GroupedLinear)
-        if not (isinstance(layer, Product) and name.rpartition(".")[0] in coded)
+        if not (isinstance(layer, ExpertLinear) and name.rpartition(".")[0] in coded)
     }
     return {name: _reason(layer) for name, layer in others.items()}
 

@@ -1,4 +1,4 @@
-"""The FP8 tensor: codes and scales that travel together."""
+"""The FP8 tensor: codes and scales as one tensor."""
 
 from octavo.tensor.fp8_tensor import FP8Tensor, implements
 from octavo.tensor.local import WrapperTensor, is_distributed, local, non_finite

@@ -1,10 +1,10 @@
-"""`FP8Tensor`: a matrix that is stored in FP8 and knows how to be one in a PyTorch program.
+"""`FP8Tensor`: a matrix stored in FP8 that PyTorch programs can use as a tensor.
 
-It holds what `numerics.Quantized` holds, codes and scales, and the dtype that it stands for. It moves between devices,
-detaches, clones, copies, transposes, goes through `torch.compile`, and multiplies through the FP8 GEMMs. So it can be a
-parameter: `nn.Parameter(FP8Tensor.from_tensor(w))`, with gradients that are plain tensors of its dtype. Octavo's
-operators say by `implements` how they read one. Every other operation raises: a silent trip through BF16 is what FP8
-storage is there to avoid. Call `dequantize()` where that is wanted.
+It holds the codes and scales of a `numerics.Quantized`, and the dtype that it represents. It can be moved between
+devices, detached, cloned, copied, transposed, compiled by `torch.compile`, and multiplied by the FP8 GEMMs. So it can
+be a parameter: `nn.Parameter(FP8Tensor.from_tensor(w))`, with gradients that are plain tensors of its dtype. Octavo's
+operators declare by `implements` how they read one. Every other operation raises: an implicit conversion to BF16 would
+defeat the purpose of FP8 storage. Call `dequantize()` for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class FP8Tensor(Tensor):
-    """A matrix of shape (R, C) in FP8. It looks like a tensor of its original dtype and takes one byte per element."""
+    """A matrix (R, C) in FP8. It appears as a tensor of its original dtype and takes one byte per element."""
 
     codes: Tensor
     """(R, C), float8."""
@@ -33,7 +33,8 @@ class FP8Tensor(Tensor):
     """FP32; multiplies the codes. Shape as `granularity.scale_shape(R, C)` gives it."""
     granularity: Granularity
     scaling: Scaling
-    """How scales are chosen where values are copied in. Who makes one says how its own were: nobody looks."""
+    """How scales are chosen for values that are copied in. Scales passed to the constructor are not checked against
+    it."""
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -74,12 +75,12 @@ class FP8Tensor(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """The bytes that codes and scales take."""
+        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scale.nbytes
 
     @property
     def data(self) -> FP8Tensor:
-        """Codes and scale, detached. Assign another FP8 tensor of this shape to take its own.
+        """Codes and scale, detached. Assign another FP8 tensor of this shape to take over its codes and scale.
 
         Raises:
             UnsupportedError: a plain tensor, or one of another shape, is assigned.
@@ -98,22 +99,22 @@ class FP8Tensor(Tensor):
         self.granularity, self.scaling = value.granularity, value.scaling
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values, codes * scale, in `dtype` (default: the dtype it stands for).
+        """Return the values, codes * scale, in `dtype` (default: the dtype it represents).
 
-        It can be differentiated: the gradient of the values is that of the tensor, in its dtype.
+        Differentiable: the gradient of the values is that of the tensor, in its dtype.
         """
         values: Tensor = _Values.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
         return values
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return `codes` and `scale`: plain tensors, for a checkpoint without pickle."""
+        """Return `codes` and `scale` as plain tensors, for a checkpoint without pickle."""
         return {"codes": self.codes, "scale": self.scale}
 
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], granularity: str, dtype: torch.dtype, scaling: Scaling = "power_of_two"
     ) -> FP8Tensor:
-        """Build it again from what `to_tensors` gave.
+        """Restore a tensor from the result of `to_tensors`.
 
         Raises:
             CheckpointError: a tensor is missing, or the scales do not fit the codes.
@@ -160,9 +161,9 @@ _OPERATIONS: dict[Any, Implementation] = {}
 
 
 def implements(*operators: Any) -> Callable[[Implementation], Implementation]:
-    """Let the decorated function compute these operators, overloads of `torch.ops`, where an argument is an FP8Tensor.
+    """Decorate the implementation of these operators, overloads of `torch.ops`, for arguments that are FP8 tensors.
 
-    It takes the arguments of the operator. `torch.compile` looks into it: it is traced, and what it calls compiled.
+    It takes the operator's arguments. `torch.compile` traces it, and compiles what it calls.
     """
 
     def register(function: Implementation) -> Implementation:
@@ -208,7 +209,7 @@ def _values(x: FP8Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _each(x: FP8Tensor, operation: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> FP8Tensor:
-    """Return the operation applied to codes and scales alike."""
+    """Return the operation applied to codes and to scales."""
     return FP8Tensor(operation(x.codes), operation(x.scale), x.granularity, dtype or x.dtype, x.scaling)
 
 
@@ -224,7 +225,7 @@ def _clone(x: FP8Tensor, **_: Any) -> FP8Tensor:
 
 @implements(aten.view.default)
 def _view(x: FP8Tensor, size: Sequence[int]) -> FP8Tensor:
-    """Return a view of the same shape, which PyTorch makes to find the node that adds up a gradient."""
+    """Return a view of the same shape, as PyTorch makes to find the node that accumulates a gradient."""
     if tuple(size) != tuple(x.shape):
         raise _undefined(f"aten.view.default to the shape {tuple(size)}")
     return _each(x, Tensor.detach)
@@ -239,13 +240,13 @@ def _empty_like(x: FP8Tensor, dtype: torch.dtype | None = None, device: Any = No
 def _to(
     x: FP8Tensor, dtype: torch.dtype | None = None, device: Any = None, non_blocking: bool = False, **_: Any
 ) -> FP8Tensor:
-    """Move it, or let it stand for another dtype: codes and scales stay what they are."""
+    """Move it, or change the dtype that it represents; codes and scales stay the same."""
     return _each(x, lambda part: part.to(device or x.device, non_blocking=non_blocking, copy=True), dtype)
 
 
 @implements(aten.copy_.default)
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy values, quantised as `x` is, or codes where both are of one kind."""
+    """Copy values, quantised as `x` is, or codes if both are of one kind."""
     if not isinstance(x, FP8Tensor):
         assert isinstance(source, FP8Tensor)
         return x.copy_(_values(source, x.dtype), non_blocking=non_blocking)
@@ -274,7 +275,7 @@ def _transpose(x: FP8Tensor, dim0: int = 0, dim1: int = 1) -> FP8Tensor:
 
 @implements(aten.mm.default)
 def _matmul(a: FP8Tensor, b: FP8Tensor) -> Tensor:
-    """a (M, K) @ b (K, N), both in FP8; b is most often the transpose of a stored (N, K)."""
+    """a (M, K) @ b (K, N), both in FP8; b is usually the transpose of a stored (N, K)."""
     if not (isinstance(a, FP8Tensor) and isinstance(b, FP8Tensor)):
         raise UnsupportedError(
             "an FP8Tensor multiplies only another FP8Tensor: quantise the other operand, "

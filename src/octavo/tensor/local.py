@@ -1,4 +1,4 @@
-"""What of a tensor lies in this process: behind DTensor, and behind what holds a tensor for it."""
+"""The part of a tensor in this process: inside DTensors and wrapper subclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class WrapperTensor(Tensor):
-    """Base of tensor subclasses that wrap one tensor of the same shape and dtype, to change how it is handled."""
+    """Base of tensor subclasses that wrap one tensor of the same shape and dtype to change its handling."""
 
     wrapped: Tensor
 
@@ -18,7 +18,7 @@ class WrapperTensor(Tensor):
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor on this rank, in its own memory: plain, or an `FP8Tensor`.
 
-    A tensor that is not distributed is all of it on this rank, and is returned as it is.
+    A tensor that is not distributed is returned unchanged.
     """
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor; PyTorch's distributed package is loaded for none that is not."""
+    """Return whether a tensor is a DTensor. Loads PyTorch's distributed package only for subclasses of Tensor."""
     if type(tensor) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -37,7 +37,7 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def dtensor_like(like: Any, values: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return this rank's values as a DTensor with the mesh and placements of `like`; nothing is sent.
+    """Return this rank's values as a DTensor with the mesh and placements of `like`, without communication.
 
     Args:
         shape: the global shape, in contiguous strides; by default shape and strides of `like`.
@@ -51,7 +51,7 @@ def dtensor_like(like: Any, values: Tensor, shape: Sequence[int] | None = None) 
 
 
 def non_finite(tensor: Tensor) -> Tensor:
-    """Return how many values of this rank's part are NaN or infinite, int64, shape (); 0 for integers."""
+    """Return the number of NaN and infinite values of this rank's part, int64, shape (); 0 for integers."""
     part = local(tensor).detach()
     if not part.is_floating_point():
         return torch.zeros((), dtype=torch.int64, device=part.device)

@@ -1,7 +1,7 @@
-"""Parts of an FP8 tensor: what FSDP2, DTensor and tensor parallel cut a parameter with. Views, as of a plain tensor.
+"""Parts of an FP8 tensor, for FSDP2, DTensor and tensor parallelism. They are views, as for plain tensors.
 
-PyTorch's operators give rows only. Columns are asked for by name: they share the scale of their row with others, and
-who writes into them wants a copy first.
+PyTorch's operators give rows only. Columns have functions of their own: they share the scales of their rows with other
+columns, so that they must be copied before they are written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rows_of(matrix: Quantized, start: int, stop: int) -> Quantized:
     """Return rows start to stop of a matrix in FP8, a view.
 
     Raises:
-        UnsupportedError: a tile of scales would be cut.
+        UnsupportedError: a cut would divide a tile of scales.
     """
     height, total = matrix.granularity.rows, matrix.codes.shape[0]
     codes = matrix.codes[start:stop]
@@ -38,10 +38,10 @@ def rows_of(matrix: Quantized, start: int, stop: int) -> Quantized:
 
 
 def columns_of(matrix: Quantized, start: int, stop: int) -> Quantized:
-    """Return columns start to stop of a matrix in FP8, a view: the same codes, under the scales that they have.
+    """Return columns start to stop of a matrix in FP8, a view with the scales of the whole rows.
 
     Raises:
-        UnsupportedError: a scale is not of whole rows.
+        UnsupportedError: a scale does not belong to whole rows.
     """
     if matrix.granularity.cols is not None:
         raise UnsupportedError(
@@ -66,7 +66,7 @@ def _split(x: FP8Tensor, size: int, dim: int = 0) -> list[FP8Tensor]:
 
 @implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(x: FP8Tensor, size: Sequence[int], device: Any = None, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    """Return zeros, a matrix of this kind; of another number of dimensions, as of an empty shard, they are plain."""
+    """Return zeros: a matrix of this kind, or for other numbers of dimensions, as of an empty shard, a plain tensor."""
     place, dtype = device or x.device, dtype or x.dtype
     if len(size) != 2:
         return torch.zeros(size, dtype=dtype, device=place)

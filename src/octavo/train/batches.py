@@ -1,4 +1,4 @@
-"""Drift of batches: whether they still look like the text as a whole, and which source the model loses."""
+"""Drift of batches away from the whole text, and held-out losses by source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RISE = 0.05
 
 
 class BatchDrift:
-    """Statistics of batches, and a rule: batches whose ids are distributed otherwise than before."""
+    """Statistics of batches, and a rule for a change in the distribution of their ids."""
 
     def __init__(self, train: Path, vocab: int, end_of_document: int) -> None:
         """Read the distribution of ids in a token file."""
@@ -69,7 +69,7 @@ class BatchDrift:
 
 
 class SourceLosses:
-    """Held-out loss by source of the text, and a rule: a source that the model loses while the whole improves."""
+    """Held-out loss by source of the text, and a rule for a source whose loss rises while the whole improves."""
 
     def __init__(self, sources: Sequence[tuple[str, int]], sequence: int) -> None:
         """Take the first held-out token of each source, in order, and the tokens per sequence."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo._util.terminal import Report, reported, silent
+from octavo._util.terminal import Report, quantity, reported, silent
 from octavo.calibration import Calibration, Recalibration, ScalePolicy, Updates, calibrate
 from octavo.data.loader import Batch
 from octavo.errors import CheckpointError, ConfigError
+from octavo.guard import GuardEvent
+from octavo.nn.calibration_file import Calibrated
 from octavo.recipes import Recipe
 from octavo.train import checkpoint
 from octavo.train.config import RunConfig
@@ -77,7 +79,7 @@ def calibrate_run(
 
 
 def recipe_for(config: RunConfig, recipe: str | None) -> Recipe:
-    """Return the recipe to calibrate for: the named one, else that of the run if it stores scales, else `static`."""
+    """Return the recipe to calibrate for: the named one, else the run's if it stores scales, else `static`."""
     own = recipes.load(recipe or config.run.recipe)
     return own if recipe or own.has_stored_scales else recipes.load("static")
 
@@ -96,6 +98,19 @@ def recalibration_of(config: RunConfig, model: nn.Module) -> Recalibration | Non
     look_every = -(-LOOK_EVERY // max(run.telemetry_every, 1)) * max(run.telemetry_every, 1)
     updates = Updates(every=run.recalibrate_every, saturated_above=run.recalibrate_above or None, look_every=look_every)
     return Recalibration(model, updates, run.out / "calibration.json", rows=())
+
+
+def recalibration_events(step: int, made: Mapping[str, Calibrated]) -> Iterator[GuardEvent]:
+    """Yield the events of a step that updated these static scales: one in all, then one per scale; none for none."""
+    if not made:
+        return
+    origin = next(iter(made.values())).origin
+    text = f"static scales of {quantity(len(made), 'tensor')} were recalibrated{f': {origin.how}' if origin else ''}"
+    yield GuardEvent(step, "info", "recalibration", text, action="scales recalibrated")
+    for name, new in made.items():
+        old, (layer, _, role) = new.previous[0].scale if new.previous else None, name.rpartition(".")
+        text = f"static scale {new.scale:.4g}, before {'unknown' if old is None else f'{old:.4g}'}"
+        yield GuardEvent(step, "info", "scale", text, "", layer, role, new.scale, old)
 
 
 def _build(config: RunConfig) -> tuple[TrainState, Iterable[Batch]]:

@@ -214,8 +214,12 @@ class LoopConfig:
         return in_last_share(step, self.steps, self.last_share)
 
     def recipe_of(self, step: int) -> str:
-        """Return the recipe that the FP8 model has in `step`, counted from 0, in BF16 or not."""
+        """Return the recipe that the FP8 model is converted to in `step`, counted from 0."""
         return self.last_recipe if self.is_last(step) else self.recipe
+
+    def precision_of(self, step: int) -> str:
+        """Return what the FP8 model computes `step`, counted from 0, in: its recipe, or `bf16`."""
+        return "bf16" if self.is_bf16(step) else self.recipe_of(step)
 
     @property
     def leaves_recipe(self) -> bool:
@@ -293,7 +297,7 @@ class ParallelConfig:
         return self.tensor > 1 or self.pipeline > 1
 
     @property
-    def goes_backward_by_parts(self) -> bool:
+    def splits_backward(self) -> bool:
         """True if gradients of inputs and of weights are computed at separate times."""
         return self.pipeline > 1 and self.schedule.startswith("zero-bubble")
 
@@ -390,6 +394,11 @@ def load_preset(name: str, *, cuda: bool) -> tuple[str, dict[str, Any]]:
 def load_file(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a run file as a layer for `assemble`. The default output directory is `runs/<name of the file>`."""
     settings = config_reader.read_file(path)
+    if "model_type" in settings and "model" not in settings:
+        raise ConfigError(
+            f"{path}: is a Hugging Face config, not a run file. `octavo plan`, `octavo pilot` and `octavo doctor` take"
+            f" it; `octavo train --from {path.parent}` trains a Llama, Mistral or Qwen from the weights beside it."
+        )
     return str(path), merge({"run": {"out": f"runs/{path.stem}"}}, settings)
 
 

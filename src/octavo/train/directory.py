@@ -1,4 +1,4 @@
-"""The directory of a run: one writer, no run or foreign file overwritten by accident, and whether it is still there."""
+"""The directory of a run: a lock for one writer, and protection of existing runs and foreign files."""
 
 from __future__ import annotations
 
@@ -124,6 +124,6 @@ def _is_of_run(config: Path) -> bool:
 
 
 def rescue_path(out: Path) -> Path:
-    """Return a path beside a directory that is gone, at which there is nothing."""
+    """Return an unused path next to a directory that is gone."""
     names = (out.with_name(f"{out.name}-rescued{number or ''}") for number in range(1000))
     return next(path for path in names if not path.exists())

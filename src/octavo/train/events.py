@@ -20,7 +20,7 @@ MODELS = {"fp8": "FP8", "bf16": "BF16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparing:
-    """The text is about to be read and the models built; a large corpus takes a while the first time."""
+    """The text is about to be read and the models built. A large corpus takes a while the first time."""
 
     config: RunConfig
     """Resolved: presets, file and flags applied."""

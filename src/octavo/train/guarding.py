@@ -18,13 +18,13 @@ from octavo.data.loader import Batch
 from octavo.guard import Guard, Guarded, GuardEvent
 from octavo.guard.diagnosis import Probe
 from octavo.guard.parameters import ParameterCheck
-from octavo.monitor.measurements import arrived, telemetry_of
+from octavo.monitor.measurements import telemetry_of
 from octavo.nn.telemetry import Telemetry
 from octavo.tensor import is_distributed
 from octavo.train import events
 from octavo.train.log import RunLog
 from octavo.train.setup import Setup, convert_as
-from octavo.train.state_tensors import SCALES, restore_tensors, state_tensors
+from octavo.train.state_tensors import restore_tensors, state_tensors
 
 SNAPSHOT = Path("snapshot in memory")
 _State = Mapping[str, Mapping[str, Tensor]]
@@ -40,7 +40,8 @@ class GuardedRun(Guarded):
     """Telemetry of the FP8 model."""
 
     def __init__(self, setup: Setup, reporters: Sequence[events.Reporter]) -> None:
-        super().__init__(lag=1 if setup.device.type == "cuda" else 0)
+        super().__init__()
+        self.lag = 1 if setup.device.type == "cuda" else 0
         self.setup, self.config, self.ranks = setup, setup.config, setup.ranks
         self.log = RunLog(setup, reporters)
         self._newest: NDArray[np.float32] | None = None
@@ -52,14 +53,15 @@ class GuardedRun(Guarded):
             has_replicas = ranks.count > 1 and not any(map(is_distributed, state.parameters.values()))
             group = dist.group.WORLD if ranks.count > 1 else None
             every = config.guard.parameters_every
-            self.parameters = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
+            self.parameter_check = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
         recipe = recipes.load(config.run.recipe) if setup.plan is not None else None
         self.guard = Guard(self, recipe, config.guard)
 
-    def _is_overflow(self, loss: float, gradient_norm: float) -> bool:
+    def was_skipped(self, loss: float, gradient_norm: float) -> bool:
+        """Return True if dynamic loss scaling skipped a step with these measurements."""
         return self._state.loss_scale.skips and math.isfinite(loss) and not math.isfinite(gradient_norm)
 
-    def _values_of(self, step: int) -> NDArray[np.float32] | None:
+    def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
         """Return the telemetry of a step, once it has arrived; None if the step was not sampled."""
         run = self.config.run
         if self.telemetry is None or step % run.telemetry_every or run.is_bf16(step - 1):
@@ -68,7 +70,7 @@ class GuardedRun(Guarded):
             self._collect_telemetry()
             if step not in self._values:
                 time.sleep(1e-4)
-        return super()._values_of(step)
+        return super().telemetry_at(step)
 
     # --- defined by `octavo.guard.Guarded` --------------------------------------------------------------------------
 
@@ -92,15 +94,13 @@ class GuardedRun(Guarded):
 
     def _copy_state(self) -> _State:
         return {
-            state.name: {n: _copy(t) for n, t in state_tensors(state).items() if not n.startswith(SCALES)}
+            state.name: {name: _copy(tensor) for name, tensor in state_tensors(state, stored_scales=False).items()}
             for state in self.setup.states
         }
 
     def _load_state(self, step: int, state: _State) -> None:
         for own in self.setup.states:
-            # Stored scales of the recipes that layers have now, which may differ from those in the snapshot.
-            stored = {name: tensor for name, tensor in state_tensors(own).items() if name.startswith(SCALES)}
-            restore_tensors(own, {**state[own.name], **stored}, SNAPSHOT)
+            restore_tensors(own, state[own.name], SNAPSHOT, stored_scales=False)
             own.clear_failure()
         self.done = step
         self.log.restart_clock(step)
@@ -126,18 +126,11 @@ class GuardedRun(Guarded):
         if self.telemetry is not None:
             self.telemetry.restart(self.done)
 
-    def _collect_telemetry(self) -> None:
-        """Emit the tensor statistics of all steps that have arrived."""
-        for step, values, histograms in arrived(self.telemetry):
-            self._newest = values
-            self.measured(step, values)
-            self.log.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
-
-    def _await_telemetry(self) -> None:
-        """Emit the tensor statistics of all steps; waits for the device."""
-        if self.telemetry is not None:
-            self.telemetry.wait()
-            self._collect_telemetry()
+    def _measured(self, step: int, values: NDArray[np.float32]) -> None:
+        super()._measured(step, values)
+        self._newest = values
+        histograms = None if self.telemetry is None else self.telemetry.histograms
+        self.log.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
 
     def refine(self, recipe: recipes.Recipe) -> str:
         """Convert layers to finer recipes, as guardrails ask; return why that is impossible, if it is."""

@@ -41,9 +41,9 @@ class RunLog:
         self.setup, self.config, self.directory = setup, setup.config, setup.config.run.out
         self.ledger = Ledger()
         """GEMMs counted by this process."""
-        self.earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
+        self._earlier: Mapping[str, Any] = {"seconds": 0.0, "fp8_gemms": {}, "fallbacks": []}
         """Totals of the run before this process."""
-        self.overflows: Mapping[str, int] = {}
+        self._overflows: Mapping[str, int] = {}
         """Steps that loss scaling had skipped at the last line of the log, by model."""
         self._reporters = list(reporters)
         self._files: tuple[MetricsFile, StoreReporter] | None = None
@@ -105,16 +105,10 @@ class RunLog:
         if self._files is not None:
             self._files[0].copy_to(directory / "metrics.jsonl")
 
-    def recorded(self) -> dict[str, Any]:
-        """Return the number of lines and events so far, for a checkpoint; empty on other ranks than the first."""
-        if self._files is None:
-            return {}
-        metrics, store = self._files
-        return {"recorded": {"metrics": metrics.lines, "events": store.flush()}}
-
     def start(self, done: int, tensors: Sequence[tuple[Any, ...]]) -> None:
         """Emit that the run starts after `done` steps with telemetry of `tensors`, and warnings of a new run."""
         config, setup = self.config, self.setup
+        self._overflows = self.count_overflows()
         self.emit(
             events.Started(
                 config=config,
@@ -137,14 +131,14 @@ class RunLog:
         for found in judge(self._corpus()):
             self.warn(0, "data", *found)
 
-    def refused(self, step: int, state: TrainState) -> None:
+    def log_refusal(self, step: int, state: TrainState) -> None:
         """Emit, once per model, why its steps could not be captured as a CUDA graph."""
         if state.replay is not None and state.replay.refusal and state.name not in self._refused:
             self._refused.add(state.name)
             text = f"steps of the {state.name.upper()} model are launched kernel by kernel, not as a CUDA graph"
             self.warn(step, "graph", f"{text}: {state.replay.refusal}")
 
-    def logged(
+    def log_step(
         self, step: int, metrics: Mapping[str, StepMetrics], watch: Stopwatch, lr: float, inputs_BT: Tensor
     ) -> None:
         """Emit a line of the log, and warnings of it."""
@@ -169,11 +163,11 @@ class RunLog:
         self.restart_clock(step)
         self.emit(event)
         for name, overflows in event.overflows.items():
-            if overflows > self.overflows.get(name, 0):
+            if overflows > self._overflows.get(name, 0):
                 text = f"{name.upper()} gradients overflowed, {quantity(overflows, 'step')} skipped so far"
                 action = f"loss scale {event.loss_scale[name]:g}"
                 self.emit(GuardEvent(step, "warning", "overflow", text, action, value=overflows))
-        self.overflows = event.overflows
+        self._overflows = event.overflows
         if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
             text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
             self.warn(step, "batch drift", text, *found)
@@ -189,17 +183,28 @@ class RunLog:
     def _scaled(self) -> Iterator[TrainState]:
         return (state for state in self.setup.states if state.loss_scale.skips)
 
-    def evaluated(self, step: int, loss: Mapping[str, float], losses_S: Tensor) -> None:
-        """Emit an evaluation, and sources that the first model loses; `losses_S` are its losses by sequence."""
+    def log_evaluation(self, step: int, loss: Mapping[str, float], losses_S: Tensor) -> None:
+        """Emit an evaluation, and warnings of rising sources; `losses_S` are the first model's losses by sequence."""
         by_source = self._sources.by_source(losses_S)
         self.emit(events.Evaluated(step=step, loss=loss, by_source=by_source))
         for source, value, limit in self._sources.rises(next(iter(loss.values())), by_source):
             text = f"the held-out loss of source '{source}' rises, although that of the whole text does not"
             self.warn(step, "source", text, value, limit)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals, and on the first rank the number of lines and events so far, as JSON values."""
+        if self._files is None:
+            return {"totals": self.totals()}
+        metrics, store = self._files
+        return {"totals": self.totals(), "recorded": {"metrics": metrics.lines, "events": store.flush()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the totals in the result of `state_dict`; `open` cuts the files to what was recorded."""
+        self._earlier = {**state["totals"]}
+
     def totals(self) -> dict[str, Any]:
         """Return the totals since the first step, across resumes."""
-        earlier = self.earlier
+        earlier = self._earlier
         return {
             "seconds": earlier["seconds"] + time.perf_counter() - self._started,
             "fp8_gemms": dict(Counter(earlier["fp8_gemms"]) + self.ledger.gemms),
@@ -244,7 +249,7 @@ class RunLog:
         return accuracy_by_task(named[: len(next(iter(right.values())))], right)
 
     def _energy(self) -> float | None:
-        """Return the kWh of all GPUs, those of the first rank's by the ranks; None where NVML counts none."""
+        """Return the kWh of all GPUs, estimated from the first rank's; None if NVML does not measure energy."""
         found = None if self._files is None else self._files[1].energy_kwh()
         return None if found is None else found * self.setup.ranks.count
 

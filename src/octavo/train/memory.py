@@ -22,8 +22,8 @@ from octavo.train.setup import convert_as, make_states
 def forecast_run(config: RunConfig, *, gpus: int = 1, report: Report = silent) -> memory.Forecast:
     """Return the predicted peak memory of a run on a GPU, per GPU with FSDP2 over several.
 
-    The batch is that of one GPU. Blocks are compiled unless the configuration disables it. Of a run whose first or last
-    steps compute otherwise the forecast is that of the steps that need most. `report` is called before each part.
+    The batch is that of one GPU. Blocks are compiled unless the configuration disables it. If the schedule
+    changes the precision, the forecast is that of the steps that need most. `report` is called before each part.
 
     Raises:
         ConfigError: unknown recipe, or fewer than one GPU.
@@ -47,7 +47,7 @@ def largest_model(
 ) -> tuple[ModelConfig, memory.Forecast] | None:
     """Return the largest model of these proportions whose run needs at most `gib` GiB, or None.
 
-    `report` is called for each model that is tried, as by `forecast_run`: how many there will be is not known before.
+    `report` is called for each model that is tried, as by `forecast_run`; their number is not known in advance.
 
     Raises:
         ConfigError: as `forecast_run`.
@@ -108,7 +108,7 @@ def peaks(config: RunConfig, device: torch.device, *, ranks: int = 1) -> dict[st
 
 
 def _phases(config: RunConfig) -> list[Callable[[nn.Module], object]]:
-    """Return what the schedule makes of the FP8 model, phase by phase."""
+    """Return a function per phase of the schedule that sets the precision of the FP8 model."""
     run = config.run
     phases: list[Callable[[nn.Module], object]] = [lambda model: None]
     if run.bf16_first_steps:

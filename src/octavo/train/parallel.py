@@ -1,8 +1,8 @@
-"""The ranks of a run, as torchrun starts them: data parallelism, sharding, collectives.
+"""The ranks of a run, as torchrun starts them: parts of a batch, collectives, device mesh, heartbeat.
 
 Each rank has its part of every batch. Ranks that share layers (`parallel.tensor`) or form a pipeline
-(`parallel.pipeline`) have the same part. Weights, gradients and optimizer states are sharded by FSDP2
-(`octavo.distributed`). Only rank 0 writes and prints. In a run of one process everything here is a no-op.
+(`parallel.pipeline`) have the same part. Only rank 0 writes and prints. In a run of one process everything here is a
+no-op. `octavo.train.sharding` distributes a model over the ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,21 +18,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.errors import ConfigError
-from octavo.kernels.transfers import upload
 from octavo.tensor import is_distributed
 from octavo.train import device as devices
 from octavo.train.config import ParallelConfig, RunConfig
-from octavo.train.parallel_checks import check_parallel, two_level_sizes
+from octavo.train.parallel_checks import check_parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from octavo.distributed import Scheme, ShardPlan, TensorParallelPlan
     from octavo.distributed.health.heartbeat import Heartbeat
 
 T = TypeVar("T")
@@ -200,94 +198,16 @@ class Ranks:
             dist.all_gather_object(found, value)
         return found
 
-    def shard_tp(self, model: nn.Module, *, sequence: bool = True) -> TensorParallelPlan | None:
-        """Split the layers of a converted model in place before sharding; return how, None without tensor parallelism.
-
-        Args:
-            model: converted model, or a stage of it.
-            sequence: also split activations along the sequence; not in a pipeline stage.
-
-        Raises:
-            UnsupportedError: a layer has a recipe that keeps scales.
-        """
-        if self.mesh is None or self.parallel.tensor == 1:
-            return None
-        from octavo.distributed import tensor_parallel
-
-        return tensor_parallel(model, self.mesh["tensor"], sequence=sequence)
-
-    def reduction(self) -> Scheme | None:
-        """Return the scheme that reduces gradients over the ranks that share shards; None if FSDP2 does it.
-
-        All ranks call it.
-        """
-        parallel, name = self.parallel, self.parallel.reduction
-        is_whole = parallel.reduce is None and parallel.sizes(self.count)["shard"] == 1
-        if not self.is_greedy and (self.mesh is None or name == "fp32" or is_whole):
-            return None
-        from octavo.distributed import reduction
-
-        return reduction(name, self._two_level_mesh() if name == "two-level" else None)
-
     @property
     def is_greedy(self) -> bool:
         """True if every rank has all weights, and each optimizer state is whole on one rank."""
         return self.count > 1 and self.parallel.zero == "greedy"
-
-    def shard(
-        self, model: nn.Module, reduction: Scheme | None = None, *, reshard: bool | None = None
-    ) -> ShardPlan | None:
-        """Shard a converted model, or a stage of it, in place; return how it is gathered. None with one rank.
-
-        Args:
-            model: converted model, or a stage of it.
-            reduction: result of `reduction`.
-            reshard: free gathered parameters after forward and gather them again for backward.
-        """
-        if self.mesh is None or self.is_greedy:
-            return None
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
-
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        if self.parallel.gather == "bf16":
-            each_is_reduced = reduction is not None and self.parallel.pipeline == 1
-            policy = BF16_GRADIENTS_POLICY if each_is_reduced else BF16_POLICY
-        embedding = getattr(model, "tok_embeddings", None)  # None in later stages
-        by_rows = [embedding] if self.parallel.embedding == "rows" and embedding is not None else []
-        return shard(
-            model,
-            _copies(self.mesh),
-            mp_policy=policy,
-            by_rows=by_rows,
-            reshard_after_forward=reshard,
-            reduce=reduction,
-        )
-
-    def send_tokens(self, tokens: Tensor, device: torch.device, models: Sequence[nn.Module], parts: int) -> Tensor:
-        """Return host tokens on the device, for models that consume them in `parts` micro-batches."""
-        if self.mesh is None or self.parallel.embedding == "whole":
-            return upload(tokens, device)
-        from octavo.distributed import send_tokens
-
-        return send_tokens(tokens, device, *models, parts=parts)
-
-    def _two_level_mesh(self) -> DeviceMesh:
-        """Return the mesh of hosts and ranks per host within the ranks that share shards."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        assert self.device is not None
-        sizes = two_level_sizes(self.parallel, self.count, self.launch.ranks_per_host)
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=_TWO_LEVEL_DIMS)["hosts", "ranks"]
 
 
 _runs = itertools.count()
 """Counter of runs in this process: the same number on all ranks."""
 SINGLE_PROCESS = Ranks()
 """The ranks of a run of one process."""
-_TWO_LEVEL_DIMS = ("copies", "hosts", "ranks", "tensor")
-"""Mesh dimensions for a two-level reduction, which is over `hosts` and `ranks`."""
 
 
 @contextmanager
@@ -352,11 +272,6 @@ def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceM
 
     sizes = {name: size for name, size in parallel.sizes(ranks).items() if size > 1 or name == "shard"}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def _copies(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the submesh that models are sharded over: all dimensions but `tensor` and `pipeline`."""
-    return mesh["data", "shard"] if "data" in (mesh.mesh_dim_names or ()) else mesh["shard"]
 
 
 def _connection(timeout: timedelta) -> Store:

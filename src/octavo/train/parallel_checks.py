@@ -208,7 +208,7 @@ def _refuse_with_pipeline(config: RunConfig, conflict: _Conflict) -> None:
     if recipes.load(run.recipe).has_stored_scales:
         reason = "it keeps scales of all layers together from step to step"
         raise conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
-    if parallel.goes_backward_by_parts:
+    if parallel.splits_backward:
         if run.compile == "on":
             reason = f"'{parallel.schedule}' splits the backward pass of a block"
             raise conflict("run.compile", "on", reason, "'auto'")

@@ -5,7 +5,7 @@ The parts of a batch (`run.accumulate`) are the micro-batches. Only the rank of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from octavo.distributed.pipeline import SCHEDULES, Pipeline
 from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages
 from octavo.train.parallel import whole
+from octavo.train.sharding import make_reduction, shard_model, shard_tp
 from octavo.train.train_state import TrainState
 
 
@@ -31,9 +32,9 @@ class PipelinedTrainState(TrainState):
         self.pipeline = {"schedule": parallel.schedule, "activations": parallel.activations, "stages": table}
         own = {i: part for i, part in enumerate(parts) if places[i] == self.ranks.pipeline_rank}
         self.model = Stage(model, [block for part in own.values() for block in part.blocks])
-        self.tensor_plan = _join_tensor_plans([self.ranks.shard_tp(part, sequence=False) for part in own.values()])
-        self.reduction = self.ranks.reduction()
-        sharded = [self.ranks.shard(part, self.reduction, reshard=False) for part in own.values()]
+        self.tensor_plan = _join_tensor_plans([shard_tp(self.ranks, part, sequence=False) for part in own.values()])
+        self.reduction = make_reduction(self.ranks)
+        sharded = [shard_model(self.ranks, part, self.reduction, reshard=False) for part in own.values()]
         self.shard_plan = _join_shard_plans(sharded)
         for part in own.values():  # around forward only: the schedule runs backward too
             autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
@@ -55,9 +56,10 @@ class PipelinedTrainState(TrainState):
             own = own.rpartition(".")[0]
         return bool(own) or kind not in ("model", "optimizer", "reduction")
 
-    def _pass(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+    def _forward_backward(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, *, is_scaled: bool = True) -> Tensor:
         if not torch.is_grad_enabled():
-            return super()._pass(inputs_BT, targets_BT, parts, scaled)
+            return super()._forward_backward(inputs_BT, targets_BT, parts)
+        scaled = self.loss_scale.scaled if is_scaled else lambda loss: loss
         with self._accumulating(parts):
             loss = self._run.step(inputs_BT, targets_BT, parts, scaled)
         return self.ranks.mean(torch.zeros((), device=self.device) if loss is None else loss)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU, from the kernels that the profiler saw."""
+"""GPU time of a step by kind of kernel, from PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CATEGORIES = {
     "attention": ("attention", "fmha", "sdpa", "cudnn_generated", "flash"),
     "gemm": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "s16816"),
 }
-"""Words in the names of kernels, in the order they are looked for. Everything else is element-wise."""
+"""Substrings of kernel names by category; the first match counts. All other kernels are element-wise."""
 QUANTIZERS = (
     *("_rows_kernel", "search_strip", "write_strip", "scales_kernel", "transpose_tile", "_stack_kernel"),
     *("_requantize_kernel", "_quantize_kernel", "_begin_kernel", "_settle_kernel", "_write_kernel"),
@@ -28,25 +28,25 @@ PARTS = ("gemm", "attention", "elementwise", "optimizer", "communication")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What one step spent, in milliseconds of the GPU."""
+    """GPU time of one step, in milliseconds."""
 
     parts: dict[str, float]
     """By part, those of `PARTS`."""
     busy: float
-    """While at least one kernel ran."""
+    """Time with at least one kernel running."""
     kernels: list[dict[str, Any]]
     """Each kernel by name, with its calls and milliseconds per step, the longest first."""
 
     @property
     def quantize(self) -> float:
-        """Of the element-wise part, that of kernels which only make codes and scales."""
+        """Time of the element-wise kernels that only quantise."""
         return sum((kernel["ms"] for kernel in self.kernels if kernel["name"].startswith(QUANTIZERS)), 0.0)
 
     def spent(self, ms: float) -> dict[str, float]:
-        """Return the milliseconds of each part as rows have them, for a step that takes `ms` without the profiler.
+        """Return the milliseconds of each part, for a row of a result; `ms` is the time of a step without the profiler.
 
-        `idle_ms` is what is left of it while no kernel runs. Parts that no kernel belongs to are left out. They add up
-        to more than the step where kernels overlap.
+        `idle_ms` is the rest of it, in which no kernel runs. Parts without kernels are left out. Where kernels overlap,
+        the parts add up to more than the step.
         """
         usual = ("gemm", "attention", "elementwise")
         parts = {part: self.parts[part] for part in PARTS if part in usual or self.parts[part]}
@@ -60,7 +60,7 @@ def profile(step: Callable[[], Any], steps: int = 3) -> Profile:
 
 
 def summarise(kernels: Sequence[Kernel], steps: int) -> Profile:
-    """Return what kernels of some steps amount to for one step."""
+    """Return the profile of one step from the kernels of several."""
     calls: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
     for kernel in kernels:

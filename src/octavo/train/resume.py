@@ -1,4 +1,4 @@
-"""What a run saves in its checkpoints, and how it goes on from the newest one."""
+"""Content of a run's checkpoints, and continuation from the newest one."""
 
 from __future__ import annotations
 
@@ -69,19 +69,10 @@ def save_checkpoint(trainer: Trainer, checkpoints: Path) -> None:
     fault = next((f"in the {name.upper()} model {text}" for name, text in faults if text), "")
     if fault := ranks.first_text(fault):
         raise DivergedError(
-            f"after step {trainer.done}, {fault}: no checkpoint is written. {trainer.way_back()} Try a lower --lr, or"
-            " --recipe bf16 to compare."
+            f"after step {trainer.done}, {fault}: no checkpoint is written. {trainer.checkpoint_note()} Try a lower"
+            " --lr, or --recipe bf16 to compare."
         )
-    plain = {
-        "config": config_reader.to_dict(config),
-        "loader": setup.loader.state_dict(),
-        "totals": trainer.log.totals(),
-        "heldout": {str(step): loss for step, loss in trainer.heldout.items()},
-        "versions": versions(),
-        "guard": trainer.guard.state_dict(),
-        "recipe": trainer.recipe,
-        **trainer.log.recorded(),
-    }
+    plain = {"config": config_reader.to_dict(config), "versions": versions(), **trainer.state_dict()}
     named = {**tensors, "random": generator_states()}
     path = checkpoint.save(checkpoints, trainer.done, named, plain, keep=config.run.keep, ranks=ranks)
     trainer.log.emit(Saved(step=trainer.done, path=path))
@@ -98,11 +89,8 @@ def load_checkpoint(trainer: Trainer) -> checkpoint.Checkpoint:
     newest = checkpoint.find(trainer.checkpoints)[-1]
     found = checkpoint.load(newest, ranks=ranks, place=None if ranks.count == 1 else partial(_place, setup.states))
     _check(found, trainer)
-    if (recipe := found.state.get("recipe", trainer.recipe)) != trainer.recipe:
-        trainer.switch_recipe(recipe)  # before what the checkpoint holds of it
-    if "guard" in found.state:
-        with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to their recipes
-            trainer.guard.load_state_dict(found.state["guard"])
+    with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to the recipes of the tensors
+        trainer.load_state_dict(found.state)
     # A twin that is not in the checkpoint had ended before.
     setup.states = tuple(state for state in setup.states if state.name in found.tensors)
     for state in setup.states:
@@ -111,11 +99,6 @@ def load_checkpoint(trainer: Trainer) -> checkpoint.Checkpoint:
             restore_tensors(state, own, found.path)
     with blaming(found.path, CheckpointError):
         restore_generators(found.tensors["random"])
-    with blaming(found.path / "state.json", CheckpointError):
-        setup.loader.load_state_dict(found.state["loader"])
-        trainer.log.earlier = {**found.state["totals"]}
-        trainer.heldout = {int(step): float(loss) for step, loss in found.state.get("heldout", {}).items()}
-    trainer.log.overflows = trainer.log.count_overflows()
     return found
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from octavo import kernels, recipes
-from octavo._util.terminal import quantity
 from octavo.conversion import enable
 from octavo.errors import DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
 from octavo.nn.scaling_state import scales
 from octavo.train import checkpoint, events
-from octavo.train.calibrate import recalibration_of
+from octavo.train.calibrate import recalibration_events, recalibration_of
 from octavo.train.config import RunConfig
 from octavo.train.device import gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
@@ -29,6 +28,7 @@ from octavo.train.parallel import ranks_of
 from octavo.train.resume import load_checkpoint, save_checkpoint
 from octavo.train.schedule import learning_rate
 from octavo.train.setup import Setup, set_up
+from octavo.train.sharding import send_tokens
 from octavo.train.stopping import StopSignals
 from octavo.train.timing import Stopwatch
 from octavo.train.train_state import StepMetrics
@@ -75,17 +75,38 @@ class Trainer(GuardedRun):
         self.heldout: dict[int, float] = {}
         """Step -> held-out loss of the first model."""
         self._locked = locked
-        self._signals = StopSignals(says=self.ranks.is_first)
+        self._signals = StopSignals(prints=self.ranks.is_first, heartbeat=self.ranks.heartbeat)
         self._resumed: checkpoint.Checkpoint | None = None
-        self._recalibration = recalibration_of(self.config, self.setup.states[0].model)
-        self.recipe = self._shown = self.config.run.recipe
-        """The recipe of the schedule that the FP8 model has, and what it computes by: that, or `bf16`."""
+        self._recalibration = recalibration_of(self.config, self._state.model)
+        self.recipe = self.config.run.recipe
+        """The recipe of the schedule that the FP8 model is converted to."""
+        self._precision = self.recipe
+        """What the FP8 model computed its last step in: `recipe`, or `bf16`."""
 
     def _load_state(self, step: int, state: Any) -> None:
         super()._load_state(step, state)
-        run = self.config.run
-        self._shown = "bf16" if run.is_bf16(step - 1) else run.recipe_of(step - 1)
+        self._precision = self.config.run.precision_of(step - 1)
         self.heldout = {at: loss for at, loss in self.heldout.items() if at <= step}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run besides its tensors, as JSON values."""
+        return {
+            "recipe": self.recipe,
+            "guard": self.guard.state_dict(),
+            "loader": self.setup.loader.state_dict(),
+            "heldout": {str(step): loss for step, loss in self.heldout.items()},
+            **self.log.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`, and convert layers to the recipes that they had."""
+        if (recipe := state.get("recipe", self.recipe)) != self.recipe:
+            self.switch_recipe(recipe)
+        if "guard" in state:
+            self.guard.load_state_dict(state["guard"])
+        self.setup.loader.load_state_dict(state["loader"])
+        self.heldout = {int(step): float(loss) for step, loss in state.get("heldout", {}).items()}
+        self.log.load_state_dict(state)
 
     def resume(self) -> None:
         """Load the newest checkpoint; errors as `load_checkpoint`."""
@@ -93,8 +114,8 @@ class Trainer(GuardedRun):
         self.done = self._resumed.step
         self.log.restart_clock(self.done)
         if self.setup.plan is not None:
-            self._shown = "bf16" if self.config.run.is_bf16(self.done - 1) else self.recipe
-            enable(self.setup.states[0].model, self._shown == self.recipe)
+            self._precision = "bf16" if self.config.run.is_bf16(self.done - 1) else self.recipe
+            enable(self._state.model, self._precision == self.recipe)
         if self.telemetry is not None:
             self.telemetry.restart(self.done)
 
@@ -106,8 +127,8 @@ class Trainer(GuardedRun):
                 self.log.start(self.done, self.rows)
                 with kernels.record() as self.log.ledger, gc_frozen(self.setup.device) as after_step:
                     self._finish_resumed_step()
-                    with self._stoppable():
-                        while self.done < self.config.run.steps or self.check_all():
+                    with self._signals.deferred():
+                        while self.done < self.config.run.steps:
                             self._step()
                             after_step()
                     for state in self.setup.states:
@@ -117,14 +138,14 @@ class Trainer(GuardedRun):
                 return self.log.finish(heldout)
             finally:
                 try:
-                    self._await_telemetry()  # statistics in flight may explain a failure
+                    self._collect_telemetry(wait=True)  # statistics in flight may explain a failure
                     if self.telemetry is not None:
                         self.telemetry.detach()
                 finally:
                     self.log.close()
 
     def _finish_resumed_step(self) -> None:
-        """Do what follows a checkpoint in its step: records that an interrupted run made of it were cut."""
+        """Repeat the evaluation that follows the checkpoint in its step, whose records were cut."""
         if self._resumed is None or "recorded" not in self._resumed.state:
             return
         if self._due(self.config.run.eval_every) and self.done < self.config.run.steps:
@@ -132,28 +153,32 @@ class Trainer(GuardedRun):
         self.log.restart_clock(self.done)
 
     def _step(self) -> None:
+        """Make a step, then check, log, save and evaluate as far as each is due."""
         run = self.config.run
         self.guard.before()
         lr = self.guard.lr(self._learning_rate())
         if not self._apply_schedule():
-            return
+            return  # rolled back
         batch_BT, targets_BT = next(self.setup.loader)
-        metrics, watch = self._train(batch_BT, targets_BT, lr)
+        metrics, watch = self._update(batch_BT, targets_BT, lr)
         last = self.done == run.steps
         log = last or self.done == 1 or self._due(run.log_every)
-        stop = self._asked_to_stop() if log or self.ranks.count == 1 else 0  # ranks agree on the step
+        stop = 0
+        if log or self.ranks.count == 1:  # on several ranks only at steps in which all of them ask
+            self._check_directory()
+            stop = max(self.ranks.gather(self._signals.asked))
         save = last or self._due(run.checkpoint_every) or stop > 0
         evaluate = self._due(run.eval_every) and not last
         first, *twin = (metrics[state.name] for state in self.setup.states)
-        if self.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
-            (save or evaluate) and self.check_all()
+        if self.guard.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
+            (save or evaluate) and self.guard.check_all()
         ):
             return  # rolled back
         # Reading a result waits for a GPU; on a CPU it costs nothing.
         if log or save or self.setup.device.type == "cpu":
             self._check_finite()
         if log:
-            self.log.logged(self.done, metrics, watch, lr, batch_BT)
+            self.log.log_step(self.done, metrics, watch, lr, batch_BT)
         if save:
             self._check_directory()
             self._save(self.checkpoints)
@@ -164,10 +189,10 @@ class Trainer(GuardedRun):
         if save or evaluate:
             self.log.restart_clock(self.done)
 
-    def _train(self, inputs_BT: Tensor, targets_BT: Tensor, lr: float) -> tuple[dict[str, StepMetrics], Stopwatch]:
+    def _update(self, inputs_BT: Tensor, targets_BT: Tensor, lr: float) -> tuple[dict[str, StepMetrics], Stopwatch]:
         """Step all models on a batch; return what was measured of each, and the time of each."""
         device, parts = self.setup.device, self.config.run.accumulate
-        inputs_BT = self.ranks.send_tokens(inputs_BT, device, self.models, parts)
+        inputs_BT = send_tokens(self.ranks, inputs_BT, device, self.models, parts)
         targets_BT = upload(targets_BT, device)
         self.done += 1
         self.ranks.begin_step(self.done)
@@ -175,7 +200,7 @@ class Trainer(GuardedRun):
         for state in self.setup.states:
             metrics[state.name] = state.step(inputs_BT, targets_BT, step=self.done, lr=lr, accumulate=parts)
             watch.mark(state.name)
-            self.log.refused(self.done, state)
+            self.log.log_refusal(self.done, state)
         if self.telemetry is not None and self.telemetry.done < self.done:
             self.telemetry.step()  # the optimizer skipped the step, and did not close it
         self._recalibrate()
@@ -188,17 +213,10 @@ class Trainer(GuardedRun):
             return
         self._recalibration.done = self.done - 1  # a rollback may have changed it
         if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
-            self._await_telemetry()
+            self._collect_telemetry(wait=True)
             self._recalibration.rows = self.telemetry.rows
-        if made := self._recalibration.step(self._newest):
-            origin = next(iter(made.values())).origin
-            how = f": {origin.how}" if origin else ""
-            text = f"static scales of {quantity(len(made), 'tensor')} were recalibrated{how}"
-            self.log.emit(GuardEvent(self.done, "info", "recalibration", text, action="scales recalibrated"))
-            for name, new in made.items():
-                old, (layer, _, role) = new.previous[0].scale if new.previous else None, name.rpartition(".")
-                text = f"static scale {new.scale:.4g}, before {'unknown' if old is None else f'{old:.4g}'}"
-                self.log.emit(GuardEvent(self.done, "info", "scale", text, "", layer, role, new.scale, old))
+        for event in recalibration_events(self.done, self._recalibration.step(self._newest)):
+            self.log.emit(event)
 
     def _learning_rate(self) -> float:
         return learning_rate(self.config.optimizer, self.done, self.config.run.steps, [*self.heldout.values()])
@@ -209,13 +227,13 @@ class Trainer(GuardedRun):
             return True
         recipe = self.config.run.recipe_of(self.done)
         if recipe != self.recipe:
-            if self.check_all():
+            if self.guard.check_all():
                 return False
             self.switch_recipe(recipe)
-        before, self._shown = self._shown, "bf16" if self.config.run.is_bf16(self.done) else recipe
-        enable(self.setup.states[0].model, self._shown == recipe)
-        if self._shown != before:
-            self.log.emit(events.Switched(step=self.done + 1, recipe=self._shown))
+        before, self._precision = self._precision, self.config.run.precision_of(self.done)
+        enable(self._state.model, self._precision == recipe)
+        if self._precision != before:
+            self.log.emit(events.Switched(step=self.done + 1, recipe=self._precision))
         return True
 
     def switch_recipe(self, recipe: str) -> None:
@@ -225,14 +243,14 @@ class Trainer(GuardedRun):
         if reason := self.guard.change_recipe(recipes.load(recipe)):
             raise RunError(f"run.last_recipe: the model cannot go on by '{recipe}': {reason}.")
         needs_scales = recipes.load(recipe).needs_calibration
-        self._recalibration = recalibration_of(self.config, self.setup.states[0].model) if needs_scales else None
+        self._recalibration = recalibration_of(self.config, self._state.model) if needs_scales else None
         self.recipe = recipe
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
 
     def _check_finite(self) -> None:
-        self.setup.states[0].check(self.way_back())
+        self._state.check(self.checkpoint_note())
         for twin in self.setup.states[1:]:
             try:
                 twin.check("")
@@ -241,27 +259,10 @@ class Trainer(GuardedRun):
                 text = f"{error} The run goes on without its BF16 baseline."
                 self.log.emit(GuardEvent(self.done, "error", "twin", " ".join(text.split())))
 
-    def way_back(self) -> str:
+    def checkpoint_note(self) -> str:
         """Return a sentence that names the newest checkpoint."""
         last = checkpoint.latest(self.checkpoints)
         return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
-
-    @contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """Let signals stop the run after a step."""
-        heartbeat = self.ranks.heartbeat
-        self._signals.waits = True
-        if heartbeat is not None:
-            heartbeat.saves_on_signal = True
-        yield
-        self._signals.waits = False
-        if heartbeat is not None:
-            heartbeat.saves_on_signal = False
-
-    def _asked_to_stop(self) -> int:
-        """Return the signal that asks the run to stop after this step, 0 if there is none."""
-        self._check_directory()
-        return max(self.ranks.gather(self._signals.asked))
 
     def _check_directory(self) -> None:
         """Check that the run's directory is still there.
@@ -284,13 +285,13 @@ class Trainer(GuardedRun):
         """Return the held-out loss of each sequence by model."""
         losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
-        first = self.setup.states[0].name
-        self.log.evaluated(self.done, loss, losses[first])
+        first = self._state.name
+        self.log.log_evaluation(self.done, loss, losses[first])
         for name, value in loss.items():
             if not math.isfinite(value):
                 raise DivergedError(
                     f"the held-out loss of the {name.upper()} model is {value} after step {self.done}."
-                    f" {self.way_back()} Try a lower --lr, or --recipe bf16 to compare."
+                    f" {self.checkpoint_note()} Try a lower --lr, or --recipe bf16 to compare."
                 )
         self._watch_plateau(loss[first])
         by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
@@ -307,11 +308,11 @@ class Trainer(GuardedRun):
             self.log.emit(GuardEvent(self.done, "info", "schedule", text, action="learning rate halved"))
 
     def _save(self, checkpoints: Path) -> None:
-        self._await_telemetry()  # what was measured before a checkpoint is recorded before it
+        self._collect_telemetry(wait=True)  # what was measured before a checkpoint is recorded before it
         save_checkpoint(self, checkpoints)
 
     def _save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file, on the first rank."""
-        scaling_state = scales(self.setup.states[0].model)
+        scaling_state = scales(self._state.model)
         if self.ranks.is_first and scaling_state is not None and scaling_state.is_known:
             scaling_state.save(self.directory / "scales.json")

@@ -1,4 +1,4 @@
-"""What changes over the steps of a run: the learning rate, and the recipe for the last share of the steps.
+"""The learning rate by step, and the last share of the steps.
 
 This module does not import torch: `octavo.train.config` needs it.
 """
@@ -52,7 +52,7 @@ def plateaus(losses: Sequence[float], patience: int) -> int:
 
 
 def warm_up_note(config: OptimizerConfig) -> str | None:
-    """Return what is wrong with the share of warm-up, or None."""
+    """Return a note on an unusual share of warm-up, or None."""
     low, high = WARM_UP
     if config.warmup < low:
         return (

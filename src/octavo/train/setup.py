@@ -36,7 +36,7 @@ from octavo.train.train_state import TrainState
 
 @dataclass(slots=True)
 class Setup:
-    """The parts of a run before its first step."""
+    """The parts of a run. `states` loses a baseline that failed; `plan` follows each conversion of the FP8 model."""
 
     config: RunConfig
     """The configuration of the run."""
@@ -45,7 +45,7 @@ class Setup:
     states: tuple[TrainState, ...]
     """The FP8 model, its BF16 baseline, or both in this order."""
     plan: Plan | None
-    """The current conversion plan of the FP8 model; None for a run in BF16 only."""
+    """The conversion plan of the FP8 model; None for a run in BF16 only."""
     loader: Loader
     """Training batches."""
     heldout: list[Batch]
@@ -120,7 +120,7 @@ def make_states(
     start, lora, recipe = config.run.start_from, config.lora, recipes.load(config.run.recipe)
     model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
     baseline = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
-    hold_as(config.run.weights, model)
+    cast_weights(config.run.weights, model)
     for each in [model, *([] if baseline is None else [baseline])] if lora.rank else []:
         add_lora(each, lora.rank, lora.alpha, lora.layers, config.run.seed)
     graphs = Graphs() if replays(config, device, ranks) else None
@@ -130,7 +130,7 @@ def make_states(
     if config.run.last_share:  # an error here comes before the first step, not after thousands
         plans.append(convert_as(config, model, recipes.load(config.run.last_recipe), ranks))
     plans.append(plan := convert_as(config, model, recipe, ranks))
-    if config.run.scales and not any(map(_keeps_scales, plans)):
+    if config.run.scales and not any(map(_has_stored_scales, plans)):
         raise ConfigError("run.scales: a calibration file was given, and no layer has a recipe that keeps scales.")
     reads_values = ranks.count > 1 and config.run.leaves_recipe
     if reads_values:  # steps in BF16 read values, which a model gathers if it is sharded before it is converted
@@ -161,12 +161,12 @@ def convert_as(
     """
     policy, tokens = policy or policy_of(config, recipe), config.tokens_per_pass(ranks.parts)
     scales, allow = config.run.scales or None, config.run.allow_reference
-    if scales and not _keeps_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
+    if scales and not _has_stored_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
         scales = None
     return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales)
 
 
-def _keeps_scales(plan: Plan) -> bool:
+def _has_stored_scales(plan: Plan) -> bool:
     return any(recipe.has_stored_scales for recipe in plan.recipes.values())
 
 
@@ -184,7 +184,7 @@ def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
     return Policy(min_gain=run.min_gain, memory=run.memory, bf16_blocks=run.bf16_blocks, weights=weights)
 
 
-def hold_as(weights: str, model: nn.Module) -> None:
+def cast_weights(weights: str, model: nn.Module) -> None:
     """Round parameters to BF16 unless `run.weights` is fp32; buffers keep their dtype."""
     for parameter in model.parameters() if weights != "fp32" else ():
         parameter.data = parameter.data.bfloat16()
@@ -194,7 +194,7 @@ def _state(
     name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks, graphs: Graphs | None
 ) -> TrainState:
     parallel = ranks.parallel
-    auto = device.type == "cuda" and not parallel.goes_backward_by_parts
+    auto = device.type == "cuda" and not parallel.splits_backward
     compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
     if compiled:
         for block in model.get_submodule("layers").children():

@@ -17,12 +17,10 @@ from octavo.tensor import FP8Tensor, is_distributed, local
 from octavo.tensor.local import dtensor_like
 from octavo.train.train_state import TrainState
 
-_MODEL, _OPTIMIZER, _LOSS_SCALE, _REDUCTION = "model.", "optimizer.", "loss_scale.", "reduction."
-SCALES = "scales."
-"""Prefix of the names of stored scales."""
+_MODEL, _OPTIMIZER, _LOSS_SCALE, _REDUCTION, _SCALES = "model.", "optimizer.", "loss_scale.", "reduction.", "scales."
 
 
-def state_tensors(train_state: TrainState) -> dict[str, Tensor]:
+def state_tensors(train_state: TrainState, *, stored_scales: bool = True) -> dict[str, Tensor]:
     """Return parameters, persistent buffers, optimizer states, loss scale and stored scales by name; tied weights once.
 
     Sharded tensors are DTensors of plain tensors that share memory with those in training.
@@ -36,14 +34,18 @@ def state_tensors(train_state: TrainState) -> dict[str, Tensor]:
     tensors |= {_LOSS_SCALE + key: tensor for key, tensor in train_state.loss_scale.state_dict().items()}
     if train_state.reduction is not None:
         tensors |= {_REDUCTION + key: tensor for key, tensor in train_state.reduction.state_dict().items()}
-    scaling_state = scales(train_state.model)
-    return tensors | (
-        {} if scaling_state is None else {SCALES + name: tensor for name, tensor in scaling_state.state_dict().items()}
-    )
+    if stored_scales and (scaling_state := scales(train_state.model)) is not None:
+        tensors |= {_SCALES + name: tensor for name, tensor in scaling_state.state_dict().items()}
+    return tensors
 
 
 def restore_tensors(
-    train_state: TrainState, tensors: Mapping[str, Tensor], where: Path, *, optimizer: bool = True
+    train_state: TrainState,
+    tensors: Mapping[str, Tensor],
+    where: Path,
+    *,
+    optimizer: bool = True,
+    stored_scales: bool = True,
 ) -> None:
     """Copy the result of `state_tensors` into `train_state`. Nothing is copied unless everything fits.
 
@@ -53,7 +55,8 @@ def restore_tensors(
         train_state: where to.
         tensors: the result of `state_tensors`.
         where: their origin, for error messages.
-        optimizer: also restore the optimizer's states; otherwise they are left as they are.
+        optimizer: also restore the optimizer's states; otherwise they stay unchanged.
+        stored_scales: the same for stored scales.
 
     Raises:
         CheckpointError: a parameter or stored scale is missing, unknown, or of another shape or dtype: the model is
@@ -61,12 +64,12 @@ def restore_tensors(
     """
     weights, saved = _weights(train_state), _below(_MODEL, tensors)
     _check_same_model(weights, saved, where)
-    states = dict(_states_here(train_state, tensors, where)) if optimizer else {}
-    if (scaling_state := scales(train_state.model)) is not None:
-        scaling_state.load_state_dict(_below(SCALES, tensors))
+    states = dict(_local_states(train_state, tensors, where)) if optimizer else {}
+    if stored_scales and (scaling_state := scales(train_state.model)) is not None:
+        scaling_state.load_state_dict(_below(_SCALES, tensors))
     with torch.no_grad():
         for name, tensor in weights.items():
-            local(tensor).copy_(local(_part(saved[name], tensor)))
+            local(tensor).copy_(local(_sharded_like(saved[name], tensor)))
     for name, state in states.items():
         train_state.optimizer.state.pop(train_state.parameters[name], None)  # before its first step it had none
         if state:
@@ -111,7 +114,7 @@ def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield full_name, part
 
 
-def _part(saved: Tensor, like: Any) -> Tensor:
+def _sharded_like(saved: Tensor, like: Any) -> Tensor:
     """Return a saved tensor sharded as `like`; unchanged if it is sharded already, or `like` is not."""
     if is_distributed(saved) or not is_distributed(like):
         return saved
@@ -120,17 +123,20 @@ def _part(saved: Tensor, like: Any) -> Tensor:
     return distribute_tensor(saved.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _states_here(
+def _local_states(
     train_state: TrainState, tensors: Mapping[str, Tensor], where: Path
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """Yield each trained parameter's name and its saved optimizer state as this rank keeps it."""
-    for name, kept in _kept(train_state):
+    for name, template in _state_templates(train_state):
         parameter, saved = train_state.parameters[name], _below(f"{_OPTIMIZER}{name}.", tensors)
         if list(saved) == ["step"] and not saved["step"].any():
             yield name, {}
             continue
-        state = {key: _kept_part(key, saved[key], kept[key], parameter) if key in kept else saved[key] for key in saved}
-        here, there = _tensor_types(kept), _tensor_types(state)
+        state = {
+            key: _local_part(key, saved[key], template[key], parameter) if key in template else saved[key]
+            for key in saved
+        }
+        here, there = _tensor_types(template), _tensor_types(state)
         if there.items() < here.items():
             missing = ", ".join(sorted(here.keys() - there.keys()))
             raise CheckpointError(f"{where}: is incomplete: the optimizer's state of '{name}' lacks {missing}.")
@@ -139,21 +145,21 @@ def _states_here(
             if _dtypes(here) == _dtypes(there):
                 why = "split over another number of ranks (parallel.shard), and have scales per part"
             raise CheckpointError(
-                f"{where}: the optimizer's states of '{name}' are {why}: saved are {_told(there)}; kept are"
-                f" {_told(here)}."
+                f"{where}: the optimizer's states of '{name}' are {why}: saved are {_described(there)}; kept are"
+                f" {_described(here)}."
             )
         yield name, state
 
 
-def _kept_part(key: str, saved: Tensor, kept: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's part of a saved optimizer state, shaped like `kept` if possible."""
-    if is_distributed(kept):  # an optimizer of PyTorch keeps DTensors
-        return _part(saved, kept)
-    spread_out = spread(key, kept, parameter)  # as `state_tensors` has it
-    return _shaped(local(_part(_shaped(saved, spread_out), spread_out)), kept)
+def _local_part(key: str, saved: Tensor, template: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a saved optimizer state, shaped like `template` if possible."""
+    if is_distributed(template):  # an optimizer of PyTorch keeps DTensors
+        return _sharded_like(saved, template)
+    spread_out = spread(key, template, parameter)  # as `state_tensors` has it
+    return _viewed_like(local(_sharded_like(_viewed_like(saved, spread_out), spread_out)), template)
 
 
-def _shaped(tensor: Tensor, like: Tensor) -> Tensor:
+def _viewed_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the same bytes in the dtype and shape of `like`; unchanged if their number differs."""
     if is_distributed(tensor) or (tensor.shape, tensor.dtype) == (like.shape, like.dtype):
         return tensor
@@ -175,7 +181,7 @@ def _check_same_model(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]
             raise CheckpointError(f"{of_another} '{name}' is {saved[name].dtype} there and {tensor.dtype} here.")
 
 
-def _kept(train_state: TrainState) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def _state_templates(train_state: TrainState) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """Yield each trained parameter's name and tensors of the shapes and dtypes of its optimizer state."""
     if isinstance(train_state.optimizer, Optimizer):
         for entry in train_state.optimizer.entries():
@@ -194,5 +200,5 @@ def _dtypes(types: Mapping[str, tuple[torch.dtype, list[int]]]) -> dict[str, tor
     return {name: dtype for name, (dtype, _) in types.items()}
 
 
-def _told(types: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:
+def _described(types: Mapping[str, tuple[torch.dtype, list[int]]]) -> str:
     return ", ".join(f"{name} {str(dtype).removeprefix('torch.')} {shape}" for name, (dtype, shape) in types.items())

@@ -7,7 +7,7 @@ Shapes: B sequences in a batch, T tokens in a sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,6 +26,7 @@ from octavo.train.loss_scale import LossScale
 from octavo.train.parallel import SINGLE_PROCESS, Ranks, whole
 from octavo.train.param_groups import groups_of, make_optimizer, value_of
 from octavo.train.replay import Graphs
+from octavo.train.sharding import make_reduction, shard_model, shard_tp
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class TrainState:
         self._clips_in_step = config.gradients == "fp8" or ranks.is_greedy
         self._stepped = self._spread_states()
         self._graphs = graphs
-        passes = self._train, self.model, self._trained, self.optimizer
+        passes = self._forward_backward, self.model, self._trained, self.optimizer
         self.replay = None if graphs is None else graphs.replay(*passes)
         # First step whose loss was not finite, -1 for none; on the device, so that no step waits for it.
         self._broken_at = torch.full((), -1, dtype=torch.int64, device=self.device)
@@ -91,9 +92,9 @@ class TrainState:
         """Split and shard a converted model; keep this rank's part as `model`."""
         self.model = model
         self.pipeline: dict[str, Any] | None = None
-        self.tensor_plan = self.ranks.shard_tp(model)
-        self.reduction = self.ranks.reduction()
-        self.shard_plan = self.ranks.shard(model, self.reduction)
+        self.tensor_plan = shard_tp(self.ranks, model)
+        self.reduction = make_reduction(self.ranks)
+        self.shard_plan = shard_model(self.ranks, model, self.reduction)
 
     def _spread_states(self) -> torch.optim.Optimizer:
         """Return what steps: the optimizer, or with `parallel.zero = "greedy"` its wrapper over the ranks."""
@@ -110,7 +111,7 @@ class TrainState:
     def step(self, inputs_BT: Tensor, targets_BT: Tensor, *, step: int, lr: float, accumulate: int = 1) -> StepMetrics:
         """Make one update from a batch, split into `accumulate` equal parts whose gradients are averaged."""
         self.model.train()
-        loss = (self.replay or self._train)(inputs_BT, targets_BT, accumulate)
+        loss = (self.replay or self._forward_backward)(inputs_BT, targets_BT, accumulate)
         self.loss_scale.unscale(self._trained, loss)
         norm = None if self._clips_in_step else self._clip()
         for group in self.optimizer.param_groups:
@@ -130,7 +131,7 @@ class TrainState:
         self.make_room()
         reduction = {} if self.reduction is None else self.reduction.state_dict()
         with torch.set_grad_enabled(backward):
-            loss = self._pass(inputs_BT, targets_BT, accumulate, lambda loss: loss)
+            loss = self._forward_backward(inputs_BT, targets_BT, accumulate, is_scaled=False)
         gradients = self._gradients()
         if self.ranks.is_greedy:  # reduced by no hook
             gradients = [None if each is None else self.ranks.mean(each) for each in gradients]
@@ -150,11 +151,12 @@ class TrainState:
         if self.replay is not None:
             self.replay.forget()
 
-    def _train(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int) -> Tensor:
-        return self._pass(inputs_BT, targets_BT, parts, self.loss_scale.scaled)
+    def _forward_backward(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, *, is_scaled: bool = True) -> Tensor:
+        """Run forward, and backward if gradients are enabled, part by part; return the mean loss of all ranks.
 
-    def _pass(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run forward, and backward if gradients are enabled, part by part; return the mean loss of all ranks."""
+        Args:
+            is_scaled: backward starts from the loss times the loss scale.
+        """
         loss = torch.zeros((), device=self.device)
         with self._accumulating(parts):
             weights = self._weights(targets_BT, parts)
@@ -163,7 +165,7 @@ class TrainState:
                 part = self.loss(inputs, targets) / parts
                 part = part if weights is None else part * weights[index]
                 if torch.is_grad_enabled():
-                    scaled(part).backward()
+                    (self.loss_scale.scaled(part) if is_scaled else part).backward()
                 loss += part.detach().float()
         return self.ranks.mean(loss)
 

@@ -29,7 +29,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a pilot trains, and the doctor examines."""
+    """A model with its data and loss, for `octavo pilot` and `octavo doctor`."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -39,10 +39,10 @@ class Workload:
     loss: Loss
     """(model, batch) -> mean loss, shape ()."""
     tokens: int
-    """Tokens per batch; samples where `unit` says so."""
+    """Size of a batch, in units of `unit`."""
     unit: str = "token"
     data: str = "random tokens, Zipf-distributed"
-    """Where the batches come from."""
+    """Description of the batches."""
     decode: Callable[[nn.Module, Any], Step] | None = None
     """(model, batch) -> a function that decodes one more token of each sequence; None for a model that does not."""
 
@@ -84,7 +84,7 @@ def load_workload(model: Path, shape: Shape | None = None) -> Workload:
 
 
 def is_run_file(file: Path) -> bool:
-    """Return whether a file is of the form of a run file, not a Python file or a Hugging Face config."""
+    """Return True for a run file, False for a Python file or a Hugging Face config."""
     return file.suffix != ".py" and (file.suffix != ".json" or "model_type" not in read_file(file))
 
 
@@ -97,7 +97,7 @@ def call_model(model: nn.Module, batch: Any) -> Tensor:
     return found
 
 
-def first(batch: Any) -> Tensor:
+def first_tensor(batch: Any) -> Tensor:
     """Return the first tensor of a batch: its first dimension counts samples."""
     values = batch.values() if isinstance(batch, Mapping) else batch
     found = next((value for value in values if isinstance(value, Tensor)), None)
@@ -106,7 +106,7 @@ def first(batch: Any) -> Tensor:
     return found
 
 
-def one_of(batch: Any) -> Any:
+def first_sample(batch: Any) -> Any:
     """Return the first sample of a batch, as a batch."""
     return _mapped(batch, lambda tensor: tensor[:1] if tensor.dim() else tensor)
 
@@ -133,7 +133,7 @@ def _of_python(file: Path) -> Workload:
     for wanted in ("build", "batches"):
         if not callable(getattr(module, wanted, None)):
             raise ConfigError(f"{file}: has no function {wanted}(). Define build() -> model and batches() -> batches.")
-    sample = first(next(iter(module.batches())))
+    sample = first_tensor(next(iter(module.batches())))
     is_text = sample.dim() == 2 and not sample.is_floating_point()
     return Workload(
         name=file.stem,

@@ -17,13 +17,12 @@ from octavo.distributed import ColumnParallel, Parallel, RowParallel, shard, ten
 from octavo.distributed.tensor_parallel import tokens as tokens_of
 from octavo.distributed.tensor_parallel.layers import _rounds_gradient
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import QuantSpec
+from octavo.kernels import QuantSpec, quantize_matrix
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import linear
-from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import dequantize, sqnr_db
 from octavo.recipes import load
 from octavo.tensor import FP8Tensor

@@ -35,12 +35,12 @@ def new_row(phase=11, detailed=0.0):
     return row
 
 
-def assert_is_the_definition(looked, phase=11, detailed=0.0):
+def assert_is_the_definition(operand, phase=11, detailed=0.0):
     """Return what NumPy wrote: what PyTorch writes, twice, for amax and nonfinite grow."""
     expected, made = new_row(phase, detailed), new_row(phase, detailed)
     for _ in range(2):
-        by_definition(looked, expected)
-        reference.sample(looked, made)
+        by_definition(operand, expected)
+        reference.sample(operand, made)
         torch.testing.assert_close(made[EXACT], expected[EXACT], rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(made[MOMENTS], expected[MOMENTS], rtol=1e-6, atol=1e-9, equal_nan=True)
         torch.testing.assert_close(made[SQNR:], expected[SQNR:], rtol=0, atol=0, equal_nan=True)
@@ -137,17 +137,17 @@ _ALWAYS = STATS[:-1]
 """What is written without bins, too: all but sqnr."""
 
 
-def by_definition(looked: SampleInput, row: Tensor) -> None:
+def by_definition(operand: SampleInput, row: Tensor) -> None:
     """Write what `sample` is documented to write, in PyTorch."""
-    found = torch.stack([*_stats(looked, row)])
+    found = torch.stack([*_stats(operand, row)])
     before = row[: len(_ALWAYS)]
     found = torch.where(_grows(row.device), torch.fmax(found, before), found)
     looks = row[PHASE] >= 0
     row[: len(_ALWAYS)] = torch.where(looks, found, before)
-    row[SAMPLED] = torch.where(looks, float(looked.x.shape[1] * count(looked.shape[0])), row[SAMPLED])
+    row[SAMPLED] = torch.where(looks, float(operand.x.shape[1] * count(operand.shape[0])), row[SAMPLED])
     if len(row) > WIDTH and (row.is_cuda or row[DETAILED] > 0):
         asks = looks & (row[DETAILED] > 0)
-        for at, new in zip((slice(len(_ALWAYS), len(STATS)), slice(WIDTH, None)), detail(looked, row), strict=True):
+        for at, new in zip((slice(len(_ALWAYS), len(STATS)), slice(WIDTH, None)), detail(operand, row), strict=True):
             row[at] = torch.where(asks, new, row[at])
 
 
@@ -156,40 +156,40 @@ def _grows(device: torch.device) -> Tensor:
     return torch.tensor([name in ("amax", "nonfinite") for name in _ALWAYS], device=device)
 
 
-def _read(looked: SampleInput, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _read(operand: SampleInput, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sample, FP32 (count(R), C), what is quantised of it, with its fold, and the scales, broadcastable."""
-    rows = sampled_rows(looked.shape[0], row)
-    scale = scales_of(looked, rows)
-    x = (looked.x if looked.rows is not None else _rows_of(looked.x, rows)).float()
-    x = x * scale if looked.is_coded else x
-    return x, x if looked.fold is None else x * looked.fold, scale
+    rows = sampled_rows(operand.shape[0], row)
+    scale = scales_of(operand, rows)
+    x = (operand.x if operand.rows is not None else _rows_of(operand.x, rows)).float()
+    x = x * scale if operand.is_coded else x
+    return x, x if operand.fold is None else x * operand.fold, scale
 
 
-def _stats(looked: SampleInput, row: Tensor) -> list[Tensor]:
+def _stats(operand: SampleInput, row: Tensor) -> list[Tensor]:
     """Return the statistics in the order of `_ALWAYS`, FP32 and of no dimension."""
-    total_rows, cols = looked.shape
-    x, read, scale_of_each = _read(looked, row)
+    total_rows, cols = operand.shape
+    x, read, scale_of_each = _read(operand, row)
     y = (read * (1 / scale_of_each)).abs()
     magnitude = x.abs()
     finite = magnitude < torch.inf
-    zeroed, normal, largest = limits(looked.target.fmt)
+    zeroed, normal, largest = limits(operand.target.fmt)
     flushed = finite & (read != 0) & (y <= zeroed)
     subnormal = finite & (y > zeroed) & (y < normal)
     saturated = finite & (y > largest)
     *shares, broken = _shares(torch.stack([flag.sum() for flag in (flushed, subnormal, saturated, ~finite)]), x.numel())
-    if looked.edges is not None:
-        lost = (~torch.isfinite(looked.edges.float())).all(dim=1).sum()
+    if operand.edges is not None:
+        lost = (~torch.isfinite(operand.edges.float())).all(dim=1).sum()
         broken = torch.maximum(broken, _shares(lost[None], total_rows * cols)[0])
-    if looked.is_coded:
+    if operand.is_coded:
         shares[0], shares[2] = (share * torch.nan for share in shares[::2])
-    scale = looked.scale.max()
-    return [_amax(looked, magnitude, finite, scale), scale, *shares, broken, *_moments(x, finite)]
+    scale = operand.scale.max()
+    return [_amax(operand, magnitude, finite, scale), scale, *shares, broken, *_moments(x, finite)]
 
 
-def detail(looked: SampleInput, row: Tensor) -> tuple[Tensor, Tensor]:
+def detail(operand: SampleInput, row: Tensor) -> tuple[Tensor, Tensor]:
     """Return sqnr in dB (1,), NaN where nothing was lost or nothing is known, and the bins (BINS,), FP32."""
-    x, read, scale = _read(looked, row)
-    y, fmt = read * (1 / scale), looked.target.fmt
+    x, read, scale = _read(operand, row)
+    y, fmt = read * (1 / scale), operand.target.fmt
     finite = (x.abs() < torch.inf) & (y.abs() < torch.inf)
     codes = y.clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
     signal, noise = (torch.where(finite, part, 0.0).double() for part in (read, read - codes * scale))
@@ -198,31 +198,31 @@ def detail(looked: SampleInput, row: Tensor) -> tuple[Tensor, Tensor]:
     place = torch.where(y == 0, 0, (torch.frexp(y).exponent - 1 - LOWEST).clamp(0, BINS - 1))
     counted = (finite & (read != 0)).float()
     bins = torch.zeros(BINS, device=y.device).scatter_add_(0, place.flatten().long(), counted.flatten())
-    return (sqnr * torch.nan if looked.is_coded else sqnr)[None], bins
+    return (sqnr * torch.nan if operand.is_coded else sqnr)[None], bins
 
 
-def scales_of(looked: SampleInput, rows: Tensor) -> Tensor:
+def scales_of(operand: SampleInput, rows: Tensor) -> Tensor:
     """Return the scale of each sampled element, broadcastable to (len(rows), C)."""
-    total_rows, cols = looked.shape
-    height, width = looked.target.tile.tile(total_rows, cols)
-    scale = looked.scale[rows // height]
+    total_rows, cols = operand.shape
+    height, width = operand.target.tile.tile(total_rows, cols)
+    scale = operand.scale[rows // height]
     return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, dim=1)[:, :cols]
 
 
-def _amax(looked: SampleInput, magnitude: Tensor, finite: Tensor, scale: Tensor) -> Tensor:
+def _amax(operand: SampleInput, magnitude: Tensor, finite: Tensor, scale: Tensor) -> Tensor:
     largest = torch.where(finite, magnitude, 0.0).max()
-    if looked.bound:
-        largest = torch.where(scale > 2.0**-126, torch.maximum(largest, scale * looked.bound), largest)
-    total_rows, cols = looked.shape
-    height, width = looked.target.tile.tile(total_rows, cols)
-    if not looked.reads_tile:
+    if operand.bound:
+        largest = torch.where(scale > 2.0**-126, torch.maximum(largest, scale * operand.bound), largest)
+    total_rows, cols = operand.shape
+    height, width = operand.target.tile.tile(total_rows, cols)
+    if not operand.reads_tile:
         return largest
-    at = looked.scale.flatten().argmax()  # the first of the largest
-    top, left = at // looked.scale.shape[1] * height, at % looked.scale.shape[1] * width
+    at = operand.scale.flatten().argmax()  # the first of the largest
+    top, left = at // operand.scale.shape[1] * height, at % operand.scale.shape[1] * width
     across = torch.arange(height, device=at.device) + top, torch.arange(width, device=at.device) + left
     inside = (across[0] < total_rows)[:, None] & (across[1] < cols)
-    tile = _rows_of(looked.x, across[0].clamp(max=total_rows - 1)).float()[:, across[1].clamp(max=cols - 1)].abs()
-    tile = tile * scale if looked.is_coded else tile
+    tile = _rows_of(operand.x, across[0].clamp(max=total_rows - 1)).float()[:, across[1].clamp(max=cols - 1)].abs()
+    tile = tile * scale if operand.is_coded else tile
     return torch.maximum(largest, torch.where(inside & (tile < torch.inf), tile, 0.0).max())
 
 

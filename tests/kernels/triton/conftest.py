@@ -32,11 +32,15 @@ def loops_with_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def masks_are_boolean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter take what it computes itself as a mask: 3.9 makes int32 of a vector and a scalar."""
+    """Let the interpreter take what it computes itself as a mask: 3.9 makes int32 of a vector and a scalar.
+
+    The mask of a descriptor is an array up to 3.8, and boolean.
+    """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def boolean(mask):
-        return mask if mask.data.dtype == bool else TensorHandle(mask.data.astype(bool), mask.dtype)
+        is_boolean = not isinstance(mask, TensorHandle) or mask.data.dtype == bool
+        return mask if is_boolean else TensorHandle(mask.data.astype(bool), mask.dtype)
 
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     monkeypatch.setattr(

@@ -114,6 +114,15 @@ def test_a_cpu_gets_a_scale_for_each_row(monkeypatch):
     assert (y.double() - expected).norm() < 1e-6 * expected.norm()
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(32, 48), (1, 48), (32, 1), (1, 1)])
+def test_a_side_of_1_may_have_the_stride_0(rows, cols):
+    """Inductor of PyTorch 2.14 gives it to scales that are views, and `_scaled_mm` refuses it."""
+    a, b = probe("row", shape=(rows, 256)), probe("row", shape=(cols, 256))
+    expected = scaled_mm.scaled_mm_row(a, b, torch.float32, False)
+    a, b = (x._replace(scale=x.scale.as_strided(x.scale.shape, (int(x.scale.shape[0] > 1), 0))) for x in (a, b))
+    assert torch.equal(scaled_mm.scaled_mm_row(a, b, torch.float32, False), expected)
+
+
 @pytest.mark.parametrize(
     ("left", "right"), [("128x128", "128x128"), ("row", "128x128"), ("1x32", "128x128"), ("1x128", "128x1")]
 )

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from octavo import kernels
-from octavo.kernels import QuantSpec
-from octavo.kernels.weights import Stack, has_one_launch, quantize_stack
+from octavo.kernels import QuantSpec, scattered_rows
+from octavo.kernels.scattered_rows import ScatteredRows, quantize_scattered_rows
 from octavo.nn.weight_codes import split_rows
 from octavo.numerics import PER_TENSOR, Quantized, scale_from_amax, tile_amax, to_codes
 from octavo.tensor import FP8Tensor, WrapperTensor, local
@@ -183,8 +183,8 @@ class UnitCodes:
 
     def __init__(self) -> None:
         self._members: list[_Member] = []
-        self._stacks: dict[Hashable, _Stacked] = {}
-        """By kind of shard, what one launch has made; the next one writes into its memory."""
+        self._launches: dict[Hashable, _Launch] = {}
+        """Result of the last launch by kind of shard; the next one writes into its memory."""
 
     def add(self, module: nn.Module, attribute: str, group: Hashable) -> None:
         """Add the weight of a module. Weights of one group, which a GEMM reads as one, share a per-tensor scale."""
@@ -214,27 +214,27 @@ class UnitCodes:
     def _by_rows(self, shards: Sequence[WeightShard]) -> Sequence[Quantized]:
         values, target, kind = [shard.wrapped for shard in shards], shards[0].spec.target, shards[0].kind
         places = [(held.data_ptr(), held.shape, held.stride()) for held in values]
-        known = self._stacks.get(kind)
+        known = self._launches.get(kind)
         is_known = known is not None and known.places == places
-        if not (is_known or has_one_launch(values, target)):
+        if not (is_known or scattered_rows.is_supported(values, target)):
             return [kernels.quantize(held, *target) for held in values]
         # Into the memory of the gather before, which FSDP2 has copied: it copies on the stream that this runs on, or
         # on one that this waits for.
-        into, rows = (None, None) if known is None else known.stack
-        stack = quantize_stack(values, target, into, rows if is_known else None)
+        into, table = (None, None) if known is None else known.made
+        made = quantize_scattered_rows(values, target, into, table if is_known else None)
         if known is None or not is_known:
-            parts = split_rows(stack.quantized, [len(held) for held in values])
+            parts = split_rows(made.quantized, [len(held) for held in values])
             assert parts is not None  # row-wise scales are always separable
-            known = self._stacks[kind] = _Stacked(places, stack, parts)
+            known = self._launches[kind] = _Launch(places, made, parts)
         return known.parts
 
 
-class _Stacked(NamedTuple):
-    """Codes of the shards of one kind, in the memory of one launch."""
+class _Launch(NamedTuple):
+    """Codes of the shards of one kind, made by one launch."""
 
     places: list[Any]
-    """Where the shards lie."""
-    stack: Stack
+    """Addresses, shapes and strides of the shards."""
+    made: ScatteredRows
     parts: Sequence[Quantized]
     """Views, one per shard."""
 

@@ -24,11 +24,10 @@ from torch.distributed import _functional_collectives as functional
 
 from octavo._util.autograd import first_order
 from octavo.errors import UnsupportedError
-from octavo.kernels import QuantSpec
+from octavo.kernels import QuantSpec, quantize_matrix
 from octavo.kernels.quant_spec import laid_out
 from octavo.nn.attached_codes import attach_codes, attached_codes, placeholder
 from octavo.nn.functional import compute_dtype
-from octavo.nn.weight_codes import quantize_matrix
 from octavo.numerics import Quantized, dequantize
 
 Move = Callable[[Tensor, dist.ProcessGroup], Tensor]

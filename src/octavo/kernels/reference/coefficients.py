@@ -18,13 +18,13 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
     return torch.where(is_member, squares, 0.0).sum(dim=1)
 
 
-def coefficients(told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, *_unused: object) -> StepCoefficients:
+def coefficients(inputs: StepInputs, counts: Sequence[Tensor], skipped: Tensor, *_unused: object) -> StepCoefficients:
     """Return the coefficients of a step, and count it. See `octavo.kernels.coefficients.coefficients`."""
     from octavo.kernels.coefficients import StepCoefficients
     from octavo.kernels.optimizer import COEFFICIENTS
 
-    hyper, own = told.hyper, told.own
-    by_group, skip, norm = _clip(told)
+    hyper, own = inputs.hyper, inputs.own
+    by_group, skip, norm = _clip(inputs)
     skipped += skip
     if counts:
         torch._foreach_add_(list(counts), 1.0 - skip[0].float())
@@ -42,7 +42,7 @@ def coefficients(told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, *_
         "root_correction": 1 / (1 - second).sqrt(),
         "eps": eps,
         "lr": lr * lr_ratio,
-        "weight_kept": 1 - lr * decay if told.decays_weights else torch.ones_like(lr),
+        "weight_kept": 1 - lr * decay if inputs.decays_weights else torch.ones_like(lr),
         "weight_decay": decay,
         "largest_update": bound,
         "first_decay": beta1,
@@ -59,17 +59,17 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
     return result
 
 
-def _clip(told: StepInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+def _clip(inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what the gradients of each group are multiplied by, FP64 (G,); whether to skip; and the norm."""
-    *_, sign, clip, clip_all = told.hyper.unbind(dim=1)
-    scale = torch.ones_like(sign[:1]) if told.grad_scale is None else told.grad_scale.double().reshape(1)
+    *_, sign, clip, clip_all = inputs.hyper.unbind(dim=1)
+    scale = torch.ones_like(sign[:1]) if inputs.grad_scale is None else inputs.grad_scale.double().reshape(1)
     inverse = 1 / scale.to(sign.device)
     skip = torch.zeros(1, dtype=torch.bool, device=sign.device)
-    if told.found_inf is not None:
-        skip = skip | (told.found_inf.reshape(1) > 0).to(sign.device)
-    if told.group_squares is None:
+    if inputs.found_inf is not None:
+        skip = skip | (inputs.found_inf.reshape(1) > 0).to(sign.device)
+    if inputs.group_squares is None:
         return sign * inverse, skip.int(), None
-    squares = told.group_squares * (inverse * inverse)
+    squares = inputs.group_squares * (inverse * inverse)
     norms, norm = squares.sqrt(), squares.sum().sqrt()
     kept = (clip / (norms + 1e-6)).clamp(max=1.0)
     clipped = kept * norms

@@ -35,37 +35,37 @@ class _Read(NamedTuple):
     """The largest scale."""
 
 
-def sample(looked: SampleInput, row: Tensor) -> None:
+def sample(operand: SampleInput, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample`."""
     written: Floats = row.cpu().numpy()
     if written[PHASE] < 0:
         return
-    scales = _copied(looked.scale).numpy()
+    scales = _copied(operand.scale).numpy()
     with np.errstate(all="ignore"):
-        read = _read(looked, scales, int(written[PHASE]))
-        found = _stats(looked, read, scales)
+        read = _read(operand, scales, int(written[PHASE]))
+        found = _stats(operand, read, scales)
         for grows in _GROWING:
             found[grows] = np.fmax(found[grows], written[grows])
         written[:_SQNR], written[SAMPLED] = found, read.x.size
         if len(written) > WIDTH and written[DETAILED] > 0:
-            written[_SQNR], written[WIDTH:] = _detail(looked, read)
+            written[_SQNR], written[WIDTH:] = _detail(operand, read)
     if not row.is_cpu:
         row.copy_(torch.from_numpy(written))
 
 
-def _read(looked: SampleInput, scales: Floats, phase: int) -> _Read:
-    total, cols = looked.shape
+def _read(operand: SampleInput, scales: Floats, phase: int) -> _Read:
+    total, cols = operand.shape
     rows = rows_at(total, phase)
-    height, width = looked.target.tile.tile(total, cols)
+    height, width = operand.target.tile.tile(total, cols)
     scale = scales[rows // height]
     scale = scale if scale.shape[1] == 1 else scale.repeat(width, axis=1)[:, :cols]
-    x = _values(_copied(looked.x) if looked.rows is not None else _rows_of(looked.x, torch.from_numpy(rows)))
-    x = x * scale if looked.is_coded else x
-    quantised = x if looked.fold is None else x * _values(_copied(looked.fold))
+    x = _values(_copied(operand.x) if operand.rows is not None else _rows_of(operand.x, torch.from_numpy(rows)))
+    x = x * scale if operand.is_coded else x
+    quantised = x if operand.fold is None else x * _values(_copied(operand.fold))
     return _Read(x, quantised, scale, scales.max())
 
 
-def _stats(looked: SampleInput, read: _Read, scales: Floats) -> list[Any]:
+def _stats(operand: SampleInput, read: _Read, scales: Floats) -> list[Any]:
     """Return all of `STATS` but sqnr."""
     x, r, size = read.x, read.quantised, read.x.size
     y = r * (1 / read.scale)
@@ -74,14 +74,14 @@ def _stats(looked: SampleInput, read: _Read, scales: Floats) -> list[Any]:
         finite = np.abs(x) < np.inf
         x, r, y = x[finite], r[finite], y[finite]
         amax = _magnitude(x)
-    flushed, subnormal, saturated = _counts(r, np.abs(y, out=y), looked.target.fmt)
+    flushed, subnormal, saturated = _counts(r, np.abs(y, out=y), operand.target.fmt)
     broken = (size - x.size) / size
-    if looked.edges is not None:
-        rows, cols = looked.shape
-        broken = max(broken, _lost(_values(_copied(looked.edges))) / (rows * cols))
-    known = np.nan if looked.is_coded else 1.0
+    if operand.edges is not None:
+        rows, cols = operand.shape
+        broken = max(broken, _lost(_values(_copied(operand.edges))) / (rows * cols))
+    known = np.nan if operand.is_coded else 1.0
     shares = known * flushed / size, subnormal / size, known * saturated / size, broken
-    return [max(amax, _amax(looked, scales, read.largest)), read.largest, *shares, *_moments(x)]
+    return [max(amax, _amax(operand, scales, read.largest)), read.largest, *shares, *_moments(x)]
 
 
 def _counts(r: Floats, y: Floats, fmt: Format) -> tuple[Any, Any, Any]:
@@ -105,27 +105,27 @@ def _moments(x: Floats) -> tuple[np.float64, np.float64, np.float64]:
     return mean, variance, off.sum() / number / (variance * variance)
 
 
-def _amax(looked: SampleInput, scales: Floats, largest: np.float32) -> np.float32:
+def _amax(operand: SampleInput, scales: Floats, largest: np.float32) -> np.float32:
     """Return the largest magnitude under the largest scale, or what that scale says of it."""
-    bound = np.float32(looked.bound) * largest if largest > 2.0**-126 else np.float32(0)
-    if not looked.reads_tile:
+    bound = np.float32(operand.bound) * largest if largest > 2.0**-126 else np.float32(0)
+    if not operand.reads_tile:
         return bound
-    height, width = looked.target.tile.tile(*looked.shape)
+    height, width = operand.target.tile.tile(*operand.shape)
     down, across = divmod(int(scales.argmax()), scales.shape[1])
-    tile = _values(_copied(looked.x[down * height : (down + 1) * height, across * width : (across + 1) * width]))
-    tile = tile * largest if looked.is_coded else tile
+    tile = _values(_copied(operand.x[down * height : (down + 1) * height, across * width : (across + 1) * width]))
+    tile = tile * largest if operand.is_coded else tile
     met = _magnitude(tile)
     return max(bound, met if met < np.inf else _magnitude(tile[np.abs(tile) < np.inf]))
 
 
-def _detail(looked: SampleInput, read: _Read) -> tuple[float, Floats]:
+def _detail(operand: SampleInput, read: _Read) -> tuple[float, Floats]:
     """Return sqnr in dB, NaN where nothing was lost or nothing is known, and the bins (BINS,)."""
-    fmt, r, y = looked.target.fmt, read.quantised, read.quantised * (1 / read.scale)
+    fmt, r, y = operand.target.fmt, read.quantised, read.quantised * (1 / read.scale)
     finite = (np.abs(read.x) < np.inf) & (np.abs(y) < np.inf)
     codes = torch.from_numpy(np.clip(y, -fmt.max, fmt.max)).to(fmt.dtype).float().numpy()
     signal, noise = (np.where(finite, part, 0.0).astype(np.float64) for part in (r, r - codes * read.scale))
     ratio = np.square(signal).sum() / np.square(noise).sum()
-    known = 0 < ratio < np.inf and not looked.is_coded
+    known = 0 < ratio < np.inf and not operand.is_coded
     place = np.where(y == 0, 0, np.clip(np.frexp(y)[1] - 1 - LOWEST, 0, BINS - 1))
     bins = np.bincount(place[finite & (r != 0)], minlength=BINS)
     return 10 * np.log10(ratio) if known else np.nan, bins.astype(np.float32)

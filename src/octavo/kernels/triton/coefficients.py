@@ -36,22 +36,22 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
 
 
 def coefficients(
-    told: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: PinnedStaging, name: Hashable
+    inputs: StepInputs, counts: Sequence[Tensor], skipped: Tensor, uploads: PinnedStaging, name: Hashable
 ) -> StepCoefficients:
     """See `octavo.kernels.coefficients.coefficients`."""
-    device, own = told.hyper.device, told.own
+    device, own = inputs.hyper.device, inputs.own
     addresses = tuple(count.data_ptr() for count in counts)
     places = uploads(("counts", name), addresses, lambda: torch.tensor(addresses, dtype=torch.int64), device)
     made = StepCoefficients(
         torch.empty(len(own), COLUMNS.value, dtype=torch.float32, device=device),
         torch.empty(len(own), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
-        None if told.group_squares is None else torch.empty((), dtype=torch.float32, device=device),
+        None if inputs.group_squares is None else torch.empty((), dtype=torch.float32, device=device),
     )
-    amp = (None if one is None else one.to(device) for one in (told.grad_scale, told.found_inf))
+    amp = (None if one is None else one.to(device) for one in (inputs.grad_scale, inputs.found_inf))
     _coefficients_kernel[(max(cdiv(len(own), BLOCK), 1),)](
-        told.hyper, own, told.group_squares, *amp, places, skipped, *made, len(told.hyper), len(own),
-        DECAYS=told.decays_weights, GROUPS=next_power_of_2(len(told.hyper)), SIZE=BLOCK, enable_fp_fusion=False,
+        inputs.hyper, own, inputs.group_squares, *amp, places, skipped, *made, len(inputs.hyper), len(own),
+        DECAYS=inputs.decays_weights, GROUPS=next_power_of_2(len(inputs.hyper)), SIZE=BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return made
 

@@ -36,10 +36,10 @@ _NONE: tl.constexpr = tl.constexpr(2**31 - 1)
 _FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
-def sample(looked: SampleInput, row: Tensor) -> None:
+def sample(operand: SampleInput, row: Tensor) -> None:
     """See `octavo.kernels.sample.sample`."""
-    x, scale, target, fold, edges = looked[:5]
-    rows, cols = looked.shape
+    x, scale, target, fold, edges = operand[:5]
+    rows, cols = operand.shape
     height, width = target.tile.tile(rows, cols)
     number = count(rows)
     stretches = cdiv(cols, BLOCK)
@@ -55,14 +55,14 @@ def sample(looked: SampleInput, row: Tensor) -> None:
     _look_kernel[(sum(programs),)](
         *tensor, fold, 0 if fold is None or fold.shape[0] == 1 else fold.stride(0), *scales, *edge, row, work,
         bins, powers, programs[0], programs[1], stretches, rows // number,
-        FOLDED=fold is not None, SAMPLE_ONLY=looked.rows is not None, CODED=looked.is_coded, DETAILED=detailed,
+        FOLDED=fold is not None, SAMPLE_ONLY=operand.rows is not None, CODED=operand.is_coded, DETAILED=detailed,
         FORMAT=_FORMATS[target.format],
         FLUSHED=bounds.flushed, SUBNORMAL=bounds.subnormal, SATURATED=bounds.saturated,
         BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _gather_kernel[(1,)](
         *tensor, *scales, row, work, bins, powers, sum(programs), programs[0], float(number), float(rows), float(cols),
-        looked.bound, TILE=looked.reads_tile, CODED=looked.is_coded, DETAILED=detailed, BLOCK=_GATHERED,
+        operand.bound, TILE=operand.reads_tile, CODED=operand.is_coded, DETAILED=detailed, BLOCK=_GATHERED,
         TILE_BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
 

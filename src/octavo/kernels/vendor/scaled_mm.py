@@ -86,9 +86,9 @@ def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
     """
     (rows, depth), cols = a.codes.shape, b.codes.shape[0]
     scale_a, scale_b = _aligned(_of_rows(a.scale, rows)), _of_rows(b.scale, cols)
-    if not a.codes.is_cuda:
-        b_KN, b_scale = b.codes.t(), scale_b.view(1, -1)
-        return torch._scaled_mm(a.codes, b_KN, scale_a, b_scale, out_dtype=out_dtype, use_fast_accum=fast)
+    if not a.codes.is_cuda:  # Inductor may give a side of 1 the stride 0, which PyTorch refuses
+        scale_a, scale_b = scale_a.as_strided((rows, 1), (1, 1)), scale_b.as_strided((1, cols), (cols, 1))
+        return torch._scaled_mm(a.codes, b.codes.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
     a_MK, b_NK, missing = a.codes, b.codes, -cols % 16
     if missing or depth % 16:
         a_MK, b_NK = _pad(a_MK, 1, 16), _pad(b_NK, 16, 16)

@@ -17,14 +17,14 @@ from octavo.monitor.store import RunReader, Series
 from octavo.monitor.store.reader import JOULES_PER_KWH
 from octavo.monitor.store.series import Values
 
-LANES = ("fp8", "bf16")
+MODELS = ("fp8", "bf16")
 
 
 def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Values], dict[str, Any]]:
     """Return series to draw, each `name/x` and `name/y`, and facts.
 
-    Series over steps, with LANE `fp8` or `bf16`: `tokens_per_second_LANE`, `tflops_LANE`, and
-    `utilisation_LANE_of_PEAK` in percent of NVIDIA's dense peak for the GPU. System readings by step: the keys of the
+    Series over steps, with MODEL `fp8` or `bf16`: `tokens_per_second_MODEL`, `tflops_MODEL`, and
+    `utilisation_MODEL_of_PEAK` in percent of NVIDIA's dense peak for the GPU. System readings by step: the keys of the
     table `system`. FLOPs count the model's operations once, without recomputation, in any precision.
     """
     per_token, counted = _operations(run)
@@ -40,10 +40,10 @@ def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Values], dic
         "gpus": gpus,
     }
     found: dict[str, Values] = {}
-    for lane in LANES:
-        series = run.scalar(f"milliseconds_{lane}", points=points)
+    for model in MODELS:
+        series = run.scalar(f"milliseconds_{model}", points=points)
         if len(series):
-            _lane(found, facts, lane, series, per_token, per_step, peaks)
+            _add_model(found, facts, model, series, per_token, per_step, peaks)
     if "milliseconds_fp8" in facts and "milliseconds_bf16" in facts:
         facts["speedup"] = facts["milliseconds_bf16"] / facts["milliseconds_fp8"]
     overall = run.scalar("tokens_per_second", points=points)
@@ -57,10 +57,10 @@ def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Values], dic
     return found, facts
 
 
-def _lane(
+def _add_model(
     found: dict[str, Values],
     facts: dict[str, Any],
-    lane: str,
+    model: str,
     series: Series,
     per_token: float | None,
     per_step: float | None,
@@ -68,13 +68,13 @@ def _lane(
 ) -> None:
     """Add the series and facts derived from one model's step time."""
     steps, milliseconds = series.points()
-    _put(found, f"milliseconds_{lane}", steps, milliseconds)
-    typical = facts[f"milliseconds_{lane}"] = _typical(series)
-    derived = {f"tokens_per_second_{lane}": 1e3 * per_step} if per_step else {}
+    _put(found, f"milliseconds_{model}", steps, milliseconds)
+    typical = facts[f"milliseconds_{model}"] = _typical(series)
+    derived = {f"tokens_per_second_{model}": 1e3 * per_step} if per_step else {}
     if per_step and per_token:
         tera = per_token * per_step * 1e-9  # FLOPs per step; divided by milliseconds, TFLOP/s
-        derived |= {f"tflops_{lane}": tera}
-        derived |= {f"utilisation_{lane}_of_{name}": 100 * tera / peak for name, peak in peaks.items()}
+        derived |= {f"tflops_{model}": tera}
+        derived |= {f"utilisation_{model}_of_{name}": 100 * tera / peak for name, peak in peaks.items()}
     for name, work in derived.items():
         _put(found, name, steps, work / milliseconds)
         facts[name] = work / typical

@@ -12,8 +12,8 @@
       }
     }
 
-An entry says where it comes from and what it was before, so that `undo` takes a change back. FP32 values are written so
-that they are read back bit for bit. Files of version 1, which had neither statistics nor origins, are read too.
+An entry has its origin and its previous values, so that `undo` can revert a change. FP32 values are written such that
+they are read back bit for bit. Files of version 1, without statistics and origins, are read too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
 VERSION = 2
 KEPT = 16
-"""Previous values that an entry keeps; older ones are dropped."""
+"""Number of previous values in an entry; older ones are dropped."""
 HOW_TO = (
     "Make the file with `octavo calibrate` or `octavo.calibrate(model, batches).save(path)`, or with a few steps of "
     "training in the recipe 'delayed' and `octavo.scales(model).save(path)`; then "
@@ -112,11 +112,11 @@ class Calibrated:
 
     @property
     def change(self) -> int:
-        """Number of the change that wrote it, 0 if that is not known."""
+        """Number of the change that wrote it, 0 if unknown."""
         return 0 if self.origin is None else self.origin.change
 
     def after(self, before: Calibrated | None) -> Calibrated:
-        """Return this scale with what it replaces as its previous one."""
+        """Return this scale with the one that it replaces as its previous value."""
         past = () if before is None else (replace(before, previous=()), *before.previous)
         return replace(self, previous=past[:KEPT])
 
@@ -125,10 +125,10 @@ class Calibrated:
         return replace(self.previous[0], previous=self.previous[1:]) if self.previous else None
 
     def check(self, name: str, operand: Operand) -> None:
-        """Refuse this scale for an operand that it was not made for.
+        """Check that this scale was made for an operand.
 
         Raises:
-            ConfigError: another format or scaling, or a scale that is none.
+            ConfigError: another format or scaling, or a scale that is not positive and finite, or not a power of two.
         """
         if (self.format, self.scaling) != (operand.format, operand.scaling):
             raise ConfigError(
@@ -149,7 +149,7 @@ class _File:
 
 
 def write(path: Path, scales: Mapping[str, Calibrated]) -> None:
-    """Write a calibration file, whole or not at all. `scales`: by `<layer>.input` or `<layer>.grad_output`.
+    """Write a calibration file atomically. `scales`: by `<layer>.input` or `<layer>.grad_output`.
 
     Raises:
         ConfigError: there are no scales, or the file cannot be written.
@@ -164,7 +164,7 @@ def read(path: Path) -> dict[str, Calibrated]:
     """Return the scales of a calibration file.
 
     Raises:
-        ConfigError: it cannot be read, is malformed, of another version, or has a key that is none.
+        ConfigError: it cannot be read, is malformed, of another version, or has an unknown key.
     """
     mapping = config_reader.read_file(path)
     version = mapping.get("version", VERSION)
@@ -176,12 +176,12 @@ def read(path: Path) -> dict[str, Calibrated]:
 
 
 def update(path: Path, scales: Mapping[str, Calibrated]) -> dict[str, Calibrated]:
-    """Write scales into a file, new or not, as one change of it; return all that it holds then.
+    """Write scales into a new or existing file, as one change of it; return its content.
 
-    What an entry was is kept as its previous value. Entries that are not given stay as they are.
+    Former values of an entry are kept as previous ones. Other entries stay unchanged.
 
     Raises:
-        ConfigError: there are no scales, or the file is no calibration file, or cannot be written.
+        ConfigError: there are no scales, or the file is not a calibration file, or cannot be written.
     """
     before = read(path) if path.exists() else {}
     number = 1 + max((entry.change for entry in before.values()), default=0)
@@ -194,14 +194,13 @@ def update(path: Path, scales: Mapping[str, Calibrated]) -> dict[str, Calibrated
 
 
 def undo(path: Path, patterns: Sequence[str] = ()) -> dict[str, tuple[Calibrated, Calibrated | None]]:
-    """Take the last change of a file back; return what each entry was that it made, and is now, None if it is gone.
+    """Revert the last change of a file; return each entry that it had written, and its restored value, None if removed.
 
     Args:
-        patterns: of layers (`layers.0.*`) or entries (`*.grad_output`): then the last change among these, and only
-            there.
+        patterns: of layers (`layers.0.*`) or entries (`*.grad_output`): revert the last change of these only.
 
     Raises:
-        ConfigError: a pattern that matches nothing, or a change that made all there is: nothing would be left.
+        ConfigError: a pattern that matches nothing, or a change that wrote all entries: nothing would be left.
     """
     scales = read(path)
     chosen = matching(scales, patterns, str(path))
@@ -216,7 +215,7 @@ def undo(path: Path, patterns: Sequence[str] = ()) -> dict[str, tuple[Calibrated
 
 
 def matching(names: Mapping[str, Any], patterns: Sequence[str], where: str) -> list[str]:
-    """Return the entries that any of the patterns names, by the layer or by the whole name; all, if there is none.
+    """Return the entries that any of the patterns matches, by layer or by full name; all without patterns.
 
     Raises:
         ConfigError: a pattern matches nothing.
@@ -233,7 +232,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _plain(calibrated: Calibrated) -> dict[str, Any]:
-    """Return an entry as JSON has it: what is not known is left out."""
+    """Return an entry as JSON, without unknown values."""
     entry = config_reader.to_dict(replace(calibrated, previous=()))
     entry["previous"] = [_plain(earlier) for earlier in calibrated.previous]
     for part in (entry, entry["origin"]):
@@ -243,14 +242,14 @@ def _plain(calibrated: Calibrated) -> dict[str, Any]:
 
 
 def check(recipes: Mapping[str, Recipe], scales: Mapping[str, Calibrated] | None) -> None:
-    """Refuse layers with static scales that have none, and scales that nobody reads.
+    """Check that layers with static scales have them, and that scales are used.
 
     Args:
         recipes: of each layer, by full name.
-        scales: what `read` returned, None if no file was named.
+        scales: result of `read`, None without a file.
 
     Raises:
-        ConfigError: a scale is missing or was made for something else, or no recipe keeps scales.
+        ConfigError: a scale is missing or was made for something else, or no recipe stores scales.
     """
     if scales is not None and not any(recipe.has_stored_scales for recipe in recipes.values()):
         raise ConfigError("a calibration file was given, and no layer has a recipe that keeps scales.")

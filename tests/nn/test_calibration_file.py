@@ -11,8 +11,8 @@ from torch import nn
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.nn import Linear, calibration
-from octavo.nn.calibration import Calibrated, Origin, Statistics
+from octavo.nn import Linear, calibration_file
+from octavo.nn.calibration_file import Calibrated, Origin, Statistics
 from octavo.recipes import load
 
 GOOD = {"format": "e4m3", "scaling": "float32", "scale": 0.0117, "amax": 5.25}
@@ -32,8 +32,8 @@ def model() -> nn.Sequential:
 def test_scales_are_read_back_bit_for_bit(tmp_path):
     odd = [float(np.float32(x)) for x in (1 / 3, 1e-38, 3.1e38, 2.0**-126)]
     scales = {f"{i}.input": Calibrated("e4m3", "float32", scale, scale) for i, scale in enumerate(odd)}
-    calibration.write(tmp_path / "a.json", scales)
-    assert calibration.read(tmp_path / "a.json") == scales
+    calibration_file.write(tmp_path / "a.json", scales)
+    assert calibration_file.read(tmp_path / "a.json") == scales
     assert json.loads((tmp_path / "a.json").read_text())["version"] == 2
 
 
@@ -105,21 +105,21 @@ def entry(scale: float, how: str = "by hand") -> Calibrated:
 
 
 def scales_of(path: Path) -> dict[str, float]:
-    return {name: calibrated.scale for name, calibrated in calibration.read(path).items()}
+    return {name: calibrated.scale for name, calibrated in calibration_file.read(path).items()}
 
 
 def test_a_file_of_version_1_is_read_and_continued(tmp_path):
     path = written(tmp_path / "a.json")
-    assert calibration.read(path)["0.input"] == Calibrated("e4m3", "float32", 0.0117, 5.25)
-    calibration.update(path, {"0.input": entry(0.5)})
-    after = calibration.read(path)
+    assert calibration_file.read(path)["0.input"] == Calibrated("e4m3", "float32", 0.0117, 5.25)
+    calibration_file.update(path, {"0.input": entry(0.5)})
+    after = calibration_file.read(path)
     assert json.loads(path.read_text())["version"] == 2
     assert after["0.input"].previous == (Calibrated("e4m3", "float32", 0.0117, 5.25),)
     assert after["0.grad_output"] == Calibrated("e5m2", "float32", 0.0117, 5.25)
-    calibration.undo(path)
-    assert calibration.read(path)["0.input"] == Calibrated("e4m3", "float32", 0.0117, 5.25)
+    calibration_file.undo(path)
+    assert calibration_file.read(path)["0.input"] == Calibrated("e4m3", "float32", 0.0117, 5.25)
     with pytest.raises(ConfigError, match="nothing to undo"):
-        calibration.undo(path)
+        calibration_file.undo(path)
 
 
 def test_everything_of_an_entry_is_read_back(tmp_path):
@@ -128,71 +128,71 @@ def test_everything_of_an_entry_is_read_back(tmp_path):
         percentiles={"50": 1e-30}, batch_amax=(1.0, 2.0), lowest=1.0, highest=None, suggested="e4m3",
     )  # fmt: skip
     full = replace(entry(0.25), statistics=statistics, previous=(entry(0.5), Calibrated("e5m2", "float32", 1.0, 2.0)))
-    calibration.write(tmp_path / "a.json", {"0.input": full})
-    assert calibration.read(tmp_path / "a.json") == {"0.input": full}
+    calibration_file.write(tmp_path / "a.json", {"0.input": full})
+    assert calibration_file.read(tmp_path / "a.json") == {"0.input": full}
 
 
 def test_what_is_not_known_is_not_written(tmp_path):
-    calibration.write(tmp_path / "a.json", {"0.input": Calibrated("e4m3", "float32", 1.0, 2.0)})
+    calibration_file.write(tmp_path / "a.json", {"0.input": Calibrated("e4m3", "float32", 1.0, 2.0)})
     kept = json.loads((tmp_path / "a.json").read_text())["scales"]["0.input"]
     assert kept == {"format": "e4m3", "scaling": "float32", "scale": 1.0, "amax": 2.0}
 
 
 def test_changes_are_numbered_and_undone_one_by_one(tmp_path):
     path = tmp_path / "a.json"
-    calibration.update(path, {"0.input": entry(1.0), "1.input": entry(2.0)})
-    calibration.update(path, {"0.input": entry(3.0)})
-    calibration.update(path, {"0.input": entry(4.0), "2.input": entry(5.0)})
-    assert [c.change for c in calibration.read(path).values()] == [3, 1, 3]
+    calibration_file.update(path, {"0.input": entry(1.0), "1.input": entry(2.0)})
+    calibration_file.update(path, {"0.input": entry(3.0)})
+    calibration_file.update(path, {"0.input": entry(4.0), "2.input": entry(5.0)})
+    assert [c.change for c in calibration_file.read(path).values()] == [3, 1, 3]
     assert scales_of(path) == {"0.input": 4.0, "1.input": 2.0, "2.input": 5.0}
 
-    undone = calibration.undo(path)
+    undone = calibration_file.undo(path)
     assert {n: (a.scale, b and b.scale) for n, (a, b) in undone.items()} == {"0.input": (4, 3), "2.input": (5, None)}
     assert scales_of(path) == {"0.input": 3.0, "1.input": 2.0}
-    calibration.undo(path)
+    calibration_file.undo(path)
     assert scales_of(path) == {"0.input": 1.0, "1.input": 2.0}
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="nothing to undo"):
-        calibration.undo(path)
+        calibration_file.undo(path)
     assert path.read_bytes() == before
 
 
 def test_some_layers_are_undone_alone(tmp_path):
     path = tmp_path / "a.json"
     for factor in (1.0, 2.0, 3.0):
-        calibration.update(path, {name: entry(factor) for name in ("0.input", "1.input", "1.grad_output")})
-    calibration.undo(path, ["1"])
+        calibration_file.update(path, {name: entry(factor) for name in ("0.input", "1.input", "1.grad_output")})
+    calibration_file.undo(path, ["1"])
     assert scales_of(path) == {"0.input": 3.0, "1.input": 2.0, "1.grad_output": 2.0}
-    calibration.undo(path, ["*.grad_output"])
+    calibration_file.undo(path, ["*.grad_output"])
     assert scales_of(path) == {"0.input": 3.0, "1.input": 2.0, "1.grad_output": 1.0}
-    calibration.undo(path)  # the newest change there is: that of 0 alone
+    calibration_file.undo(path)  # the newest change there is: that of 0 alone
     assert scales_of(path) == {"0.input": 2.0, "1.input": 2.0, "1.grad_output": 1.0}
     with pytest.raises(ConfigError, match=r"no layer or scale matches '1\.inptu'\. Did you mean '1\.input'"):
-        calibration.undo(path, ["1.inptu"])
+        calibration_file.undo(path, ["1.inptu"])
 
 
 def test_a_change_after_an_undo_has_a_number_of_its_own(tmp_path):
     path = tmp_path / "a.json"
-    calibration.update(path, {"0.input": entry(1.0), "1.input": entry(1.0)})
-    calibration.update(path, {"0.input": entry(2.0), "1.input": entry(2.0)})
-    calibration.undo(path, ["0"])
-    calibration.update(path, {"0.input": entry(3.0)})
-    calibration.undo(path)
+    calibration_file.update(path, {"0.input": entry(1.0), "1.input": entry(1.0)})
+    calibration_file.update(path, {"0.input": entry(2.0), "1.input": entry(2.0)})
+    calibration_file.undo(path, ["0"])
+    calibration_file.update(path, {"0.input": entry(3.0)})
+    calibration_file.undo(path)
     assert scales_of(path) == {"0.input": 1.0, "1.input": 2.0}
 
 
 def test_only_so_many_previous_values_are_kept(tmp_path):
     path = tmp_path / "a.json"
-    for i in range(calibration.KEPT + 5):
-        calibration.update(path, {"0.input": entry(1.0 + i)})
-    previous = calibration.read(path)["0.input"].previous
-    assert [c.scale for c in previous] == [calibration.KEPT + 4.0 - i for i in range(calibration.KEPT)]
+    for i in range(calibration_file.KEPT + 5):
+        calibration_file.update(path, {"0.input": entry(1.0 + i)})
+    previous = calibration_file.read(path)["0.input"].previous
+    assert [c.scale for c in previous] == [calibration_file.KEPT + 4.0 - i for i in range(calibration_file.KEPT)]
     assert all(c.previous == () for c in previous)
 
 
 def test_a_file_that_cannot_be_replaced_stays_whole(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    calibration.update(path, {"0.input": entry(1.0)})
+    calibration_file.update(path, {"0.input": entry(1.0)})
     before = path.read_bytes()
 
     def fail(*_: object) -> None:
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_replaced_stays_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(ConfigError, match="No space left"):
-        calibration.update(path, {"0.input": entry(2.0)})
+        calibration_file.update(path, {"0.input": entry(2.0)})
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
@@ -209,5 +209,5 @@ def test_a_book_says_where_its_scales_come_from(tmp_path):
     started(torch.randn(4, 40)).sum().backward()
     octavo.scales(started).update_scales()
     octavo.scales(started).save(tmp_path / "a.json")
-    origin = calibration.read(tmp_path / "a.json")["0.input"].origin
+    origin = calibration_file.read(tmp_path / "a.json")["0.input"].origin
     assert (origin.recipe, origin.how, origin.change) == ("delayed", "the largest values of training", 1)

@@ -1,7 +1,7 @@
-"""`octavo.autocast`: run a block of code with the operators of a white list in FP8, without converting any module.
+"""`octavo.autocast`: a block of code whose white-listed operators run in FP8, without converting any module.
 
-It sees what Python calls (`torch.overrides.TorchFunctionMode`): `F.linear` on raw parameters, `@`, `torch.bmm`. Modules
-that `octavo.convert` has made or has left in BF16 stay what the plan says.
+A `torch.overrides.TorchFunctionMode` sees every call from Python: `F.linear` on raw parameters, `@`, `torch.bmm`.
+Modules that `octavo.convert` has converted, or left in BF16, keep what their plan says.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _KEPT = "octavo_keeps"
 
 
 class autocast(TorchFunctionMode):
-    """A block in which white operators compute by a recipe, forward and backward, and all others as before.
+    """A block in which white operators compute by a recipe, forward and backward; all others are unchanged.
 
-    `with octavo.autocast() as seen:` gives a report of what was met. Products are rounded to `torch.autocast`'s dtype
-    where that is on, else to that of their operands. Blocks nest, and the innermost one decides; `enabled=False` makes
-    one in which nothing runs in FP8. A backward pass follows its forward, wherever it is called.
+    `with octavo.autocast() as seen:` gives a report of the calls. Results have `torch.autocast`'s dtype where that is
+    enabled, else the operands'. Blocks nest, the innermost one decides; with `enabled=False` nothing runs in FP8. A
+    backward pass follows its forward, wherever it is called.
 
     Raises:
-        ConfigError: an unknown recipe, or one that keeps scales from step to step: only layers can keep them.
+        ConfigError: an unknown recipe, or one with scales stored from step to step, which need a layer to hold them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class autocast(TorchFunctionMode):
         self._gains: dict[tuple[Rates, int, int, int, int, int], float] = {}
 
     def __enter__(self) -> AutocastReport:
-        """Begin the block and return its report, which goes on where an earlier block of the same object ended."""
+        """Begin the block and return its report. A block that is entered again adds to the same report."""
         self._silenced.append(_deactivate())
         self._active = self.enabled
         _blocks().append(self)
@@ -85,7 +85,7 @@ class autocast(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of PyTorch: in FP8 where it is white and can be, else as it is."""
+        """Run a function of PyTorch: in FP8 if it is white and can be, else unchanged."""
         kwargs = kwargs or {}
         name = self._watched.get(func) if self._active else None
         if name is None:
@@ -98,7 +98,7 @@ class autocast(TorchFunctionMode):
         return found.compute(self.recipe, compute_dtype(found.tensors[0]))
 
     def _judge(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCall | str:
-        """Return the product that a call is to be in FP8, or why it stays as it is."""
+        """Return the product to compute in FP8, or why the call stays unchanged."""
         if (own := self.operators.own.get(name)) is not None and name not in self.operators.black:
             name, *rest = own(*args, **kwargs)
             args, kwargs = tuple(rest), {}
@@ -109,7 +109,7 @@ class autocast(TorchFunctionMode):
         return product if isinstance(product, str) else self._why_not(product) or product
 
     def _why_not(self, product: MatmulCall) -> str | None:
-        """Return why a product stays as it is, or None. Without numbers: compilers may have made variables of them."""
+        """Return why a product stays unchanged, or None. The text has no numbers: a compiler may make them symbolic."""
         if not self.recipe.is_fp8:
             return "the recipe says bf16"
         return getattr(product.weight, _KEPT, None) or _no_operands(product) or self._too_small(product)
@@ -129,7 +129,7 @@ class autocast(TorchFunctionMode):
         return None
 
     def _gain(self, known: Rates, rows: int, cols: int, terms: int, taps: int, batch: int) -> float:
-        if torch.compiler.is_compiling():  # what it traces must not change what it looks at
+        if torch.compiler.is_compiling():  # a traced function must not change what it reads
             return predicted_gain(self.recipe, cols, terms, rows, taps, batch, rates=known)
         key = known, rows, cols, terms, taps, batch
         if key not in self._gains:
@@ -144,12 +144,12 @@ class autocast(TorchFunctionMode):
 def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCall | str:
     try:
         return PARSERS[name](*args, **kwargs)
-    except (TypeError, AttributeError):  # arguments of another form, or wrong ones: PyTorch knows what to do
+    except (TypeError, AttributeError):  # another form of arguments, or wrong ones: PyTorch decides
         return "called with arguments of another form"
 
 
 def keep(weight: Tensor, reason: str | None) -> None:
-    """Mark a weight as one that every block leaves in high precision, or with None as one like any other."""
+    """Mark a weight that every block leaves in high precision, for this reason; None removes the mark."""
     if reason is not None:
         setattr(weight, _KEPT, reason)
     elif hasattr(weight, _KEPT):
@@ -157,7 +157,7 @@ def keep(weight: Tensor, reason: str | None) -> None:
 
 
 def _no_operands(product: MatmulCall) -> str | None:
-    """Return what an FP8 product has against these operands, or None."""
+    """Return why these operands cannot be those of an FP8 product, or None."""
     first = product.tensors[0]
     for x in product.tensors:
         if type(x) not in _PLAIN or x.layout != torch.strided:
@@ -180,12 +180,12 @@ _all = _Blocks()
 
 
 def _blocks() -> list[autocast]:
-    """Return the blocks that this thread is in, the innermost last."""
+    """Return the open blocks of this thread, the innermost last."""
     return _all.open
 
 
 def _deactivate() -> list[autocast]:
-    """Make every block that is open stop listening; return those that did."""
+    """Deactivate every open block; return those that were active."""
     listening = [mode for mode in _blocks() if mode._active]
     for mode in listening:
         mode._active = False
@@ -194,7 +194,7 @@ def _deactivate() -> list[autocast]:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Run everything as it is inside, whatever `autocast` blocks are around it."""
+    """Run everything unchanged inside, whatever `autocast` blocks are open around it."""
     silenced = _deactivate()
     try:
         yield
@@ -212,7 +212,7 @@ def _note(operator: str, why: str) -> None:
 
 @assume_constant_result
 def _note_compiled(operator: str, why: str) -> None:
-    """Enter a call that is being compiled. A compiler runs this when it traces, and never again."""
+    """Count a call in code that is being compiled. A compiler runs this once, when it traces."""
     if _blocks():
         _blocks()[-1].seen.compiled[operator, why] += 1
 
@@ -221,26 +221,26 @@ def _note_compiled(operator: str, why: str) -> None:
 class AutocastReport:
     """Calls of the listed operators. `print` shows them as a table.
 
-    Backward is not counted here: every product that ran in FP8 has its gradients by the recipe. `octavo.kernels.record`
+    Backward passes are not counted: every product that ran in FP8 has gradients by the recipe. `octavo.kernels.record`
     counts the GEMMs themselves.
     """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(operator, why it stayed as it is; empty for FP8) -> calls."""
+    """(operator, reason it was unchanged; empty for FP8) -> calls."""
     compiled: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """The same for calls in code that was compiled inside the block: counted once, when it is compiled."""
+    """The same for calls in code that was compiled inside the block; each is counted once."""
 
     def fp8(self, operator: str) -> int:
         """Return how many calls of an operator ran in FP8; those in compiled code count once."""
         return self.calls[operator, ""] + self.compiled[operator, ""]
 
     def kept(self, operator: str) -> dict[str, int]:
-        """Return the reasons for which an operator stayed as it is, and how often."""
+        """Return the reasons why an operator was unchanged, and how often each applied."""
         found = self.calls + self.compiled
         return {why: count for (name, why), count in found.items() if name == operator and why}
 
     def rows(self) -> list[tuple[str, str, int, int, str]]:
-        """Return (operator, fp8 or as it is, calls, those in compiled code, why), the most frequent first."""
+        """Return (operator, `fp8` or `as it is`, calls, compiled calls, reason), the most frequent first."""
         keys = sorted(self.calls | self.compiled, key=lambda key: (bool(key[1]), -self.calls[key], key))
         return [(key[0], "as it is" if key[1] else "fp8", self.calls[key], self.compiled[key], key[1]) for key in keys]
 

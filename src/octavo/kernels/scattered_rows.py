@@ -1,0 +1,53 @@
+"""The scattered-rows contract: rows that lie anywhere in memory quantised as one matrix, on a GPU in one launch.
+
+`octavo.kernels.quantize_stack` needs no table of addresses, and takes a few matrices at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from octavo.kernels.dispatch import launches_on, runs_triton
+from octavo.kernels.quant_spec import QuantSpec, empty
+from octavo.numerics import Quantized
+
+
+class ScatteredRows(NamedTuple):
+    """The rows of several matrices (N_i, K), quantised as one (N, K)."""
+
+    quantized: Quantized
+    """Codes (N, K), one scale per row."""
+    table: Any
+    """Addresses of the rows, as the kernel reads them: valid as long as the matrices stay where they are."""
+
+
+def is_supported(matrices: Sequence[Tensor], target: QuantSpec) -> bool:
+    """Return whether one launch quantises these matrices (N_i, K)."""
+    if not runs_triton(matrices[0]) or (target.granularity, target.rounding) != ("row", "nearest"):
+        return False
+    from octavo.kernels.triton.weights import unsupported_reason
+
+    return unsupported_reason(matrices) is None
+
+
+def quantize_scattered_rows(
+    matrices: Sequence[Tensor], target: QuantSpec, into: Quantized | None = None, table: Any = None
+) -> ScatteredRows:
+    """Quantise matrices that are supported.
+
+    Args:
+        into: memory for the result, used if it fits.
+        table: that of an earlier result, for matrices at the same addresses.
+    """
+    from octavo.kernels.triton.weights import find_rows, quantize_rows
+
+    count, cols, device = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1], matrices[0].device
+    if into is None or into.codes.shape != (count, cols) or into.codes.device != device:
+        into = empty(target, count, cols, device)
+    table = table or find_rows(matrices)
+    with launches_on(device):
+        quantize_rows(table, matrices[0].dtype, into, target.rule)
+    return ScatteredRows(into, table)
