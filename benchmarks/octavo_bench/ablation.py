@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from octavo.kernels.storage import Storage
 from octavo.optim import TIERS, AdamW, States, keep_none
 from octavo.tensor import FP8Tensor
-from octavo_bench.kind import Kind, by_result
 from octavo_bench.render import grouped, table
 from octavo_bench.results import Row
 
@@ -115,20 +114,6 @@ def bars(rows: Sequence[Row]) -> str:
     return "\n".join(("```text", *lines, "```"))
 
 
-ABLATION = Kind(
-    name="ablation",
-    keys={"states": str, "seed": int, "heldout_loss": float},
-    columns=(
-        ("states", "{states}"),
-        ("seed", "seed {seed}"),
-        ("held-out loss", "{heldout_loss:.4f}"),
-        ("storage", "{about}"),
-    ),
-    names=2,
-    show=by_storage,
-    tables={"ablation-figure": by_result("ablation", bars)},
-    measured_by="octavo bench optimizer",
-)
 CONTEXT, WIDTH, HIDDEN, BATCH, LR = 8, 24, 192, 256, 2e-3
 
 

@@ -5,6 +5,7 @@ The spread between BF16's seeds says how much a difference means.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +13,7 @@ from statistics import fmean
 from octavo.errors import ConfigError
 from octavo.train.evaluate import student
 from octavo.train.files import read_metrics
-from octavo_bench.evidence import equal_loss, gradient_cosines, over_seeds, read_curve
+from octavo_bench.evidence import Curve, equal_loss, gradient_cosines, over_seeds, read_curve
 from octavo_bench.implementations import BF16
 from octavo_bench.kind import TO_STDOUT, Kind, Output, numbers
 from octavo_bench.render import grouped, table
@@ -146,16 +147,51 @@ def add_evidence(rows: Sequence[Row], out: Path, *, report: Callable[[str], None
 
 
 def _beside(row: Row, bf16: Row, out: Path) -> Row:
-    mine, reference = out / f"{row['recipe']}-{row['seed']}", out / f"bf16-{row['seed']}"
-    equal = equal_loss(
-        read_curve(read_metrics(mine / "metrics.jsonl"), "fp8"),
-        read_curve(read_metrics(reference / "metrics.jsonl"), "bf16"),
-    )
+    equal = equal_loss(*_curves(row["recipe"], row["seed"], out))
     return {
         "equal_loss": equal.loss,
         "tokens_ratio": equal.tokens_ratio,
         "loss_matched_speedup": bf16["step_ms"] / row["step_ms"] / equal.tokens_ratio,
     }
+
+
+def _curves(recipe: str, seed: int, out: Path) -> tuple[Curve, Curve]:
+    """Return the smoothed training losses of a run, and of BF16 with its seed."""
+    mine, reference = (read_metrics(out / f"{name}-{seed}" / "metrics.jsonl") for name in (recipe, BF16))
+    return read_curve(mine, "fp8"), read_curve(reference, BF16)
+
+
+def gap_curves(out: Path, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Return for each recipe how its smoothed training loss less that of BF16 goes, by tokens, with the first seed."""
+    seeds = {row["recipe"]: row["seed"] for row in reversed(rows) if "tokens_ratio" in row}
+    gaps = {}
+    for recipe, seed in reversed(seeds.items()):
+        mine, reference = _curves(recipe, seed, out)
+        pairs = zip(mine.tokens, mine.loss, reference.loss, strict=False)
+        gaps[recipe] = [(tokens, a - b) for tokens, a, b in pairs]
+    return gaps
+
+
+def curves(out: Path, rows: Sequence[Row]) -> list[Row]:
+    """Return the logged training loss of every run, one row each: recipe, seed, steps and losses."""
+    found = []
+    for recipe, seed in ((row["recipe"], row["seed"]) for row in rows):
+        key = "loss_bf16" if recipe == BF16 else "loss_fp8"
+        logged = read_metrics(out / f"{recipe}-{seed}" / "metrics.jsonl")
+        points = [(line["step"], round(line[key], 4)) for line in logged if line.get(key) is not None]
+        steps, loss = ([*column] for column in zip(*points, strict=True))
+        found.append({"recipe": recipe, "seed": seed, "steps": steps, "loss": loss})
+    return found
+
+
+def report_of(rows: Sequence[Row], out: Path) -> str:
+    """Return the tables of the study and its loss gaps over time."""
+    from octavo.train.plot import plot
+
+    parts = [by_recipe(rows)]
+    if gaps := gap_curves(out, rows):
+        parts += ["Training loss less BF16's, nats per token, by tokens:", plot(gaps, unit="tokens").plain]
+    return "\n\n".join(parts) + "\n"
 
 
 def command(
@@ -168,7 +204,7 @@ def command(
     """Train one model by several recipes and seeds, on the same batches, and compare held-out losses.
 
     Beside the losses: the gap to BF16 of the same seeds with its intervals, tokens and time to equal loss, and the
-    cosine of FP8 gradients with BF16 gradients.
+    cosine of FP8 gradients with BF16 gradients. OUT keeps runs, curves.json and report.txt.
 
     Examples:
 
@@ -186,5 +222,8 @@ def command(
     """
     rows = runs.rows(jobs(recipes.split(","), numbers(runs.seeds)), out, output.say)
     rows = add_evidence(rows, out, report=output.say)
-    output.say(by_recipe(rows))
+    (out / "curves.json").write_text(json.dumps(curves(out, rows)), encoding="utf-8")
+    report = report_of(rows, out)
+    (out / "report.txt").write_text(report, encoding="utf-8")
+    output.say(report)
     return output.finish(KIND, rows, recipes=recipes, **runs.given)

@@ -10,6 +10,7 @@ from octavo.monitor.gap import fluctuation
 from octavo.train.files import read_metrics
 from octavo_bench import results
 from octavo_bench.kind import TO_STDOUT, Kind, Output
+from octavo_bench.render import figures
 from octavo_bench.results import Row
 
 
@@ -29,7 +30,7 @@ def table(directory: Path) -> str:
     return "\n\n".join([KIND.markdown(rows), *(result.origin for result in found)]) if found else ""
 
 
-KIND = Kind(
+KIND: Kind = Kind(
     name="demo",
     keys={
         "recipe": str, "device": str, "steps": int, "tokens": int, "heldout_loss_fp8": float,
@@ -47,8 +48,9 @@ KIND = Kind(
         ("byte entropy", "{unigram_entropy:.4f}"),
         ("time", "{minutes}"),
     ),
-    names=9,
+    names=2,
     derived=_derived,
+    show=lambda rows: figures(KIND.columns, KIND.with_derived(rows), every=True),
     tables={"demo": table},
     may_fail=False,
     measured_by="make demo",

@@ -24,12 +24,12 @@ from octavo.train.timing import milliseconds, synchronize
 from octavo_bench import results
 from octavo_bench.implementations import BF16
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
-from octavo_bench.ranks import process_group, under_torchrun
+from octavo_bench.ranks import any_rank, process_group, under_torchrun
 from octavo_bench.render import figures, grouped, has_failed
 from octavo_bench.results import Row
 from octavo_bench.sharded import Implementation, Layout, Whole, implementations, lay_out, part_of_batch
 from octavo_bench.step import PARTS, PEAK, SPEED
-from octavo_bench.timing import attempts, beside_first, peak_gib
+from octavo_bench.timing import attempt, beside, peak_gib
 from octavo_bench.traffic import Traffic
 
 WARM_UP = WARM_UP_STEPS
@@ -38,8 +38,15 @@ PROFILED = 2
 """Steps under the profiler, on a GPU."""
 
 
+TOLD = (
+    ("ms with a wait after each step", "{waited_ms:.1f}"),
+    ("loss", "{first_loss:.4f} to {last_loss:.4f}"),
+)
+
+
 def _derived(row: Row) -> Row:
-    return {"wire_gb": row["wire_bytes"] / 1e9, "last_loss": row["losses"][-1]} if "wire_bytes" in row else {}
+    losses = {"first_loss": row["losses"][0], "last_loss": row["losses"][-1]} if "losses" in row else {}
+    return losses | ({"wire_gb": row["wire_bytes"] / 1e9} if "wire_bytes" in row else {})
 
 
 def by_workload(rows: Sequence[Row]) -> str:
@@ -97,9 +104,10 @@ KIND = Kind(
         ("last loss", "{last_loss:.4f}"),
     ),
     names=3,
+    told=(("ms", "{ms:.1f}"), *TOLD),
     derived=_derived,
     show=by_workload,
-    shown=results.newest,
+    select=results.newest,
     session=("workload", "layout", "ranks"),  # each beside BF16 of its own
 )  # fmt: skip
 
@@ -117,6 +125,8 @@ RANK = Kind(
     },
     columns=(("ranks", "{ranks}"), ("layout", "{layout}"), *SPEED, *PARTS, PEAK),
     names=3,
+    told=(("tokens/s/GPU", "{tokens_per_s_per_gpu:,.0f}"), *TOLD),
+    derived=_derived,
     show=parts_by_workload,
 )  # fmt: skip
 
@@ -163,6 +173,8 @@ class Work:
     """Implementations, besides BF16; all if empty."""
     steps: int = 8
     """Steps that are timed; the median counts."""
+    seconds: float | None = None
+    """After which no other implementation begins; None: all do."""
     alone_of: int | None = None
     """Measure one rank of that many without the others (`octavo_bench.ranks`); None: `torchrun`'s ranks."""
 
@@ -180,13 +192,18 @@ def bench_distributed(work: Work) -> Iterator[Row]:
     """
     workload, chosen = _check(work)
     with process_group(work.alone_of) as device:
+        began = time.perf_counter()
         for layout in work.layouts:
-            cases = (
-                (_about(workload, implementation, layout),
-                 partial(_measure, workload, implementation, layout, work, device))
-                for implementation in chosen
-            )  # fmt: skip
-            yield from (row for row in beside_first(attempts(cases, device.type)) if is_first_rank())
+            baseline: Row | None = None
+            for implementation in chosen:
+                row = _about(workload, implementation, layout)
+                if work.seconds is not None and any_rank(device, time.perf_counter() - began > work.seconds):
+                    row["error"] = f"not begun: --seconds {work.seconds:g} had gone by"
+                else:
+                    row = attempt(row, partial(_measure, workload, implementation, layout, work, device), device.type)
+                baseline = baseline or row
+                if is_first_rank():
+                    yield beside(row, baseline)
 
 
 def _check(work: Work) -> tuple[Workload, list[Implementation]]:
@@ -338,6 +355,8 @@ class Flags:
     """Implementations beside BF16; all by default."""
     steps: int = 8
     """Steps timed, after a warm-up; the median counts."""
+    seconds: float | None = None
+    """Seconds after which no other implementation is started."""
 
     def work(self, alone_of: int | None = None) -> Work:
         """Return the measurement that the flags describe.
@@ -350,11 +369,13 @@ class Flags:
             layouts=tuple(map(parse_layout, self.layout)),
             only=self.only,
             steps=positive("--steps", self.steps),
+            seconds=self.seconds,
             alone_of=alone_of,
         )
 
-    def again(self) -> dict[str, Any]:
-        """Return the flags that measure again."""
+    @property
+    def given(self) -> dict[str, Any]:
+        """The flags that measure again."""
         return {"workload": self.workload, "layout": self.layout, "only": self.only, "steps": self.steps}
 
 
@@ -375,7 +396,7 @@ def command(*, flags: Flags = BY_DEFAULT, output: Output = TO_STDOUT) -> int:
             "torchrun --nproc-per-node 4 -m octavo bench distributed"
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return output.finish(KIND, bench_distributed(flags.work()), device=device, **flags.again())
+    return output.finish(KIND, bench_distributed(flags.work()), device=device, **flags.given)
 
 
 def rank(
@@ -401,7 +422,7 @@ def rank(
     """
     rows = (row for count in ranks for row in bench_distributed(flags.work(positive("--ranks", count))))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return output.finish(RANK, rows, device=device, ranks=ranks, **flags.again())
+    return output.finish(RANK, rows, device=device, ranks=ranks, **flags.given)
 
 
 def parse_layout(text: str) -> Layout:

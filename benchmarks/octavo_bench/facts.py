@@ -169,7 +169,7 @@ def result_kind_table() -> str:
     """Return, for each kind of result, the keys that a row must have."""
     rows = [
         (f"`{name}`", ", ".join(f"`{key}` ({required.__name__})" for key, required in kind.keys.items()))
-        for name, kind in sorted(kinds().items())
+        for name, kind in kinds().items()
     ]
     return table(("kind", "keys of a row"), rows)
 

@@ -430,5 +430,5 @@ def command(
         bench = Bench(out=out or Path(passing), device=device)
         undisturbed = bench_clean(bench, steps=clean, jobs=jobs) if clean else ()
         made = chain(bench_faults(chosen, bench, jobs=jobs), undisturbed)
-        rows = output.keep(KIND, made, device=device, fault=fault, clean=clean, jobs=jobs)
+        rows = output.keep(KIND, made, f"--device {device}", device=device, fault=fault, clean=clean, jobs=jobs)
     return int(any(row.get("alarms") or (row.get("costs") and not row["is_noted"]) for row in rows))

@@ -8,6 +8,7 @@ on the same batches. A held-out answer is right if greedy decoding gives it, let
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,6 +36,17 @@ METHODS: dict[str, dict[str, Any]] = {
 LETTERS, LENGTHS = "abcdefghijklmnop", (3, 8)
 """Long words are harder, so that neither precision answers everything."""
 SEQUENCE = 128
+
+
+def within_error(row: Row) -> bool:
+    """Return whether the accuracies of a row differ by at most two standard errors of their difference.
+
+    Where both answer alike the error is 0; then one conversation counts as the error.
+    """
+    error = max(row["difference_error"], 100 / row["samples"])
+    return math.isclose(row["difference"], 0) or abs(row["difference"]) <= 2 * error
+
+
 KIND = Kind(
     name="finetune",
     keys={
@@ -51,6 +63,8 @@ KIND = Kind(
         ("held-out answers", "{samples}"),
     ),
     names=3,
+    told=(("within two standard errors:", "{within}"),),
+    derived=lambda row: {"within": "yes" if within_error(row) else "no"},
     may_fail=False,
 )  # fmt: skip
 MODEL = {"dim": 64, "layers": 2, "heads": 4, "vocab": 272, "sequence": SEQUENCE}

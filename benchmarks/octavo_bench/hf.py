@@ -51,6 +51,7 @@ KIND = Kind(
         ("peak GiB", "{peak_gib:.1f}"),
     ),
     names=3,
+    told=(("loss", "{loss:.4f}"),),
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from cyclopts import Parameter
 
 from octavo.errors import ConfigError, did_you_mean
 from octavo_bench import cli, results
+from octavo_bench.ranks import under_torchrun
 from octavo_bench.render import Column, Table, cell, figures, has_failed
 from octavo_bench.results import Result, Row
 
@@ -36,44 +37,46 @@ class Kind:
     keys: Mapping[str, type]
     """Keys that every row must have. Others are kept, and read where a column shows them."""
     columns: Sequence[Column] = ()
-    """Of its table, and of the line that is printed per row; none if no line is."""
+    """Columns of its table and of the progress line of a row; without any, no line is printed."""
     names: int = 1
-    """Columns that name a row; the only figure of a failed one is its error."""
+    """Columns that name a row."""
+    told: Sequence[Column] = ()
+    """Columns of the progress line alone."""
     derived: Callable[[Row], Row] = lambda row: {}
-    """(row) -> what columns show beside its keys."""
+    """(row) -> further values for the columns; not called for a failed row."""
     show: Callable[[Sequence[Row]], str] | None = None
-    """(rows) -> Markdown, if that is not one table of the columns."""
-    shown: Callable[[str, Path], list[Result]] = results.current
+    """(rows) -> Markdown, in place of one table of the columns."""
+    select: Callable[[str, Path], list[Result]] = results.current
     """(name, directory) -> the results that its table shows, each with its origin."""
     tables: Mapping[str, Table] = field(default_factory=dict)
-    """By name: further tables, or one in place of that."""
+    """Further tables by name; one of its own name replaces the table of the columns."""
     may_fail: bool = True
     """Rows may have `error`, a text, in place of their figures: a failure is a result."""
     session: tuple[str, ...] = ("workload", "model", "tokens")
-    """Rows that have the same values of these are never mixed with those of an earlier session: they replace them."""
+    """Keys of a session: new rows replace those of an earlier session with the same values of these keys."""
     measured_by: str = ""
-    """The command, if it is not `octavo bench NAME`."""
+    """The command, if not `octavo bench NAME`."""
 
     def markdown(self, rows: Sequence[Row]) -> str:
         """Return the table of rows."""
         return self.show(rows) if self.show else figures(self.columns, self.with_derived(rows), self.names)
 
     def with_derived(self, rows: Iterable[Row]) -> list[Row]:
-        """Return the rows with what columns show beside their keys."""
+        """Return the rows with the further values for the columns."""
         return [row if has_failed(row) else row | self.derived(row) for row in rows]
 
     def table(self, directory: Path) -> str:
         """Return the table of the results under a directory, each with its origin; empty if there are none."""
-        found = self.shown(self.name, directory)
-        return "\n\n".join(f"{self.markdown(result.rows)}\n\n{result.origin}" for result in found)
+        return _with_origins(self.markdown, self.select(self.name, directory))
 
     def line(self, row: Row) -> str:
-        """Return a row as a line of progress."""
+        """Return a row as a line of progress: its name, its figures, and the error if it failed."""
         (row,) = self.with_derived([row])
-        cells = [(title, cell(form, row)) for title, form in self.columns]
+        cells = [(title, cell(form, row)) for title, form in (*self.columns, *self.told)]
         name = "  ".join(text for _, text in cells[: self.names] if text)
-        told = [f"{title} {text}" for title, text in cells[self.names :] if text]
-        return f"{name}: {'failed: ' + row['error'] if has_failed(row) else ', '.join(told)}"
+        figures = [f"{title} {text}" for title, text in cells[self.names :] if text]
+        failed = [f"failed: {row['error']}"] if has_failed(row) else []
+        return ": ".join(filter(None, (name, ", ".join((*figures, *failed)))))
 
     def check(self, row: Row, where: str) -> None:
         """Raise `ConfigError` if a row lacks a key, or has a figure of another type or one that is not finite."""
@@ -92,13 +95,18 @@ class Kind:
 
 
 def by_result(name: str, show: Callable[[Sequence[Row]], str]) -> Table:
-    """Return another table of the newest result of a kind."""
-    return lambda directory: "\n\n".join(f"{show(r.rows)}\n\n{r.origin}" for r in results.current(name, directory))
+    """Return another table of the newest result of a kind; empty if it shows nothing."""
+    return lambda directory: _with_origins(show, results.current(name, directory))
+
+
+def _with_origins(show: Callable[[Sequence[Row]], str], found: Sequence[Result]) -> str:
+    parts = ((show(result.rows), result.origin) for result in found)
+    return "\n\n".join(f"{text}\n\n{origin}" for text, origin in parts if text)
 
 
 @cache
 def kinds() -> dict[str, Kind]:
-    """Return every kind by name: those in the files of the commands."""
+    """Return every kind by name, in the order of the commands, whose files define them."""
     files = dict.fromkeys(place.partition(":")[0] for place in cli.COMMANDS.values())
     found = [value for name in files for value in vars(import_module(f"octavo_bench.{name}")).values()]
     return {kind.name: kind for kind in found if isinstance(kind, Kind)}
@@ -127,14 +135,16 @@ class Output:
         machine: str | None = None,
         **flags: Any,
     ) -> list[Row]:
-        """Print and write rows, and return them. Of no rows, as other ranks than the first have, nothing is said.
+        """Print and write rows, and return them. Without rows, as on ranks other than the first, print nothing.
 
         Each row is printed as it comes, and kept in a folder `unfinished-*` until all are measured, as the next may end
         the process.
 
         Args:
             rows: a row that comes again has changed.
-            words, flags: of the command that measures the rows again, see `command_line`.
+            words: arguments, and
+            flags: flags of the command that measures the rows again, see `command_line`.
+            device: measured device; not a flag of the command.
             machine: a name in place of the device's.
         """
         command = command_line(kind.measured_by or f"octavo bench {kind.name}", *words, **flags)
@@ -167,12 +177,12 @@ TO_STDOUT = Output()
 
 
 def command_line(*words: str, **flags: Any) -> str:
-    """Return the command that measures again; under torchrun, that which starts the ranks.
+    """Return the command that measures again; on ranks of torchrun, with torchrun.
 
     Args:
         flags: by name; left out if None, False or empty, repeated if a tuple.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if under_torchrun():
         words = ("torchrun --nproc-per-node", os.environ["WORLD_SIZE"], "-m", *words)
     for name, value in flags.items():
         for one in value if isinstance(value, tuple) else (value,):

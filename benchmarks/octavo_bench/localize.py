@@ -39,6 +39,7 @@ KIND = Kind(
         ("rank correlation", "{rank_correlation:.3f}"),
     ),
     names=3,
+    told=(("standard error of a measured change", "{error:.0e}"),),
     derived=lambda row: {"count": len(row["predicted"])},
     may_fail=False,
 )

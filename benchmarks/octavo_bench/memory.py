@@ -35,16 +35,20 @@ def by_workload(rows: Sequence[Row]) -> str:
     """Return one line per workload and case: parameters, measured and predicted peak, and the forecast by kind."""
     shown = list[Row]()
     for own in grouped(rows, "workload").values():
-        first = next((row["peak_gib"] for row in own if not has_failed(row)), None)
+        first = next((row["peak_gib"] for row in own if not has_failed(row)), 0.0)
         for row in own:
-            is_smaller = not has_failed(row) and "largest" not in row["workload"]
-            shown.append(row | {"less": 1 - row["peak_gib"] / first} if is_smaller else row)
-    return figures(KIND.columns, KIND.with_derived(shown), 2)
+            if has_failed(row):
+                about = {key: row[key] for key in ("workload", "implementation", "predicted_gib") if key in row}
+                shown.append(about | {"peak": "failed"})
+            else:
+                less = {} if "largest" in row["workload"] else {"less": 1 - row["peak_gib"] / first}
+                shown.append(row | _derived(row) | less)
+    return figures(KIND.columns, shown, every=True)
 
 
 def _derived(row: Row) -> Row:
-    off = {"off": row["predicted_gib"] / row["peak_gib"] - 1}
-    return off | ({"billions": row["parameters"] / 1e9} if "parameters" in row else {})
+    found = {"peak": f"{row['peak_gib']:.2f}", "off": row["predicted_gib"] / row["peak_gib"] - 1}
+    return found | ({"billions": row["parameters"] / 1e9} if "parameters" in row else {})
 
 
 KIND = Kind(
@@ -54,7 +58,7 @@ KIND = Kind(
         ("workload", "{workload}"),
         ("trained as", "{implementation}"),
         ("parameters", "{billions:.2f} B"),
-        ("peak GiB", "{peak_gib:.2f}"),
+        ("peak GiB", "{peak}"),
         ("predicted", "{predicted_gib:.2f}"),
         ("error", "{off:+z.1%}"),
         ("less than the first", "{less:.0%}"),
@@ -63,7 +67,7 @@ KIND = Kind(
     names=2,
     derived=_derived,
     show=by_workload,
-    shown=results.newest,
+    select=results.newest,
 )
 
 _FP32 = Storage("fp32")

@@ -69,6 +69,7 @@ KIND = Kind(
         ("weight codes kept, MiB", "{kept_weight_codes_mib:.0f}"),
     ),
     names=2,
+    told=(("fallbacks", "{fallbacks}"),),
 )
 
 
@@ -194,10 +195,12 @@ def bench_trainer(device: str, recipe: str, mode: str) -> Iterator[Row]:
     Args:
         mode: a key of `MODES`.
     """
-    precisions = (BF16, recipe, recipe + WITH_HEAD)
-    names = ({"workload": TRAINER, "implementation": f"{precision}, {MODES[mode]}"} for precision in precisions)
-    measures = (partial(_train, device, precision, mode) for precision in precisions)
-    return beside_first(attempts(zip(names, measures, strict=True), device))
+    cases: list[Case] = [
+        ({"workload": TRAINER, "implementation": f"{precision}, {MODES[mode]}"},
+         partial(_train, device, precision, mode))
+        for precision in (BF16, recipe, recipe + WITH_HEAD)
+    ]  # fmt: skip
+    return beside_first(attempts(cases, device))
 
 
 def _model(device: str) -> nn.Module:

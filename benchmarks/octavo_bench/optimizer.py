@@ -16,9 +16,10 @@ from octavo.optim import TIERS, AdamW, Muon, Optimizer, states_named
 from octavo.optim.states import RuleName
 from octavo.tensor import FP8Tensor
 from octavo.train.timing import synchronize
-from octavo_bench.ablation import ABLATION, run_ablation
-from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, numbers, positive
+from octavo_bench.ablation import bars, by_storage, run_ablation
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, by_result, device_named, numbers, positive
 from octavo_bench.rates import copy_rate
+from octavo_bench.render import has_failed
 from octavo_bench.results import Row
 from octavo_bench.timing import attempt, median_ms
 
@@ -40,6 +41,20 @@ KIND = Kind(
         ("update error, dB", "{update_error_db:.1f}"),
     ),
     names=3,
+)
+ABLATION = Kind(
+    name="ablation",
+    keys={"states": str, "seed": int, "heldout_loss": float},
+    columns=(
+        ("states", "{states}"),
+        ("seed", "seed {seed}"),
+        ("held-out loss", "{heldout_loss:.4f}"),
+        ("storage", "{about}"),
+    ),
+    names=2,
+    show=by_storage,
+    tables={"ablation-figure": by_result("ablation", bars)},
+    measured_by="octavo bench optimizer",
 )
 
 
@@ -361,5 +376,8 @@ def command(
         return 0  # divergence is a result
     device, repeats = device_named(device), positive("--repeats", repeats)
     count = positive("--parameters", int(parameters or (1e9 if device == "cuda" else 1e6)))
-    rows = bench_optimizer(parameters=count, device=device, repeats=repeats, states=states)
-    return output.finish(KIND, rows, device=device, states=states, parameters=count, repeats=repeats)
+    bench = bench_optimizer(parameters=count, device=device, repeats=repeats, states=states)
+    rows = output.keep(KIND, bench, device=device, states=states, parameters=count, repeats=repeats)
+    spent, before = (sum(row.get(key, 0.0) for row in rows) for key in ("seconds", "seconds_to_first_step"))
+    output.say(f"{spent:.0f} s, {before:.0f} s of them until the first steps were done: weights, states, compilation")
+    return int(any(has_failed(row) for row in rows))

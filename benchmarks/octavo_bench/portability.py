@@ -41,11 +41,11 @@ KIND = Kind(
     },
     columns=(
         ("computation", "{computation}"),
-        ("held-out loss", "{heldout_loss:.4f}"),
+        ("held-out loss, nats per token", "{heldout_loss:.4f}"),
         ("difference to that as trained", "{difference:+z.4f}"),
         ("products", "{products}"),
     ),
-    derived=lambda row: {"products": ", ".join(f"{count} x {name}" for name, count in row["kernels"].items())},
+    derived=lambda row: {"products": ", ".join(f"{n} x {name}" for name, n in row["kernels"].items()) or "no FP8"},
     may_fail=False,
 )  # fmt: skip
 

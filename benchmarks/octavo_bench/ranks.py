@@ -175,3 +175,10 @@ def process_group(alone_of: int | None = None) -> Iterator[torch.device]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def any_rank(device: torch.device, value: bool) -> bool:
+    """Return whether it is true of any rank: all decide alike."""
+    known = torch.tensor(float(value), device=device)
+    dist.all_reduce(known, dist.ReduceOp.MAX)
+    return bool(known.item())

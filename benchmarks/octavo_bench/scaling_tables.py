@@ -75,6 +75,8 @@ def fastest(rows: Sequence[Row]) -> str:
 def wire(rows: Sequence[Row]) -> str:
     """Return the GB that a GPU sends in a step of the point of 4 GPUs, by scheme, and how much less than BF16's."""
     checked, schemes, body = _checked(rows), _assumed(rows)["schemes"], list[Sequence[str]]()
+    if not checked:
+        return ""
     peer = next(row for row in checked if row["scheme"] == PEER)
     for row in checked:
         sent = row["sent_gb"]
@@ -94,8 +96,10 @@ def check(directory: Path) -> str:
 
 
 def _beside_measured(measured: Mapping[str, Row], rows: Sequence[Row]) -> str:
-    schemes, body = _assumed(rows)["schemes"], list[Sequence[str]]()
-    for row in _checked(rows):
+    checked, schemes, body = _checked(rows), _assumed(rows)["schemes"], list[Sequence[str]]()
+    if not checked:
+        return ""
+    for row in checked:
         real = measured.get(schemes[row["scheme"]]["measured_as"], {})
         pairs = [("tokens_per_s_per_gpu", "{:,.0f}"), ("ratio_to_bf16", "{:.2f}"), ("peak_gib", "{:.1f}")]
         cells = [(form.format(row[key]), form.format(real[key]) if key in real else "") for key, form in pairs]

@@ -118,7 +118,7 @@ KIND = Kind(
     ),
     names=2,
     show=by_workload,
-    shown=results.newest,
+    select=results.newest,
 )
 
 

@@ -20,6 +20,7 @@ from octavo.train.timing import milliseconds, warm_up
 from octavo_bench import results
 from octavo_bench.implementations import implementations
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
+from octavo_bench.render import figures
 from octavo_bench.results import Row
 from octavo_bench.workloads import WORKLOADS, Workload, build
 
@@ -31,7 +32,7 @@ OWN: tuple[tuple[Any, str], ...] = (
     *((Telemetry, name) for name in ("step", "snapshot")),
 )
 """Functions in which telemetry spends its time beside the products."""
-KIND = Kind(
+KIND: Kind = Kind(
     name="telemetry",
     keys={"workload": str, "overhead_percent": float},
     columns=(
@@ -45,8 +46,10 @@ KIND = Kind(
         ("95 % interval", "{low_percent:+z.2f} to {high_percent:+z.2f} %"),
         ("own code", "{own_percent:.2f} %"),
     ),
-    names=9,
-    shown=results.latest_by_hardware,
+    names=2,
+    told=(("pairs", "{pairs}"),),
+    show=lambda rows: figures(KIND.columns, rows, every=True),
+    select=results.latest_by_hardware,
     may_fail=False,
 )
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
@@ -239,4 +242,4 @@ def command(
         "rounds": positive("--rounds", rounds),
     }
     rows = (bench_telemetry(one, **settings) for one in chosen)
-    return output.finish(KIND, rows, workload=names, **settings)
+    return output.finish(KIND, rows, f"--device {device}", workload=names, **settings)

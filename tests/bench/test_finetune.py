@@ -22,6 +22,12 @@ def test_the_texts_ask_for_what_they_answer(tmp_path: Path) -> None:
     assert finetune.write_texts(tmp_path, 30) == (text, chat)
 
 
+def test_a_difference_is_within_two_errors_or_one_answer() -> None:
+    row = {"difference": -4.0, "difference_error": 2.1, "samples": 100}
+    assert finetune.within_error(row) and not finetune.within_error({**row, "difference_error": 1.9})
+    assert finetune.within_error({**row, "difference": -2.0, "difference_error": 0.0})
+
+
 def test_a_session_of_a_few_steps_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetune, "METHODS", {"LoRA": finetune.METHODS["LoRA"]})
     output = Output(write=tmp_path)

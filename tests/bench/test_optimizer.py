@@ -6,9 +6,9 @@ import pytest
 
 from octavo.cli.main import main
 from octavo.optim import TIERS
-from octavo_bench.ablation import ABLATION, CHOICES, DECADE, bars, run_ablation
+from octavo_bench.ablation import CHOICES, DECADE, bars, run_ablation
 from octavo_bench.facts import optimizer_state_table
-from octavo_bench.optimizer import BASELINE, CASES, KIND, bench_optimizer
+from octavo_bench.optimizer import ABLATION, BASELINE, CASES, KIND, bench_optimizer
 
 
 def run(*arguments):

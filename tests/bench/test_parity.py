@@ -28,7 +28,7 @@ def study(small_corpus, tmp_path_factory):
 
 
 def test_one_row_for_each_recipe_and_seed(study):
-    rows, lines, _ = study
+    rows, lines, out = study
     assert [(row["recipe"], row["seed"]) for row in rows] == [
         ("bf16", 0),
         ("folded", 0),
@@ -39,9 +39,10 @@ def test_one_row_for_each_recipe_and_seed(study):
     assert rows[0]["heldout_loss"] != rows[2]["heldout_loss"]  # another seed is another run
     assert rows[0]["fp8_gemms"] == {} and rows[1]["fp8_gemms"] != {}
     assert sum("held-out loss" in line for line in lines) == 4
-    curves = [row["training_loss"] for row in rows[:2]]
-    assert len(curves[0]) == 4
-    assert curves[0][0] == pytest.approx(curves[1][0], rel=0.01)  # same weights, same first batch
+    curves = compare.curves(out, rows)
+    assert curves[0]["steps"][-1] == 4 and len(curves[0]["loss"]) == len(curves[0]["steps"])
+    assert curves[0]["loss"][0] == pytest.approx(curves[1]["loss"][0], rel=0.01)  # same weights, same first batch
+    assert curves[0]["loss"] == pytest.approx(rows[0]["training_loss"], abs=1e-4)
 
 
 def test_evidence_sets_recipes_beside_bf16_of_the_same_seed(study):
@@ -58,6 +59,8 @@ def test_evidence_sets_recipes_beside_bf16_of_the_same_seed(study):
     for moment in ("start", "end"):
         assert 0.9 < folded[f"cosine_layer_{moment}"] < folded[f"cosine_{moment}"] < 1
     assert folded["cosine_start"] != folded["cosine_end"]
+    gaps = compare.gap_curves(out, rows)
+    assert list(gaps) == ["folded"] and len(gaps["folded"]) == 4
     results.Result(kind="parity", date="2026-11-21", hardware="x", versions={}, command="c", rows=tuple(rows))
 
 
