@@ -201,6 +201,6 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     (tmp_path / "few.toml").write_text("gpus = [8]\nbatch_tokens = 65536")
     with pytest.raises(SystemExit) as code:
         main(["bench", "scaling", f"{tmp_path}/few.toml", "--results", f"{tmp_path}/in", "--write", f"{tmp_path}/out"])
-    assert code.value.code == 0 and "x BF16" in capsys.readouterr().out
+    assert code.value.code == 0 and "times BF16's speed" in capsys.readouterr().out
     written = json.loads((tmp_path / "out/latest/scaling.json").read_text())
     assert written["hardware"] == "paper" and written["command"] == "octavo bench scaling few.toml"

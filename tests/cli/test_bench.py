@@ -61,7 +61,7 @@ def test_what_failed_is_written_and_the_exit_code_is_1(
 def test_stress_prints_and_writes(octavo: Octavo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert octavo(f"bench stress --recipe folded --device cpu --write {tmp_path}") == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 5 and all(" dB   dX " in line and "not finite" not in line for line in printed)
+    assert len(printed) == 5 and all(" dB, dX " in line and "not finite" not in line for line in printed)
     written = results.latest("stress", tmp_path)
     assert written is not None and written.command == "octavo bench stress --recipe folded"
 
