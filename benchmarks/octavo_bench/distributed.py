@@ -38,10 +38,7 @@ PROFILED = 2
 """Steps under the profiler, on a GPU."""
 
 
-TOLD = (
-    ("ms with a wait after each step", "{waited_ms:.1f}"),
-    ("loss", "{first_loss:.4f} to {last_loss:.4f}"),
-)
+TOLD = (("ms with a wait after each step", "{waited_ms:.1f}"), ("first loss", "{first_loss:.4f}"))
 
 
 def _derived(row: Row) -> Row:
@@ -125,7 +122,7 @@ RANK = Kind(
     },
     columns=(("ranks", "{ranks}"), ("layout", "{layout}"), *SPEED, *PARTS, PEAK),
     names=3,
-    told=(("tokens/s/GPU", "{tokens_per_s_per_gpu:,.0f}"), *TOLD),
+    told=(("tokens/s/GPU", "{tokens_per_s_per_gpu:,.0f}"), *TOLD, ("last loss", "{last_loss:.4f}")),
     derived=_derived,
     show=parts_by_workload,
 )  # fmt: skip

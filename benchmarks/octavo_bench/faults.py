@@ -53,7 +53,8 @@ def _derived(row: Row) -> Row:
     if not row["fault"]:
         return {}
     found = {"after": row["detected_step"] - row["struck_step"]} if "detected_step" in row else {"rule": "not noted"}
-    return {**found, "right": "yes" if row["is_attributed"] else f"no: {row.get('expected', '')}"}
+    ended = " and ".join(mode for mode in ("watching", "acting") if row.get(f"ended_{mode}"))
+    return {**found, "ended": ended, "right": "yes" if row["is_attributed"] else f"no: {row.get('expected', '')}"}
 
 
 def in_words(rows: Sequence[Row]) -> str:
@@ -85,33 +86,32 @@ def _struck(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["fault"] and not has_failed(row)]
 
 
-COLUMNS = (
-    ("class", "{class}"),
-    ("fault", "{fault}"),
-    ("pace", "{pace}"),
-    ("held-out loss, watched", "{watched_change:+.2f} %"),
-    ("acted on", "{final_loss_change:+.2f} %"),
-    ("noted after", "{after} steps"),
-    ("rule", "{rule}"),
-    ("cause found", "{cause}"),
-    ("layer found", "{layer}"),
-    ("right", "{right}"),
-)
 KIND: Kind = Kind(
     name="faults",
     keys={"fault": str, "struck_step": int, "layer": str, "cause": str, "recovered": bool},
     columns=(
-        *COLUMNS,
+        ("class", "{class}"),
+        ("fault", "{fault}"),
+        ("pace", "{pace}"),
+        ("held-out loss, watched", "{watched_change:+.2f} %"),
+        ("acted on", "{final_loss_change:+.2f} %"),
+        ("noted after", "{after} steps"),
+        ("rule", "{rule}"),
+        ("cause found", "{cause}"),
+        ("layer found", "{layer}"),
+        ("right", "{right}"),
+    ),
+    names=3,
+    told=(
         ("action", "{action}"),
-        ("ended", "{ended_watching} / {ended_acting}"),
+        ("ended when", "{ended}"),
         ("clean", "{configuration}"),
         ("steps", "{steps}"),
         ("alarms", "{alarms}"),
         ("text", "{text}"),
     ),
-    names=3,
     derived=_derived,
-    show=lambda rows: figures(COLUMNS, KIND.with_derived(_struck(rows)), 3),
+    show=lambda rows: figures(KIND.columns, KIND.with_derived(_struck(rows)), KIND.names),
     tables={"faults-summary": by_result("faults", in_words)},
     session=("fault", "configuration"),
 )

@@ -36,8 +36,8 @@ def has_failed(row: Mapping[str, Any]) -> bool:
 def cell(form: str, row: Row) -> str:
     """Return the cell of a row, empty if a key is missing or None."""
     try:
-        return form.format_map(row)
-    except (KeyError, TypeError):
+        return form.format_map({key: value for key, value in row.items() if value is not None})
+    except KeyError:
         return ""
 
 

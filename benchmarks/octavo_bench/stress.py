@@ -55,9 +55,9 @@ def _cell(form: str, row: Row) -> str:
 KIND = Kind(
     name="stress",
     keys={"case": str, "recipe": str, "nonfinite": int},
-    columns=(("case", "{case}"), ("recipe", "{recipe}"), *PRODUCTS.items(), ("not finite", "{spoiled} values")),
+    columns=(("case", "{case}"), ("recipe", "{recipe}"), *PRODUCTS.items(), ("not finite", "{spoiled}")),
     names=2,
-    derived=lambda row: {"spoiled": row["nonfinite"] or ""},
+    derived=lambda row: {"spoiled": row["nonfinite"] or None},
     show=by_case,
 )
 
