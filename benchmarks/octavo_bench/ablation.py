@@ -11,6 +11,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from octavo.kernels.storage import Storage
 from octavo.optim import TIERS, AdamW, States, keep_none
 from octavo.tensor import FP8Tensor
+from octavo_bench.render import grouped, table
 from octavo_bench.results import Row
 
 _E4M3, _FP16 = Storage("e4m3", "tensor"), Storage("fp16", "tensor")
@@ -73,6 +75,45 @@ CHOICES = (
 )
 """BF16 weights but for the last; GEMMs in FP32, so that nothing but the storage differs."""
 
+
+def by_storage(rows: Sequence[Row]) -> str:
+    """Return one line per choice of storage: held-out loss of each seed, or that it diverged, and the gap to FP32."""
+    seeds = sorted({row["seed"] for row in rows})
+    losses = {(row["states"], row["seed"]): row.get("heldout_loss", math.nan) for row in rows}
+    first = rows[0]["states"]
+    body = []
+    for (states,), own in grouped(rows, "states").items():
+        found = [losses.get((states, seed), math.nan) for seed in seeds]
+        gap = fmean(loss - losses[first, seed] for loss, seed in zip(found, seeds, strict=True))
+        cells = [f"{loss:.4f}" if math.isfinite(loss) else "diverged" for loss in found]
+        body.append((states, own[0].get("about", ""), *cells, f"{gap:+z.4f}" if math.isfinite(gap) else ""))
+    return table(("states", "storage", *(f"seed {seed}" for seed in seeds), f"gap to {first}"), body)
+
+
+FLOOR, DECADE = 1e-3, 16
+"""Nats where the bars begin, and characters per factor of ten."""
+
+
+def bars(rows: Sequence[Row]) -> str:
+    """Return the gaps to FP32 as bars on a logarithmic scale: of each choice the mean, and the range of its seeds."""
+    exact = {row["seed"]: row["heldout_loss"] for row in rows if row["states"] == rows[0]["states"]}
+    groups = grouped(rows[len(exact) :], "states")
+    width = max(len(states) for (states,) in groups)
+    lines = [f"{'':{width}}  held-out loss above FP32's, nats; {DECADE} characters are a factor of ten, from {FLOOR}"]
+    for (states,), own in groups.items():
+        gaps = [row["heldout_loss"] - exact[row["seed"]] for row in own if "heldout_loss" in row]
+        if len(gaps) < len(own):
+            failed = f"diverged: {len(own) - len(gaps)} of {len(own)} seeds"
+            lines.append(f"{states:{width}}  {'x' * 3 * DECADE} {failed}")
+            continue
+        gap = fmean(gaps)
+        bar = "█" * round(DECADE * math.log10(max(gap / FLOOR, 1.0)))
+        lines.append(
+            f"{states:{width}}  {bar}{' ' if bar else ''}{gap:+z.4f}  ({min(gaps):+z.4f} to {max(gaps):+z.4f})"
+        )
+    return "\n".join(("```text", *lines, "```"))
+
+
 CONTEXT, WIDTH, HIDDEN, BATCH, LR = 8, 24, 192, 256, 2e-3
 
 
@@ -83,7 +124,7 @@ def run_ablation(
     seeds: Sequence[int] = (0, 1),
     beta2: float = 0.95,
 ) -> Iterator[Row]:
-    """Yield one row per choice and seed, as the result kind `ablation` has them: held-out loss, or that it diverged.
+    """Yield one row per choice and seed: held-out loss, or that it diverged.
 
     The paper's choices are rounded to nearest, as it does; Octavo's tiers stochastically.
     """

@@ -28,7 +28,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 import octavo
 from octavo.nn import Linear
 from octavo.train.timing import synchronize
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
+from octavo_bench import results
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
+from octavo_bench.render import figures, has_failed
 from octavo_bench.results import Row
 from octavo_bench.timing import attempt, free, peak_gib
 
@@ -37,6 +39,48 @@ WARM_UP = 20
 VOCABULARY = 8192
 LAST = 5
 """Steps at the end whose mean loss counts."""
+
+
+COLUMNS = (
+    ("client", "{client}"),
+    ("of", "{library} {version}"),
+    ("lines", "{lines}"),
+    ("layers in FP8", "{fp8_layers}"),
+    ("loss beside BF16's", "{gap_percent:+z.2f} %"),
+    ("resumed", "{resumed}"),
+    ("graphs (BF16's)", "{graphs} ({bf16_graphs})"),
+    ("graph breaks", "{graph_breaks}"),
+)
+
+
+def table(directory: Path) -> str:
+    """Return one line per client, from the result of a CPU where there is one, and the speed on each GPU."""
+    found = results.latest_by_hardware("clients", directory)
+    gpus = [result for result in found if result.hardware.startswith("nvidia")]
+    rows: dict[str, Row] = {}
+    for result in sorted(found, key=gpus.__contains__):  # those of a CPU first
+        for row in KIND.with_derived(result.rows):
+            rows.setdefault(row["client"], {**row})
+            if result in gpus and not has_failed(row):
+                rows[row["client"]][result.hardware] = f"{row['ratio_to_bf16']:.2f}"
+    speeds = [(f"times BF16's speed, {gpu.hardware}", f"{{{gpu.hardware}}}") for gpu in gpus]
+    parts = [figures((*COLUMNS, *speeds), list(rows.values()), 2)] if rows else []
+    return "\n\n".join([*parts, *(result.origin for result in found)])
+
+
+KIND = Kind(
+    name="clients",
+    keys={
+        "client": str, "library": str, "version": str, "lines": int, "fp8_layers": int, "gap_percent": float,
+        "graphs": int, "graph_breaks": int, "ratio_to_bf16": float,
+    },
+    columns=COLUMNS,
+    names=2,
+    told=(("ms (BF16's)", "{ms:.1f} ({bf16_ms:.1f})"), ("times BF16's speed", "{ratio_to_bf16:.2f}")),
+    derived=lambda row: {"resumed": {None: "", True: "to the bit", False: "otherwise"}[row.get("resumes")]},
+    tables={"clients": table},
+    session=("client",),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -549,17 +593,7 @@ def command(
         known("--only", name, list(CLIENTS), "client")
     device, steps = device_named(device), 2 * (positive("--steps", steps) // 2)
     size = sized(SIZES[device], {"dim": dim, "batch": batch})
-    show = output.lines(lambda row: f"{row['client']:<11} {row['version']:<12}", figures)
     resume = device == "cpu" if resume is None else resume
     rows = bench_clients(only, device=device, size=size, steps=steps, resume=resume)
-    flags = {"dim": dim or None, "batch": batch or None, "resume": resume and device == "cuda"}
-    line = command_line("octavo bench clients", only=only, steps=steps, **flags)
-    return output.finish("clients", rows, line, show, device=device)
-
-
-def figures(row: Row) -> str:
-    """Return the line of a row."""
-    graphs = f"{row['graphs']} graphs ({row['bf16_graphs']} in BF16), {row['graph_breaks']} breaks"
-    resume = {True: "resumes to the bit", False: "RESUMES OTHERWISE", None: "not resumed"}[row.get("resumes")]
-    speed = f"{row['bf16_ms']:.1f} -> {row['ms']:.1f} ms: {row['ratio_to_bf16']:.2f}"
-    return f"{row['fp8_layers']} layers, gap {row['gap_percent']:+.2f} %, {resume}, {graphs}, {speed}"
+    flags = {"only": only, "steps": steps, "dim": dim or None, "batch": batch or None}
+    return output.finish(KIND, rows, device=device, **flags, resume=resume and device == "cuda")

@@ -6,9 +6,55 @@ from pathlib import Path
 
 from octavo._util import config_reader
 from octavo.errors import ConfigError
+from octavo.monitor.gap import fluctuation
 from octavo.train.files import read_metrics
-from octavo_bench.cli import TO_STDOUT, Output
+from octavo_bench import results
+from octavo_bench.kind import TO_STDOUT, Kind, Output
+from octavo_bench.render import figures
 from octavo_bench.results import Row
+
+
+def _derived(row: Row) -> Row:
+    """Return the time that a run took and how far its gap fluctuated."""
+    more: Row = {"minutes": "{:.0f} min {:02.0f} s".format(*divmod(row["seconds"], 60))} if "seconds" in row else {}
+    if "history" in row:
+        gaps = [line["gap_percent"] for line in row["history"] if "gap_percent" in line]
+        more["fluctuation"] = fluctuation(gaps)
+    return more
+
+
+def table(directory: Path) -> str:
+    """Return one line per machine: the newest run of the demo."""
+    found = results.latest_by_hardware("demo", directory)
+    rows = [row for result in found for row in result.rows]
+    return "\n\n".join([KIND.markdown(rows), *(result.origin for result in found)]) if found else ""
+
+
+KIND: Kind = Kind(
+    name="demo",
+    keys={
+        "recipe": str, "device": str, "steps": int, "tokens": int, "heldout_loss_fp8": float,
+        "heldout_loss_bf16": float, "gap_percent": float,
+    },
+    columns=(
+        ("device", "{device}"),
+        ("recipe", "{recipe}"),
+        ("steps", "{steps:,}"),
+        ("tokens", "{tokens:,}"),
+        ("FP8 loss", "{heldout_loss_fp8:.4f}"),
+        ("BF16 loss", "{heldout_loss_bf16:.4f}"),
+        ("gap", "{gap_percent:+z.2f} %"),
+        ("fluctuation", "± {fluctuation:.2f} %"),
+        ("byte entropy", "{unigram_entropy:.4f}"),
+        ("time", "{minutes}"),
+    ),
+    names=2,
+    derived=_derived,
+    show=lambda rows: figures(KIND.columns, KIND.with_derived(rows), every=True),
+    tables={"demo": table},
+    may_fail=False,
+    measured_by="make demo",
+)  # fmt: skip
 
 
 def row_of(run: Path) -> Row:
@@ -37,6 +83,4 @@ def command(run: Path = Path("runs/demo"), /, *, output: Output = TO_STDOUT) -> 
     run
         Directory of the run.
     """
-    row = row_of(run)
-    output.say(f"{row['device']}: {row['steps']} steps, gap {row['gap_percent']:+z.2f} %")
-    return output.finish("demo", [row], "make demo")
+    return output.finish(KIND, [row_of(run)])

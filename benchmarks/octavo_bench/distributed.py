@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,14 @@ from octavo.models.config import ModelConfig
 from octavo.train.device import WARM_UP_STEPS, gc_frozen
 from octavo.train.profile import profile
 from octavo.train.timing import milliseconds, synchronize
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
+from octavo_bench import results
 from octavo_bench.implementations import BF16
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
 from octavo_bench.ranks import any_rank, process_group, under_torchrun
+from octavo_bench.render import figures, grouped, has_failed
 from octavo_bench.results import Row
 from octavo_bench.sharded import Implementation, Layout, Whole, implementations, lay_out, part_of_batch
+from octavo_bench.step import PARTS, PEAK, SPEED
 from octavo_bench.timing import attempt, beside, peak_gib
 from octavo_bench.traffic import Traffic
 
@@ -34,6 +36,96 @@ WARM_UP = WARM_UP_STEPS
 """Steps that are not timed: they compile. Two more if a graph is captured after them."""
 PROFILED = 2
 """Steps under the profiler, on a GPU."""
+
+
+TOLD = (("ms with a wait after each step", "{waited_ms:.1f}"), ("first loss", "{first_loss:.4f}"))
+
+
+def _derived(row: Row) -> Row:
+    losses = {"first_loss": row["losses"][0], "last_loss": row["losses"][-1]} if "losses" in row else {}
+    return losses | ({"wire_gb": row["wire_bytes"] / 1e9} if "wire_bytes" in row else {})
+
+
+def by_workload(rows: Sequence[Row]) -> str:
+    """Return one line per layout and implementation: speed, memory, bytes on the wire, loss, beside BF16."""
+    return "\n\n".join(_of_workload(own) for own in grouped(rows, "workload", "ranks").values())
+
+
+def _of_workload(rows: Sequence[Row]) -> str:
+    shown = []
+    for own in grouped(rows, "layout").values():
+        first = None
+        for row in own:
+            if row["implementation"] == BF16:  # of this run: there may be several
+                first = None if has_failed(row) else row
+            shown.append(row if has_failed(row) or first is None else _beside(row, first))
+    row = rows[0]
+    how = "blocks compiled" if row["compiled"] else "eager"
+    setting = f"{row['ranks']} GPUs, sequences of {row['shape']['sequence']:,} tokens, {how}"
+    return f"{_title(row)}: {setting}\n\n{figures(KIND.columns[1:], shown, 2, every=True)}"
+
+
+def _beside(row: Row, first: Row) -> Row:
+    """Return a row with its figures in units of BF16's."""
+    more = _derived(row)
+    if "waited_ms" in row:
+        more["waited_ratio"] = first["waited_ms"] / row["waited_ms"]
+    if row is not first:
+        for name, key in (("less_memory", "peak_gib"), ("less_wire", "wire_bytes")):
+            more |= {name: 100 * (row[key] / first[key] - 1)} if first[key] else {}
+    return row | more
+
+
+def _title(row: Row) -> str:
+    shape = row["shape"]
+    return f"**{row['workload']}**, {shape['layers']} layers, dim {shape['dim']:,}, vocabulary {shape['vocab']:,}"
+
+
+KIND = Kind(
+    name="distributed",
+    keys={
+        "workload": str, "implementation": str, "tokens_per_s_per_gpu": float, "ratio_to_bf16": float,
+        "peak_gib": float, "wire_bytes": int,
+    },
+    columns=(
+        ("workload", "{workload}"),
+        ("layout", "{layout}"),
+        ("implementation", "{implementation}"),
+        ("tokens/s/GPU", "{tokens_per_s_per_gpu:,.0f}"),
+        ("times BF16's speed", "{ratio_to_bf16:.2f}"),
+        ("with a wait after each step", "{waited_ratio:.2f}"),
+        ("peak GiB", "{peak_gib:.1f}"),
+        ("GB on the wire", "{wire_gb:.1f}"),
+        ("memory", "{less_memory:+z.0f} %"),
+        ("wire", "{less_wire:+z.0f} %"),
+        ("last loss", "{last_loss:.4f}"),
+    ),
+    names=3,
+    told=(("ms", "{ms:.1f}"), *TOLD),
+    derived=_derived,
+    show=by_workload,
+    select=results.newest,
+    session=("workload", "layout", "ranks"),  # each beside BF16 of its own
+)  # fmt: skip
+
+
+def parts_by_workload(rows: Sequence[Row]) -> str:
+    """Return one line per implementation and number of ranks: a step of one rank alone, and its parts."""
+    groups = grouped(rows, "workload").values()
+    return "\n\n".join(f"{_title(own[0])}\n\n{figures(RANK.columns, own, RANK.names)}" for own in groups)
+
+
+RANK = Kind(
+    name="rank",
+    keys={
+        "workload": str, "implementation": str, "ranks": int, "ms": float, "ratio_to_bf16": float, "peak_gib": float,
+    },
+    columns=(("ranks", "{ranks}"), ("layout", "{layout}"), *SPEED, *PARTS, PEAK),
+    names=3,
+    told=(("tokens/s/GPU", "{tokens_per_s_per_gpu:,.0f}"), *TOLD, ("last loss", "{last_loss:.4f}")),
+    derived=_derived,
+    show=parts_by_workload,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,8 +370,10 @@ class Flags:
             alone_of=alone_of,
         )
 
-    def __str__(self) -> str:
-        return command_line(workload=self.workload, layout=self.layout, only=self.only, steps=self.steps)
+    @property
+    def given(self) -> dict[str, Any]:
+        """The flags that measure again."""
+        return {"workload": self.workload, "layout": self.layout, "only": self.only, "steps": self.steps}
 
 
 BY_DEFAULT = Flags()
@@ -298,9 +392,8 @@ def command(*, flags: Flags = BY_DEFAULT, output: Output = TO_STDOUT) -> int:
             "octavo bench distributed measures the ranks of torchrun: "
             "torchrun --nproc-per-node 4 -m octavo bench distributed"
         )
-    line = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} -m octavo bench distributed {flags}"
-    rows, show = bench_distributed(flags.work()), output.lines(_name, _line)
-    return output.finish("distributed", rows, line, show, device="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return output.finish(KIND, bench_distributed(flags.work()), device=device, **flags.given)
 
 
 def rank(
@@ -324,10 +417,9 @@ def rank(
     ranks
         Ranks that share the model; may be given again for another measurement.
     """
-    show = output.lines(lambda row: f"rank of {row['ranks']:>4}  {_name(row)}", _line)
     rows = (row for count in ranks for row in bench_distributed(flags.work(positive("--ranks", count))))
-    line = f"{command_line('octavo bench rank', ranks=ranks)} {flags}"
-    return output.finish("rank", rows, line, show, device="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return output.finish(RANK, rows, device=device, ranks=ranks, **flags.given)
 
 
 def parse_layout(text: str) -> Layout:
@@ -347,16 +439,3 @@ def parse_layout(text: str) -> Layout:
         f"--layout: '{text}' is none of data, tensor=N, data,graph, tensor=N,graph, pipeline=N and pipeline=N,fp8, with"
         " N from 2."
     )
-
-
-def _name(row: Row) -> str:
-    return f"{row['workload']}  {row['layout']:<32} {row['implementation']:<32}"
-
-
-def _line(row: Row) -> str:
-    speed = (
-        f"{row['ms']:>8.1f} ms  {row['tokens_per_s_per_gpu']:>9,.0f} tokens/s/GPU  {row['ratio_to_bf16']:.2f} of BF16"
-    )
-    sent = f"  {row['wire_bytes'] / 1e9:.2f} GB sent" if "wire_bytes" in row else ""
-    speed += f"  waited {row['waited_ms']:.1f} ms ({row['waited_ms'] / row['ms'] - 1:+.1%})"
-    return f"{speed}  {row['peak_gib']:.1f} GiB{sent}  loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}"

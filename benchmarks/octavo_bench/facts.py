@@ -34,6 +34,7 @@ from octavo.recipes import Recipe
 from octavo.recipes.spec import MOST_MARGIN
 from octavo.train.config import LEVELS, RunConfig
 from octavo_bench import ladder
+from octavo_bench.kind import kinds
 from octavo_bench.passes import (
     Pass,
     Shape,
@@ -46,7 +47,6 @@ from octavo_bench.passes import (
     recomputed,
 )
 from octavo_bench.render import table
-from octavo_bench.results import KINDS
 
 FIELD_HEADER = ("key", "type or choices", "default", "meaning")
 
@@ -168,8 +168,8 @@ def calibration_file_table() -> str:
 def result_kind_table() -> str:
     """Return, for each kind of result, the keys that a row must have."""
     rows = [
-        (f"`{kind}`", ", ".join(f"`{key}` ({required.__name__})" for key, required in keys.items()))
-        for kind, keys in KINDS.items()
+        (f"`{name}`", ", ".join(f"`{key}` ({required.__name__})" for key, required in kind.keys.items()))
+        for name, kind in kinds().items()
     ]
     return table(("kind", "keys of a row"), rows)
 

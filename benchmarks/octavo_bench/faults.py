@@ -34,8 +34,9 @@ from octavo.train.parallel import ranks_of
 from octavo.train.run import Trainer, train
 from octavo.train.setup import set_up
 from octavo.train.state_tensors import restore_tensors
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.fault_cases import FAULTS, Fault
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, by_result, device_named, known, positive
+from octavo_bench.render import figures, has_failed
 from octavo_bench.results import Row
 
 TRAINED = 3000
@@ -46,6 +47,74 @@ CLEAN = 1000
 """Steps of each clean run."""
 WITHIN = 20
 """Steps within which a fault must be noted."""
+
+
+def _derived(row: Row) -> Row:
+    if not row["fault"]:
+        return {}
+    found = {"after": row["detected_step"] - row["struck_step"]} if "detected_step" in row else {"rule": "not noted"}
+    ended = " and ".join(mode for mode in ("watching", "acting") if row.get(f"ended_{mode}"))
+    return {**found, "ended": ended, "right": "yes" if row["is_attributed"] else f"no: {row.get('expected', '')}"}
+
+
+def in_words(rows: Sequence[Row]) -> str:
+    """Return in words how many faults were noted and attributed, what acting cost, and what was not seen."""
+    struck = [row for row in _struck(rows) if "costs" in row]
+    if not struck:
+        return "*Not measured yet on a trained model.*"
+    noted = [row for row in struck if row.get("costs") and row["is_noted"]]
+    expected = [(row, *row["expected"].partition(" ")[::2]) for row in noted]
+    in_layer = [(row, layer) for row, _, layer in expected if layer]
+    both = [row for row in struck if row.get("watched_change") is not None and row["final_loss_change"] is not None]
+    worse = max((row["final_loss_change"] - row["watched_change"] for row in both), default=0.0)
+    ended = sum(bool(row.get("ended_acting")) and not row["ended_watching"] for row in struck)
+    unseen = [row["fault"] for row in struck if "detected_step" not in row]
+    clean = [row for row in rows if "alarms" in row]
+    costly = sum(row.get("costs", False) for row in struck)
+    return (
+        f"Of {len(struck)} faults {costly} cost more than 1 % of the held-out loss,"
+        f" or ended the run. {len(noted)} of these were noted within 20 steps; the cause was right in"
+        f" {sum(row['cause'] == cause for row, cause, _ in expected)}, the layer in"
+        f" {sum(row['layer'] == layer for row, layer in in_layer)} of the {len(in_layer)} that have one. Acting ended"
+        f" {ended} runs that watching did not, and was at most {worse:.2f} % worse. Not seen:"
+        f" {', '.join(unseen) or 'none'}. Clean: {sum(row['alarms'] for row in clean)} alarms in"
+        f" {sum(row['steps'] for row in clean):,} steps over {len(clean)} configurations."
+    )
+
+
+def _struck(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["fault"] and not has_failed(row)]
+
+
+KIND: Kind = Kind(
+    name="faults",
+    keys={"fault": str, "struck_step": int, "layer": str, "cause": str, "recovered": bool},
+    columns=(
+        ("class", "{class}"),
+        ("fault", "{fault}"),
+        ("pace", "{pace}"),
+        ("held-out loss, watched", "{watched_change:+.2f} %"),
+        ("acted on", "{final_loss_change:+.2f} %"),
+        ("noted after", "{after} steps"),
+        ("rule", "{rule}"),
+        ("cause found", "{cause}"),
+        ("layer found", "{layer}"),
+        ("right", "{right}"),
+    ),
+    names=3,
+    told=(
+        ("action", "{action}"),
+        ("ended when", "{ended}"),
+        ("clean", "{configuration}"),
+        ("steps", "{steps}"),
+        ("alarms", "{alarms}"),
+        ("text", "{text}"),
+    ),
+    derived=_derived,
+    show=lambda rows: figures(KIND.columns, KIND.with_derived(_struck(rows)), KIND.names),
+    tables={"faults-summary": by_result("faults", in_words)},
+    session=("fault", "configuration"),
+)
 
 
 class Struck(Trainer):
@@ -361,17 +430,5 @@ def command(
         bench = Bench(out=out or Path(passing), device=device)
         undisturbed = bench_clean(bench, steps=clean, jobs=jobs) if clean else ()
         made = chain(bench_faults(chosen, bench, jobs=jobs), undisturbed)
-        line = command_line("octavo bench faults", fault=fault, clean=clean, jobs=jobs, device=device)
-        rows = output.keep("faults", made, line, lambda row: output.say(_line(row)), device=device)
+        rows = output.keep(KIND, made, f"--device {device}", device=device, fault=fault, clean=clean, jobs=jobs)
     return int(any(row.get("alarms") or (row.get("costs") and not row["is_noted"]) for row in rows))
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    if not row["fault"]:
-        return f"clean, {row['configuration']}: {row['steps']} steps, {row['alarms']} alarms {row['text']}"
-    noted = f"+{row['detected_step'] - row['struck_step']} ({row['rule']})" if "detected_step" in row else "not noted"
-    found = f"{row['cause'] or '-'} {row['layer']}".strip()
-    ended = "".join(f" ENDED {mode}" for mode in ("watching", "acting") if row[f"ended_{mode}"])
-    changes = "/".join("-" if c is None else f"{c:+.2f}" for c in (row["watched_change"], row["final_loss_change"]))
-    right = "" if row["is_attributed"] else f" (expected {row['expected']})"
-    return f"{row['fault']}: {noted}, {found}{right}; {row.get('action') or 'no action'}; {changes} %{ended}"

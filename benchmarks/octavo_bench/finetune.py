@@ -19,7 +19,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.train.config import DataConfig, LoopConfig, LoraConfig, OptimizerConfig, RunConfig
-from octavo_bench.cli import TO_STDOUT, Output, command_line, numbers
+from octavo_bench.kind import TO_STDOUT, Kind, Output, numbers
 from octavo_bench.results import Row
 
 TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
@@ -36,6 +36,37 @@ METHODS: dict[str, dict[str, Any]] = {
 LETTERS, LENGTHS = "abcdefghijklmnop", (3, 8)
 """Long words are harder, so that neither precision answers everything."""
 SEQUENCE = 128
+
+
+def within_error(row: Row) -> bool:
+    """Return whether the accuracies of a row differ by at most two standard errors of their difference.
+
+    Where both answer alike the error is 0; then one conversation counts as the error.
+    """
+    error = max(row["difference_error"], 100 / row["samples"])
+    return math.isclose(row["difference"], 0) or abs(row["difference"]) <= 2 * error
+
+
+KIND = Kind(
+    name="finetune",
+    keys={
+        "method": str, "task": str, "seed": int, "samples": int, "fp8": float, "fp8_error": float, "bf16": float,
+        "bf16_error": float, "difference": float, "difference_error": float,
+    },
+    columns=(
+        ("trained", "{method}"),
+        ("task", "{task}"),
+        ("seed", "{seed}"),
+        ("FP8", "{fp8:.1f} ± {fp8_error:.1f} %"),
+        ("BF16", "{bf16:.1f} ± {bf16_error:.1f} %"),
+        ("difference", "{difference:+z.1f} ± {difference_error:.1f} %"),
+        ("held-out answers", "{samples}"),
+    ),
+    names=3,
+    told=(("within two standard errors:", "{within}"),),
+    derived=lambda row: {"within": "yes" if within_error(row) else "no"},
+    may_fail=False,
+)  # fmt: skip
 MODEL = {"dim": 64, "layers": 2, "heads": 4, "vocab": 272, "sequence": SEQUENCE}
 
 
@@ -109,15 +140,6 @@ def rows_of(summary: dict[str, Any], method: str, seed: int) -> Iterator[Row]:
         yield {"method": method, "task": task, "seed": seed, "samples": found["samples"], **figures, **losses}
 
 
-def within_error(row: Row) -> bool:
-    """Return whether the accuracies of a row differ by at most two standard errors of their difference.
-
-    Where both answer alike the error is 0; then one conversation counts as the error.
-    """
-    error = max(row["difference_error"], 100 / row["samples"])
-    return math.isclose(row["difference"], 0) or abs(row["difference"]) <= 2 * error
-
-
 def command(
     *, seeds: str = "0,1", pretraining: int = 1200, steps: int = 300, count: int = 1200, output: Output = TO_STDOUT
 ) -> int:
@@ -149,11 +171,5 @@ def command(
             for method, seed in product(METHODS, numbers(seeds)):
                 yield from rows_of(finetune(folder, base, chat, method, seed, steps), method, seed)
 
-    line = command_line("octavo bench finetune", seeds=seeds, pretraining=pretraining, steps=steps, count=count)
-    return output.finish("finetune", rows(), line, lambda row: output.say(_line(row)), device="cpu")
-
-
-def _line(row: Row) -> str:
-    shown = [f"{m} {row[m]:.1f} ± {row[f'{m}_error']:.1f} %" for m in ("fp8", "bf16", "difference")]
-    near = "" if within_error(row) else ", beyond two standard errors"
-    return f"{row['method']}, seed {row['seed']}, {row['task']}: {', '.join(shown)}{near}"
+    flags = {"seeds": seeds, "pretraining": pretraining, "steps": steps, "count": count}
+    return output.finish(KIND, rows(), device="cpu", **flags)

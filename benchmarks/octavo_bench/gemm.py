@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels.gemm import KERNELS
 from octavo.monitor.system import SystemProbe
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, positive
 from octavo_bench.implementations import BF16
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, positive
 from octavo_bench.rates import Shape, energy_row, normal, quantized
+from octavo_bench.render import grouped, has_failed, table
 from octavo_bench.results import Row
-from octavo_bench.timing import attempt, beside, median_ms
+from octavo_bench.timing import Case, attempts, beside_first, median_ms
 
 SHAPES: tuple[Shape, ...] = (
     (8192, 8192, 8192),
@@ -43,8 +44,45 @@ OPERANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 """Granularity of the operands' scales, and the accumulations that a kernel may use."""
 
 
+def by_kernel(rows: Sequence[Row]) -> str:
+    """Return a line per shape and a column per kernel: TFLOP/s, and times BF16's in brackets."""
+    keys = ("kernel", "operands", "accumulate")
+    columns = grouped(rows, *keys)
+    titles = ("BF16" if kernel == BF16 else f"{scales}, {sums}: `{kernel}`" for kernel, scales, sums in columns)
+    body = []
+    for (shape,), of_shape in grouped(rows, "shape").items():
+        cells = {key: _cell(of_kernel[0]) for key, of_kernel in grouped(of_shape, *keys).items()}
+        body.append((shape.replace("x", " x "), *(cells.get(column, "") for column in columns)))
+    return table(("M x N x K", *titles), body)
+
+
+def _cell(row: Row) -> str:
+    if has_failed(row):
+        return f"failed: {row['error']}"
+    return f"{row['tflops']:,.0f}" + ("" if row["kernel"] == BF16 else f" ({row['ratio_to_bf16']:.2f})")
+
+
+KIND = Kind(
+    name="gemm",
+    keys={
+        "shape": str, "kernel": str, "operands": str, "accumulate": str, "tflops": float, "ratio_to_bf16": float,
+    },
+    columns=(
+        ("M x N x K", "{shape}"),
+        ("kernel", "{kernel}"),
+        ("scales", "{operands}"),
+        ("accumulation", "{accumulate}"),
+        ("TFLOP/s", "{tflops:.1f}"),
+        ("times BF16's speed", "{ratio_to_bf16:.2f}"),
+        ("pJ per FLOP", "{pj_per_flop:.2f}"),
+    ),
+    names=4,
+    show=by_kernel,
+)  # fmt: skip
+
+
 def bench_gemm(shapes: tuple[Shape, ...] = SHAPES, *, device: str = "cuda", repeats: int = 20) -> Iterator[Row]:
-    """Yield one row for each shape and kernel that takes such operands, as the result kind `gemm` has them.
+    """Yield one row for each shape and kernel that takes such operands.
 
     A kernel that fails has a row with `error` and no figures, and the others go on.
 
@@ -52,11 +90,7 @@ def bench_gemm(shapes: tuple[Shape, ...] = SHAPES, *, device: str = "cuda", repe
         repeats: calls to time; the median counts.
     """
     for shape in shapes:
-        baseline: Row | None = None
-        for about, call in _candidates(shape, device):
-            row = attempt(about, partial(_measure, shape, call, device, repeats))
-            baseline = baseline or row
-            yield beside(row, baseline)
+        yield from beside_first(attempts(_cases(shape, device, repeats)))
 
 
 def _measure(shape: Shape, call: Callable[[], Tensor], device: str, repeats: int) -> Row:
@@ -65,8 +99,13 @@ def _measure(shape: Shape, call: Callable[[], Tensor], device: str, repeats: int
     return row | (_energy(shape, call, ms) if device == "cuda" else {})
 
 
-def _candidates(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], Tensor]]]:
-    """Yield the calls to time on one shape, BF16 first."""
+def _cases(shape: Shape, device: str, repeats: int) -> Iterator[Case]:
+    """Yield the kernels to time on one shape, BF16 first."""
+    for about, call in _calls(shape, device):
+        yield about, partial(_measure, shape, call, device, repeats)
+
+
+def _calls(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], Tensor]]]:
     name = "x".join(map(str, shape))
     a_MK, b_NK = normal(shape, device)
     yield {"shape": name, "kernel": BF16, "operands": BF16, "accumulate": "slow"}, lambda: a_MK @ b_NK.t()
@@ -126,14 +165,4 @@ def command(*, shape: Names = (), device: str = "auto", repeats: int = 20, outpu
     """
     shapes, repeats = tuple(map(parse_shape, shape)) or SHAPES, positive("--repeats", repeats)
     rows = bench_gemm(shapes, device=device_named(device), repeats=repeats)
-    line = command_line("octavo bench gemm", shape=shape, repeats=repeats)
-    return output.finish("gemm", rows, line, output.lines(_name, _line), device=device)
-
-
-def _name(row: Row) -> str:
-    return f"{row['shape']:<18} {row['kernel']:<18} {row['operands']:<16} {row['accumulate']:<5}"
-
-
-def _line(row: Row) -> str:
-    energy = f"  {row['pj_per_flop']:.2f} pJ/FLOP" if "pj_per_flop" in row else ""
-    return f"{row['tflops']:>8.1f} TFLOP/s  {row['ratio_to_bf16']:.2f} x BF16{energy}"
+    return output.finish(KIND, rows, device=device, shape=shape, repeats=repeats)

@@ -26,16 +26,33 @@ from torch import nn
 import octavo
 from octavo.errors import NonFiniteError, UnsupportedError
 from octavo.train.timing import synchronize
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
 from octavo_bench.implementations import BF16, TORCHAO, convert_torchao
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
 from octavo_bench.results import Row
-from octavo_bench.timing import attempt, beside, peak_gib
+from octavo_bench.timing import attempts, beside_first, peak_gib
 
 WARM_UP = 4
 """Steps before the time begins: the first ones compile and tune."""
 MODES = ("eager", "torch_compile", "torch_compile_causal")
 CAUSAL = "sdpa_causal"
 """Name of transformers' own attention function where no mask is made for it."""
+KIND = Kind(
+    name="hf",
+    keys={
+        "model": str, "mode": str, "implementation": str, "tokens_per_s": float, "ratio_to_bf16": float,
+        "peak_gib": float,
+    },
+    columns=(
+        ("model", "{model}"),
+        ("mode", "{mode}"),
+        ("implementation", "{implementation}"),
+        ("tokens/s", "{tokens_per_s:,.0f}"),
+        ("times BF16's speed", "{ratio_to_bf16:.2f}"),
+        ("peak GiB", "{peak_gib:.1f}"),
+    ),
+    names=3,
+    told=(("loss", "{loss:.4f}"),),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +102,7 @@ def bench_hf(
     device: str = "cuda",
     steps: int = 12,
 ) -> Iterator[Row]:
-    """Yield a row per mode and implementation, as the result kind `hf` has them; one that fails has `error`.
+    """Yield a row per mode and implementation; one that fails has `error`.
 
     Args:
         only: implementations beside BF16; all if empty.
@@ -101,12 +118,12 @@ def bench_hf(
     found = implementations(model.batch * model.sequence)
     chosen = {BF16, *(known("--only", name, list(found), "implementation") for name in only or found)}
     for mode in modes:
-        baseline: Row | None = None
-        for name in (name for name in found if name in chosen):
-            about: Row = {"model": model.name, "mode": mode, "implementation": name, "shape": asdict(model)}
-            row = attempt(about, partial(_measure, model, found[name], mode, device, steps), device)
-            baseline = baseline or row
-            yield beside(row, baseline)
+        cases = (
+            ({"model": model.name, "mode": mode, "implementation": name, "shape": asdict(model)},
+             partial(_measure, model, convert, mode, device, steps))
+            for name, convert in found.items() if name in chosen
+        )  # fmt: skip
+        yield from beside_first(attempts(cases, device))
 
 
 def _measure(model: Model, convert: Callable[[nn.Module], object], mode: str, device: str, steps: int) -> Row:
@@ -236,14 +253,4 @@ def command(
     modes = tuple(known("--mode", one, MODES, "mode") for one in mode)
     device, steps = device_named(device), positive("--steps", steps)
     rows = bench_hf(chosen, only, modes, device=device, steps=steps)
-    line = command_line("octavo bench hf", model=model, mode=mode, only=only, steps=steps)
-    return output.finish("hf", rows, line, output.lines(_name, _figures), device=device)
-
-
-def _name(row: Row) -> str:
-    return f"{row['model']:<11} {row['mode']:<21} {row['implementation']:<30}"
-
-
-def _figures(row: Row) -> str:
-    speed = f"{row['tokens_per_s']:>9,} tokens/s  {row['ratio_to_bf16']:.2f} x BF16"
-    return f"{speed}  {row['peak_gib']:.1f} GiB  loss {row['loss']:.4f}"
+    return output.finish(KIND, rows, device=device, model=model, mode=mode, only=only, steps=steps)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedError
 from octavo.train.timing import Kernel, busy
-from octavo_bench.cli import TO_STDOUT, Output, command_line, known, positive
 from octavo_bench.implementations import BF16, TORCHAO, Implementation, implementations
+from octavo_bench.kind import TO_STDOUT, Kind, Output, known, positive
 from octavo_bench.results import Row
 from octavo_bench.timing import attempt
 
@@ -36,6 +36,20 @@ WARM_UP_STEPS = 10
 STEPS = 50
 """Timed steps; the median counts."""
 PROFILED_STEPS = 5
+KIND = Kind(
+    name="host",
+    keys={"implementation": str, "mode": str, "ms_per_block": float, "launches_per_block": float},
+    columns=(
+        ("implementation", "{implementation}"),
+        ("mode", "{mode}"),
+        ("host ms per block", "{ms_per_block:.2f}"),
+        ("GPU ms per block", "{gpu_ms_per_block:.2f}"),
+        ("launches per block", "{launches_per_block:.1f}"),
+        ("copies per block", "{copies_per_block:.1f}"),
+        ("compiled pieces per block", "{pieces_per_block:.1f}"),
+    ),
+    names=2,
+)
 
 
 class Block(nn.Module):
@@ -143,7 +157,7 @@ class Launches:
 
 
 def bench_host(recipes: Sequence[str] = ("folded",), *, steps: int = STEPS) -> Iterator[Row]:
-    """Yield one row per implementation and mode, as the result kind `host` has them, once all are timed.
+    """Yield one row per implementation and mode, once all are timed.
 
     Args:
         recipes: Octavo recipes to time beside BF16 and torchao's tensorwise.
@@ -273,17 +287,4 @@ def command(*, recipes: str = "folded", steps: int = STEPS, output: Output = TO_
         Steps timed, after a warm-up, 30 or more; the median counts.
     """
     rows = bench_host(recipes.split(","), steps=positive("--steps", steps))
-    line = command_line("octavo bench host", "--recipes", recipes, steps=steps)
-    return output.finish("host", rows, line, output.lines(_name, _line), device="cuda")
-
-
-def _name(row: Row) -> str:
-    return f"{row['implementation']:24} {row['mode']:9}"
-
-
-def _line(row: Row) -> str:
-    return (
-        f"host {row['ms_per_block']:7.3f} ms, GPU {row['gpu_ms_per_block']:6.3f} ms, "
-        f"{row['launches_per_block']:6.1f} launches, {row['copies_per_block']:4.1f} copies, "
-        f"{row['pieces_per_block']:3.1f} compiled pieces per block"
-    )
+    return output.finish(KIND, rows, device="cuda", recipes=recipes, steps=steps)

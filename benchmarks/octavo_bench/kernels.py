@@ -34,7 +34,7 @@ from octavo.kernels.rotary import rotate
 from octavo.kernels.transpose import transpose
 from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import PER_ROW, Quantized, dequantize
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, positive
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, positive
 from octavo_bench.rates import copy_rate
 from octavo_bench.results import Row
 from octavo_bench.timing import attempt, median_ms
@@ -51,6 +51,24 @@ CHUNK = 4096
 """Tokens whose logits are computed at a time."""
 SMALL = (128, 256)
 """The largest shape on a CPU, where only the result counts."""
+
+
+KIND = Kind(
+    name="kernels",
+    keys={
+        "kernel": str, "shape": str, "ms": float, "bytes": int, "passes": int, "gb_per_s": float,
+        "ratio_to_copy": float,
+    },
+    columns=(
+        ("kernel", "{kernel}"),
+        ("shape", "{shape}"),
+        ("ms", "{ms:.3f}"),
+        ("passes", "{passes}"),
+        ("GB/s", "{gb_per_s:,.0f}"),
+        ("of a copy's", "{ratio_to_copy:.2f}"),
+    ),
+    names=2,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +107,7 @@ class Draw:
 
 
 def bench_kernels(names: tuple[str, ...] = (), *, device: str = "cuda", repeats: int = 20) -> Iterator[Row]:
-    """Yield one row per kernel and shape, as the result kind `kernels` has them.
+    """Yield one row per kernel and shape.
 
     A kernel that fails, or that only its slow reference can replace, has a row with `error` and no figures, and
     the others go on. On a CPU it is the references that run, on small shapes.
@@ -276,13 +294,4 @@ def command(*, only: Names = (), device: str = "auto", repeats: int = 20, output
             raise ConfigError(f"--only: no kernel begins with '{start}'.{near} Kernels: {', '.join(names)}.")
     repeats = positive("--repeats", repeats)
     rows = bench_kernels(only, device=device_named(device), repeats=repeats)
-    line = command_line("octavo bench kernels", only=only, repeats=repeats)
-    return output.finish("kernels", rows, line, output.lines(_name, _line), device=device)
-
-
-def _name(row: Row) -> str:
-    return f"{row['kernel']:<30} {row['shape']:<15}"
-
-
-def _line(row: Row) -> str:
-    return f"{row['ms']:>8.3f} ms  {row['gb_per_s']:>7.1f} GB/s  {row['ratio_to_copy']:.2f} of a copy's"
+    return output.finish(KIND, rows, device=device, only=only, repeats=repeats)

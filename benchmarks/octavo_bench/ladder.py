@@ -1,4 +1,4 @@
-"""What the pairs of `octavo bench parity` show: gaps with intervals that hold at any time, verdicts, tables.
+"""What the pairs of `octavo bench parity` show: gaps with anytime-valid intervals, verdicts, tables.
 
 docs/explanation/parity-protocol.md has the reasons and the sources of the formulas.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -16,12 +17,12 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.factory import model_name
 from octavo.train.evaluate import student
-from octavo_bench.cli import known
 from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, fit, over_seeds
 from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
+from octavo_bench.kind import known
 from octavo_bench.lanes import BF16, NULL, Training
 from octavo_bench.render import grouped, table
-from octavo_bench.results import SUBJECTS, Result, Row, load
+from octavo_bench.results import Result, Row, load
 
 PROTOCOL = 2
 """Number of the protocol. Runs of another are not pooled with these: those of the first are the pilot."""
@@ -31,17 +32,20 @@ FRESH = 0.2
 """Last share of a run over which the training loss is averaged."""
 LOSSES = {"fresh_loss": "training loss over the last fifth", "heldout_loss": "held-out loss"}
 """What a gap may be of: the first, if all runs have it, decides."""
-KIND = "ladder"
-"""Kind of the result files that hold the runs."""
-GATE = 0.10
-"""Percent: a recipe passes when the interval of its gap lies within plus and minus this."""
+NAME = "ladder"
+"""Name of the kind of result files that hold the runs."""
+MARGIN = 0.10
+"""Equivalence margin, percent: a recipe passes when the interval of its gap lies within plus and minus this."""
 AIM = 0.05
-"""Percent: the half width that a study aims at."""
+"""Target half width of an interval, percent."""
 ALL = "mean of the recipes"
+INCONCLUSIVE = "inconclusive"
 STUDY = ("model", "tokens", "condition")
 """Keys that the runs of a study share: one row of gaps per recipe."""
 BLOCK = (*STUDY, "seed", "text", "machine")
 """Keys that the runs of a block share."""
+RUN = ("protocol", *BLOCK, "recipe")
+"""Keys that tell runs apart."""
 
 
 def _llama(dim: int, layers: int, ffn: int, sequence: int) -> ModelConfig:
@@ -124,49 +128,49 @@ class Gap:
 
     @property
     def half_width(self) -> float | None:
-        """Half of the 95 % interval that holds at any time; None while it is unbounded."""
+        """Half width of the anytime-valid 95 % interval; None while it is unbounded."""
         return at_any_time(self.differences).half_width
 
     @property
     def half_width_once(self) -> float | None:
-        """Half of the 95 % interval for a single look: Student's t."""
+        """Half width of the 95 % interval for a number of pairs fixed in advance: Student's t."""
         return over_seeds(self.differences).half_width
 
     @property
-    def visible(self) -> float | None:
-        """Smallest true gap that this many pairs show, by an interval without 0, in four studies of five."""
+    def detectable(self) -> float | None:
+        """Minimum detectable gap: with so many pairs the interval excludes 0 with 80 % power."""
         if self.half_width is None or self.spread is None:
             return None
         return self.half_width + _POWER * self.spread / math.sqrt(len(self.differences))
 
     @property
     def wanted(self) -> int | None:
-        """Number of pairs with which half of the interval at any time is `AIM`, if pairs go on to spread like this."""
+        """Number of pairs for an anytime-valid interval of half width `AIM`, if pairs keep this standard deviation."""
         return None if not self.spread else pairs_for(AIM / self.spread)
 
     @property
     def verdict(self) -> str:
-        """Verdict by the gate."""
+        """Verdict by the equivalence margin."""
         if self.failures:
             return "fails: diverged"
         if self.half_width is None:
-            return "open"
+            return INCONCLUSIVE
         low, high = self.mean - self.half_width, self.mean + self.half_width
-        if low >= -GATE and high <= GATE:
+        if low >= -MARGIN and high <= MARGIN:
             return "passes"
-        if low > GATE or high < -GATE:
+        if low > MARGIN or high < -MARGIN:
             return "fails"
-        return "a gap, of open size" if low > 0 or high < 0 else "open"
+        return f"{INCONCLUSIVE}, nonzero" if low > 0 or high < 0 else INCONCLUSIVE
 
 
 def is_settled(rows: Sequence[Row], arms: Sequence[str]) -> bool:
     """Return whether every recipe of these arms passes or fails in the runs of a study."""
     found = {gap.arm: gap.verdict for gap in gaps(rows)} if rows else {}
-    return all(found.get(arm, "open").startswith(("passes", "fails")) for arm in arms if arm not in (BF16, NULL))
+    return all(found.get(arm, INCONCLUSIVE).startswith(("passes", "fails")) for arm in arms if arm not in (BF16, NULL))
 
 
 def pairs_for(half_width: float) -> int:
-    """Return the least number of pairs whose interval at any time has this half width, in spreads of the pairs."""
+    """Return the least number of pairs for an anytime-valid half width, in standard deviations of a pair."""
     pairs = 5
     while (errors_at_any_time(pairs) or math.inf) > half_width * math.sqrt(pairs):
         pairs += max(1, pairs // 50)
@@ -181,10 +185,10 @@ def decisive(rows: Sequence[Row]) -> str:
 def gaps(
     rows: Sequence[Row], loss: str | None = None, baseline: str | None = None, beside: str | None = None
 ) -> list[Gap]:
-    """Return the gaps of one study's arms: the null, the mean of the recipes, and each recipe.
+    """Return the gaps of one study's arms: the control, the mean of the recipes, and each recipe.
 
-    A recipe is compared with the mean of both BF16 runs of its block, the null with the first. A block whose BF16 did
-    not stay finite is left out. The mean of the recipes is that of the unchanged ones, in blocks that have all of them.
+    A recipe is compared with the mean of both BF16 runs of its block, the control with the first. A block with a
+    BF16 run that is not finite is left out. The mean of the recipes is of the unchanged ones, in blocks that have all.
 
     Args:
         rows: runs of one study.
@@ -240,20 +244,20 @@ HEADER = (
     "recipe",
     "pairs",
     "gap",
-    "95 % at any time",
-    "95 % for one look",
-    "spread of pairs",
-    "smallest gap that would show",
+    "95 %, anytime-valid",
+    "95 %, fixed n",
+    "standard deviation",
+    "minimum detectable gap",
     f"pairs for ± {AIM:.2f} %",
-    f"within ± {GATE:.2f} %",
+    f"margin ± {MARGIN:.2f} %",
 )
 CROSSED = (
-    "held-out loss",
-    "as trained",
-    "its weights in BF16",
-    "BF16's weights in FP8",
+    "held-out gap",
+    "FP8 model, as trained",
+    "FP8 model, in BF16",
+    "BF16 model, in FP8",
     "both in FP8",
-    f"within ± {GATE:.2f} %",
+    f"both in FP8: margin ± {MARGIN:.2f} %",
 )
 
 
@@ -264,14 +268,14 @@ def _of_study(rows: Sequence[Row]) -> str:
     hours = sum(row.get("seconds", 0.0) for row in rows) / 3600
     losses = [row[loss] for row in rows if row["recipe"] == BF16 and "error" not in row]
     bf16 = f"BF16's {LOSSES[loss]} is {fmean(losses):.4f} nats per token" if losses else "BF16 has no finite loss"
-    spread = f", its seeds spread by {100 * stdev(losses) / fmean(losses):.2f} %" if len(losses) > 1 else ""
+    spread = f", standard deviation over seeds {100 * stdev(losses) / fmean(losses):.2f} %" if len(losses) > 1 else ""
     title = f"**{model}, {tokens:,} tokens, {condition}: {LOSSES[loss]}**"
     tables = "\n\n".join(filter(None, (table(HEADER, body), _crossed(rows))))
-    return f"{title}\n\n{tables}\n\n{bf16}{spread}. Hours of training: {hours:.2f}."
+    return f"{title}\n\n{tables}\n\n{bf16}{spread}. Training time: {hours:.2f} h."
 
 
 def _crossed(rows: Sequence[Row]) -> str:
-    """Return a table of the held-out gaps of both models in both precisions; empty where BF16's alone was computed."""
+    """Return a table of the held-out gaps of both models in both precisions; empty where only one was evaluated."""
     if not any("heldout_bf16_loss" in row for row in rows):
         return ""
     keys = ("heldout_loss", "heldout_bf16_loss", "heldout_of_bf16_loss")
@@ -300,6 +304,23 @@ def _with(rows: Sequence[Row], loss: str) -> list[Row]:
     return [row for row in rows if loss in row or "error" in row or row["recipe"] in (BF16, NULL)]
 
 
+SUMMARY = ("folded", "folded+run.last_share=0.3")
+"""Recipes of the summary."""
+
+
+def summary_table(directory: Path) -> str:
+    """Return a line per study with the gaps and verdicts of the default and of its main remedy; empty without pairs."""
+    body = []
+    for own in sorted(studies(read_rows(directory)), key=lambda rows: str(rows[0]["condition"])):
+        found = {gap.arm: gap for gap in gaps(own) if gap.differences}
+        shown = [found.get(arm) for arm in SUMMARY]
+        if any(shown):
+            cells = ((str(len(gap.differences)), _interval(gap), gap.verdict) if gap else ("",) * 3 for gap in shown)
+            body.append((own[0]["condition"], own[0]["model"], *chain.from_iterable(cells)))
+    header = ("condition", "model", *chain.from_iterable(("pairs", f"`{arm}`", "verdict") for arm in SUMMARY))
+    return table(header, body) if body else ""
+
+
 def _interval(gap: Gap | None) -> str:
     if gap is None or not gap.differences:
         return ""
@@ -318,7 +339,7 @@ def _line(gap: Gap) -> tuple[str, ...]:
         _percent(gap.half_width, "± ") or "unbounded",
         _percent(gap.half_width_once, "± "),
         _percent(gap.spread),
-        _percent(gap.visible),
+        _percent(gap.detectable),
         f"{gap.wanted:,}" if gap.wanted else "",
         verdict,
     )
@@ -361,20 +382,20 @@ def constant_table() -> str:
     own = next(iter(SIZES.values()))
     body = (
         ("protocol", str(PROTOCOL)),
-        ("gate for the mean gap", f"± {GATE:.2f} %"),
-        ("loss that decides", f"{LOSSES['fresh_loss']}, over text in its first pass; held-out loss elsewhere"),
+        ("equivalence margin for the mean gap", f"± {MARGIN:.2f} %"),
+        ("primary loss", f"{LOSSES['fresh_loss']} if no text is repeated, else held-out loss"),
         ("first seed", str(FIRST_SEED)),
-        ("confidence of an interval", f"{1 - LEVEL:.0%}".replace("%", " %")),
-        ("half width to aim at", f"± {AIM:.2f} %"),
+        ("confidence level", f"{1 - LEVEL:.0%}".replace("%", " %")),
+        ("target half width of the interval", f"± {AIM:.2f} %"),
         ("warm-up of the learning rate", f"{100 * own.warmup:g} % of the steps"),
-        ("documents held out", f"{100 * HELDOUT_SHARE:g} %, up to {HELDOUT_BYTES:,} bytes per language"),
+        ("held-out documents", f"{100 * HELDOUT_SHARE:g} %, up to {HELDOUT_BYTES:,} bytes per language"),
     )
     return table(("fixed", "value"), body)
 
 
 def interval_table() -> str:
-    """Return half widths of the 95 % intervals, and gaps that would show, in spreads of the pairs."""
-    header = ("pairs", "half of the interval at any time", "for one look", "gap that shows in four studies of five")
+    """Return half widths of the 95 % intervals and minimum detectable gaps, in standard deviations of a pair."""
+    header = ("pairs", "half width, anytime-valid", "half width, fixed n", "minimum detectable gap, 80 % power")
     body = []
     for pairs in (8, 16, 32, 64, 128, 256, 512):
         errors = errors_at_any_time(pairs) or math.inf
@@ -385,7 +406,7 @@ def interval_table() -> str:
 
 LARGE_SLOPE = 0.050
 """Of the loss of large language models by compute, both in logarithms (Kaplan et al. 2020, equation 1.3)."""
-WORTH = ("model", "compute", "BF16's loss", "{arm}'s gap", "worth in compute", "worth by the slope of large models")
+WORTH = ("model", "compute", "BF16's loss", "{arm}'s gap", "extra compute, ladder", "extra compute, large models")
 
 
 class Rung(NamedTuple):
@@ -417,7 +438,7 @@ def rungs(rows: Sequence[Row], condition: str) -> list[Rung]:
 
 
 def worth_table(directory: Path, arm: str = "folded", condition: str = "half") -> str:
-    """Return what the gaps of a recipe are worth in BF16's compute, by dense size; empty without two sizes.
+    """Return the extra compute that would close a recipe's gap, by dense size; empty without two sizes.
 
     Compute is 6 FLOPs per parameter and token (Kaplan et al. 2020, section 2.1). Sizes of equal tokens per parameter
     give the slope of the logarithm of BF16's loss over that of compute, between a size and its neighbours.
@@ -438,14 +459,14 @@ FEWEST_SIZES, FEWEST_PAIRS = 4, 3
 """Sizes that make a line, and pairs that make a size of it."""
 BEYOND = {"100 M": 1e8, "1 B": 1e9, "8 B": 8e9}
 """Parameters that the ladder is extrapolated to."""
-TREND = ("condition", "recipe", "sizes", "pairs", "gap per tenfold parameters", *(f"at {name}" for name in BEYOND))
+TREND = ("condition", "recipe", "sizes", "pairs", "slope per 10x parameters", *(f"at {name}" for name in BEYOND))
 
 
 def trend_table(directory: Path) -> str:
     """Return the ladder's gaps extrapolated by a line in the logarithm of parameters, with 95 % intervals.
 
     Each size counts once, by the mean of its pairs, whose error is part of the scatter about the line. The intervals
-    are for a single look, and assume linearity beyond the data. Empty without a recipe of four sizes.
+    are for a fixed n, and assume linearity beyond the data. Empty without a recipe of four sizes.
     """
     rows, body = read_rows(directory), []
     for condition in dict.fromkeys(row["condition"] for row in rows):
@@ -474,7 +495,7 @@ def read_rows(*directories: Path, pilot: bool = False) -> list[Row]:
     runs: dict[tuple[Any, ...], Row] = {}
     for row in (row for directory in directories for result in _files(directory) for row in result.rows):
         if row.get("pilot", False) if pilot else _is_current(row):
-            runs.setdefault(tuple(row[key] for key in SUBJECTS[KIND]), row)
+            runs.setdefault(tuple(row[key] for key in RUN), row)
     return [*runs.values()]
 
 
@@ -483,4 +504,4 @@ def _is_current(row: Row) -> bool:
 
 
 def _files(directory: Path) -> list[Result]:
-    return [load(path) for path in sorted(directory.glob(f"*-{KIND}.json"))]
+    return [load(path) for path in sorted(directory.glob(f"*-{NAME}.json"))]

@@ -58,7 +58,7 @@ def gaps_data(directory: Path) -> Data:
 
 
 def time_data(directory: Path) -> Data:
-    """Return, per study, the difference of training losses by share of the run: null pairs, and means of FP8 arms.
+    """Return, per study, the difference of training losses by share of the run: controls, and means of FP8 arms.
 
     The arms are the recipes together, and each that ends with fprop in BF16.
     """
@@ -100,7 +100,7 @@ def _percent(losses: Sequence[float], reference: Sequence[float]) -> list[float]
 
 
 def _gap_panel(axes: Any, panel: dict[str, Any]) -> None:
-    axes.axvspan(-ladder.GATE, ladder.GATE, color=LINE, alpha=0.3, lw=0)
+    axes.axvspan(-ladder.MARGIN, ladder.MARGIN, color=LINE, alpha=0.3, lw=0)
     for place, gap in enumerate(reversed(panel["gaps"])):
         tone = NULL_TONE if gap["arm"] == NULL else FP8
         for width, line in ((gap["any"], 1.2), (gap["once"], 4.0)):
@@ -109,7 +109,9 @@ def _gap_panel(axes: Any, panel: dict[str, Any]) -> None:
         axes.plot(gap["mean"], place, "o", color=tone, ms=5)
     labels = [f"{label_of(gap['arm'])} ({gap['pairs']})" for gap in reversed(panel["gaps"])]
     axes.set_yticks(range(len(labels)), labels)
-    axes.set_xlabel("gap to BF16, % (shaded: the gate)\n95 %: for one look (thick), at any time (thin)")
+    axes.set_xlabel(
+        "gap to BF16, % (shaded: equivalence margin)\n95 % intervals: fixed n (thick), anytime-valid (thin)"
+    )
 
 
 def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
@@ -117,7 +119,12 @@ def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
     share = [100 * (at + 0.5) / points for at in range(points)]
     for index, pair in enumerate(panel["null"]):
         axes.plot(
-            share, pair, color=NULL_TONE, lw=0.9, alpha=0.7, label="BF16 + 1 ulp, each pair" if not index else None
+            share,
+            pair,
+            color=NULL_TONE,
+            lw=0.9,
+            alpha=0.7,
+            label="control (BF16 + 1 ulp), each pair" if not index else None,
         )
     if panel["recipes"]:
         means, widths = zip(*panel["recipes"], strict=True)
@@ -130,7 +137,7 @@ def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
         axes.plot(share, curve, color=ENDING_TONES.get(arm.rpartition("=")[2], TEXT), lw=1.4, label=arm)
     axes.axhline(0, color=LINE, lw=0.8)
     axes.set_xlabel("% of the run")
-    axes.set_ylabel("training loss less BF16's, %")
+    axes.set_ylabel("training loss relative to BF16, %")
     axes.legend(frameon=False, fontsize=7.5, labelcolor=TEXT)
 
 

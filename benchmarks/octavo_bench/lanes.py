@@ -34,8 +34,8 @@ from octavo.nn.scaling_state import ScalingState
 from octavo.optim import AdamW, states_named
 from octavo.recipes import Recipe
 from octavo.train.config import LoopConfig
-from octavo_bench.cli import known
 from octavo_bench.installed_text import InstalledText
+from octavo_bench.kind import known
 
 BF16 = "bf16"
 NULL = "bf16 + 1 ulp"

@@ -20,12 +20,29 @@ from octavo.sensitivity.precision_switch import Choice, switchable
 from octavo.sensitivity.result import Localisation
 from octavo.sensitivity.run import TOKENS, Settings, by_sequence, count_batches, localize_subject, subject_of
 from octavo.train.evaluate import standard_error
-from octavo_bench.cli import TO_STDOUT, Output, command_line, device_named
+from octavo_bench.kind import TO_STDOUT, Kind, Output, device_named
 from octavo_bench.results import Row
 
 SINGLE, RANDOM = "single layers", "random maps"
 LEAST = 0.7
 """Lowest acceptable rank correlation of predicted and measured changes of the loss."""
+KIND = Kind(
+    name="localize",
+    keys={"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
+    columns=(
+        ("workload", "{workload}"),
+        ("recipe", "{recipe}"),
+        ("maps", "{maps}"),
+        ("count", "{count}"),
+        ("tokens to predict", "{probe_tokens:,}"),
+        ("tokens to measure", "{heldout_tokens:,}"),
+        ("rank correlation", "{rank_correlation:.3f}"),
+    ),
+    names=3,
+    told=(("standard error of a measured change", "{error:.0e}"),),
+    derived=lambda row: {"count": len(row["predicted"])},
+    may_fail=False,
+)
 
 
 def verify(
@@ -39,7 +56,7 @@ def verify(
     scales: str | None = None,
     report: Report = silent,
 ) -> list[dict[str, Any]]:
-    """Return a row for single layers and a row for random maps, as in the result kind `localize`.
+    """Return a row for single layers and a row for random maps.
 
     Predicted changes are summed over the layers with fprop in FP8; measured is the loss of the model on `batches` minus
     that in high precision. Random maps have any number of layers with equal probability.
@@ -190,12 +207,6 @@ def command(
     settings = Settings(recipe=recipe, tokens=tokens, device=device)
     with progress() as report:
         rows = verify_run(run, settings, maps, verify_tokens, report)
-    flags = {"maps": maps, "recipe": recipe or None, "tokens": tokens, "verify_tokens": verify_tokens}
-    line = command_line("octavo bench localize", run.name, **flags)
-    output.keep("localize", rows, line, lambda row: output.say(_line(row)), device=device_named(device))
+    flags: Row = {"maps": maps, "recipe": recipe, "tokens": tokens, "verify_tokens": verify_tokens}
+    output.keep(KIND, rows, run.name, device=device_named(device), **flags)
     return int(any(row["rank_correlation"] < LEAST for row in rows))
-
-
-def _line(row: Row) -> str:
-    tried = f"{row['maps']}, {len(row['predicted'])} on {row['heldout_tokens']:,} other tokens"
-    return f"{tried}: rank correlation {row['rank_correlation']:.3f} (each measured ± {row['error']:.0e})"

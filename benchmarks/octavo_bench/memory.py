@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
@@ -20,7 +20,9 @@ from octavo.models.llama import Llama
 from octavo.optim import AdamW, keep_none, keep_small
 from octavo.optim.states import States
 from octavo.train.memory import largest_of
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known
+from octavo_bench import results
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known
+from octavo_bench.render import figures, grouped, has_failed
 from octavo_bench.results import Row
 from octavo_bench.timing import attempt, peak_gib
 from octavo_bench.workloads import WORKLOADS, Workload
@@ -28,6 +30,45 @@ from octavo_bench.workloads import WORKLOADS, Workload
 USABLE = 0.95
 """Share of a GPU's memory that the largest model may take: the rest is the driver's, and the allocator's fragments."""
 
+
+def by_workload(rows: Sequence[Row]) -> str:
+    """Return one line per workload and case: parameters, measured and predicted peak, and the forecast by kind."""
+    shown = list[Row]()
+    for own in grouped(rows, "workload").values():
+        first = next((row["peak_gib"] for row in own if not has_failed(row)), 0.0)
+        for row in own:
+            if has_failed(row):
+                about = {key: row[key] for key in ("workload", "implementation", "predicted_gib") if key in row}
+                shown.append(about | {"peak": "failed"})
+            else:
+                less = {} if "largest" in row["workload"] else {"less": 1 - row["peak_gib"] / first}
+                shown.append(row | _derived(row) | less)
+    return figures(KIND.columns, shown, every=True)
+
+
+def _derived(row: Row) -> Row:
+    found = {"peak": f"{row['peak_gib']:.2f}", "off": row["predicted_gib"] / row["peak_gib"] - 1}
+    return found | ({"billions": row["parameters"] / 1e9} if "parameters" in row else {})
+
+
+KIND = Kind(
+    name="memory",
+    keys={"workload": str, "implementation": str, "peak_gib": float, "predicted_gib": float},
+    columns=(
+        ("workload", "{workload}"),
+        ("trained as", "{implementation}"),
+        ("parameters", "{billions:.2f} B"),
+        ("peak GiB", "{peak}"),
+        ("predicted", "{predicted_gib:.2f}"),
+        ("error", "{off:+z.1%}"),
+        ("less than the first", "{less:.0%}"),
+        *((kind, f"{{{kind}_gib:.2f}}") for kind in memory.KINDS),
+    ),
+    names=2,
+    derived=_derived,
+    show=by_workload,
+    select=results.newest,
+)
 
 _FP32 = Storage("fp32")
 COMMON = States(name="fp32", about="FP32 moments, and a master apart", first=_FP32, second=_FP32, master=_FP32)
@@ -59,7 +100,7 @@ BASELINE, *_, LEANEST = CASES
 
 
 def bench_memory(workload: Workload, names: tuple[str, ...] = (), *, largest: bool = False) -> Iterator[Row]:
-    """Yield one row per case, as the result kind `memory` has them. A case that fails has a row with `error`.
+    """Yield one row per case. A case that fails has a row with `error`.
 
     Args:
         workload: a whole model.
@@ -183,15 +224,5 @@ def command(
     """
     chosen = WORKLOADS[known("--workload", workload, list(WORKLOADS), "workload")]
     names = tuple(known("--only", name, list(CASES), "case") for name in only)
-    line = command_line("octavo bench memory", workload=workload, only=only, largest=largest)
     rows = bench_memory(chosen, names, largest=largest)
-    return output.finish("memory", rows, line, lambda row: output.say(_line(row)), device="cuda")
-
-
-def _line(row: Row) -> str:
-    name = f"{row['workload']}: {row['implementation']}"
-    predicted = f"predicted {row['predicted_gib']:.2f} GiB" if "predicted_gib" in row else ""
-    if "error" in row:
-        return f"{name}\n    {predicted} failed: {row['error']}"
-    size = f"{row['parameters'] / 1e9:.2f} B parameters"
-    return f"{name}\n    {size}  {row['peak_gib']:.2f} GiB  {predicted} ({row['error_percent']:+z.1f} %)"
+    return output.finish(KIND, rows, device="cuda", workload=workload, only=only, largest=largest)

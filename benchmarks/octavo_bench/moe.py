@@ -23,11 +23,11 @@ from octavo.conversion import enable
 from octavo.distributed import expert_parallel, rank_loads
 from octavo.kernels import record
 from octavo_bench import hf
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
 from octavo_bench.implementations import BF16
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known
 from octavo_bench.ranks import process_group
 from octavo_bench.results import Row
-from octavo_bench.timing import attempt, beside, median_ms
+from octavo_bench.timing import Case, attempt, attempts, beside, beside_first, median_ms
 
 
 class Shape(NamedTuple):
@@ -57,6 +57,20 @@ MODES = {"trainer": "eager", "compiled": "compiled", "causal": "compiled, no mas
 TRAINER_MODES = dict(zip(MODES, hf.MODES, strict=True))
 PARTS = ("layer", *MODES, "parallel")
 STEPS = 8
+KIND = Kind(
+    name="moe",
+    keys={"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float},
+    columns=(
+        ("workload", "{workload}"),
+        ("implementation", "{implementation}"),
+        ("ms", "{ms:.2f}"),
+        ("BF16 / this", "{ratio_to_bf16:.2f}"),
+        ("activations kept, MiB", "{kept_mib:.0f}"),
+        ("weight codes kept, MiB", "{kept_weight_codes_mib:.0f}"),
+    ),
+    names=2,
+    told=(("fallbacks", "{fallbacks}"),),
+)
 
 
 class Mixture(nn.Module):
@@ -181,12 +195,12 @@ def bench_trainer(device: str, recipe: str, mode: str) -> Iterator[Row]:
     Args:
         mode: a key of `MODES`.
     """
-    baseline: Row | None = None
-    for precision in (BF16, recipe, recipe + WITH_HEAD):
-        about: Row = {"workload": TRAINER, "implementation": f"{precision}, {MODES[mode]}"}
-        row = attempt(about, partial(_train, device, precision, mode), device)
-        baseline = baseline or row
-        yield beside(row, baseline)
+    cases: list[Case] = [
+        ({"workload": TRAINER, "implementation": f"{precision}, {MODES[mode]}"},
+         partial(_train, device, precision, mode))
+        for precision in (BF16, recipe, recipe + WITH_HEAD)
+    ]  # fmt: skip
+    return beside_first(attempts(cases, device))
 
 
 def _model(device: str) -> nn.Module:
@@ -242,14 +256,13 @@ def bench_parallel(shapes: Sequence[Shape], device: str, repeats: int) -> Iterat
             convert(model, "folded", policy=Policy(min_gain=0))
             expert_parallel(model, init_device_mesh(device, (ranks,)))
             torch.manual_seed(dist.get_rank())
-            given, baseline = _inputs(shape, device), None
-            for precision in (BF16, "folded"):
-                name = f"{shape.name} per rank, {ranks} ranks"
-                about: Row = {"workload": name, "implementation": f"octavo {precision}"}
-                row = attempt(about, partial(_in_parallel, model, precision, given, device, repeats))
-                baseline = baseline or row
-                if is_first_rank():
-                    yield beside(row, baseline)
+            given, name = _inputs(shape, device), f"{shape.name} per rank, {ranks} ranks"
+            cases: list[Case] = [
+                ({"workload": name, "implementation": f"octavo {precision}"},
+                 partial(_in_parallel, model, precision, given, device, repeats))
+                for precision in (BF16, "folded")
+            ]  # fmt: skip
+            yield from (row for row in beside_first(attempts(cases)) if is_first_rank())
 
 
 def _in_parallel(
@@ -303,14 +316,4 @@ def command(
         "parallel": partial(bench_parallel, shapes, device, repeats),
     }
     rows = (row for part in PARTS if part in parts for row in benches[part]())
-    line = command_line("octavo bench moe", only=only, recipe=recipe, repeats=repeats)
-    return output.finish("moe", rows, line, output.lines(_name, _figures), device=device)
-
-
-def _name(row: Row) -> str:
-    return f"{row['workload']}  {row['implementation']:<42}"
-
-
-def _figures(row: Row) -> str:
-    kept = f"  keeps {row['kept_mib']:.0f} + {row['kept_weight_codes_mib']:.0f} MiB" if "kept_mib" in row else ""
-    return f"{row['ms']:>9.3f} ms  {row['ratio_to_bf16']:.3f} of bf16{kept}{'  ' + row.get('fallbacks', '')}"
+    return output.finish(KIND, rows, device=device, only=only, recipe=recipe, repeats=repeats)

@@ -16,14 +16,46 @@ from octavo.optim import TIERS, AdamW, Muon, Optimizer, states_named
 from octavo.optim.states import RuleName
 from octavo.tensor import FP8Tensor
 from octavo.train.timing import synchronize
-from octavo_bench.ablation import run_ablation
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, numbers, positive
+from octavo_bench.ablation import bars, by_storage, run_ablation
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, by_result, device_named, numbers, positive
 from octavo_bench.rates import copy_rate
+from octavo_bench.render import has_failed
 from octavo_bench.results import Row
 from octavo_bench.timing import attempt, median_ms
 
 BASELINE, MUON_BASELINE = "torch fused AdamW", "torch Muon"
 CLIP = 1.0
+KIND = Kind(
+    name="optimizer",
+    keys={"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
+    columns=(
+        ("states", "{states}"),
+        ("weight", "{weight}"),
+        ("gradient", "{gradient}"),
+        ("bytes per parameter", "{bytes_per_parameter:.2f}"),
+        ("ms", "{ms:.2f}"),
+        ("of fused AdamW's time", "{ratio_to_fused_adamw:.2f}"),
+        ("ms with clipping", "{ms_clipped:.2f}"),
+        ("GB/s", "{gb_per_s:,.0f}"),
+        ("of a copy's", "{ratio_to_copy:.2f}"),
+        ("update error, dB", "{update_error_db:.1f}"),
+    ),
+    names=3,
+)
+ABLATION = Kind(
+    name="ablation",
+    keys={"states": str, "seed": int, "heldout_loss": float},
+    columns=(
+        ("states", "{states}"),
+        ("seed", "seed {seed}"),
+        ("held-out loss", "{heldout_loss:.4f}"),
+        ("storage", "{about}"),
+    ),
+    names=2,
+    show=by_storage,
+    tables={"ablation-figure": by_result("ablation", bars)},
+    measured_by="octavo bench optimizer",
+)
 
 
 class Width(NamedTuple):
@@ -95,7 +127,7 @@ def bench_optimizer(
     repeats: int = 20,
     states: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Yield one row per tier and dtype of the weight, as the result kind `optimizer` has them.
+    """Yield one row per tier and dtype of the weight.
 
     `ms` is a step without clipping or a search for overflows, as PyTorch's has neither; `ms_clipped` is one with
     clipping to a global norm, PyTorch's by `clip_grad_norm_`. `seconds` is the time of the row;
@@ -340,27 +372,12 @@ def command(
         states_named(name)
     if ablation:
         found = run_ablation(steps=positive("--steps", steps), seeds=numbers(seeds))
-        line = command_line("octavo bench optimizer", ablation=True, steps=steps, seeds=seeds)
-        output.keep("ablation", found, line, lambda row: output.say(_ablation_line(row)), device="cpu")
+        output.keep(ABLATION, found, device="cpu", ablation=True, steps=steps, seeds=seeds)
         return 0  # divergence is a result
     device, repeats = device_named(device), positive("--repeats", repeats)
     count = positive("--parameters", int(parameters or (1e9 if device == "cuda" else 1e6)))
-    line = command_line("octavo bench optimizer", states=states, parameters=count, repeats=repeats)
     bench = bench_optimizer(parameters=count, device=device, repeats=repeats, states=states)
-    rows = output.keep("optimizer", bench, line, output.lines(_name, _line), device=device)
+    rows = output.keep(KIND, bench, device=device, states=states, parameters=count, repeats=repeats)
     spent, before = (sum(row.get(key, 0.0) for row in rows) for key in ("seconds", "seconds_to_first_step"))
     output.say(f"{spent:.0f} s, {before:.0f} s of them until the first steps were done: weights, states, compilation")
-    return int(any("error" in row for row in rows))
-
-
-def _ablation_line(row: Row) -> str:
-    return f"{row['states']:<12} seed {row['seed']}  {row.get('heldout_loss', 'diverged')}  {row['about']}"
-
-
-def _name(row: Row) -> str:
-    return f"{row['states']:<18} weight {row['weight']:<14} gradient {row['gradient']:<9}"
-
-
-def _line(row: Row) -> str:
-    figures = f"{row['bytes_per_parameter']:>6.2f} B  {row['ms']:>9.3f} ms  {row['ratio_to_fused_adamw']:.2f} of fused"
-    return f"{figures}  clipped {row['ms_clipped']:.3f} ms  {row['ratio_to_copy']:.2f} of a copy's rate"
+    return int(any(has_failed(row) for row in rows))

@@ -26,11 +26,11 @@ from cyclopts import Parameter
 
 from octavo.errors import ConfigError
 from octavo.models.factory import model_name
-from octavo_bench import ladder, ladder_plots, results
-from octavo_bench.cli import TO_STDOUT, Output, command_line, known
+from octavo_bench import ladder, ladder_plots, results, spreads
 from octavo_bench.evidence import stored_curve
 from octavo_bench.installed_text import InstalledText, installed_text
-from octavo_bench.ladder import FIRST_SEED, FRESH, KIND, PROTOCOL, SIZES, read_rows, report, under
+from octavo_bench.kind import TO_STDOUT, Kind, Output, command_line, known
+from octavo_bench.ladder import FIRST_SEED, FRESH, PROTOCOL, SIZES, read_rows, report, under
 from octavo_bench.lanes import (
     BF16,
     NULL,
@@ -49,6 +49,23 @@ from octavo_bench.lanes import (
 from octavo_bench.results import Row
 
 COMMITTED = Path(__file__).parents[1] / "results"
+KIND = Kind(
+    name=ladder.NAME,
+    keys={
+        "protocol": int, "model": str, "tokens": int, "condition": str, "recipe": str, "seed": int, "text": str,
+        "machine": str, "heldout_loss": float,
+    },
+    tables={
+        ladder.NAME: ladder.evidence,
+        "parity-summary": ladder.summary_table,
+        "parity-worth": ladder.worth_table,
+        "parity-trend": ladder.trend_table,
+        "parity-pilot": spreads.pilot_table,
+        "parity-cost": spreads.cost_table,
+    },
+    session=ladder.RUN,
+    measured_by="octavo bench parity",
+)  # fmt: skip
 
 
 @Parameter(name="*")
@@ -99,7 +116,7 @@ class _Size:
         return f"{self.name}, {self.condition}"
 
 
-def parity(
+def command(
     *,
     sizes: str = "3m",
     conditions: str = "half,whole",
@@ -143,7 +160,7 @@ def parity(
     check_recipes(own_recipes)
     arms = [BF16, NULL, *own_recipes]
     found = read_rows(COMMITTED, *([output.write] if output.write else []))
-    line = command_line("octavo bench parity", sizes=sizes, conditions=conditions, recipes=recipes)
+    line = command_line(KIND.measured_by, sizes=sizes, conditions=conditions, recipes=recipes)
     added: list[Row] = []
     if session.minutes > 0:
         trained = [(name, condition) for name in names for condition in conditions.split(",")]
@@ -176,7 +193,7 @@ class Study:
         self.found = [*found]
         self.machine = machine(self.device)
         self.sizes = [_Size(name, how, under(how, SIZES[name]), session.seeds) for name, how in trained]
-        self._made: dict[tuple[str, int, str], Lane] = {}
+        self._made: dict[tuple[str, int, int, str], Lane] = {}
         for size in self.sizes:
             size.block = self._block_before(size)
         self._began = time.monotonic()
@@ -284,10 +301,11 @@ class Study:
     def _lanes(self, size: _Size, arms: Sequence[str], text: InstalledText) -> list[Lane]:
         """Return the lanes of arms, made once per session.
 
-        An arm that cannot be captured is reported and left out; the last recipe raises its error.
-        Conditions of a size share lanes: they differ in what a lane reads from memory, not in what it captured.
+            An arm that cannot be captured is reported and left out; the last recipe raises its error.
+            Conditions of a size share lanes if they differ only in values that a lane reads from memory: not in the batch, nor in
+        the number of steps.
         """
-        places = {arm: (size.name, size.training.batch, arm) for arm in arms}
+        places = {arm: (size.name, size.training.batch, size.training.steps, arm) for arm in arms}
         for arm in [arm for arm, place in places.items() if place not in self._made]:
             began = time.monotonic()
             on_gpu = self.device.type == "cuda"
@@ -363,7 +381,7 @@ def gpu_of(device: torch.device) -> str:
 
 def save(rows: Sequence[Row], directory: Path, command: str, device: str) -> Path:
     """Write the rows to the file of the day, with those that it holds, here or among the committed results."""
-    new = results.made_today(KIND, rows, command, device=device)
+    new = results.made_today(KIND.name, rows, command, device=device)
     committed = COMMITTED / new.file_name
     if committed.exists() and not (directory / new.file_name).exists():
         new = results.merge(results.load(committed), new)

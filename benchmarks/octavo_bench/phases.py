@@ -15,7 +15,7 @@ from octavo.pilot import Settings, load_workload, run_pilot
 from octavo.pilot.judging import Pilot
 from octavo.pilot.report import to_text
 from octavo.train.workload import Shape
-from octavo_bench.cli import TO_STDOUT, Output, command_line, numbers
+from octavo_bench.kind import TO_STDOUT, Kind, Output, numbers
 from octavo_bench.results import Row
 
 MODEL = {
@@ -24,10 +24,24 @@ MODEL = {
     "max_position_embeddings": 8192,
 }  # fmt: skip
 """Llama-3.2-1B's widths, 6 of its 16 layers."""
+KIND = Kind(
+    name="phases",
+    keys={
+        "workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "phases": dict, "speedups": dict,
+    },
+    columns=(
+        ("workload", "{workload}"),
+        ("implementation", "{implementation}"),
+        ("ms", "{ms:.2f}"),
+        ("times BF16's speed", "{ratio_to_bf16:.2f}"),
+        ("mJ per token", "{mj_per_token:.2f}"),
+    ),
+    names=2,
+)  # fmt: skip
 
 
 def rows_of(pilot: Pilot, shape: Shape) -> Iterator[Row]:
-    """Yield a row per precision, as the result kind `phases` has them: ms per step, and BF16's ms over these."""
+    """Yield a row per precision: ms per step, and BF16's ms over these."""
     for name, found in pilot.measured.items():
         row: Row = {"workload": f"llama-1b, 6 layers, {shape.batch} x {shape.sequence}", "implementation": name}
         if found.failed:
@@ -87,5 +101,5 @@ def command(
                 output.say(f"\n{to_text(pilot)}")
                 yield from rows_of(pilot, shape)
 
-    line = command_line("octavo bench phases", batch=batch, sequence=sequence, recipes=recipes, steps=steps)
-    return output.finish("phases", rows(), line, device="cuda")
+    flags = {"batch": batch, "sequence": sequence, "recipes": recipes, "steps": steps}
+    return output.finish(KIND, rows(), device="cuda", **flags)

@@ -23,7 +23,7 @@ from octavo.conversion import Plan
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.train.config import RunConfig
 from octavo_bench import ladder, readme, results
-from octavo_bench.cli import known
+from octavo_bench.kind import known
 from octavo_bench.results import Row
 
 ROOT = Path(__file__).parents[2]

@@ -20,9 +20,9 @@ from octavo.pilot import Settings, load_workload, run_pilot
 from octavo.pilot.judging import ALIKE, Pilot
 from octavo.pilot.report import to_dict, to_html
 from octavo.train.workload import Shape
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
 from octavo_bench.results import Row
-from octavo_bench.timing import attempt
+from octavo_bench.timing import attempts
 
 _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096}
 MODELS: dict[str, tuple[dict[str, Any], Shape]] = {
@@ -46,6 +46,29 @@ MODELS: dict[str, tuple[dict[str, Any], Shape]] = {
 """Configs as Hugging Face's, random weights: widths of the published models, fewer layers."""
 NOISE = 1.03
 """Speeds within this ratio are not told apart by the full measurement."""
+
+
+def _derived(row: Row) -> Row:
+    return {
+        "measured": ", ".join(f"`{name}` {speed:.2f}" for name, speed in row["full"].items()),
+        "verdict": "yes" if row["right"] else "no",
+        "recommended": f"`{row['recipe']}`" if row["adopts"] else "not yet",
+    }
+
+
+KIND = Kind(
+    name="pilot",
+    keys={"model": str, "seconds": float, "adopts": bool, "full": dict, "right": bool},
+    columns=(
+        ("model", "{model}"),
+        ("seconds", "{seconds:.0f}"),
+        ("recommended", "{recommended}"),
+        ("speed-up expected", "{speedup:.2f}"),
+        ("full measurement, times BF16's speed", "{measured}"),
+        ("right", "{verdict}"),
+    ),
+    derived=_derived,
+)
 
 
 def check(name: str, directory: Path, steps: int, html: bool = False) -> Row:
@@ -109,14 +132,8 @@ def command(
     if reports is not None:
         page.plotly()
     chosen = [known("--only", name, list(MODELS), "model") for name in only] or list(MODELS)
-    show, steps = output.lines(lambda row: f"{row['model']:<30}", _figures), positive("--steps", steps)
+    steps = positive("--steps", steps)
     with tempfile.TemporaryDirectory() as scratch:
         measure = partial(check, directory=reports or Path(scratch), steps=steps, html=reports is not None)
-        rows = (attempt({"model": name}, partial(measure, name)) for name in chosen)
-        return output.finish("pilot", rows, command_line("octavo bench pilot", only=only, steps=steps), show)
-
-
-def _figures(row: Row) -> str:
-    full = ", ".join(f"{name} {speed:.2f}" for name, speed in row["full"].items()) or "no layer in FP8"
-    said = f"{'adopt' if row['adopts'] else 'not yet'} {row['recipe']} {row.get('speedup', 0):.2f}"
-    return f"{row['seconds']:.0f} s: {said}; full: {full}; {'right' if row['right'] else 'WRONG'}"
+        rows = attempts(({"model": name}, partial(measure, name)) for name in chosen)
+        return output.finish(KIND, rows, only=only, steps=steps)

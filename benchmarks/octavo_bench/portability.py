@@ -28,12 +28,26 @@ from octavo.train.evaluate import heldout_losses
 from octavo.train.load_run import find, restore, settings_of
 from octavo.train.setup import Setup
 from octavo.train.train_state import TrainState
-from octavo_bench.cli import TO_STDOUT, Output, command_line, device_named
+from octavo_bench.kind import TO_STDOUT, Kind, Output, device_named
 from octavo_bench.results import Row
 
 TOLERANCE = 0.02
 """Nats per token. Rounding to FP8 alone makes less of a difference between the ways."""
 AS_TRAINED = "as trained"
+KIND = Kind(
+    name="portability",
+    keys={
+        "model": str, "recipe": str, "step": int, "computation": str, "heldout_loss": float, "difference": float,
+    },
+    columns=(
+        ("computation", "{computation}"),
+        ("held-out loss, nats per token", "{heldout_loss:.4f}"),
+        ("difference to that as trained", "{difference:+z.4f}"),
+        ("products", "{products}"),
+    ),
+    derived=lambda row: {"products": ", ".join(f"{n} x {name}" for name, n in row["kernels"].items()) or "no FP8"},
+    may_fail=False,
+)  # fmt: skip
 
 
 def probe(run: Path, *, device: str = "auto", tokens: int | None = None) -> Iterator[Row]:
@@ -150,18 +164,11 @@ def command(
     device
         cuda or cpu; auto takes the GPU if there is one.
     """
-    output.say("held-out loss, nats per token; beside it the difference to that as trained")
-    line = command_line("octavo bench portability", run.name, tolerance=tolerance, tokens=tokens)
-    found = probe(run, device=device, tokens=tokens)
-    rows = output.keep("portability", found, line, lambda row: output.say(_line(row)), device=device_named(device))
+    flags: Row = {"tolerance": tolerance, "tokens": tokens}
+    rows = output.keep(KIND, probe(run, device=device, tokens=tokens), run.name, device=device_named(device), **flags)
     about = "{model}, {recipe}, step {step}, {heldout_tokens:,} tokens; accumulator: {accumulator}"
     output.say(about.format(**rows[0]))
     message = alarm(rows, TOLERANCE if tolerance is None else tolerance)
     if message is not None:
         print(f"octavo: alarm: {message}", file=sys.stderr)
     return int(message is not None)
-
-
-def _line(row: Row) -> str:
-    ran = ", ".join(f"{count} x {name}" for name, count in row["kernels"].items()) or "no FP8"
-    return f"{row['computation']:<24} {row['heldout_loss']:.4f}  {row['difference']:+z.4f}  {ran}"

@@ -1,4 +1,4 @@
-"""The tables of the README: headline figures, where peers win, and at most 15 rows of results with their commands."""
+"""The tables of the README: headline figures, and what FP8 does to speed, memory and loss."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TORCHAO, FOLDED, FAST = "torchao tensorwise", "octavo folded", "octavo folded_fa
 FASTEST = f"{FAST} + fp8 head, octavo.optim"
 ENGINE = "transformer engine"
 BLOCKS, WHOLE, IMAGES = "llama-8b-stack", "llama-1b", "resnet50"
-TITLES = {
-    "llama-8b-stack": "Llama-3-8B blocks",
-    "llama-70b-stack": "Llama-3-70B blocks",
-    "175b-stack": "blocks of a Llama of 175 B",
-    "llama-1b": "Llama-1B with head and AdamW",
-    "llama-3-8b": "Llama-3-8B, FSDP2",
-    "resnet50": "ResNet-50",
+STEPS = {
+    BLOCKS: ("Llama-3-8B blocks", FAST),
+    "llama-70b-stack": ("Llama-3-70B blocks", FAST),
+    "175b-stack": ("blocks of a Llama of 175 B parameters", FAST),
+    WHOLE: ("Llama-1B with head and AdamW", FASTEST),
+    IMAGES: ("ResNet-50, FP8 convolutions", FAST),
 }
-MOST_ROWS = 15
+"""Title of each workload of which a step is shown, and the fastest of Octavo's implementations."""
+SHARDED = "Llama-3-8B, FSDP2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def _having(rows: Iterable[Row], keys: Mapping[str, str]) -> list[Row]:
 def headline(directory: Path) -> str:
     """Return what FP8 gains and what it costs, one line each."""
     measured = Measured.read(directory)
-    lines = [_speed(measured), _several(measured), _accuracy(measured), _memory(measured), _costs(measured)]
+    lines = [_speed(measured), _several(measured), _memory(measured), _accuracy(measured), _costs(measured)]
     return "\n".join(f"- {line}" for line in lines if line)
 
 
@@ -97,43 +97,39 @@ def _speed(measured: Measured) -> str:
     step = measured.step(BLOCKS, FOLDED)
     if step is None:
         return ""
-    fast = step.peer(FAST)
-    said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16"
-    said += f", {fast['ratio_to_bf16']:.2f} with `folded_fast`**" if fast else "**"
+    fast, title = step.peer(FAST), STEPS[BLOCKS][0]
+    said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16**"
+    said += f", {fast['ratio_to_bf16']:.2f} times with recipe `folded_fast`" if fast else ""
     peers = {"torchao": step.peer(TORCHAO), "Transformer Engine": step.engine}
-    beside = " and ".join(f"{name}'s {row['ratio_to_bf16']:.2f}" for name, row in peers.items() if row)
-    said += f", beside {beside}" if beside else ""
-    return f"{said}: {TITLES[BLOCKS]}, compiled, on one {_machine(step.result)}."
+    beside = ", ".join(f"{name} {row['ratio_to_bf16']:.2f}" for name, row in peers.items() if row)
+    return f"{said}: {title}, compiled, on one {_machine(step.result)}{f' ({beside})' if beside else ''}."
 
 
 def _several(measured: Measured) -> str:
+    own = _fastest_sharded(measured)
+    return f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**: a whole {SHARDED}." if own else ""
+
+
+def _fastest_sharded(measured: Measured) -> Row | None:
     rows = measured.rows("distributed", workload="llama-3-8b")
     rows = [row for row in rows if row["layout"].startswith("data") and row["implementation"].startswith("octavo ")]
     rows = [row for row in rows if "head" not in row["implementation"]]
-    if not rows:
-        return ""
-    own = max(rows, key=lambda row: float(row["ratio_to_bf16"]))
-    how = f"`{_recipe(own['implementation'])}`" + (", a step as one CUDA graph" if "graph" in own["layout"] else "")
-    rate = f"{own['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU"
-    ratio = f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**"
-    return f"{ratio}: a whole Llama-3-8B with FSDP2, {rate} ({how})."
+    return max(rows, key=lambda row: float(row["ratio_to_bf16"]), default=None)
 
 
 def _accuracy(measured: Measured) -> str:
     """Return the gap of the largest Llama whose interval is bounded, of the parity study or of pairs of seeds."""
     if study := _study(measured):
         gap, rows = study
-        within = f" ± {gap.half_width:.2f} % (95 % over {len(gap.differences)} pairs)"
-        half = ", FP8 from half of the run on," if rows[0]["condition"] == "half" else ""
-        loss = f"{_loss_of(rows).capitalize()}{half}"
-        return _gap_line(gap.mean, within, rows[0]["model"], rows[0]["tokens"], loss)
+        model, tokens = rows[0]["model"], rows[0]["tokens"]
+        half = ", in FP8 from half of the run on" if rows[0]["condition"] == "half" else ""
+        return f"{_gap_line(gap.mean, gap.half_width, len(gap.differences), model, tokens)}{half}."
     studies = _pairs(measured)
     if not studies:
         return ""
     model, tokens, pairs = studies[-1]
     interval = over_seeds(_gaps(pairs))
-    within = "" if interval.half_width is None else f" ± {interval.half_width:.2f} % (95 % over {len(pairs)} seeds)"
-    return _gap_line(interval.mean, within, model, tokens)
+    return f"{_gap_line(interval.mean, interval.half_width, len(pairs), model, tokens)}."
 
 
 def _study(measured: Measured) -> tuple[ladder.Gap, Sequence[Row]] | None:
@@ -146,13 +142,10 @@ def _study(measured: Measured) -> tuple[ladder.Gap, Sequence[Row]] | None:
     return None
 
 
-def _loss_of(rows: Sequence[Row]) -> str:
-    return ladder.LOSSES[ladder.decisive(rows)]
-
-
-def _gap_line(mean: float, within: str, model: str, tokens: int, loss: str = "Held-out loss") -> str:
-    trained = f"a Llama of {_parameters(model)}, {tokens / 1e6:.0f} M tokens"
-    return f"**{loss} {mean:+z.2f} %{within} beside BF16**: {trained}."
+def _gap_line(mean: float, half_width: float | None, pairs: int, model: str, tokens: int) -> str:
+    within = "" if half_width is None else f" ± {half_width:.2f} %"
+    trained = f"{pairs} pairs of a Llama of {_parameters(model)} on {tokens / 1e6:.0f} M tokens"
+    return f"**Loss {mean:+z.2f} %{within} relative to BF16**: {trained}"
 
 
 def _memory(measured: Measured) -> str:
@@ -160,135 +153,170 @@ def _memory(measured: Measured) -> str:
     if len(rows) < 2:
         return ""
     least = min(rows, key=lambda row: float(row["peak_gib"]))
-    less = 1 - least["peak_gib"] / rows[0]["peak_gib"]
+    change = _percent(least["peak_gib"] / rows[0]["peak_gib"])
     what = f"a Llama of {least['parameters'] / 1e9:.1f} B parameters trains in {least['peak_gib']:.1f} GiB"
-    return f"**{100 * less:.0f} % less memory** than BF16 with FP32 Adam states: {what} ({least['implementation']})."
+    return f"**{change.removeprefix('-')} less memory** with one-byte weights and optimizer states: {what}."
 
 
 def _costs(measured: Measured) -> str:
     step, said = measured.step(BLOCKS, FOLDED), []
     peers = {"torchao": step.peer(TORCHAO), "Transformer Engine": step.engine} if step else {}
     if step and any(row and row["peak_gib"] < step.own["peak_gib"] for row in peers.values()):
-        beside = " and ".join(f"{name} {row['peak_gib']:.1f}" for name, row in peers.items() if row)
-        said.append(f"{step.own['peak_gib']:.1f} GiB where {beside.replace(' ', ' takes ', 1)}")
+        beside = ", ".join(f"{name} {row['peak_gib']:.1f}" for name, row in peers.items() if row)
+        said.append(f"{STEPS[BLOCKS][0]} take {step.own['peak_gib']:.1f} GiB ({beside})")
     images = measured.step(IMAGES, FOLDED)
     if images and images.own["ratio_to_bf16"] < 1:
-        said.append(
-            f"a {TITLES[IMAGES]} with FP8 convolutions runs at {images.own['ratio_to_bf16']:.2f} times BF16's speed"
-        )
+        said.append(f"convolutions run at {images.own['ratio_to_bf16']:.2f} times the speed of BF16 (ResNet-50)")
+    launched, graph = _tensor_parallel(measured)
+    if launched and launched["ratio_to_bf16"] < 1:
+        said.append(f"tensor parallelism at {launched['ratio_to_bf16']:.2f} times")
+        said[-1] += f", as a CUDA graph at {graph['ratio_to_bf16']:.2f} times" if graph else ""
+    return f"**Where it loses**: {'; '.join(said)}." if said else ""
+
+
+def _tensor_parallel(measured: Measured) -> tuple[Row | None, Row | None]:
+    """Return the steps over two ranks, launched kernel by kernel and as a CUDA graph."""
     launched, graph = (
         measured.row("distributed", layout=f"tensor 2{how}", implementation=FOLDED) for how in ("", ", graph")
     )
-    if launched and launched["ratio_to_bf16"] < 1:
-        said.append(f"tensor parallelism launched kernel by kernel at {launched['ratio_to_bf16']:.2f} times")
-        said[-1] += f", as a CUDA graph at {graph['ratio_to_bf16']:.2f}" if graph else ""
-    return f"**What it costs**: {'; '.join(said)}." if said else ""
+    return launched, graph
 
 
-def summary(directory: Path) -> str:
-    """Return the results in at most `MOST_ROWS` rows, and the commands that measure them in a fold."""
+def speed(directory: Path) -> str:
+    """Return the speed relative to BF16 of the other libraries and of Octavo, one row per workload."""
     measured = Measured.read(directory)
-    parts = (_speeds, _experts, _trainer, _distributed, _sizes, _losses)
-    rows = [row for part in parts for row in part(measured)][:MOST_ROWS]
-    shown = table(("measured", "BF16", "torchao", "TE", "Octavo", "Octavo beside BF16"), rows)
-    return f"{shown}\n\n{_commands(measured)}"
+    parts = (_steps, _sharded, _tensor, _trainer, _experts, _images)
+    rows = [(name, *map(_times, own[:3]), _times(own[3], how)) for part in parts for name, *own, how in part(measured)]
+    return table(("training step", "torchao", "Transformer Engine", "Octavo", "Octavo at its fastest"), rows)
 
 
-def _steps(measured: Measured) -> list[Step]:
-    shown = [
-        (BLOCKS, FOLDED),
-        (BLOCKS, FAST),
-        ("llama-70b-stack", FOLDED),
-        ("175b-stack", FAST),
-        (WHOLE, FOLDED),
-        (WHOLE, FASTEST),
-        (IMAGES, FOLDED),
-    ]
-    return [step for workload, implementation in shown if (step := measured.step(workload, implementation))]
+Speeds = Iterator[tuple[str, Row | None, Row | None, Row | None, Row | None, str]]
+"""Title; steps of torchao, of Transformer Engine, of `folded`, and of the fastest; how the fastest is computed."""
 
 
-def _speeds(measured: Measured) -> Iterator[Sequence[str]]:
-    for step in _steps(measured):
-        compared = (step.peer(BF16), step.peer(TORCHAO), step.engine, step.own)
-        name = f"{TITLES[step.own['workload']]}, ms per step, `{_recipe(step.own['implementation'])}`"
-        times = (f"{row['ms']:.1f}" if row else "" for row in compared)
-        yield name, *times, f"{step.own['ratio_to_bf16']:.2f} x"
+def _times(row: Row | None, how: str = "") -> str:
+    return f"{row['ratio_to_bf16']:.2f} x{how and f', {how}'}" if row else ""
 
 
-def _experts(measured: Measured) -> Iterator[Sequence[str]]:
-    layers = [rows for _, rows in grouped(measured.rows("moe"), "workload").items() if "kept_mib" in rows[0]]
-    for rows in layers[-1:]:
-        bf16 = min((row for row in rows if row["implementation"].startswith(BF16)), key=lambda row: float(row["ms"]))
-        own = next(row for row in rows if row["implementation"] == FOLDED)
-        kept = _percent((own["kept_mib"] + own["kept_weight_codes_mib"]) / bf16["kept_mib"])
-        name = f"experts, {own['workload']}, ms, `{_recipe(FOLDED)}`"
-        yield (
-            name,
-            f"{bf16['ms']:.1f}",
-            "",
-            "",
-            f"{own['ms']:.1f}",
-            f"{own['ratio_to_bf16']:.2f} x, {kept} kept for backward",
-        )
+def _steps(measured: Measured, workloads: Iterable[str] = tuple(STEPS)[:-1]) -> Speeds:
+    for workload in workloads:
+        title, fastest = STEPS[workload]
+        own, fast = (measured.step(workload, implementation) for implementation in (FOLDED, fastest))
+        if beside := own or fast:
+            how = f"`{_recipe(fastest)}`"
+            shown = own.own if own else None, fast.own if fast else None
+            yield title, beside.peer(TORCHAO), beside.engine, *shown, how
 
 
-def _trainer(measured: Measured) -> Iterator[Sequence[str]]:
-    titles = {"eager": "eager", "torch_compile": "compiled", "torch_compile_causal": "compiled, causal attention"}
-    for mode, title in titles.items():
-        bf16, peer, row = (measured.row("hf", mode=mode, implementation=name) for name in (BF16, TORCHAO, FOLDED))
-        if row and bf16:
-            times = (f"{each['tokens_per_s']:,.0f}" if each else "" for each in (bf16, peer, None, row))
-            ratio = f"{row['ratio_to_bf16']:.2f} x, {_percent(row['peak_gib'] / bf16['peak_gib'])} memory"
-            yield f"transformers' Trainer, Qwen3-1.7B blocks, {title}, tokens/s, `{_recipe(FOLDED)}`", *times, ratio
+def _images(measured: Measured) -> Speeds:
+    return _steps(measured, (IMAGES,))
 
 
-def _distributed(measured: Measured) -> Iterator[Sequence[str]]:
+def _sharded(measured: Measured) -> Speeds:
     rows = measured.rows("distributed", workload="llama-3-8b", layout="data")
+    own = next((row for row in rows if row["implementation"] == FOLDED), None)
     peer = next((row for row in rows if row["implementation"].startswith(TORCHAO)), None)
-    bf16: Row | None = None
-    for row in rows:
-        if row["implementation"] == BF16:
-            bf16 = row
-        name = row["implementation"].removeprefix("octavo ")
-        if bf16 and name in ("folded", "folded, bf16 gradients, fp8 states", "folded, fp8-block (lean)"):
-            beside = peer if bf16 is rows[0] else None
-            speeds = (f"{each['tokens_per_s_per_gpu']:,.0f}" if each else "" for each in (bf16, beside, None, row))
-            ratio = f"{row['ratio_to_bf16']:.2f} x, {_percent(row['peak_gib'] / bf16['peak_gib'])} memory"
-            yield f"{TITLES['llama-3-8b']}, {row['ranks']} GPUs, tokens/s per GPU, `{name}`", *speeds, ratio
+    fast = _fastest_sharded(measured)
+    if own and fast:
+        how = f"`{_recipe(fast['implementation'])}`" + (", CUDA graph" if "graph" in fast["layout"] else "")
+        yield f"{SHARDED}, {own['ranks']} GPUs", peer, None, own, fast, how
+
+
+def _tensor(measured: Measured) -> Speeds:
+    launched, graph = _tensor_parallel(measured)
+    if launched:
+        name = f"{STEPS[BLOCKS][0]}, tensor parallel, {launched['ranks']} GPUs"
+        yield name, None, None, launched, graph, "CUDA graph"
+
+
+TRAINER = "transformers' Trainer, Qwen3-1.7B blocks"
+
+
+def _trainer(measured: Measured) -> Speeds:
+    for mode, title in {"eager": "eager", "torch_compile": "compiled"}.items():
+        peer, own, fast = (measured.row("hf", mode=mode, implementation=name) for name in (TORCHAO, FOLDED, FAST))
+        if own:
+            yield f"{TRAINER}, {title}", peer, None, own, fast, f"`{_recipe(FAST)}`"
+
+
+def _layer_of_experts(measured: Measured) -> Sequence[Row]:
+    """Return the rows of the largest layer of experts."""
+    layers = [rows for _, rows in grouped(measured.rows("moe"), "workload").items() if "kept_mib" in rows[0]]
+    return layers[-1] if layers else ()
+
+
+def _experts(measured: Measured) -> Speeds:
+    rows = {row["implementation"]: row for row in _layer_of_experts(measured)}
+    if own := rows.get(FOLDED):
+        yield f"layer of experts, {own['workload']}", None, None, own, rows.get(FAST), f"`{_recipe(FAST)}`"
+
+
+def memory(directory: Path) -> str:
+    """Return what training takes in BF16 and with Octavo."""
+    measured = Measured.read(directory)
+    rows = [row for part in (_sizes, _peaks, _kept) for row in part(measured)]
+    return table(("memory", "BF16", "Octavo", "", "with"), rows)
 
 
 def _sizes(measured: Measured) -> Iterator[Sequence[str]]:
     for (workload,), rows in grouped(measured.rows("memory"), "workload").items():
         first, least = rows[0], rows[-1]
+        how = f"`{least['implementation']}`"
         if "largest" in workload:
-            bf16, own = (f"{row['parameters'] / 1e9:.1f} B" for row in (first, least))
-            yield (
-                "largest Llama on one GPU, parameters",
-                bf16,
-                "",
-                "",
-                own,
-                f"{least['parameters'] / first['parameters']:.1f} x",
-            )
+            sizes = (f"{row['parameters'] / 1e9:.1f} B parameters" for row in (first, least))
+            name = f"largest Llama on one {_machine(measured.found['memory'])}"
+            yield name, *sizes, f"{least['parameters'] / first['parameters']:.1f} x", how
         elif first is not least:
-            bf16, own = (f"{row['peak_gib']:.1f}" for row in (first, least))
-            less = _percent(least["peak_gib"] / first["peak_gib"])
-            yield f"Llama of {first['parameters'] / 1e9:.1f} B, peak GiB", bf16, "", "", own, less
+            name = f"Llama of {first['parameters'] / 1e9:.1f} B parameters, AdamW"
+            yield name, *_gib(first["peak_gib"], least["peak_gib"]), how
+
+
+def _peaks(measured: Measured) -> Iterator[Sequence[str]]:
+    pairs = {TRAINER: [measured.row("hf", mode="eager", implementation=name) for name in (BF16, FOLDED)]}
+    keys = {"workload": "llama-3-8b", "layout": "data"}
+    pairs[f"{SHARDED}, per GPU"] = [measured.row("distributed", **keys, implementation=name) for name in (BF16, FOLDED)]
+    for name, (bf16, own) in pairs.items():
+        if bf16 and own:
+            yield name, *_gib(bf16["peak_gib"], own["peak_gib"]), f"`{_recipe(FOLDED)}`"
+
+
+def _kept(measured: Measured) -> Iterator[Sequence[str]]:
+    if rows := _layer_of_experts(measured):
+        bf16 = min((row for row in rows if row["implementation"].startswith(BF16)), key=lambda row: float(row["ms"]))
+        own = next(row for row in rows if row["implementation"] == FOLDED)
+        kept = own["kept_mib"] + own["kept_weight_codes_mib"]
+        yield "layer of experts, kept for backward", *_gib(bf16["kept_mib"] / 1024, kept / 1024), f"`{_recipe(FOLDED)}`"
+
+
+def _gib(bf16: float, own: float) -> tuple[str, str, str]:
+    """Return the cells of two amounts in GiB, and their change."""
+    return f"{bf16:.1f} GiB", f"{own:.1f} GiB", _percent(own / bf16)
+
+
+def losses(directory: Path) -> str:
+    """Return the losses in BF16 and in FP8."""
+    rows = [*_losses(Measured.read(directory))]
+    return table(("loss", "BF16", "Octavo `folded`", "difference", "from"), rows)
 
 
 def _losses(measured: Measured) -> Iterator[Sequence[str]]:
     if study := _study(measured):
         gap, rows = study
+        loss = ladder.decisive(rows)
         blocks = [block for block in ladder.blocks(rows) if "folded" in block]
-        bf16, own = (f"{fmean(block[arm][ladder.decisive(rows)] for block in blocks):.4f}" for arm in (BF16, "folded"))
-        name = f"{_loss_of(rows)}, {_parameters(rows[0]['model'])}, {rows[0]['tokens'] / 1e6:.0f} M tokens"
-        yield name, bf16, "", "", own, f"{gap.mean:+z.2f} % ± {gap.half_width:.2f} %, {len(gap.differences)} pairs"
+        found = [(block[BF16][loss], block["folded"][loss]) for block in blocks]
+        name = f"{ladder.LOSSES[loss]}, {_parameters(rows[0]['model'])}, {rows[0]['tokens'] / 1e6:.0f} M tokens"
+        change = f"{gap.mean:+z.2f} % ± {gap.half_width:.2f} %"
+        yield name, *_means(found), change, f"{len(gap.differences)} pairs"
     for model, tokens, pairs in _pairs(measured)[-1:]:
-        bf16, own = (f"{fmean(losses):.4f}" for losses in zip(*pairs, strict=True))
-        found = over_seeds(_gaps(pairs))
-        within = "" if found.half_width is None else f" ± {found.half_width:.2f} %"
+        interval, each = over_seeds(_gaps(pairs)), [f"{gap:+z.2f} %" for gap in _gaps(pairs)]
+        change = f"{interval.mean:+z.2f} % ± {interval.half_width:.2f} %" if len(pairs) > 2 else ", ".join(each)
         name = f"held-out loss, {_parameters(model)}, {tokens / 1e6:.0f} M tokens"
-        yield name, bf16, "", "", own, f"{found.mean:+z.2f} %{within}, {len(pairs)} seeds"
+        yield name, *_means(pairs), change, f"{len(pairs)} seeds"
+
+
+def _means(pairs: Pairs) -> Iterator[str]:
+    return (f"{fmean(losses):.4f}" for losses in zip(*pairs, strict=True))
 
 
 Pairs = Sequence[tuple[float, float]]
@@ -310,16 +338,6 @@ def _gaps(pairs: Pairs) -> list[float]:
     return [100 * (own / bf16 - 1) for bf16, own in pairs]
 
 
-def _commands(measured: Measured) -> str:
-    lines = []
-    shown = {step.result.file_name: step.result for step in _steps(measured)}
-    for result in (*shown.values(), *measured.found.values()):
-        lines += [f"- `{result.file_name}`, {result.hardware}, torch {result.versions['torch']}:", "", "  ```text"]
-        lines += [*(f"  {command}" for command in result.command.split("; ")), "  ```", ""]
-    summary = "<summary>Commands that measure these figures</summary>"
-    return "\n".join(["<details>", summary, "", *lines, "</details>"])
-
-
 def _percent(ratio: float) -> str:
     """Return by how many percent something has changed."""
     return f"{100 * (ratio - 1):+z.0f} %"
@@ -338,4 +356,4 @@ def _parameters(model: str) -> str:
     return model.rpartition("-")[2].replace("m", " M").replace("b", " B") + " parameters"
 
 
-TABLES = {"headline": headline, "readme": summary}
+TABLES = {"headline": headline, "readme-speed": speed, "readme-memory": memory, "readme-loss": losses}

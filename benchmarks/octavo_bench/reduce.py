@@ -26,8 +26,9 @@ from octavo._util.dist import is_first_rank
 from octavo.distributed.reduce import REDUCTIONS, reduction
 from octavo.distributed.reduce.scheme import Scheme, TwoLevel
 from octavo.errors import ConfigError, RunError
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
 from octavo_bench.ranks import TIMEOUT, process_group, under_torchrun
+from octavo_bench.render import cell, grouped, has_failed, table
 from octavo_bench.results import Row
 from octavo_bench.timing import attempt, median_ms
 
@@ -35,6 +36,45 @@ COLUMNS = 1024
 """Columns of a heavy-tailed gradient, each of a size of its own."""
 EXACT_DB = 300.0
 """Reported if FP64 sees no error."""
+
+
+def by_gradient(rows: Sequence[Row]) -> str:
+    """Return one line per scheme and collective: the error on each kind of gradient, time, and bytes sent per value."""
+    kinds = list(dict.fromkeys(row["gradient"] for row in rows))
+    header = ["ranks", "collective", "scheme", *(f"dB, {kind}" for kind in kinds), *(f"bias, {kind}" for kind in kinds)]
+    body = []
+    for (ranks, collective, scheme), own in grouped(rows, "ranks", "collective", "scheme").items():
+        by_kind = {row["gradient"]: row for row in own if not has_failed(row)}
+        decibels = [cell("{snr_db:.1f}", by_kind.get(kind, {})) or "failed" for kind in kinds]
+        bias = [cell("{bias_percent:+z.3f} %", by_kind.get(kind, {})) for kind in kinds]
+        any_row = next(iter(by_kind.values()), None)
+        cost = (f"{any_row['ms']:.3f}", _sent(any_row)) if any_row else ("", "")
+        body.append((str(ranks), collective, scheme, *decibels, *bias, *cost))
+    return table((*header, "ms", "bytes sent a value"), body)
+
+
+def _sent(row: Row) -> str:
+    across = f", {row['across_bytes'] / row['elements']:.2f} of them across hosts" if "across_bytes" in row else ""
+    return f"{row['wire_bytes'] / row['elements']:.2f}{across}"
+
+
+KIND = Kind(
+    name="reduce",
+    keys={"scheme": str, "ranks": int, "snr_db": float, "ms": float, "wire_bytes": int},
+    columns=(
+        ("scheme", "{scheme}"),
+        ("ranks", "{ranks} ranks"),
+        ("gradient", "{gradient}"),
+        ("collective", "{collective}"),
+        ("dB", "{snr_db:.2f}"),
+        ("bias", "{bias_percent:+.4f} %"),
+        ("ms", "{ms:.3f}"),
+        ("bytes sent a value", "{sent}"),
+    ),
+    names=4,
+    derived=lambda row: {"sent": _sent(row)},
+    show=by_gradient,
+)
 
 
 class Work(NamedTuple):
@@ -249,17 +289,5 @@ def command(
     on_gpu = under_torchrun() and torch.cuda.is_available()
     count = positive("--elements", int(elements or (1e8 if on_gpu else 2e5)))
     work = Work(scheme or tuple(REDUCTIONS), count, dtype, positive("--repeats", repeats))
-    launch = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} -m octavo" if under_torchrun() else "octavo"
     given = {"scheme": scheme, "ranks": ranks, "elements": count, "dtype": dtype, "repeats": repeats}
-    line = command_line(launch, "bench reduce", **given)
-    show = output.lines(_name, _line)
-    return output.finish("reduce", bench_reduce(work, ranks), line, show, device="cuda" if on_gpu else "cpu")
-
-
-def _name(row: Row) -> str:
-    return f"{row['scheme']:<11} {row['ranks']:>3} ranks  {row['gradient']:<13} {row['collective']:<15}"
-
-
-def _line(row: Row) -> str:
-    figures = f"{row['snr_db']:>7.2f} dB  bias {row['bias_percent']:>+9.4f} %  {row['ms']:>9.3f} ms"
-    return f"{figures}  {row['wire_bytes'] / row['elements']:.3f} B per value sent"
+    return output.finish(KIND, bench_reduce(work, ranks), device="cuda" if on_gpu else "cpu", **given)

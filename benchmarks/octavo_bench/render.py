@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo_bench import results
-from octavo_bench.results import Result, Row
+from octavo_bench.results import Row
 
 Table = Callable[[Path], str]
 """A table in Markdown, from the directory of results; empty if nothing of it was measured."""
@@ -29,11 +28,16 @@ def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]
     return groups
 
 
+def has_failed(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has the text of an error in place of its figures."""
+    return isinstance(row.get("error"), str)
+
+
 def cell(form: str, row: Row) -> str:
     """Return the cell of a row, empty if a key is missing or None."""
     try:
-        return form.format_map(row)
-    except (KeyError, TypeError):
+        return form.format_map({key: value for key, value in row.items() if value is not None})
+    except KeyError:
         return ""
 
 
@@ -47,20 +51,6 @@ def figures(columns: Sequence[Column], rows: Sequence[Row], names: int = 1, *, e
     shown = shown if len(shown) > names else [*columns[: names + 1]]  # where all failed the errors need a column
     body = [[cell(form, row) for _, form in shown] for row in rows]
     for row, cells in zip(rows, body, strict=True):
-        if "error" in row:
+        if has_failed(row):
             cells[names:] = [f"failed: {row['error']}", *[""] * (len(shown) - names - 1)]
     return table([title for title, _ in shown], body)
-
-
-def newest(kind: str, show: Callable[[Result], str]) -> Table:
-    """Return the table of the newest results of a kind, each with its origin."""
-
-    def shown(directory: Path) -> str:
-        return "\n\n".join(f"{show(result)}\n\n{result.origin}" for result in results.shown(kind, directory))
-
-    return shown
-
-
-def by_columns(columns: Sequence[Column], names: int = 1) -> Callable[[Result], str]:
-    """Return a function that shows all rows of a result as one table."""
-    return lambda result: figures(columns, result.rows, names)

@@ -8,162 +8,23 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import math
-import os
 import re
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo._util import config_reader
-from octavo.errors import ConfigError, did_you_mean
+from octavo._util.files import write_text
+from octavo.errors import ConfigError, RunError, did_you_mean
+
+if TYPE_CHECKING:
+    from octavo_bench.kind import Kind
 
 Row = dict[str, Any]
 """One row of a result."""
-
-KINDS: dict[str, dict[str, type]] = {
-    "demo": {
-        "recipe": str,
-        "device": str,
-        "steps": int,
-        "tokens": int,
-        "heldout_loss_fp8": float,
-        "heldout_loss_bf16": float,
-        "gap_percent": float,
-    },
-    "parity": {"model": str, "tokens": int, "recipe": str, "seed": int, "heldout_loss": float},
-    "data-parallel": {
-        "model": str,
-        "tokens": int,
-        "recipe": str,
-        "seed": int,
-        "ranks": int,
-        "heldout_loss": float,
-    },
-    "ladder": {
-        "protocol": int,
-        "model": str,
-        "tokens": int,
-        "condition": str,
-        "recipe": str,
-        "seed": int,
-        "text": str,
-        "machine": str,
-        "heldout_loss": float,
-    },
-    "portability": {
-        "model": str,
-        "recipe": str,
-        "step": int,
-        "computation": str,
-        "heldout_loss": float,
-        "difference": float,
-    },
-    "stress": {"case": str, "recipe": str, "nonfinite": int},
-    "step": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "peak_gib": float},
-    "host": {"implementation": str, "mode": str, "ms_per_block": float, "launches_per_block": float},
-    "hf": {
-        "model": str,
-        "mode": str,
-        "implementation": str,
-        "tokens_per_s": float,
-        "ratio_to_bf16": float,
-        "peak_gib": float,
-    },
-    "clients": {
-        "client": str,
-        "library": str,
-        "version": str,
-        "lines": int,
-        "fp8_layers": int,
-        "gap_percent": float,
-        "graphs": int,
-        "graph_breaks": int,
-        "ratio_to_bf16": float,
-    },
-    "pilot": {"model": str, "seconds": float, "adopts": bool, "full": dict, "right": bool},
-    "gemm": {"shape": str, "kernel": str, "operands": str, "accumulate": str, "tflops": float, "ratio_to_bf16": float},
-    "kernels": {
-        "kernel": str,
-        "shape": str,
-        "ms": float,
-        "bytes": int,
-        "passes": int,
-        "gb_per_s": float,
-        "ratio_to_copy": float,
-    },
-    "phases": {
-        "workload": str,
-        "implementation": str,
-        "ms": float,
-        "ratio_to_bf16": float,
-        "phases": dict,
-        "speedups": dict,
-    },
-    "moe": {"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float},
-    "optimizer": {"states": str, "bytes_per_parameter": float, "ms": float, "ratio_to_fused_adamw": float},
-    "ablation": {"states": str, "seed": int, "heldout_loss": float},
-    "tiers": {"model": str, "tokens": int, "states": str, "seed": int, "heldout_loss": float},
-    "memory": {"workload": str, "implementation": str, "peak_gib": float, "predicted_gib": float},
-    "reduce": {"scheme": str, "ranks": int, "snr_db": float, "ms": float, "wire_bytes": int},
-    "distributed": {
-        "workload": str,
-        "implementation": str,
-        "tokens_per_s_per_gpu": float,
-        "ratio_to_bf16": float,
-        "peak_gib": float,
-        "wire_bytes": int,
-    },
-    "rank": {
-        "workload": str,
-        "implementation": str,
-        "ranks": int,
-        "ms": float,
-        "ratio_to_bf16": float,
-        "peak_gib": float,
-    },
-    "scaling": {"model": str, "gpus": int, "scheme": str, "ms": float, "peak_gib": float, "wire_gb": float},
-    "telemetry": {"workload": str, "overhead_percent": float},
-    "faults": {
-        "fault": str,
-        "struck_step": int,
-        "layer": str,
-        "cause": str,
-        "recovered": bool,
-    },
-    "finetune": {
-        "method": str,
-        "task": str,
-        "seed": int,
-        "samples": int,
-        "fp8": float,
-        "fp8_error": float,
-        "bf16": float,
-        "bf16_error": float,
-        "difference": float,
-        "difference_error": float,
-    },
-    "robustness": {"class": str, "tried": int, "survived": int, "named": int, "seed": int},
-    "localize": {"workload": str, "layers": int, "predicted": list, "measured": list, "rank_correlation": float},
-}
-"""Keys that every row of a kind must have. Other keys are welcome: they are kept, and read where a table shows them."""
-
-MAY_FAIL = (
-    *("step", "host", "hf", "clients", "pilot", "gemm", "kernels", "stress", "optimizer", "ablation"),
-    *("phases", "moe", "reduce", "distributed", "rank", "memory", "scaling", "faults", "ladder"),
-)
-"""Kinds whose rows may have `error`, a text, in place of their figures: a failure is a result."""
-SUBJECTS = {
-    "clients": ("client",),
-    "data-parallel": ("model", "tokens", "recipe", "seed", "ranks"),
-    "distributed": ("workload", "layout", "ranks"),  # each beside BF16 of its own
-    "faults": ("fault", "configuration"),
-    "ladder": ("protocol", "model", "tokens", "condition", "recipe", "seed", "text", "machine"),
-    "robustness": ("class",),
-}
-"""Kinds whose files grow row by row, and the keys that tell their rows apart."""
+PAPER = "paper"
+"""The hardware of results that are computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +32,7 @@ class Result:
     """One measurement session. Invalid content raises `ConfigError` on construction."""
 
     kind: str
-    """One of `KINDS`."""
+    """Name of a `Kind`."""
     date: str
     """The day it was measured, as YYYY-MM-DD."""
     hardware: str
@@ -181,12 +42,10 @@ class Result:
     command: str
     """The command that measures it again."""
     rows: tuple[dict[str, Any], ...]
-    """One row per measured case, with the keys of `KINDS[kind]` and any others."""
+    """One row per measured case, with the keys of its kind and any others."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            near = did_you_mean(self.kind, KINDS)
-            raise ConfigError(f"result: unknown kind '{self.kind}'.{near} Known kinds: {', '.join(KINDS)}.")
+        kind = _kind(self.kind)
         if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date):
             raise ConfigError(f"result: the date '{self.date}' is not written YYYY-MM-DD.")
         if self.hardware != slug(self.hardware):
@@ -194,10 +53,7 @@ class Result:
         if not self.rows:
             raise ConfigError("result: there are no rows. A result without a measurement is not written.")
         for index, row in enumerate(self.rows):
-            required: Mapping[str, type] = KINDS[self.kind]
-            if self.kind in MAY_FAIL and "error" in row:
-                required = {"error": str, **{key: kind for key, kind in required.items() if kind is str}}
-            _check_row(row, required, f"result of kind '{self.kind}': rows[{index}]")
+            kind.check(row, f"result of kind '{self.kind}': rows[{index}]")
 
     @property
     def file_name(self) -> str:
@@ -207,6 +63,9 @@ class Result:
     @property
     def origin(self) -> str:
         """Origin of its figures: machine, software, file and command; several commands in a fold."""
+        if self.hardware == PAPER:
+            how = f"Computed, not measured, with `{self.command}` from measured rates and stated links"
+            return f"{how}: `{self.file_name}`."
         software = ", ".join(f"{key} {value}" for key, value in self.versions.items())
         commands = self.command.split("; ")
         if len(commands) == 1:
@@ -216,17 +75,13 @@ class Result:
         return "\n".join([measured, "", *fold])
 
 
-def _check_row(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
-    for key, kind in required.items():
-        if key not in row:
-            raise ConfigError(f"{where}: the key '{key}' is missing.{did_you_mean(key, row)}")
-        value = row[key]
-        accepted = int | float if kind is float else kind
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise ConfigError(f"{where}: '{key}' must be {kind.__name__}, got {value!r}.")
-    for key, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{where}: '{key}' is {value}. A figure must be finite.")
+def _kind(name: str) -> Kind:
+    from octavo_bench.kind import kinds  # which imports this file
+
+    known = kinds()
+    if name not in known:
+        raise ConfigError(f"result: unknown kind '{name}'.{did_you_mean(name, known)} Known kinds: {', '.join(known)}.")
+    return known[name]
 
 
 def failure(error: Exception) -> str:
@@ -242,6 +97,7 @@ def write(result: Result, directory: Path) -> Path:
 
     Raises:
         ConfigError: the file of that name, or `latest/<kind>.json`, exists and is not a result.
+        RunError: it could not be written.
     """
     before = load(directory / result.file_name) if (directory / result.file_name).exists() else None
     if before is not None and before.versions == result.versions:
@@ -251,40 +107,21 @@ def write(result: Result, directory: Path) -> Path:
     latest = directory / "latest" / f"{result.kind}.json"
     superseded = latest.exists() and load(latest).date > result.date
     for target in [path] if superseded else [path, latest]:
-        _replace(target, text)
+        write_text(target, text, RunError, mkdir=True)
     return path
-
-
-def save(
-    kind: str,
-    rows: Sequence[dict[str, Any]],
-    directory: Path,
-    command: str,
-    *,
-    device: str = "auto",
-    machine: str | None = None,
-) -> Path:
-    """Write today's rows with this machine and software, and return the file.
-
-    Args:
-        device: measured device, as `octavo.train.device` resolves it.
-        machine: a name in place of the device's.
-    """
-    return write(made_today(kind, rows, command, device=device, machine=machine), directory)
 
 
 def made_today(
     kind: str, rows: Sequence[Row], command: str, *, device: str = "auto", machine: str | None = None
 ) -> Result:
-    """Return today's rows with this machine and software; arguments as for `save`."""
-    return Result(
-        kind=kind,
-        date=today(),
-        hardware=machine or hardware(device),
-        versions=versions(),
-        command=command,
-        rows=tuple(rows),
-    )
+    """Return today's rows with this machine and software.
+
+    Args:
+        device: measured device, as `octavo.train.device` resolves it.
+        machine: a name in place of the device's.
+    """
+    machine = machine or hardware(device)
+    return Result(kind=kind, date=today(), hardware=machine, versions=versions(), command=command, rows=tuple(rows))
 
 
 def merge(older: Result, newer: Result) -> Result:
@@ -299,27 +136,13 @@ def merge(older: Result, newer: Result) -> Result:
         before, now = getattr(older, field), getattr(newer, field)
         if before != now:
             raise ConfigError(f"result: {field} was {before!r} and is {now!r}: these cannot be one file.")
-    keys = SUBJECTS.get(newer.kind, ("workload", "model", "tokens"))
+    keys = _kind(newer.kind).session
     measured = {tuple(row.get(key) for key in keys) for row in newer.rows}
     kept = tuple(row for row in older.rows if tuple(row.get(key) for key in keys) not in measured)
     if not kept:
         return newer
     command = "; ".join(dict.fromkeys(f"{older.command}; {newer.command}".split("; ")))
     return dataclasses.replace(newer, rows=(*kept, *newer.rows), command=command)
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def load(path: Path) -> Result:
@@ -363,10 +186,8 @@ def newest(kind: str, directory: Path) -> list[Result]:
     return found
 
 
-def shown(kind: str, directory: Path) -> list[Result]:
-    """Return the results of `kind` that tables show: the newest, of some kinds the newest of each workload."""
-    if kind in ("step", "distributed", "memory"):
-        return newest(kind, directory)
+def current(kind: str, directory: Path) -> list[Result]:
+    """Return the newest result of `kind`, if there is any."""
     found = latest(kind, directory)
     return [found] if found else []
 

@@ -14,13 +14,13 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, known, positive
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
 from octavo_bench.malformed import ESCAPE, damage
 from octavo_bench.results import Row
 
@@ -325,6 +325,13 @@ def _flags(command: str) -> list[str]:
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
+KIND = Kind(
+    name="robustness",
+    keys={"class": str, "tried": int, "survived": int, "named": int, "seed": int},
+    columns=(("class", "{class}"), ("tried", "{tried}"), ("survived", "{survived}"), ("named", "{named}")),
+    may_fail=False,
+    session=("class",),
+)
 CLASSES: dict[str, tuple[int, str]] = {
     "malformed files": (300, "robustness:malformed_files"),
     "malformed command lines": (600, "robustness:malformed_commands"),
@@ -362,10 +369,6 @@ def rows_of(
         yield {"class": name, "tried": len(trials), "survived": survived, "named": named, "seed": seed}
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    return f"{row['class']}: {row['tried']} tried, {row['survived']} survived, {row['named']} named"
-
-
 def command(*, only: Names = (), share: float = 1.0, seed: int = 0, output: Output = TO_STDOUT) -> int:
     """Try malformed files and command lines: each must end in a result, or in one line that names what is wrong.
 
@@ -387,7 +390,7 @@ def command(*, only: Names = (), share: float = 1.0, seed: int = 0, output: Outp
     """
     positive("--share", int(share > 0))
     chosen = [known("--only", name, list(CLASSES), "class") for name in only or CLASSES]
-    line = command_line("octavo bench robustness", only=only, share=None if share == 1 else share, seed=seed or None)
     found = rows_of(chosen, share=share, seed=seed, report=output.say)
-    rows = output.keep("robustness", found, line, lambda row: output.say(_line(row)), device="cpu")
+    flags: Row = {"share": None if share == 1 else share, "seed": seed or None}
+    rows = output.keep(KIND, found, device="cpu", only=only, **flags)
     return int(any(row["survived"] < row["tried"] or row["named"] < row["tried"] for row in rows))

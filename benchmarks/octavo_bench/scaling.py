@@ -21,18 +21,14 @@ from octavo.models.config import ModelConfig
 from octavo.models.flops import matmul_parameters
 from octavo_bench import results
 from octavo_bench.assumptions import PEER, Assumptions, Scheme, load
-from octavo_bench.cli import TO_STDOUT, Output, command_line
+from octavo_bench.kind import TO_STDOUT, Output
 from octavo_bench.layouts import Case, Estimate, Layout, best, estimate, kept_values
-from octavo_bench.results import Row
-
-CHECK = ("8B", 4, 4 * 8192, Layout(tensor=1, stages=1, shard=4, replicas=1, sequences=1))
-"""The point that is measured: model, GPUs, tokens, and the layout as it is run."""
-CHECKED_BY = ("llama-3-8b", "data")
-"""Workload and layout of its rows of kind `distributed`."""
+from octavo_bench.results import PAPER, Row
+from octavo_bench.scaling_tables import CHECK, KIND
 
 
 def bench_scaling(assumptions: Assumptions) -> Iterator[Row]:
-    """Yield one row for each model, number of GPUs and scheme, as the result kind `scaling` has them.
+    """Yield one row for each model, number of GPUs and scheme.
 
     The first row carries the assumptions. A case that fits on no layout has `error` in place of figures.
 
@@ -180,16 +176,5 @@ def command(
         Directory of the result files that rates of one GPU are taken from.
     """
     rows = bench_scaling(measured(load(file), results))
-    line = command_line("octavo bench scaling", *([file.name] if file else []))
-    output.keep("scaling", rows, line, lambda row: output.say(_line(row)), machine="paper")
+    output.keep(KIND, rows, *([file.name] if file else []), machine=PAPER)
     return 0  # that a model fits on no layout is an answer
-
-
-def _line(row: Row) -> str:
-    name = f"{row['model']:<6}{row['gpus']:>5} GPUs  {row['scheme']:<16}"
-    if "error" in row:
-        return f"{name} {row['error']}"
-    times = f"{row['ms']:>10,.0f} ms: compute {row['compute_ms']:,.0f}, bubble {row['bubble_ms']:,.0f}"
-    rest = f"not hidden {row['exposed_ms']:,.0f} of {row['communication_ms']:,.0f}"
-    ratio = f"{row['ratio_to_bf16']:.2f} x BF16" if "ratio_to_bf16" in row else "BF16 fits nowhere"
-    return f"{name} {times}, {rest}  {ratio}  {row['peak_gib']:.0f} GiB  {row['layout']}"

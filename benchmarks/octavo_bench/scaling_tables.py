@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,32 +10,22 @@ from typing import Any
 from octavo.cli.flags import field_docs
 from octavo_bench import results
 from octavo_bench.assumptions import PEER, Assumptions, Scheme
-from octavo_bench.render import Table, figures, grouped, table
-from octavo_bench.results import Result, Row
-from octavo_bench.scaling import CHECK, CHECKED_BY
+from octavo_bench.kind import Kind, by_result
+from octavo_bench.layouts import Layout
+from octavo_bench.render import figures, grouped, table
+from octavo_bench.results import Row
 
+CHECK = ("8B", 4, 4 * 8192, Layout(tensor=1, stages=1, shard=4, replicas=1, sequences=1))
+"""The point that is measured: model, GPUs, tokens, and the layout as it is run."""
+CHECKED_BY = ("llama-3-8b", "data")
+"""Workload and layout of its rows of kind `distributed`."""
 WIDTH = 50
 """Characters of the longest bar."""
 
 
-def computed(show: Callable[[Result], str]) -> Table:
-    """Return the table of the newest result, with its origin; empty if it shows nothing."""
-
-    def shown(directory: Path) -> str:
-        result = results.latest("scaling", directory)
-        text = "" if result is None else show(result)
-        if result is None or not text:
-            return ""
-        origin = f"Computed, not measured, with `{result.command}` from measured rates and stated links"
-        return f"{text}\n\n{origin}: `{result.file_name}`."
-
-    return shown
-
-
-def bars(result: Result) -> str:
+def bars(rows: Sequence[Row]) -> str:
     """Return, for each model, a bar per scheme and number of GPUs: the GPU time of a step by part."""
-    models = dict.fromkeys(row["model"] for row in result.rows)
-    drawn = "\n\n".join(_bars(model, [row for row in _points(result) if row["model"] == model]) for model in models)
+    drawn = "\n\n".join(_bars(model, own) for (model,), own in grouped(_points(rows), "model").items())
     legend = "█ products, attention and all else that computes   ░ pipeline bubble   ▒ communication that is not hidden"
     return f"```text\n{drawn}\n\n{legend}\n```"
 
@@ -58,6 +48,7 @@ def _bars(model: str, rows: Sequence[Row]) -> str:
 
 
 COLUMNS = (
+    ("model", "{model}"),
     ("GPUs", "{gpus}"),
     ("scheme", "{scheme}"),
     ("layout", "{layout}"),
@@ -73,26 +64,25 @@ COLUMNS = (
 )
 
 
-def fastest(result: Result) -> str:
+def fastest(rows: Sequence[Row]) -> str:
     """Return, for each model, a line per scheme and number of GPUs: the fastest layout that fits, and its figures."""
     return "\n\n".join(
-        f"**{model}**, {rows[0]['batch_tokens']:,} tokens per step\n\n{figures(COLUMNS, rows, 2, every=True)}"
-        for (model,), rows in grouped(_points(result), "model").items()
+        f"**{model}**, {own[0]['batch_tokens']:,} tokens per step\n\n{figures(COLUMNS[1:], own, 2, every=True)}"
+        for (model,), own in grouped(_points(rows), "model").items()
     )
 
 
-def wire(result: Result) -> str:
+def wire(rows: Sequence[Row]) -> str:
     """Return the GB that a GPU sends in a step of the point of 4 GPUs, by scheme, and how much less than BF16's."""
-    rows, body = _checked(result), list[Sequence[str]]()
-    if not rows:
+    checked, schemes, body = _checked(rows), _assumed(rows)["schemes"], list[Sequence[str]]()
+    if not checked:
         return ""
-    peer = next(row for row in rows if row["scheme"] == PEER)
-    for row in rows:
+    peer = next(row for row in checked if row["scheme"] == PEER)
+    for row in checked:
         sent = row["sent_gb"]
         less = f"{100 * (row['wire_gb'] / peer['wire_gb'] - 1):+z.0f} %" if row is not peer else ""
-        scheme = _assumed(result)["schemes"][row["scheme"]]
         numbers = (f"{sent['weights']:.1f}", f"{sent['gradients']:.1f}", f"{row['wire_gb']:.1f}")
-        body.append((row["scheme"], scheme["about"], *numbers, less))
+        body.append((row["scheme"], schemes[row["scheme"]]["about"], *numbers, less))
     header = ("scheme", "what it is", "weights, GB", "gradients, GB", "both", f"against `{PEER}`")
     return table(header, body)
 
@@ -102,15 +92,15 @@ def check(directory: Path) -> str:
     found = [row for result in results.newest("distributed", directory) for row in result.rows]
     points = [row for row in found if (row["workload"], row["layout"], row["ranks"]) == (*CHECKED_BY, CHECK[1])]
     measured = {row["implementation"]: row for row in points if "error" not in row}
-    return computed(partial(_beside_measured, measured))(directory)
+    return by_result("scaling", partial(_beside_measured, measured))(directory)
 
 
-def _beside_measured(measured: Mapping[str, Row], result: Result) -> str:
-    rows, body = _checked(result), list[Sequence[str]]()
-    if not rows:
+def _beside_measured(measured: Mapping[str, Row], rows: Sequence[Row]) -> str:
+    checked, schemes, body = _checked(rows), _assumed(rows)["schemes"], list[Sequence[str]]()
+    if not checked:
         return ""
-    for row in rows:
-        real = measured.get(_assumed(result)["schemes"][row["scheme"]]["measured_as"], {})
+    for row in checked:
+        real = measured.get(schemes[row["scheme"]]["measured_as"], {})
         pairs = [("tokens_per_s_per_gpu", "{:,.0f}"), ("ratio_to_bf16", "{:.2f}"), ("peak_gib", "{:.1f}")]
         cells = [(form.format(row[key]), form.format(real[key]) if key in real else "") for key, form in pairs]
         body.append((row["scheme"], *(cell for pair in cells for cell in pair)))
@@ -119,21 +109,21 @@ def _beside_measured(measured: Mapping[str, Row], result: Result) -> str:
     return "\n\n".join([table(header, body), *([] if measured else ["Not measured yet."])])
 
 
-def assumptions(result: Result) -> str:
+def assumptions(rows: Sequence[Row]) -> str:
     """Return every assumption with its value: those of all, then those of each scheme."""
-    known = _assumed(result)
+    known = _assumed(rows)
     docs = field_docs(Assumptions)
     body = [(f"`{key}`", _value(known[key]), _one_line(docs[key])) for key in docs if key not in ("models", "schemes")]
     models = [(name, *(_value(shape[key]) for key in _SHAPE)) for name, shape in known["models"].items()]
     schemes, told = known["schemes"], field_docs(Scheme)
-    rows = [
+    of_schemes = [
         (f"`{key}`", *(_value(scheme[key]) for scheme in schemes.values()), _one_line(told.get(key, "In words.")))
         for key in Scheme.__dataclass_fields__
     ]
     parts = (
         table(("assumption", "value", "meaning"), body),
         table(("model", *_SHAPE), models),
-        table(("of a scheme", *(f"`{name}`" for name in schemes), "meaning"), rows),
+        table(("of a scheme", *(f"`{name}`" for name in schemes), "meaning"), of_schemes),
     )
     return "\n\n".join(parts)
 
@@ -151,24 +141,29 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _assumed(result: Result) -> dict[str, Any]:
-    found: dict[str, Any] = next(row["assumptions"] for row in result.rows if "assumptions" in row)
+def _assumed(rows: Sequence[Row]) -> dict[str, Any]:
+    found: dict[str, Any] = next(row["assumptions"] for row in rows if "assumptions" in row)
     return found
 
 
-def _checked(result: Result) -> list[Row]:
-    return [row for row in result.rows if (row["model"], row["gpus"]) == CHECK[:2]]
+def _checked(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if (row["model"], row["gpus"]) == CHECK[:2]]
 
 
-def _points(result: Result) -> list[Row]:
-    return [row for row in result.rows if row not in _checked(result)]
+def _points(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row not in _checked(rows)]
 
 
-TABLES: dict[str, Table] = {
-    "scaling-bars": computed(bars),
-    "scaling": computed(fastest),
-    "scaling-wire": computed(wire),
-    "scaling-check": check,
-    "scaling-assumptions": computed(assumptions),
-}
-"""By name."""
+KIND = Kind(
+    name="scaling",
+    keys={"model": str, "gpus": int, "scheme": str, "ms": float, "peak_gib": float, "wire_gb": float},
+    columns=COLUMNS,
+    names=3,
+    show=fastest,
+    tables={
+        "scaling-bars": by_result("scaling", bars),
+        "scaling-wire": by_result("scaling", wire),
+        "scaling-check": check,
+        "scaling-assumptions": by_result("scaling", assumptions),
+    },
+)

@@ -1,7 +1,7 @@
 """Why final losses spread, and what an answer costs: tables of the pilot and of the runs so far.
 
 Runs of a block differ by recipe and by chaos. Their spread, all arms pooled, bounds that of chaos from above, and is
-known from many more runs than the null pairs are.
+known from many more runs than there are controls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
-from octavo_bench.ladder import AIM, ALL, GATE, LOSSES, blocks, gaps, pairs_for, read_rows, studies
+from octavo_bench.ladder import AIM, ALL, LOSSES, MARGIN, blocks, gaps, pairs_for, read_rows, studies
 from octavo_bench.lanes import NULL
 from octavo_bench.render import table
 from octavo_bench.results import Row
@@ -106,7 +106,7 @@ def pilot_table(directory: Path) -> str:
         cells = [f"{spread_over_time(own)[point]:.2f} %" for own in sizes]
         body.append((f"training loss {name}", *cells, *[""] * len(sizes)))
     models = [own[0]["model"] for own in sizes]
-    header = ("measure", *(f"{m}: spread" for m in models), *(f"{m}: not there half-way" for m in models))
+    header = ("measure", *(f"{m}: SD" for m in models), *(f"{m}: residual SD" for m in models))
     return table(header, body)
 
 
@@ -127,8 +127,8 @@ def cost_table(directory: Path) -> str:
             if spreads:
                 title = f"{own[0]['model']}, {own[0]['condition']}"
                 body.append(_cost(title, LOSSES[loss], seconds_per_block(own), median(spreads)))
-    header = ("study", "loss", "seconds per block", "spread of a pair")
-    widths = [f"{what} for ± {width:.2f} %" for width in (GATE, AIM) for what in ("pairs", "hours")]
+    header = ("study", "loss", "seconds per block", "SD of a pair")
+    widths = [f"{what} for ± {width:.2f} %" for width in (MARGIN, AIM) for what in ("pairs", "hours")]
     return table((*header, *widths), sorted(body)) if body else ""
 
 
@@ -141,7 +141,7 @@ def seconds_per_block(rows: Sequence[Row]) -> float:
 
 def _cost(name: str, measure: str, seconds: float, pair: float) -> tuple[str, ...]:
     cells = []
-    for width in (GATE, AIM):
+    for width in (MARGIN, AIM):
         pairs = pairs_for(width / pair)
         cells += [f"{pairs:,}", f"{pairs * seconds / 3600:.1f}"]
     return (name, measure, f"{seconds:.1f}", f"{pair:.3f} %", *cells)

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,10 +28,11 @@ from octavo.models.flops import datasheet_tflops
 from octavo.monitor.system import SystemProbe
 from octavo.train.profile import Profile, profile
 from octavo.train.timing import milliseconds, warm_up
-from octavo_bench import rates
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
-from octavo_bench.implementations import BF16, Implementation, implementations
+from octavo_bench import rates, results
+from octavo_bench.implementations import BF16, TORCHAO, Implementation, implementations
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
 from octavo_bench.rates import floor_ms
+from octavo_bench.render import figures, grouped
 from octavo_bench.results import Row, slug
 from octavo_bench.timing import attempt, peak_gib
 from octavo_bench.workloads import IMAGE_WORKLOADS, WORKLOADS, ImageWorkload, Training, Workload, build
@@ -41,6 +42,84 @@ PROFILED_MS = 200
 PyTorch drops those (pytorch/pytorch#192021): of a short session all."""
 TRACED = 25
 """Kernels of an implementation that a trace names."""
+SPEED = (
+    ("implementation", "{implementation}"),
+    ("ms", "{ms:.1f}"),
+    ("times BF16's speed", "{ratio_to_bf16:.2f}"),
+)
+PARTS = (
+    ("GEMM ms", "{gemm_ms:.1f}"),
+    ("attention ms", "{attention_ms:.1f}"),
+    ("element-wise ms", "{elementwise_ms:.1f}"),
+    ("optimizer ms", "{optimizer_ms:.1f}"),
+    ("communication ms", "{communication_ms:.1f}"),
+    ("idle ms", "{idle_ms:.1f}"),
+)
+PEAK = ("peak GiB", "{peak_gib:.1f}")
+COLUMNS = (
+    *SPEED,
+    (f"times {TORCHAO}", "{ratio_to_peer:.2f}"),
+    *PARTS,
+    PEAK,
+    ("mJ per token", "{mj_per_token:.2f}"),
+    ("of BF16's datasheet peak", "{mfu_bf16:.2f}"),
+    ("fraction of floor", "{fraction_of_floor:.2f}"),
+)
+
+
+def by_workload(rows: Sequence[Row]) -> str:
+    """Return, per workload, the time of every implementation and of its parts, and its peak memory."""
+    return "\n\n".join(_table(own) + _session(own[0]) for own in grouped(rows, "workload").values())
+
+
+def _table(rows: Sequence[Row]) -> str:
+    peer = next((row["ms"] for row in rows if row["implementation"] == TORCHAO and "ms" in row), None)
+    if peer is not None:
+        rows = [row | {"ratio_to_peer": peer / row["ms"]} if "ms" in row else row for row in rows]
+    peers = dict.fromkeys(row["package"] for row in rows if "package" in row)
+    beside = f"; beside {' and '.join(peers)}" if peers else ""
+    return f"**{rows[0]['workload']}**{_shape(rows[0])}{beside}\n\n{figures(COLUMNS, rows)}"
+
+
+def _shape(row: Row) -> str:
+    if "shape" not in row:
+        return ""
+    shape = row["shape"]
+    if "size" in shape:
+        return f": {shape['batch']} images of {shape['size']} x {shape['size']} pixels, bottlenecks {shape['depths']}"
+    kind = f", vocabulary {shape['vocab']:,}" if shape.get("vocab") else ", no head"
+    tokens = f"{shape['batch']} x {shape['sequence']:,} tokens"
+    sizes = f"dim {shape['dim']:,}, ffn {shape['ffn']:,}, {shape['heads']} heads, {shape['kv_heads']} KV heads"
+    return f": {shape['layers']} layers, {sizes}{kind}, {tokens}"
+
+
+def _session(baseline: Row) -> str:
+    """Return the notes of a session from its baseline: the machine's own rates, and its drift."""
+    said = []
+    if "rates" in baseline:
+        rates = baseline["rates"]
+        tflops = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates["tflops"].items())
+        said.append(
+            f"The machine's own rates in this session: copy {rates['copy_gb_per_s']:,.0f} GB/s; GEMM TFLOP/s: {tflops}."
+        )
+    if "drift" in baseline:
+        said.append(f"BF16, timed again at the end: {100 * baseline['drift']:+z.1f} % of its time.")
+    return "\n\n" + " ".join(said) if said else ""
+
+
+KIND = Kind(
+    name="step",
+    keys={"workload": str, "implementation": str, "ms": float, "ratio_to_bf16": float, "peak_gib": float},
+    columns=(
+        ("workload", "{workload}"),
+        *COLUMNS,
+        ("energy not known", "{energy_missing}"),
+        ("when timed again at the end", "{drift:+z.1%}"),
+    ),
+    names=2,
+    show=by_workload,
+    select=results.newest,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +138,7 @@ class Session:
 
 
 def bench_step(session: Session, names: tuple[str, ...] = ()) -> Iterator[Row]:
-    """Yield one row per implementation, as the result kind `step` has them; the baseline first.
+    """Yield one row per implementation; the baseline first.
 
     An implementation that fails has a row with `error` and no figures, and the others go on. The baseline's row comes
     once more in the end, with its drift.
@@ -277,21 +356,5 @@ def command(
     device, steps = device_named(device), positive("--steps", steps)
     sessions = (Session(workload=one, device=device, steps=steps, trace=trace) for one in chosen)
     rows = (row for session in sessions for row in bench_step(session, only))
-    line = command_line("octavo bench step", workload=workload, only=only, **fields, steps=steps)
-    return output.finish("step", rows, line, output.lines(_name, _figures), device=device)
-
-
-def _name(row: Row) -> str:
-    return f"{row['workload']:<15} {row['implementation']:<24}"
-
-
-def _figures(row: Row) -> str:
-    if "drift" in row:
-        return f"{100 * row['drift']:+z.1f} % when timed again at the end"
-    parts = ("gemm", "attention", "elementwise", "optimizer", "communication", "idle")
-    spent = " ".join(f"{part} {row[f'{part}_ms']:.1f}" for part in parts if f"{part}_ms" in row)
-    energy = f"  {row['mj_per_token']:.2f} mJ/token" if "mj_per_token" in row else ""
-    energy = f"  energy not known: {row['energy_missing']}" if "energy_missing" in row else energy
-    floor = f"  {row['fraction_of_floor']:.2f} of floor" if "fraction_of_floor" in row else ""
-    figures = f"{row['ms']:>9.2f} ms  {row['ratio_to_bf16']:.2f} x BF16  {row['peak_gib']:.1f} GiB{energy}{floor}"
-    return f"{figures}  {spent}".rstrip()
+    flags = {"workload": workload, "only": only, **fields, "steps": steps}
+    return output.finish(KIND, rows, device=device, **flags)

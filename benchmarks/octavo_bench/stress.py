@@ -20,7 +20,8 @@ import octavo
 from octavo import recipes
 from octavo.numerics import sqnr_per_row_db
 from octavo.recipes import Recipe
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known
+from octavo_bench.render import cell, grouped, has_failed, table
 from octavo_bench.results import Row
 from octavo_bench.timing import attempt
 
@@ -30,6 +31,35 @@ GRADIENT = 2.0**-10
 """Size of a plain gradient."""
 LONGEST_DB = 150.0
 """Figure of a row without any error: figures must be finite."""
+PRODUCTS = {
+    "Y": "{y_median_db:.1f} / {y_worst_db:.1f} dB",
+    "dX": "{dx_median_db:.1f} / {dx_worst_db:.1f} dB",
+    "dW": "{dw_median_db:.1f} / {dw_worst_db:.1f} dB",
+}
+"""Signal to noise of the median row, and of the worst."""
+
+
+def by_case(rows: Sequence[Row]) -> str:
+    """Return, per case, the signal to noise of the three products by recipe: median row / worst row."""
+    blocks = []
+    for (case,), of_case in grouped(rows, "case").items():
+        body = [(row["recipe"], *(_cell(form, row) for form in PRODUCTS.values())) for row in of_case]
+        blocks.append(f"**{case}**\n\n{table(('recipe', *PRODUCTS), body)}")
+    return "\n\n".join(blocks)
+
+
+def _cell(form: str, row: Row) -> str:
+    return f"failed: {row['error']}" if has_failed(row) else cell(form, row) or "not finite"
+
+
+KIND = Kind(
+    name="stress",
+    keys={"case": str, "recipe": str, "nonfinite": int},
+    columns=(("case", "{case}"), ("recipe", "{recipe}"), *PRODUCTS.items(), ("not finite", "{spoiled}")),
+    names=2,
+    derived=lambda row: {"spoiled": row["nonfinite"] or None},
+    show=by_case,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +126,7 @@ CASES = (
 
 
 def bench_stress(names: Sequence[str] = (), *, device: str = "cpu") -> Iterator[Row]:
-    """Yield one row for each case and recipe, as the result kind `stress` has them; `names`: recipes, all if empty."""
+    """Yield one row for each case and recipe; `names`: recipes, all if empty."""
     for case in CASES:
         for name in names or recipes.names():
             yield attempt({"case": case.name, "recipe": name}, partial(measure, case, name, device))
@@ -203,17 +233,4 @@ def command(*, recipe: Names = (), device: str = "auto", output: Output = TO_STD
         cuda or cpu; auto takes the GPU if there is one.
     """
     device, names = device_named(device), [known("--recipe", name, recipes.names(), "recipe") for name in recipe]
-    line = command_line("octavo bench stress", recipe=recipe)
-    return output.finish("stress", bench_stress(names, device=device), line, output.lines(_name, _line), device=device)
-
-
-def _name(row: Row) -> str:
-    return f"{row['case']:<26} {row['recipe']:<20}"
-
-
-def _line(row: Row) -> str:
-    figures = [
-        f"{title} {row[f'{key}_median_db']:5.1f} /{row[f'{key}_worst_db']:6.1f} dB" if f"{key}_worst_db" in row else ""
-        for title, key in (("Y", "y"), ("dX", "dx"), ("dW", "dw"))
-    ]
-    return "   ".join(figures) + (f"  {row['nonfinite']} values are not finite" if row["nonfinite"] else "")
+    return output.finish(KIND, bench_stress(names, device=device), device=device, recipe=recipe)

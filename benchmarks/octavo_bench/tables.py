@@ -5,21 +5,24 @@ A page holds a table between two lines, and only the text between them is writte
     <!-- table: parity -->
     <!-- end -->
 
-`octavo bench tables` writes every page; with `--check` it names the pages that are not current and exits with 1. Tables
-of measurements come from `benchmarks/results/latest` (`measured`, `scaling_tables`), those of steps, on one GPU or
-several, from the newest session of each workload, and facts from the code (`facts`).
+`octavo bench tables` writes every page; with `--check` it names the pages that are not current and exits with 1. A
+table of measurements is that of its kind, or of several kinds (`readme`, `choice`); facts are those of the code
+(`facts`).
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo_bench import facts, ladder, measured, readme, scaling_tables, spreads
+from octavo_bench import facts, readme
+from octavo_bench.choice import choice
+from octavo_bench.kind import kinds
 from octavo_bench.render import Table
 
 MARK = re.compile(r"^<!-- (?:table: (?P<name>\S+)|(?P<end>end)) -->$")
@@ -73,18 +76,16 @@ def bring_up_to_date(root: Path, *, check: bool) -> list[str]:
 
 NOT_MEASURED = "*Not measured yet.*"
 
-TABLES: dict[str, Table] = {
-    **measured.TABLES,
-    **scaling_tables.TABLES,
-    **readme.TABLES,
-    "ladder": ladder.evidence,
-    "parity-worth": ladder.worth_table,
-    "parity-trend": ladder.trend_table,
-    "parity-pilot": spreads.pilot_table,
-    "parity-cost": spreads.cost_table,
-}
-"""Tables of measurements by name; those of facts are `facts.TABLES`."""
 ROOT = Path(__file__).parents[2]
+
+
+@cache
+def tables() -> dict[str, Table]:
+    """Return the tables of measurements by name; those of facts are `facts.TABLES`."""
+    found: dict[str, Table] = {name: kind.table for name, kind in kinds().items()}
+    for kind in kinds().values():
+        found |= kind.tables
+    return found | {"choice": choice, **readme.TABLES}
 
 
 def render(name: str, directory: Path) -> str:
@@ -95,10 +96,10 @@ def render(name: str, directory: Path) -> str:
     """
     if name in facts.TABLES:
         return facts.TABLES[name]()
-    if name not in TABLES:
-        known = (*TABLES, *facts.TABLES)
+    if name not in tables():
+        known = (*tables(), *facts.TABLES)
         raise ConfigError(f"unknown table '{name}'.{did_you_mean(name, known)} Tables: {', '.join(known)}.")
-    return TABLES[name](directory) or NOT_MEASURED
+    return tables()[name](directory) or NOT_MEASURED
 
 
 def command(*, check: Annotated[bool, Parameter(negative=())] = False, root: Path = ROOT) -> int:

@@ -17,8 +17,10 @@ from octavo.kernels.sample import STATS
 from octavo.nn import telemetry_ops
 from octavo.nn.telemetry import Telemetry
 from octavo.train.timing import milliseconds, warm_up
-from octavo_bench.cli import TO_STDOUT, Names, Output, command_line, device_named, known, positive
+from octavo_bench import results
 from octavo_bench.implementations import implementations
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
+from octavo_bench.render import figures
 from octavo_bench.results import Row
 from octavo_bench.workloads import WORKLOADS, Workload, build
 
@@ -30,6 +32,26 @@ OWN: tuple[tuple[Any, str], ...] = (
     *((Telemetry, name) for name in ("step", "snapshot")),
 )
 """Functions in which telemetry spends its time beside the products."""
+KIND: Kind = Kind(
+    name="telemetry",
+    keys={"workload": str, "overhead_percent": float},
+    columns=(
+        ("workload", "{workload}"),
+        ("on", "{device}"),
+        ("tokens", "{tokens:,}"),
+        ("tensors", "{tensors}"),
+        ("ms without", "{ms:.2f}"),
+        ("ms with", "{ms_watched:.2f}"),
+        ("overhead", "{overhead_percent:+z.2f} %"),
+        ("95 % interval", "{low_percent:+z.2f} to {high_percent:+z.2f} %"),
+        ("own code", "{own_percent:.2f} %"),
+    ),
+    names=2,
+    told=(("pairs", "{pairs}"),),
+    show=lambda rows: figures(KIND.columns, rows, every=True),
+    select=results.latest_by_hardware,
+    may_fail=False,
+)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -42,7 +64,7 @@ def bench_telemetry(
     steps: int = 1,
     rounds: int = 60,
 ) -> Row:
-    """Return the row of a workload, as the result kind `telemetry` has it.
+    """Return the row of a workload.
 
     A round is a pair: a step without and one with telemetry, as close to each other as can be, so that whatever slows
     the machine slows both; which comes first alternates. `overhead_percent` is the median over the pairs of how much
@@ -220,12 +242,4 @@ def command(
         "rounds": positive("--rounds", rounds),
     }
     rows = (bench_telemetry(one, **settings) for one in chosen)
-    line = command_line("octavo bench telemetry", workload=names, **settings)
-    return output.finish("telemetry", rows, line, lambda row: output.say(_line(row)), device=device)
-
-
-def _line(row: Row) -> str:
-    times = f"{row['ms']:.2f} ms without, {row['ms_watched']:.2f} ms with, {row['tensors']} tensors"
-    own = "" if row["own_percent"] is None else f"; {row['own_percent']:.2f} % in its own code"
-    between = f"[{row['low_percent']:+z.2f} %, {row['high_percent']:+z.2f} %]"
-    return f"{row['workload']}: {row['overhead_percent']:+z.2f} % {between} of {row['pairs']} pairs{own}  ({times})"
+    return output.finish(KIND, rows, f"--device {device}", workload=names, **settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ def peak_gib(device: str) -> float:
     return torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
 
 
+Case = tuple[Row, Callable[[], Row]]
+"""The keys that name a row, and a call that measures its figures."""
+
+
 def attempt(row: Row, measure: Callable[[], Row], device: str | None = None) -> Row:
     """Return the row with its figures, or with `error`: a case that fails must not lose the others.
 
@@ -52,6 +56,19 @@ def attempt(row: Row, measure: Callable[[], Row], device: str | None = None) -> 
     finally:
         if device is not None:
             free(device)
+
+
+def attempts(cases: Iterable[Case], device: str | None = None) -> Iterator[Row]:
+    """Yield a row per case; arguments as for `attempt`."""
+    return (attempt(about, measure, device) for about, measure in cases)
+
+
+def beside_first(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows, each with its speed in units of the first one's."""
+    baseline: Row | None = None
+    for row in rows:
+        baseline = baseline or row
+        yield beside(row, baseline)
 
 
 def beside(row: Row, baseline: Row) -> Row:

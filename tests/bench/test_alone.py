@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from octavo.cli.main import main
+from octavo_bench.distributed import RANK
 from octavo_bench.ranks import join_alone
-from octavo_bench.results import KINDS
 
 RANKS = 3
 
@@ -75,7 +75,7 @@ def rows_of(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, l
 def test_a_rank_is_measured_for_each_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("bf16", "octavo folded, fp8-block")
     code, rows = rows_of("--ranks", "2", "--ranks", "4", "--layout", "tensor=2", "--only", names[1], capsys=capsys)
-    assert code == 0 and all(KINDS["rank"].keys() <= row.keys() and "wire_bytes" not in row for row in rows)
+    assert code == 0 and all(RANK.keys.keys() <= row.keys() and "wire_bytes" not in row for row in rows)
     assert [(row["ranks"], row["implementation"]) for row in rows] == [(n, name) for n in (2, 4) for name in names]
     assert not dist.is_initialized()
 

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, RunError
-from octavo_bench import results, study
+from octavo_bench import data_parallel, results, study
 from octavo_bench.cli import bench
-from octavo_bench.measured import data_parallel_of
 from octavo_bench.results import Row
-from octavo_bench.study import data_parallel, run_data_parallel
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +20,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], 
     text = write_text(folder / "text")
     shared = ["--preset", "tiny", "--steps", "6", "--log-every", "1", "--device", "cpu"]
     shared += ["--source", str(text), "--cache", str(folder / "cache")]
-    return run_data_parallel(shared, ["bf16", "folded"], [0], 2, out=folder / "out", slots=4, report=lambda line: None)
+    jobs = data_parallel.jobs(["bf16", "folded"], [0], 2)
+    return study.run_all(jobs, shared, out=folder / "out", slots=4, report=lambda line: None)
 
 
 def test_one_and_two_ranks_have_the_same_losses_but_for_rounding(rows: list[Row]) -> None:
@@ -50,20 +49,20 @@ def test_the_table_has_both_differences() -> None:
     ]
     rows[1] |= {"gap": 0.02, "gap_95": 0.01}
     rows[3] |= {"gap": -0.1}
-    *_, bf16, folded = data_parallel_of(rows).splitlines()
+    *_, bf16, folded = data_parallel.by_ranks(rows).splitlines()
     assert bf16 == "| bf16 | 0 | 2 | 2.0000 | 2.0200 | +1.00 % ± 0.50 % |  |  |"
     assert folded == "| folded | 0 | 2 | 2.1000 | 2.0000 | -4.76 % | +5.00 % | -0.99 % |"
 
 
 def test_an_error_of_ranks_is_told_in_their_words_not_torchruns(tmp_path: Path) -> None:
-    job = study.Job("bad", ("--recipe", "nonsense"), ranks=2)
+    job = study.Job({"name": "bad"}, ("--recipe", "nonsense"), ranks=2)
     with pytest.raises(RunError, match=r"bad: exit code 1.*unknown recipe 'nonsense'"):
         study.run_all([job], ["--preset", "tiny", "--device", "cpu"], out=tmp_path, report=lambda line: None)
 
 
 def test_one_rank_has_nothing_beside_it() -> None:
     with pytest.raises(ConfigError, match="--ranks: a sharded run needs two"):
-        data_parallel(ranks=1)
+        data_parallel.command(ranks=1)
 
 
 def test_a_flag_leaves_the_other_flags_at_the_defaults_of_this_study() -> None:
@@ -74,7 +73,7 @@ def test_a_flag_leaves_the_other_flags_at_the_defaults_of_this_study() -> None:
 
 def test_unknown_recipes_are_named_before_anything_is_trained() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'folded'"):
-        data_parallel(recipes="bf16,foldd")
+        data_parallel.command(recipes="bf16,foldd")
 
 
 def test_a_run_of_one_rank_sees_one_of_the_gpus_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +112,7 @@ def test_a_run_of_several_ranks_waits_for_as_many_slots(tmp_path: Path, monkeypa
     monkeypatch.setattr(study, "_start", start)
     monkeypatch.setattr(study, "_finish", lambda worker: "")
     monkeypatch.setattr(study.time, "sleep", lambda seconds: None)
-    jobs = [study.Job("a", ()), study.Job("b", ()), study.Job("both", (), 2), study.Job("c", ())]
+    monkeypatch.setattr(study, "_row", lambda job, out: {})
+    jobs = [study.Job({"name": name}, (), ranks=1 + (name == "both")) for name in ("a", "b", "both", "c")]
     study.run_all(jobs, [], out=tmp_path, slots=2, report=lambda line: None)
     assert beside == {"a": ["a"], "b": ["a", "b"], "both": ["both"], "c": ["c"]}

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo_bench import demo, results
-from octavo_bench.cli import Output
+from octavo_bench.kind import Output
 
 
 def test_a_run_becomes_a_result_with_its_settings_and_log(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from octavo.train.parallel import ranks_of
 from octavo.train.setup import set_up
 from octavo_bench import faults as bench_module
 from octavo_bench.fault_cases import CLASSES, FAULTS
-from octavo_bench.faults import CONFIGURATIONS, STRIKE, Bench, Struck, _run
-from octavo_bench.measured import faults, faults_summary
+from octavo_bench.faults import CONFIGURATIONS, KIND, STRIKE, Bench, Struck, _run, in_words
 from octavo_bench.results import Result, merge
 
 
@@ -97,10 +96,9 @@ def test_the_table_says_what_was_not_seen() -> None:
     seen = {**row, "fault": "bit", "detected_step": 35, "rule": "update", "cause": "transient", "layer": "a"}
     clean = {**row, "fault": "", "class": "", "configuration": "folded", "steps": 1000, "alarms": 1}
     rows = ({**seen, "is_noted": True, "is_attributed": True}, row, clean)
-    result = Result(kind="faults", date="2026-11-22", hardware="amd-epyc", versions={}, command="x", rows=rows)
-    table = faults(result).splitlines()
+    table = KIND.markdown(rows).splitlines()
     assert table[2] == "| weights | bit | sudden | +2.00 % | +0.50 % | 2 steps | update | transient | a | yes |"
     assert "not noted" in table[3] and len(table) == 4
-    text = faults_summary(result)
+    text = in_words(rows)
     assert "Of 2 faults 2 cost" in text and "1 of these were noted" in text and "Not seen: row." in text
     assert "the layer in 1 of the 1" in text and "1 alarms in 1,000 steps over 1 configurations" in text

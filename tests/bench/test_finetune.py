@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo_bench import finetune, results
-from octavo_bench.cli import Output
+from octavo_bench.kind import Output
 
 
 def test_the_texts_ask_for_what_they_answer(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import torch
 
 from octavo.errors import UnsupportedError
 from octavo_bench import host
-from octavo_bench.measured import host as table
-from octavo_bench.results import Result
 
 
 def event(name: str, start: float, end: float, *, on_gpu: bool = True) -> Any:
@@ -57,8 +55,6 @@ def test_all_weights_change_in_place_and_all_have_gradients(monkeypatch: pytest.
 def test_a_failed_mode_has_its_error_in_the_table() -> None:
     row = {"implementation": "bf16", "mode": "eager", "ms_per_block": 1.5, "launches_per_block": 88.0}
     failed = {"implementation": "octavo folded", "mode": "compiled", "error": "RuntimeError: no"}
-    result = Result(
-        kind="host", date="2026-11-22", hardware="gpu", versions={}, command="octavo bench host", rows=(row, failed)
-    )
-    assert "| bf16 | eager | 1.50 | 88.0 |" in table(result)
-    assert "| octavo folded | compiled | failed: RuntimeError: no |  |" in table(result)
+    table = host.KIND.markdown([row, failed])
+    assert "| bf16 | eager | 1.50 | 88.0 |" in table
+    assert "| octavo folded | compiled | failed: RuntimeError: no |  |" in table

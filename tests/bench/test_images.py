@@ -8,7 +8,6 @@ import torch
 from octavo.errors import ConfigError
 from octavo.nn import Conv2d
 from octavo_bench import step
-from octavo_bench.measured import _shape
 from octavo_bench.workloads import IMAGE_WORKLOADS, build
 
 
@@ -28,7 +27,7 @@ def test_every_implementation_computes_the_same_gradients_but_for_its_precision(
     assert [sum(row["fp8_gemms"].values()) > 0 for row in rows] == [False, True, True]
     norms = [row["gradient_norm"] for row in rows]
     assert norms[1:] == pytest.approx([norms[0]] * 2, rel=0.1)
-    assert "2 images of 32 x 32 pixels" in _shape(rows[0])
+    assert "2 images of 32 x 32 pixels" in step._shape(rows[0])
 
 
 def test_batch_norms_stay_in_fp32_and_images_channels_last():

@@ -64,8 +64,8 @@ def test_a_model_served_in_fp8_is_beside_one_trained_in_bf16_and_quantised() -> 
     rows = [*block(0, bf16=1.0, null=1.0), run("folded", 0, 1.01, **crossed)]
     [gap] = ladder.served(rows)
     assert gap.arm == "folded" and gap.differences == pytest.approx((100 * (2.02 / 2.01 - 1),))
-    assert "| folded | +1.000 % | +0.100 % | +0.500 % | +0.498 % | open |" in ladder.report(rows)
-    assert "its weights in BF16" not in ladder.report(block(0, bf16=1.0, null=1.0, folded=1.01))
+    assert "| folded | +1.000 % | +0.100 % | +0.500 % | +0.498 % | inconclusive |" in ladder.report(rows)
+    assert "FP8 model, in BF16" not in ladder.report(block(0, bf16=1.0, null=1.0, folded=1.01))
     failed = {"error": "the loss was not finite at step 3"}
     diverged = [*block(1, bf16=1.0, null=1.0), STUDY | {"recipe": "folded", "seed": 1} | failed]
     assert [gap.verdict for gap in ladder.served([*rows, *diverged])] == ["fails: diverged"]
@@ -104,8 +104,8 @@ def test_gaps_of_several_studies_are_not_pooled() -> None:
         (0.0, 0.05, "passes"),
         (0.5, 0.05, "fails"),
         (-0.5, 0.05, "fails"),
-        (0.12, 0.1, "a gap, of open size"),
-        (0.0, 1.0, "open"),
+        (0.12, 0.1, "inconclusive, nonzero"),
+        (0.0, 1.0, "inconclusive"),
     ],
 )
 def test_verdicts(mean: float, spread: float, verdict: str) -> None:
@@ -130,7 +130,7 @@ def test_the_pilot_is_kept_and_not_pooled(tmp_path: Path) -> None:
     rows = block(100, bf16=1.0, null=1.0, folded=1.0)
     assert ladder.evidence(tmp_path) == ""
     for part in (old, rows):  # one day, one file: neither replaces the other
-        results.save(ladder.KIND, part, tmp_path, "octavo bench parity")
+        results.write(results.made_today(ladder.NAME, part, "octavo bench parity"), tmp_path)
     assert [row["protocol"] for row in ladder.read_rows(tmp_path)] == [ladder.PROTOCOL] * 3
     assert [row["protocol"] for row in ladder.read_rows(tmp_path, pilot=True)] == [1] * 3
     assert "| folded | 1 | +0.000 % |" in ladder.evidence(tmp_path)
@@ -159,7 +159,7 @@ def test_intervals_at_any_time_hold_at_all_times_together() -> None:
 
 @pytest.mark.parametrize(("gap", "wrong"), [(0.1001, "passes"), (0.0999, "fails")])
 def test_a_session_that_stops_at_a_verdict_is_seldom_wrong(gap: float, wrong: str) -> None:
-    """A gap at the edge of the gate, 300 studies that stop at their first verdict: by chance alone one in forty."""
+    """A gap at the edge of the margin, 300 studies that stop at their first verdict: by chance alone one in forty."""
     draw = np.random.default_rng(3)
     studies, stopped = 300, 0
     for _ in range(studies):
@@ -248,7 +248,7 @@ def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
     assert ladder_plots.draw(tmp_path, tmp_path) == []
     one = block(100, bf16=1.0, null=1.001, folded=1.01)
     lost = [run(BF16, 101, 1.0), run(NULL, 101, 1.0) | {"error": "the loss was not finite at step 0"}]
-    results.save(ladder.KIND, [*one, *lost], tmp_path, "octavo bench parity")
+    results.write(results.made_today(ladder.NAME, [*one, *lost], "octavo bench parity"), tmp_path)
     [panel] = ladder_plots.time_data(tmp_path)
     assert panel["null"] == [[0.0, 0.0]] and panel["recipes"] == [[0.0, None], [0.0, None]]
     paths = ladder_plots.draw(tmp_path, tmp_path)
@@ -260,13 +260,23 @@ def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
 def test_costs_follow_from_the_spread_of_gaps(tmp_path: Path) -> None:
     draw = np.random.default_rng(2)
     rows = [row for s in range(40) for row in block(100 + s, bf16=1.0, null=1.0, folded=1.01 + draw.normal(0, 0.002))]
-    results.save(ladder.KIND, rows, tmp_path, "octavo bench parity")
+    results.write(results.made_today(ladder.NAME, rows, "octavo bench parity"), tmp_path)
     line = spreads.cost_table(tmp_path).splitlines()[3]
     _, study, loss, seconds, pair, pairs, hours, *_ = (cell.strip() for cell in line.split("|"))
     assert (study, loss, seconds) == ("llama-1m, half", ladder.LOSSES["fresh_loss"], "3.0")
     assert float(pair.removesuffix(" %")) == pytest.approx(0.2, rel=0.3)  # the gap of 1 % is no spread
-    assert int(pairs) == ladder.pairs_for(ladder.GATE / float(pair.removesuffix(" %")))
+    assert int(pairs) == ladder.pairs_for(ladder.MARGIN / float(pair.removesuffix(" %")))
     assert float(hours) == round(int(pairs) * 3 / 3600, 1)
+
+
+def test_the_summary_has_a_line_per_study_with_both_recipes(tmp_path: Path) -> None:
+    remedy = {"folded+run.last_share=0.3": 1.0}
+    rows = [row for seed in range(5) for row in block(seed, bf16=1.0, null=1.0, folded=1.01, **remedy)]
+    rows += [row | {"condition": "quarter"} for row in block(0, bf16=1.0, null=1.0, block=1.01)]
+    assert ladder.summary_table(tmp_path) == ""
+    results.write(results.made_today("ladder", rows, "x", device="cpu"), tmp_path)
+    _, _, line = ladder.summary_table(tmp_path).splitlines()
+    assert line == "| half | llama-1m | 5 | +1.000 % ± 0.000 % | fails | 5 | +0.000 % ± 0.000 % | passes |"
 
 
 def test_a_gap_is_worth_the_compute_that_would_lower_bf16s_loss_as_much(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo_bench import ladder, parity, results
-from octavo_bench.cli import Output
 from octavo_bench.installed_text import InstalledText
+from octavo_bench.kind import Output
 from octavo_bench.lanes import BF16, NULL
 from octavo_bench.results import Row
 
@@ -34,7 +34,7 @@ def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     ) -> list[Row]:
         length = parity.Session(pairs=pairs, device="cpu", until_verdict=until_verdict)
         out = Output(write=tmp_path)
-        assert parity.parity(sizes=sizes, conditions=conditions, recipes=recipes, session=length, output=out) == 0
+        assert parity.command(sizes=sizes, conditions=conditions, recipes=recipes, session=length, output=out) == 0
         return ladder.read_rows(tmp_path)
 
     return run
@@ -71,6 +71,15 @@ def test_another_recipe_or_condition_joins_the_blocks(session: Run) -> None:
     assert {row["condition"] for row in whole} == {"whole"} and {row["condition"] for row in hard} == {"half+outliers"}
     assert whole[0]["fresh_loss"] == first[0]["fresh_loss"] != hard[0]["fresh_loss"]  # BF16 branched from itself
     assert whole[2]["training_loss"] != first[2]["training_loss"]
+
+
+def test_a_condition_with_fewer_steps_joins_the_session(session: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ladder.SIZES, "tiny", replace(ladder.SIZES["tiny"], tokens_per_parameter=0.4))
+    rows = session(1, conditions="half,half+short,half+batch4")
+    assert [row["condition"] for row in rows] == [
+        name for name in ("half", "half+short", "half+batch4") for _ in range(3)
+    ]
+    assert len({row["tokens"] for row in rows}) > 1
 
 
 def test_no_arm_joins_a_branch_that_a_gpu_would_not_repeat(session: Run) -> None:

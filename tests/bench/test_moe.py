@@ -5,13 +5,12 @@ from torch import nn
 
 from octavo import Policy, convert
 from octavo_bench import moe
-from octavo_bench.results import KINDS
 
 
 def test_rows_of_a_layer(monkeypatch):
     monkeypatch.setattr(moe, "WAYS", (moe.Way(moe.RIVAL), moe.Way("octavo", "folded"), moe.Way("wrong", "tensorwise")))
     rival, ours, wrong = moe.bench_layers(moe.SMALL, "cpu", 1)
-    assert all(KINDS["moe"].keys() <= row.keys() and row["ratio_to_bf16"] > 0 for row in (rival, ours))
+    assert all(moe.KIND.keys.keys() <= row.keys() and row["ratio_to_bf16"] > 0 for row in (rival, ours))
     assert rival["ratio_to_bf16"] == 1.0 and ours["kept_mib"] <= rival["kept_mib"]
     assert "Grouped GEMMs have a scale per row" in wrong["error"]
 

@@ -6,11 +6,9 @@ import pytest
 
 from octavo.cli.main import main
 from octavo.optim import TIERS
-from octavo_bench.ablation import CHOICES, run_ablation
+from octavo_bench.ablation import CHOICES, DECADE, bars, run_ablation
 from octavo_bench.facts import optimizer_state_table
-from octavo_bench.measured import DECADE, ablation, ablation_figure, optimizer
-from octavo_bench.optimizer import BASELINE, CASES, bench_optimizer
-from octavo_bench.results import Result
+from octavo_bench.optimizer import ABLATION, BASELINE, CASES, KIND, bench_optimizer
 
 
 def run(*arguments):
@@ -19,16 +17,12 @@ def run(*arguments):
     return ended.value.code
 
 
-def result(kind, rows):
-    return Result(kind=kind, date="2026-01-01", hardware="cpu", versions={}, command="", rows=tuple(rows))
-
-
 def test_every_tier_is_timed():
     rows = [*bench_optimizer(parameters=10**5, device="cpu", repeats=1)]
     assert [row["states"] for row in rows] == [case.label for case in CASES]
     assert not [row for row in rows if "error" in row]
     assert rows[0]["ratio_to_fused_adamw"] == 1 and rows[0]["bytes_per_parameter"] == 16
-    table = optimizer(result("optimizer", rows))
+    table = KIND.markdown(rows)
     assert "fp8-min" in table and "fp8, Muon" in table and "update error, dB" in table
     error = {(row["states"], row["weight"], row["gradient"]): row.get("update_error_db") for row in rows}
     wide, half, eight = "float32", "bfloat16", "float8_e4m3fn"
@@ -60,7 +54,7 @@ def test_the_ablation_in_small():
     assert loss["fp8"] == pytest.approx(loss["FP32"], abs=0.02)
     assert loss["FP8-LM #3"] > loss["FP32"] + 0.2
     assert loss["FP8-LM #4"] > loss["FP32"] + 0.2
-    assert "FP8-LM #4" in ablation(result("ablation", rows))
+    assert "FP8-LM #4" in ABLATION.markdown(rows)
 
 
 def test_the_table_of_bytes_has_every_tier():
@@ -74,7 +68,7 @@ def test_the_figure_of_the_ablation_has_bars_by_decade():
 
     rows = [row("FP32", 0, 2.0), row("FP32", 1, 2.1), row("same", 0, 1.999), row("same", 1, 2.1), row("worse", 0, 2.1)]
     rows += [row("worse", 1, 2.2), row("broken", 0, 2.0), row("broken", 1, None)]
-    same, worse, broken = ablation_figure(result("ablation", rows)).splitlines()[2:-1]
+    same, worse, broken = bars(rows).splitlines()[2:-1]
     assert "█" not in same and "-0.0005  (-0.0010 to +0.0000)" in same
     assert worse.count("█") == 2 * DECADE and "+0.1000" in worse
     assert "diverged: 1 of 2 seeds" in broken

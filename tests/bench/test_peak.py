@@ -2,9 +2,7 @@ import pytest
 import torch
 
 from octavo.errors import RunError
-from octavo_bench.measured import memory
-from octavo_bench.memory import BASELINE, CASES, LEANEST, bench_memory, predict
-from octavo_bench.results import Result
+from octavo_bench.memory import BASELINE, CASES, KIND, LEANEST, bench_memory, predict
 from octavo_bench.workloads import WORKLOADS
 
 SMALL = WORKLOADS["tiny-model"].but(batch=2, sequence=512, dim=256, ffn=1024, vocab=1024)
@@ -29,8 +27,7 @@ def test_a_table_shows_what_was_measured_beside_what_was_predicted() -> None:
         {"workload": "w", "implementation": "b", "peak_gib": 10.0, "predicted_gib": 9.0},
         {"workload": "w", "implementation": "c", "error": "OutOfMemoryError: no"},
     )
-    result = Result(kind="memory", date="2026-01-01", hardware="h", versions={"octavo": "0"}, command="c", rows=rows)
-    shown = memory(result).splitlines()
+    shown = KIND.markdown(rows).splitlines()
     assert "| 2.00 B | 40.00 | 41.00 | +2.5% | 0% |" in shown[2]
     assert "| 10.00 | 9.00 | -10.0% | 75% |" in shown[3]
     assert "failed" in shown[4]

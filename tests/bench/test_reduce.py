@@ -5,9 +5,7 @@ import json
 import pytest
 
 from octavo.cli.main import main
-from octavo_bench.measured import reduce as table
-from octavo_bench.reduce import Work, bench_reduce
-from octavo_bench.results import Result
+from octavo_bench.reduce import KIND, Work, bench_reduce
 
 
 def run(*arguments):
@@ -27,15 +25,13 @@ def test_two_ranks(capsys):
     scattered = [found[name, "reduce-scatter"]["snr_db"] for name in ("fp8-block", "fp8-lm")]
     assert scattered[0] > scattered[1] + 3 and scattered[1] > 25
     assert found["fp8-block", "reduce-scatter"]["wire_bytes"] / 40_000 == pytest.approx(0.5, rel=0.02)
-    result = Result(kind="reduce", date="2026-01-01", hardware="cpu", versions={}, command="", rows=tuple(rows))
-    text = table(result)
+    text = KIND.markdown(rows)
     assert text.count("\n") == 1 + len(names) * 2 and "of them across hosts" in text
 
 
 def test_a_scheme_that_failed_has_a_line():
     row = {"scheme": "fp8-lm", "ranks": 2, "gradient": "correlated", "collective": "all-reduce", "error": "RunError: x"}
-    result = Result(kind="reduce", date="2026-01-01", hardware="cpu", versions={}, command="", rows=(row,))
-    assert "failed" in table(result)
+    assert "failed" in KIND.markdown([row])
 
 
 @pytest.mark.parametrize(

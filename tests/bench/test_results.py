@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RunError
 from octavo_bench import results
 
 ROW: dict[str, Any] = {"model": "124m", "tokens": 100, "recipe": "folded", "seed": 0, "heldout_loss": 1.5}
@@ -95,7 +95,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(RunError, match="No space"):
         results.write(parity(command="second"), tmp_path)
     assert path.read_text() == before
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == [path.name]

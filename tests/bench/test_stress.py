@@ -12,9 +12,7 @@ import octavo
 from octavo import recipes
 from octavo.models import ModelConfig, build
 from octavo.numerics import sqnr_db
-from octavo_bench import measured as tables
 from octavo_bench import stress
-from octavo_bench.results import Result
 
 FP8 = [name for name in recipes.names() if recipes.load(name).is_fp8]
 FINE = [
@@ -32,9 +30,7 @@ def rows() -> dict[tuple[str, str], dict[str, Any]]:
 def test_every_case_by_every_recipe_is_finite(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     assert len(rows) == len(stress.CASES) * len(recipes.names())
     assert [row for row in rows.values() if row.get("error") or row["nonfinite"]] == []
-    table = tables.stress(
-        Result(kind="stress", date="2026-11-21", hardware="x", versions={}, command="c", rows=tuple(rows.values()))
-    )
+    table = stress.KIND.markdown([*rows.values()])
     assert table.count("| folded |") == len(stress.CASES) and "failed" not in table and "not finite" not in table
 
 
@@ -80,8 +76,7 @@ def test_what_cannot_run_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stress, "measure", fails)
     rows = [*stress.bench_stress(["folded"])]
     assert {row["error"] for row in rows} == {"ValueError: broken"}
-    result = Result(kind="stress", date="2026-11-21", hardware="x", versions={}, command="c", rows=tuple(rows))
-    assert "failed: ValueError: broken" in tables.stress(result)
+    assert "failed: ValueError: broken" in stress.KIND.markdown(rows)
 
 
 # Where a NaN goes. It stays in its row because it decides no scale: for every recipe, whatever shares a scale.

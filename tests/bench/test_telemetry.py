@@ -11,9 +11,8 @@ import pytest
 from octavo.cli.main import main
 from octavo.nn import telemetry_ops
 from octavo_bench import results
-from octavo_bench.measured import telemetry
 from octavo_bench.results import Result
-from octavo_bench.telemetry import DEMO, _own_time, bench_telemetry, interval
+from octavo_bench.telemetry import DEMO, KIND, _own_time, bench_telemetry, interval
 
 sample_input = telemetry_ops.sample_input
 
@@ -29,7 +28,7 @@ def test_a_row_is_a_result(capsys, tmp_path):
     rows = json.loads(capsys.readouterr().out)
     result = Result(kind="telemetry", date="2026-01-01", hardware="cpu", versions={}, command="", rows=tuple(rows))
     results.write(result, tmp_path)
-    assert "| tiny | cpu | 128 |" in telemetry(tmp_path)
+    assert "| tiny | cpu | 128 |" in KIND.table(tmp_path)
     assert rows[0]["tensors"] >= 2 * 5 * 3
     assert rows[0]["ms_watched"] > 0
     assert 0 < rows[0]["own_percent"] < 500

@@ -12,8 +12,8 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.optim import states_named
 from octavo_bench import results
-from octavo_bench.measured import tiers_of
-from octavo_bench.study import TIERS, run_tiers
+from octavo_bench.study import run_all
+from octavo_bench.tiers import TIERS, by_tier, jobs
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,8 @@ def study(
     text = write_text(folder / "text")
     shared = ["--preset", "tiny", "--steps", "4", "--log-every", "1", "--device", "cpu"]
     shared += ["--source", str(text), "--cache", str(folder / "cache")]
-    rows = run_tiers(shared, ["fp32", "fp8-min, all"], [0], out=folder / "out", slots=2, report=lambda line: None)
+    chosen = jobs(["fp32", "fp8-min, all"], [0])
+    rows = run_all(chosen, shared, out=folder / "out", slots=2, report=lambda line: None)
     return rows, folder / "out"
 
 
@@ -53,16 +54,16 @@ def test_every_tier_can_be_trained() -> None:
     assert {states_named(flags[-1]).name for flags in TIERS.values()} == {"fp32", "exact", "fp8-lm", "fp8", "fp8-min"}
 
 
-def test_an_unknown_tier_is_named(tmp_path: Path) -> None:
+def test_an_unknown_tier_is_named() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'fp8-min'"):
-        run_tiers([], ["fp8-mini"], [0], out=tmp_path)
+        jobs(["fp8-mini"], [0])
 
 
 def test_the_table_shows_seeds_gaps_and_the_spread() -> None:
     keys = ("states", "seed", "heldout_loss")
     rows = [dict(zip(keys, r, strict=True)) for r in (("fp32", 0, 0.5), ("fp32", 1, 0.51), ("fp8", 0, 0.501))]
     rows[-1] |= {"gap": 0.001, "gap_95": 0.0005}
-    text = tiers_of([row | {"model": "llama-129m", "tokens": 104_857_600} for row in rows])
+    text = by_tier([row | {"model": "llama-129m", "tokens": 104_857_600} for row in rows])
     assert "| fp32 | 0.5000 | 0.5100 | 0.5050 |  |  |" in text
     assert "| fp8 | 0.5010 |  | 0.5010 | +0.20 % | ± 0.100 % |" in text
     assert "The 2 seeds of `fp32` lie 0.0100 apart." in text

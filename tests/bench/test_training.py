@@ -17,7 +17,7 @@ from octavo.cli.main import main
 from octavo.errors import ConfigError
 from octavo_bench import distributed as training
 from octavo_bench.distributed import WORKLOADS, Work, bench_distributed
-from octavo_bench.results import KINDS, Result, load, write
+from octavo_bench.results import Result, load, write
 from octavo_bench.sharded import Implementation, Layout, part_of_batch
 
 
@@ -51,7 +51,7 @@ def test_every_layout_and_implementation_has_a_row(rows: list[dict[str, Any]]) -
     assert [(row["layout"], row["implementation"]) for row in rows] == [
         (layout, name) for layout in ("data", "tensor 2", "pipeline 2") for name in names
     ]
-    assert all(KINDS["distributed"].keys() <= row.keys() and "error" not in row for row in rows)
+    assert all(training.KIND.keys.keys() <= row.keys() and "error" not in row for row in rows)
 
 
 def test_layouts_learn_the_same(rows: list[dict[str, Any]]) -> None:

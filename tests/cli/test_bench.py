@@ -12,8 +12,8 @@ from cyclopts import App
 from octavo.cli import bench as command
 from octavo.errors import ConfigError, UnsupportedError
 from octavo_bench import kernels as bench_kernels
-from octavo_bench import results
-from octavo_bench.cli import Output
+from octavo_bench import results, telemetry
+from octavo_bench.kind import Output
 from octavo_bench.results import Row
 
 Octavo = Callable[[str], int]
@@ -61,7 +61,7 @@ def test_what_failed_is_written_and_the_exit_code_is_1(
 def test_stress_prints_and_writes(octavo: Octavo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert octavo(f"bench stress --recipe folded --device cpu --write {tmp_path}") == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 5 and all(" dB   dX " in line and "not finite" not in line for line in printed)
+    assert len(printed) == 5 and all(" dB, dX " in line and "not finite" not in line for line in printed)
     written = results.latest("stress", tmp_path)
     assert written is not None and written.command == "octavo bench stress --recipe folded"
 
@@ -105,16 +105,16 @@ def test_rows_of_a_measurement_that_was_stopped_replace_no_result(tmp_path: Path
         raise KeyboardInterrupt
 
     output = Output(write=tmp_path)
-    output.keep("telemetry", rows(1.0, 2.0), "octavo bench telemetry", device="cpu")
+    output.keep(telemetry.KIND, rows(1.0, 2.0), device="cpu")
     committed = sorted(path for path in tmp_path.rglob("*.json"))
     before = [path.read_bytes() for path in committed]
     with pytest.raises(KeyboardInterrupt):
-        output.keep("telemetry", stopped(), "octavo bench telemetry", device="cpu")
+        output.keep(telemetry.KIND, stopped(), device="cpu")
     assert [path.read_bytes() for path in committed] == before
     (draft,) = tmp_path.glob("unfinished-*/*.json")
     assert [row["overhead_percent"] for row in results.load(draft).rows] == [3.0]
     other = tmp_path / "unfinished-another" / draft.name
     other.parent.mkdir()
     other.write_bytes(draft.read_bytes())
-    output.keep("telemetry", rows(4.0), "octavo bench telemetry", device="cpu")
+    output.keep(telemetry.KIND, rows(4.0), device="cpu")
     assert other.exists() and not draft.exists()  # only its own

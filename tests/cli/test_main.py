@@ -23,6 +23,20 @@ from octavo.kernels.devices import GPUS
 Done = subprocess.CompletedProcess[str]
 Octavo = Callable[..., Done]
 COMMAND = [sys.executable, "-m", "octavo"]
+OWN_MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4096, 16384), torch.nn.Linear(16384, 4096)
+
+def build():
+    return Model()
+
+def batches():
+    yield (torch.zeros(4096, 4096),)
+"""
 TEXT = "\n".join(f"{i} apples and {i * i % 89} pears" for i in range(2000))
 
 
@@ -234,6 +248,40 @@ def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
     assert "no FP8 tensor cores" in octavo("plan", "--preset", "tiny", "--gpu", "a100").stdout
     choices = re.search(r"--gpu +.*?\[choices: ([^\]]*)\]", octavo("plan", "--help").stdout, re.S)
     assert choices is not None and re.split(r"[\s,|│]+", choices[1].strip(" │")) == [*GPUS]
+
+
+def test_plan_of_a_model_of_ones_own(octavo: Octavo, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_MODEL, encoding="utf-8")
+    done = octavo("plan", str(tmp_path / "own.py"), "--gpu", "h100")
+    assert done.returncode == 0 and "up     16384 x 4096  folded" in done.stdout, done.stderr
+    assert "with 4,096 tokens per forward" in done.stdout
+    assert "--optimizer.lr: is for run files" in octavo("plan", str(tmp_path / "own.py"), "--lr", "1").stderr
+    assert "is for run files" not in octavo("plan", str(tmp_path / "own.py"), "--recipe", "block").stderr
+
+
+def test_plan_of_a_hugging_face_config(octavo: Octavo, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "vocab_size": 512}
+    transformers.LlamaConfig(**sizes, num_attention_heads=8).save_pretrained(tmp_path)
+    done = octavo("plan", str(tmp_path), "--gpu", "h100", "--batch", "8", "--data.sequence", "2048")
+    assert "model.layers.*.mlp.up_proj (2)" in done.stdout and "with 16,384 tokens per forward" in done.stdout
+    for command in ("train", str(tmp_path)), ("plan", str(tmp_path), "--memory"):
+        assert octavo(*command).returncode == 2
+    assert "is a Hugging Face config, not a run file" in octavo("train", str(tmp_path)).stderr
+
+
+def test_reasons_of_a_plan_have_lines_of_their_own_in_a_narrow_terminal(
+    octavo: Octavo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = {}
+    for width in (80, 160):
+        monkeypatch.setenv("COLUMNS", str(width))
+        coloured = octavo("plan", "--preset", "tiny", "--device", "cpu").stdout
+        shown[width] = re.sub(r"\x1b\[[0-9;]*m", "", coloured).partition("\n\n")[0].splitlines()
+    head = next(line for line in shown[160] if line.startswith("lm_head"))
+    assert "output head: " in head and f"    {head[head.index('output head') :]}" in shown[80]
+    assert max(map(len, shown[80])) <= 80
 
 
 def test_help_is_short_and_shows_defaults_and_help_all_lists_every_setting() -> None:

@@ -196,7 +196,8 @@ def test_on_a_gpu_a_layer_too_small_to_gain_stays_in_bf16():
 def test_gain_is_shown_in_the_table():
     plan = make_plan(nn.Sequential(nn.Linear(4096, 4096)), device="cuda")
     assert f"  {plan.layers[0].gain:.2f}" in str(plan).splitlines()[1]
-    assert str(plan).splitlines()[-2].endswith("on cuda")
+    assert str(plan).splitlines()[-3].endswith("on cuda")
+    assert "gain: predicted speed relative to BF16, with 8,192 tokens per forward" in str(plan)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -397,5 +398,5 @@ def test_weights_in_fp32_on_a_gpu_are_said_in_the_plan(monkeypatch):
     monkeypatch.setattr(module, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))
     policy = Policy(min_features=16, min_gain=0.0)
     notes = make_plan(two_layers(), policy=policy, device="cuda").notes
-    assert len(notes) == 1 and notes[0].startswith("Weights are torch.float32. Without autocast FP8 layers compute in")
+    assert len(notes) == 1 and notes[0].startswith("Weights are torch.float32. Without autocast FP8 layers return FP32")
     assert make_plan(two_layers(), policy=policy, device="cpu").notes == ()

@@ -178,4 +178,4 @@ def test_fp32_is_said_once_on_a_gpu(said):
     layer = Linear(64, 32, device="cuda")
     for _ in range(2):
         layer(torch.ones(16, 64, device="cuda"))
-    assert len(said()) == 1 and "compute in FP32" in said()[0]
+    assert len(said()) == 1 and "return FP32" in said()[0]

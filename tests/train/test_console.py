@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
+from octavo._util.terminal import clock, program
 from octavo.guard import GuardEvent
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.console import ConsoleReporter
@@ -70,11 +72,10 @@ def run_of(*lanes: str) -> list[Event]:
     ]
 
 
-def shown(events: list[Event], *, terminal: bool) -> str:
+def shown(events: list[Event], *, terminal: bool, program: str = "octavo") -> str:
     written = io.StringIO()
-    reporter = ConsoleReporter(
-        Console(file=written, force_terminal=terminal, width=120, highlight=False, legacy_windows=False)
-    )
+    console = Console(file=written, force_terminal=terminal, width=120, highlight=False, legacy_windows=False)
+    reporter = ConsoleReporter(console, program)
     for event in events:
         reporter.report(event)
     reporter.close()
@@ -123,7 +124,7 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
     for expected in (
         "held-out loss FP8     2.0200 nats per token, perplexity 7.538",
         "held-out loss BF16    2.0000 nats per token, perplexity 7.389",
-        "gap                   +1.000 %",
+        "gap                   +1.000 % (FP8 relative to BF16)",
         "unigram entropy       3.2000",
         "in 1 min 15 s",
         "840 scaled_mm.row",
@@ -136,40 +137,63 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
 
 def test_the_verdict_weighs_the_gap_against_its_interval() -> None:
     told = {"gap_percent": 0.3, "gap_95_percent": 0.2}
-    assert verdict(told).startswith("Held-out loss: FP8 is higher than BF16, +0.30 ± 0.20 % (95 %")
-    assert "is lower than BF16, -0.30 ± 0.20 %" in verdict({**told, "gap_percent": -0.3})
-    assert "is indistinguishable from BF16, +0.00 ± 0.20 %" in verdict({**told, "gap_percent": -0.001})
-    assert "higher than BF16, +0.0140 ± 0.0041 %" in verdict({"gap_percent": 0.014, "gap_95_percent": 0.0041})
-    assert verdict({**told, "gap_95_percent": None}) == "Held-out loss +0.30 % beside BF16."
+    fluctuating = [{"step": 0}, *({"step": step, "gap_percent": (-1) ** step / 2} for step in range(20))]
+    within = "No difference beyond noise: held-out loss is 0.30 % higher in FP8, and "
+    assert verdict(told, fluctuating) == f"{within}the gap fluctuated by ± 1.58 % during the run."
+    assert "is 0.30 % lower in FP8" in verdict({**told, "gap_percent": -0.3}, fluctuating)
+    between = f"{within}the gap fluctuated by ± 2.00 % between held-out sequences."
+    assert verdict({"gap_percent": 0.3, "gap_95_percent": 2.0}, fluctuating) == between
+    beyond = "held-out loss is 2.00 % {} in FP8; the gap fluctuated by only ± 1.58 % during the run."
+    for gap, better, way in ((2.0, "worse", "higher"), (-2.0, "better", "lower")):
+        found = verdict({**told, "gap_percent": gap}, fluctuating)
+        assert found == f"FP8 is {better} than BF16: {beyond.format(way)}"
     assert verdict({**told, "gap_percent": None}) == ""
-    wandering = [{"step": step, "gap_percent": (-1) ** step / 2} for step in range(20)]
-    assert "is indistinguishable from BF16, +0.30 ± 0.20 %" in verdict(told, wandering)
-    assert "the gap wanders by ± 1.58 %" in verdict(told, [{"step": 0}, *wandering])
-    assert shown(run_of("fp8", "bf16"), terminal=False).splitlines()[-1].startswith("Held-out loss: FP8 is higher")
+
+
+def test_a_run_too_short_to_tell_says_so() -> None:
+    told = {"gap_percent": 0.014, "gap_95_percent": 0.0041}
+    assert verdict(told).startswith("Held-out loss is 0.0140 % higher in FP8. The run is too short to say whether")
+    assert "is 0.00 % lower" in verdict({**told, "gap_percent": 0.0})
+    assert verdict({"gap_percent": -0.3, "gap_95_percent": None}).startswith("Held-out loss is 0.30 % lower in FP8.")
+    assert shown(run_of("fp8", "bf16"), terminal=False).splitlines()[-1].startswith("Held-out loss is 1.00 % higher")
+
+
+def test_the_next_commands_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / ".venv" / "bin" / "octavo"
+    own.parent.mkdir(parents=True)
+    own.write_text("#!/bin/sh\n", encoding="utf-8")
+    own.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(own), "train"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    text = shown(run_of("fp8", "bf16"), terminal=False, program=program())
+    assert "  evaluate            .venv/bin/octavo eval runs/tiny\n" in text
 
 
 def test_the_time_left_follows_the_speed_and_forgets_the_first_step() -> None:
-    reporter = ConsoleReporter(Console(file=io.StringIO()))
-    started, first, second, *_ = run_of("fp8")
-    reporter.report(started)
-    assert isinstance(first, Logged) and isinstance(second, Logged)
-    left = [
-        reporter._time_left(replace(line, tokens=0, tokens_per_second=speed))
-        for line, speed in ((first, 0.5), (second, 1.0))
-    ]
+    started, first, *_ = run_of("fp8")
+    assert isinstance(first, Logged)
+    lines = [replace(first, tokens=0, tokens_per_second=speed) for speed in (0.01, 2.0, 1.0, 0.5)]
+    rows = [line.split() for line in shown([started, *lines], terminal=False).splitlines() if " 1.000 " in line]
     tokens = tiny().tokens
-    assert [sum(60**i * int(part) for i, part in enumerate(reversed(text.split(":")))) for text in left] == [
-        2 * tokens,
-        tokens,
-    ]
+    assert rows[0][-1] == "-"  # the first step compiles: its speed says nothing
+    assert [row[-1] for row in rows[1:]] == [clock(tokens / 2), clock(tokens / 2), clock(tokens)]  # medians
+
+
+def test_the_wait_for_the_first_step_on_a_gpu_is_explained() -> None:
+    started = run_of("fp8")[0]
+    assert isinstance(started, Started)
+    on_gpu = replace(started, plan=SimpleNamespace(device="cuda"))
+    assert "first step: compiling" in shown([on_gpu], terminal=True)
+    assert "compiling" not in shown([started], terminal=True)
 
 
 def test_a_cpu_run_says_beforehand_that_fp8_is_slower() -> None:
     started = run_of("fp8")[0]
     assert isinstance(started, Started)
     on_cpu, on_gpu = (SimpleNamespace(device=name) for name in ("cpu", "cuda"))
-    assert "FP8 is slower than BF16 here" in shown([replace(started, plan=on_cpu)], terminal=False)
-    assert "FP8 is slower" not in shown([replace(started, plan=on_gpu)], terminal=False)
+    assert "slower than BF16 here" in shown([replace(started, plan=on_cpu)], terminal=False)
+    assert "slower than BF16" not in shown([replace(started, plan=on_gpu)], terminal=False)
 
 
 def test_the_closing_block_tells_of_weights_that_are_not_fp32() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
@@ -37,6 +40,15 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 def printable(text: object) -> str:
     r"""Return the text with an escape such as `\x1b` in place of each character that acts on a terminal."""
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def program() -> str:
+    """Return how to call `octavo` from here: its path where the shell would find none, or another one, by the name."""
+    own = Path(sys.argv[0])
+    if own.name != "octavo" or not own.is_file():  # called from Python, by python -m or under torchrun
+        return "octavo"
+    found = shutil.which("octavo")
+    return "octavo" if found and own.samefile(found) else os.path.relpath(own)
 
 
 def say(*texts: object, to_stderr: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts.types import PositiveInt
 
-from octavo._util.terminal import console, progress, quantity, say
+from octavo._util.terminal import columns, console, progress, quantity, say
 from octavo.cli.flags import COMMON, JsonOutput, Switch, configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
 if TYPE_CHECKING:
     from octavo.conversion import Plan
-    from octavo.recipes import Recipe
 
 
 @with_flags_of(RunConfig, COMMON)
@@ -42,7 +42,7 @@ def plan(
     Examples:
 
         octavo plan --preset demo
-        octavo plan --preset parity-cuda --gpu h100
+        octavo plan config.json --gpu h100
         octavo plan runs/demo --recipe tensorwise --json
         octavo plan --preset demo --memory
         octavo plan --preset parity-cuda --memory --gpus 8 --no-twin --fits 139
@@ -50,7 +50,9 @@ def plan(
     Parameters
     ----------
     file
-        Run file, .toml or .json, or the directory of a run.
+        Run file, .toml or .json, or the directory of a run. Or a model of your own: a Hugging Face config.json or its
+        directory, or a Python file with build() and batches(); of the settings these take --recipe, --batch,
+        --data.sequence and --device.
     preset
         Preset of `octavo train`. FILE overrides it.
     gpu
@@ -62,36 +64,75 @@ def plan(
     fits
         With --memory: GiB of a GPU; find the largest model of these proportions that fits.
     """
+    if not memory and (gpus > 1 or fits is not None):
+        raise ConfigError("--gpus and --fits need --memory.")
+    if file is not None and _is_own_model(file):
+        if memory or preset is not None:
+            raise ConfigError(f"{file}: --memory and --preset are for run files, and this is none.")
+        _show(_plan_own_model(file, gpu, settings), json_output)
+        return 0
     config = configure(file, preset, settings)
     if memory:
         return _memory(config, gpus, fits, json_output)
-    if gpus > 1 or fits is not None:
-        raise ConfigError("--gpus and --fits need --memory.")
-    from octavo import recipes
-
-    recipe = recipes.load(config.run.recipe)
-    planned = _plan(config, recipe, gpu)
-    if json_output:
-        say(planned.to_json())
-    else:
-        _show(planned)
-        say(f"\n{recipes.explain(recipe)}")
-        if config.run.last_share and recipe.is_fp8:
-            recipes.load(config.run.last_recipe, "run.last_recipe")
-            say(f"\nThe last {100 * config.run.last_share:g} % of the steps: by recipe '{config.run.last_recipe}'.")
+    _show(_plan(config, gpu), json_output)
+    if not json_output:
+        _say_recipes(config)
     return 0
 
 
-def _plan(config: RunConfig, recipe: Recipe, gpu: str | None) -> Plan:
+def _say_recipes(config: RunConfig) -> None:
+    """Print where the recipe of a run is explained, and the recipe that its last steps change to."""
+    from octavo import recipes
+
+    recipe, run = recipes.load(config.run.recipe), config.run
+    say(f"\nrecipe {run.recipe}: `octavo recipes {run.recipe}` explains it, operand by operand")
+    if run.last_share and recipe.is_fp8:
+        recipes.load(run.last_recipe, "run.last_recipe")
+        say(f"the last {100 * run.last_share:g} % of the steps: recipe {run.last_recipe}")
+
+
+def _is_own_model(file: Path) -> bool:
+    """Return whether a file is a Hugging Face config or a Python file, of whose model `octavo train` knows nothing."""
+    from octavo.train.workload import is_run_file
+
+    return not is_run_file(file / "config.json" if file.is_dir() else file)
+
+
+OWN_MODEL = ("run.recipe", "run.batch", "run.device", "data.sequence")
+"""Settings that apply to a model that is not a run's."""
+
+
+def _plan_own_model(file: Path, gpu: str | None, settings: Mapping[str, Mapping[str, Any]]) -> Plan:
+    """Return the plan of a Hugging Face config's model or of a Python file's."""
+    given = {f"{section}.{name}": value for section, values in settings.items() for name, value in values.items()}
+    if unknown := [name for name in given if name not in OWN_MODEL]:
+        flag = unknown[0].replace("_", "-")
+        raise ConfigError(f"--{flag}: is for run files, and {file} is none.")
+    import torch
+
+    from octavo.conversion import make_plan
+    from octavo.train.device import resolve
+    from octavo.train.workload import Shape, load_workload
+
+    sizes = {"batch": given.get("run.batch"), "sequence": given.get("data.sequence")}
+    workload = load_workload(file, Shape(**{name: size for name, size in sizes.items() if size is not None}))
+    with torch.device("meta"):
+        model = workload.build()
+    here = gpu or resolve(given.get("run.device", "auto"))
+    return make_plan(model, given.get("run.recipe", "folded"), tokens=workload.tokens, device=here)
+
+
+def _plan(config: RunConfig, gpu: str | None) -> Plan:
     """Return the plan of a run's model, on this GPU or where the run would be, computed as the run computes it."""
     import torch
 
+    from octavo import recipes
     from octavo.conversion import make_plan
     from octavo.models import build
     from octavo.train.device import resolve
     from octavo.train.setup import cast_weights, policy_of
 
-    here = resolve(config.run.device)
+    here, recipe = resolve(config.run.device), recipes.load(config.run.recipe)
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
     cast_weights(config.run.weights, model)
@@ -105,23 +146,24 @@ def _plan(config: RunConfig, recipe: Recipe, gpu: str | None) -> Plan:
         torch.set_autocast_enabled(kind, before)
 
 
-def _show(planned: Plan) -> None:
-    """Print a plan: coloured and fitted to the width in a terminal, plain in a pipe."""
-    from rich.table import Table
-
+def _show(planned: Plan, json_output: bool) -> None:
+    """Print a plan: coloured in a terminal, with reasons on lines of their own where it is narrow; plain in a pipe."""
     from octavo.conversion.plan_text import footer, table_rows
 
     screen = console()
-    if not screen.is_terminal:
-        say(str(planned))
+    if json_output or not screen.is_terminal:
+        say(planned.to_json() if json_output else str(planned))
         return
-    titles, *rows = table_rows(planned)
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold", ratio=1 if title == "why" else None)
-    for row in rows:
-        table.add_row(*row, style="green" if "bf16" not in row[3] else "yellow" if row[3] != "bf16" else "dim")
-    screen.print(table, "", *footer(planned), sep="\n", markup=False)
+    rows = table_rows(planned)
+    lines, reasons = columns(rows), [""] * len(rows)
+    if max(map(len, lines)) > screen.width:
+        lines = columns([row[:-1] for row in rows])
+        reasons[1:] = [textwrap.indent(textwrap.fill(row[-1], screen.width - 4), "    ") for row in rows[1:]]
+    for row, line, reason in zip(rows, lines, reasons, strict=True):
+        in_fp8 = "green" if "bf16" not in row[3] else "yellow" if row[3] != "bf16" else "dim"
+        shown = f"{line}\n{reason}" if reason else line
+        screen.print(shown, style="bold" if row is rows[0] else in_fp8, markup=False, soft_wrap=True)
+    screen.print("", *footer(planned), sep="\n", markup=False)
 
 
 def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool) -> int:

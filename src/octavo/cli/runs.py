@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from octavo._util.terminal import say
+from octavo._util.terminal import program, say
 from octavo.cli.flags import JsonOutput, Switch
 from octavo.errors import ConfigError
 
@@ -165,6 +165,6 @@ def export(
         raise ConfigError(f"{run}: no such directory. Name the directory of a run of `octavo train`.")
     wanted = "" if format == "auto" else format
     exported = export_run(run, out or run / "export", wanted, dtype=getattr(torch, dtype), overwrite=overwrite)
-    following = (f"vllm serve {exported.directory}", f"octavo eval {exported.directory} --run {run}")
+    following = (f"vllm serve {exported.directory}", f"{program()} eval {exported.directory} --run {run}")
     say(exported.to_json() if json_output else "\n  ".join([f"{exported}\n\nNext", *following]))
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo._util import config_reader
 from octavo._util.dist import is_first_rank
-from octavo._util.terminal import console, say
+from octavo._util.terminal import console, program, say
 from octavo.cli.flags import COMMON, JsonOutput, Switch, configure, with_flags_of
 from octavo.train.config import RunConfig
 
@@ -68,7 +68,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool)
     from octavo.train import train as run_training
     from octavo.train.console import ConsoleReporter
 
-    reporter = ConsoleReporter(console(stderr=json_output))
+    reporter = ConsoleReporter(console(stderr=json_output), program())
     try:
         return run_training(config, reporters=[reporter], resume=resume, overwrite=overwrite)
     except KeyboardInterrupt as error:
@@ -83,4 +83,4 @@ def _resume_hint(config: RunConfig) -> str:
     last = checkpoint.latest(config.run.out / "checkpoints")
     if last is None or not (config.run.out / "config.json").exists():
         return "There is no checkpoint yet; --checkpoint-every N writes one every N steps."
-    return f"Resume from {last.name} with: octavo train {config.run.out} --resume"
+    return f"Resume from {last.name} with: {program()} train {config.run.out} --resume"

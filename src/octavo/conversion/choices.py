@@ -70,11 +70,11 @@ def advice(plan: Plan) -> list[str]:
     if not found:
         return []
     if found[0].gain < GAINS:
-        return [f"no recipe is predicted to gain at {plan.tokens} tokens per forward: more, or wider layers, would"]
+        return [f"no recipe is predicted to gain with {plan.tokens:,} tokens per forward: more, or wider layers, would"]
     free = next(choice for choice in found if not choice.price)
     gemms = "the GEMMs of linear layers" if any(layer.is_experts for layer in plan.layers) else "all GEMMs"
-    line = f"fastest at the usual accuracy of FP8: {free} times BF16 in {gemms} (predicted)"
-    return [line if found[0] is free else f"{line}; at a cost: {found[0]}"]
+    lines = [f"fastest at the usual accuracy of FP8: {free} times BF16 in {gemms} (predicted)"]
+    return lines if found[0] is free else [*lines, f"faster at a cost in accuracy: {found[0]}"]
 
 
 def price_of(recipe: Recipe, head: bool = False) -> str:

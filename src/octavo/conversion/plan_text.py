@@ -13,6 +13,7 @@ from octavo._util.terminal import columns, quantity
 from octavo.conversion.choices import advice
 from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.conversion.layer_plan import LayerPlan
+from octavo.conversion.policy import TOO_SMALL
 from octavo.conversion.refusals import device_unsupported_reason
 from octavo.kernels.dispatch import architecture, on_gpu, rates
 from octavo.nn.modules import full_name
@@ -40,7 +41,7 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def footer(plan: Plan) -> list[str]:
-    """Return the lines below a plan's table: counts, weights in FP8, fusions, options without effect, advice."""
+    """Return the lines below a plan's table: counts, gains, weights in FP8, fusions, options without effect, advice."""
     weights = sum(layer.weights for layer in plan.layers)
     layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
     share = f"{_percent(plan.fp8_weights / max(weights, 1))} of their weights"
@@ -51,6 +52,7 @@ def footer(plan: Plan) -> list[str]:
     slowly = f", {slow} of them by the slow reference" if slow else ""
     return [
         f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share}) on {plan.device}{slowly}",
+        *_gains(plan),
         *_stored(plan),
         *_together(plan.structures),
         *plan.unapplied,
@@ -62,6 +64,12 @@ def footer(plan: Plan) -> list[str]:
 def _percent(share: float) -> str:
     """Format a share; 100% only if it is everything."""
     return f"{share if share >= 1 else min(share, 0.99):.0%}"
+
+
+def _gains(plan: Plan) -> list[str]:
+    """Return a line on the column of gains, if there is one."""
+    said = f"gain: predicted speed relative to BF16, with {plan.tokens:,} tokens per forward"
+    return [said] if any(layer.gain for layer in plan.layers) else []
 
 
 def _stored(plan: Plan) -> list[str]:
@@ -104,7 +112,8 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
 
 def commonest_reason(layers: tuple[LayerPlan, ...]) -> str:
     """Return the most common reason of layers that stay in BF16, with their number."""
-    reasons = Counter(layer.reason for layer in layers if not layer.is_fp8).most_common(1)
+    given = (TOO_SMALL if layer.reason.startswith(TOO_SMALL) else layer.reason for layer in layers if not layer.is_fp8)
+    reasons = Counter(given).most_common(1)  # each layer that is too small has its own gain
     alike = [f"{reason} ({count} of {quantity(len(layers), 'layer')})" for reason, count in reasons]
     return "".join(alike) or "the model has no linear layer and no convolution"
 
@@ -121,7 +130,7 @@ def notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterator
     if torch.backends.mha.get_fastpath_enabled() and any(_has_fast_path(m, n, plan) for n, m in model.named_modules()):
         yield FAST_PATH
     rows, recipe, device = plan.layers, plan.recipe, torch.device(plan.device)
-    if plan.is_little:
+    if plan.is_little and dtypes:
         largest = max(plan.unconverted, key=lambda weight: weight.multiplied)
         yield (
             f"Little will run in FP8: {plan.share:.0%} of the FLOPs of products with weights. The largest weight that "

@@ -12,17 +12,17 @@ GAP_LIMIT = 1.0
 PARTS = 64
 """Largest number of equal parts of a run, each with its mean gap: the noise of single batches averages out."""
 FEWEST = 16
-"""Smallest number of gaps that tell how far they wander."""
+"""Smallest number of gaps whose fluctuation is estimated."""
 DEVIATIONS = 3.0
-"""Wander in standard deviations."""
+"""Standard deviations that count as fluctuation."""
 
 
-def wander(gaps: Sequence[float] | NDArray[np.floating]) -> float:
-    """Return how far the gap wanders over a run: `DEVIATIONS` standard deviations about its linear trend, in percent.
+def fluctuation(gaps: Sequence[float] | NDArray[np.floating]) -> float:
+    """Return the gap's fluctuation in percent: `DEVIATIONS` standard deviations about its trend over a run.
 
     Two runs that differ only by rounding drift apart and together again, by percents early in training, so that a final
-    gap below the wander can be chance. Harm is not mistaken for it: the deviation is a seminorm, every gap that rises
-    from 0 to h without falling is a mean of steps of height h, and no step of h has a wander of h or more.
+    gap below this can be chance. Harm is not mistaken for it: the deviation is a seminorm, every gap that rises from 0
+    to h without falling is a mean of steps of height h, and no step of height h fluctuates by h or more.
 
     Args:
         gaps: on batches, in the order of steps, in percent. Values that are not finite are left out.

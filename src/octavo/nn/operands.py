@@ -45,7 +45,7 @@ def dtype_note(dtype: torch.dtype, device: str) -> str | None:
         )
     if dtype == torch.float32 and device == "cuda":
         return (
-            "FP8 layers compute in FP32: what they write takes twice the memory and time of BF16. Run the model under "
+            "FP8 layers return FP32, at twice the memory and time of BF16: run the model under "
             "torch.autocast(dtype=torch.bfloat16), or make it BF16"
         )
     return None

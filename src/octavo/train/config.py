@@ -394,6 +394,11 @@ def load_preset(name: str, *, cuda: bool) -> tuple[str, dict[str, Any]]:
 def load_file(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a run file as a layer for `assemble`. The default output directory is `runs/<name of the file>`."""
     settings = config_reader.read_file(path)
+    if "model_type" in settings and "model" not in settings:
+        raise ConfigError(
+            f"{path}: is a Hugging Face config, not a run file. `octavo plan`, `octavo pilot` and `octavo doctor` take"
+            f" it; `octavo train --from {path.parent}` trains a Llama, Mistral or Qwen from the weights beside it."
+        )
     return str(path), merge({"run": {"out": f"runs/{path.stem}"}}, settings)
 
 

@@ -21,19 +21,22 @@ from octavo._util import terminal
 from octavo._util.terminal import quantity
 from octavo.guard.alarms import GuardEvent
 from octavo.train import events
+from octavo.train.config import RunConfig
 from octavo.train.summary import final_report
 
 _ROWS = 12
-SLOW_ON_A_CPU = "CPUs have no FP8 arithmetic: FP8 is slower than BF16 here, with the same numerics as on a GPU"
+SLOW_ON_A_CPU = "CPUs emulate FP8: slower than BF16 here, with the same numerics as on a GPU"
 _WIDTH = 11
+NOT_KNOWN = "-"
 
 
 class ConsoleReporter:
     """Writes a run to a terminal or to a file."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, program: str = "octavo") -> None:
         # No markup and no highlighting of measured values.
         self._console = console or terminal.console()
+        self._program = program
         self._rows: deque[list[str]] = deque(maxlen=_ROWS)
         self._columns: list[str] = []
         self._live: Live | None = None
@@ -46,7 +49,7 @@ class ConsoleReporter:
         """Show one event."""
         match event:
             case events.Preparing():
-                self._say(f"octavo {__version__}: reading '{event.config.data.source}' and building the models ...")
+                self._say(f"octavo {__version__}: reading {_text(event.config)} and building the models ...")
             case events.Started():
                 self._start(event)
             case events.Logged():
@@ -63,7 +66,7 @@ class ConsoleReporter:
                 self._say(f"step {event.step}: checkpoint {event.path}")
             case events.Finished():
                 self.close()
-                final_report(self._console, event)
+                final_report(self._console, event, self._program)
 
     def close(self) -> None:
         """Leave the table on the screen and restore the cursor."""
@@ -73,14 +76,14 @@ class ConsoleReporter:
 
     def _start(self, event: events.Started) -> None:
         run, data = event.config.run, event.config.data
-        baseline = " with its BF16 baseline" if len(event.models) == 2 else ""
+        baseline = " beside BF16" if len(event.models) == 2 else ""
         self._say(
-            f"{event.config.model.architecture.capitalize()} of {_count(event.parameters)} parameters, recipe"
+            f"{event.config.model.architecture.capitalize()}, {_count(event.parameters)} parameters, recipe"
             f" {run.recipe}{baseline}, on {event.device}"
         )
         self._say(
-            f"{quantity(run.steps, 'step')} of {run.batch} x {data.sequence} tokens from '{data.source}'"
-            f" ({event.config.tokens:,} in all), run in {run.out}"
+            f"{quantity(run.steps, 'step')} of {run.batch} x {data.sequence} tokens, {event.config.tokens:,} in all;"
+            f" results in {run.out}"
         )
         self._tokens = event.config.tokens
         if event.plan is not None and event.plan.device == "cpu":
@@ -91,11 +94,12 @@ class ConsoleReporter:
         gap = ["gap %"] if len(losses) == 2 else []
         self._columns = ["step", *losses, *gap, "tokens/s", "lr", "grad norm", "left"]
         if self._console.is_terminal:
-            self._open_live(run.steps, event.first_step)
+            on_cpu = event.plan is None or event.plan.device == "cpu"
+            self._open_live(run.steps, event.first_step, "" if on_cpu else "first step: compiling")
         else:
             self._say("".join(title.rjust(_WIDTH) for title in self._columns))
 
-    def _open_live(self, steps: int, done: int) -> None:
+    def _open_live(self, steps: int, done: int, doing: str) -> None:
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=40),
@@ -104,7 +108,7 @@ class ConsoleReporter:
             TextColumn("{task.fields[left]}"),
             console=self._console,
         )
-        self._task = self._progress.add_task("training", total=steps, completed=done, left="")
+        self._task = self._progress.add_task("training", total=steps, completed=done, left=doing)
         self._live = Live(self._screen(), console=self._console, refresh_per_second=4)
         self._live.start()
 
@@ -115,13 +119,15 @@ class ConsoleReporter:
             self._say("".join(cell.rjust(_WIDTH) for cell in self._rows[-1]))
             return
         assert self._progress is not None  # opened with the table
-        self._progress.update(self._task, completed=event.step, left=f"{left} left")
+        self._progress.update(self._task, completed=event.step, left=f"{left} left" if left != NOT_KNOWN else "")
         self._live.update(self._screen())
 
     def _time_left(self, event: events.Logged) -> str:
-        """Return the time to the last step at the median speed so far, without the first step, which compiles."""
+        """Return the time to the last step at the median speed; not known from the first line, whose step compiles."""
+        if not self._rows:
+            return NOT_KNOWN
         self._speeds.append(event.tokens_per_second)
-        speeds = sorted(list(self._speeds)[1:] or self._speeds)
+        speeds = sorted(self._speeds)
         return terminal.clock((self._tokens - event.tokens) / speeds[len(speeds) // 2])
 
     def _screen(self) -> Group:
@@ -146,6 +152,11 @@ def _cells(event: events.Logged) -> list[str]:
         f"{event.lr:.1e}",
         f"{next(iter(event.gradient_norm.values())):.3f}",
     ]
+
+
+def _text(config: RunConfig) -> str:
+    source = config.data.source
+    return "Python's standard library" if source == "python" else f"'{source}'"
 
 
 def _count(number: int) -> str:

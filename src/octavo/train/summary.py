@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from octavo.monitor.gap import wander
+from octavo.monitor.gap import fluctuation
 from octavo.monitor.system import versions
 from octavo.train.config import RunConfig
 from octavo.train.evaluate import paired_interval, perplexity
@@ -68,8 +68,8 @@ def _median(history: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def final_report(console: Console, event: Finished) -> None:
-    """Print the loss curves, the results, the next commands and a verdict."""
+def final_report(console: Console, event: Finished, program: str = "octavo") -> None:
+    """Print the loss curves, the results, the next commands and a verdict. `program` is how to call `octavo`."""
     curves = {
         f"loss {title}": [
             (line["step"], line[f"loss_{model}"]) for line in event.history if line.get(f"loss_{model}") is not None
@@ -85,25 +85,33 @@ def final_report(console: Console, event: Finished) -> None:
         console.print(f"{label:<22}{value}", markup=False, soft_wrap=True)
     console.print("\nNext", markup=False)
     for purpose, command in _next(event):
-        console.print(f"  {purpose:<20}{command}", markup=False, soft_wrap=True)
+        console.print(f"  {purpose:<20}{program} {command}", markup=False, soft_wrap=True)
     if said := verdict(event.summary, event.history):
-        console.print(f"\n{said}", style="bold", markup=False, soft_wrap=True)
+        console.print(f"\n{said}", style="bold", markup=False, soft_wrap=not console.is_terminal)
 
 
 def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return one line on the held-out gap and its noise; empty without a BF16 baseline. `history` has the gaps."""
-    gap, half_width = summary["gap_percent"], summary.get("gap_95_percent")
+    """Return one line on the held-out gap and its noise; empty without a BF16 baseline. `history` has the gaps.
+
+    Only a gap beyond its noise, over the steps or over the held-out sequences, is called a difference.
+    """
+    gap, half_width = summary["gap_percent"], summary.get("gap_95_percent") or 0.0
     if gap is None:
         return ""
-    if half_width is None:
-        return f"Held-out loss {gap:+z.2f} % beside BF16."
-    strays = wander([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
-    noise = max(half_width, strays)
-    found = "lower than" if gap < -noise else "higher than" if gap > noise else "indistinguishable from"
-    places = 2 if half_width >= 0.01 else 4
-    other = f"the gap wanders by ± {strays:.2f} %" if strays else "seeds vary by more"
-    interval = f"{gap:+z.{places}f} ± {half_width:.{places}f} %"
-    return f"Held-out loss: FP8 is {found} BF16, {interval} (95 %, sequences); {other}."
+    found = f"held-out loss is {_digits(abs(gap))} % {'higher' if gap > 0 else 'lower'} in FP8"
+    over_steps = fluctuation([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
+    if not over_steps:
+        return f"{found[0].upper()}{found[1:]}. The run is too short to say whether that is more than chance."
+    noise = f"± {_digits(max(over_steps, half_width))} %"
+    noise += " during the run" if over_steps >= half_width else " between held-out sequences"
+    if abs(gap) <= max(over_steps, half_width):
+        return f"No difference beyond noise: {found}, and the gap fluctuated by {noise}."
+    return f"FP8 is {'better' if gap < 0 else 'worse'} than BF16: {found}; the gap fluctuated by only {noise}."
+
+
+def _digits(percent: float) -> str:
+    """Format with two decimal places, or more of a small one."""
+    return f"{percent:.2f}" if percent >= 0.1 or not percent else f"{percent:.4f}"
 
 
 def _facts(event: Finished) -> Iterator[tuple[str, str]]:
@@ -121,16 +129,19 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         )
         yield f"answered {task}"[:21], f"{', '.join(shown)} of {found['samples']:,}"
     if summary["gap_percent"] is not None:
-        yield "gap", f"{summary['gap_percent']:+z.3f} % (FP8 against BF16, held-out)"
+        yield "gap", f"{summary['gap_percent']:+z.3f} % (FP8 relative to BF16)"
     if summary["unigram_entropy"] is not None:
         yield (
             "unigram entropy",
-            f"{summary['unigram_entropy']:.4f} nats per token (token frequencies alone)",
+            f"{summary['unigram_entropy']:.4f} nats per token (by token frequencies alone)",
         )
     for model, title in MODELS.items():
         if summary["skipped_steps"].get(model):
             yield f"skipped steps {title}", f"{summary['skipped_steps'][model]} (their gradients overflowed)"
-    yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {_speed(summary)}"
+    speed = f"{summary['tokens_per_second'] or math.nan:,.0f} tokens/s"
+    yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {speed}"
+    if times := _step_times(summary):
+        yield "time per step", times
     if summary.get("energy_kwh") is not None:
         cost = "" if summary.get("energy_cost") is None else f", which cost {summary['energy_cost']:.4g}"
         yield "energy", f"{summary['energy_kwh']:.4g} kWh of the GPUs, all models{cost}"
@@ -143,30 +154,33 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         gemms = (f"{count:,} {kernel}" for kernel, count in sorted(summary["fp8_gemms"].items()))
         yield "FP8 GEMMs run", ", ".join(gemms) or "none"
         yield "fallbacks", "; ".join(summary["fallbacks"]) or "none"
-    files = "summary.json, metrics.jsonl, run.sqlite, plan.json, config.json, checkpoints"
-    yield "stored in", f"{event.directory} ({files})"
+    yield "stored in", str(event.directory)
 
 
-def _speed(summary: Mapping[str, Any]) -> str:
-    times = [
-        f"{title} {summary[f'step_milliseconds_{model}']:.0f} ms per step"
-        for model, title in MODELS.items()
-        if summary[f"step_milliseconds_{model}"] is not None
-    ]
-    return ", ".join([f"{summary['tokens_per_second'] or math.nan:,.0f} tokens/s", *times])
+def _step_times(summary: Mapping[str, Any]) -> str:
+    """Return the time per step of each model, with the reason where FP8 gains next to nothing on a GPU."""
+    times = {model: summary[f"step_milliseconds_{model}"] for model in MODELS}
+    shown = ", ".join(f"{MODELS[model]} {ms:.0f} ms" for model, ms in times.items() if ms is not None)
+    gains = None in times.values() or times["fp8"] < LITTLE * times["bf16"]
+    return shown if gains or summary.get("peak_gib") is None else f"{shown} (layers this small gain little)"
+
+
+LITTLE = 0.95
+"""Time of a step in FP8 relative to BF16 from which its gain is called little."""
 
 
 def _next(event: Finished) -> Sequence[tuple[str, str]]:
+    """Return the commands to continue with: purpose, and what follows `octavo`."""
     more = 2 * event.summary["steps"]
     other = "block" if event.summary["recipe"] == "folded" else "folded"
-    served = [("export for serving", f"octavo export {event.directory}")]
+    served = [("export for serving", f"export {event.directory}")]
     return [
-        ("loss and telemetry", f"octavo dashboard {event.directory}"),
-        ("plan per layer", f"octavo plan {event.directory}"),
-        ("train longer", f"octavo train {event.directory} --resume --steps {more}"),
-        ("another recipe", f"octavo train {event.directory} --recipe {other} --out {event.directory}-{other}"),
-        ("evaluate", f"octavo eval {event.directory}"),
+        ("loss and telemetry", f"dashboard {event.directory}"),
+        ("plan per layer", f"plan {event.directory}"),
+        ("evaluate", f"eval {event.directory}"),
         *(served if event.architecture == "llama" else []),
+        ("train longer", f"train {event.directory} --resume --steps {more}"),
+        ("another recipe", f"train {event.directory} --recipe {other} --out {event.directory}-{other}"),
     ]
 
 

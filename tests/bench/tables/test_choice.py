@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo_bench import results
-from octavo_bench.measured import DEFAULT, choice
+from octavo_bench.choice import DEFAULT, choice
 
 
 def write(directory: Path, kind: str, *rows: dict[str, Any]) -> None:

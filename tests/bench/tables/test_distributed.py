@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from octavo_bench.measured import distributed, rank
+from octavo_bench.distributed import KIND, RANK
 from octavo_bench.render import Row
-from octavo_bench.results import Result
 
-MakeResult = Callable[..., Result]
 OF_ALL = {
     "workload": "8b",
     "layout": "data",
@@ -21,7 +17,7 @@ def measured(name: str, speed: float, ratio: float, gib: float, wire: int, loss:
     return OF_ALL | row | {"wire_bytes": wire, "losses": [5.0, loss]} | more
 
 
-def test_a_line_an_implementation_beside_bf16_of_its_run(result: MakeResult) -> None:
+def test_a_line_an_implementation_beside_bf16_of_its_run() -> None:
     rows = [
         measured("bf16", 10000.4, 1, 60.0, 46_600_000_000, 4.0, waited_ms=800.0),
         measured("octavo", 15000.0, 1.5, 33.0, 17_242_000_000, 4.00004, waited_ms=600.0),
@@ -30,7 +26,7 @@ def test_a_line_an_implementation_beside_bf16_of_its_run(result: MakeResult) -> 
         measured("octavo", 15000.0, 1.5, 30.0, 10_000_000_000, 4.0, waited_ms=600.0),
         measured("bf16", 9000.0, 1, 60.0, 1, 4.1, layout="tensor 2"),
     ]
-    title, _, *lines = distributed(result("distributed", *rows)).splitlines()
+    title, _, *lines = KIND.markdown(rows).splitlines()
     assert title.startswith("**8b**, 32 layers") and "4 GPUs" in title and "compiled" in title
     assert lines[2:] == [
         "| data | bf16 | 10,000 | 1.00 | 1.00 | 60.0 | 46.6 |  |  | 4.0000 |",
@@ -42,11 +38,11 @@ def test_a_line_an_implementation_beside_bf16_of_its_run(result: MakeResult) -> 
     ]
 
 
-def test_a_rank_alone_says_where_its_time_goes(result: MakeResult) -> None:
+def test_a_rank_alone_says_where_its_time_goes() -> None:
     parts = {"gemm_ms": 500.04, "attention_ms": 130.0, "elementwise_ms": 150.0, "optimizer_ms": 3.0, "idle_ms": 10.0}
     measured = {"implementation": "bf16", "ms": 800.0, "ratio_to_bf16": 1.0, "peak_gib": 62.09} | parts
     failed = OF_ALL | {"implementation": "octavo", "error": "OutOfMemoryError: full"}
-    lines = rank(result("rank", OF_ALL | measured, failed)).splitlines()
+    lines = RANK.markdown([OF_ALL | measured, failed]).splitlines()
     assert lines[0].startswith("**8b**, 32 layers") and lines[2].count("|") == lines[4].count("|")
     assert lines[4:] == [
         "| 4 | data | bf16 | 800.0 | 1.00 | 500.0 | 130.0 | 150.0 | 3.0 | 10.0 | 62.1 |",

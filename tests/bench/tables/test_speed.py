@@ -5,14 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo_bench import results
-from octavo_bench.measured import clients, gemm, kernels, pilot, step, telemetry
+from octavo_bench import clients, gemm, kernels, pilot, results, step, telemetry
 from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
 
 
-def test_step_has_one_table_a_workload(result: MakeResult) -> None:
+def test_step_has_one_table_a_workload() -> None:
     rows = [
         {"workload": w, "implementation": i, "ms": ms, "ratio_to_bf16": r, "peak_gib": 24.7}
         for w, i, ms, r in [
@@ -21,7 +20,7 @@ def test_step_has_one_table_a_workload(result: MakeResult) -> None:
             ("1", "x", 1, 1),
         ]
     ]
-    text = step(result("step", *rows))
+    text = step.KIND.markdown(rows)
     assert text.count("| implementation |") == 2
     assert "| folded | 280.0 | 1.22 | 24.7 |" in text
 
@@ -34,7 +33,7 @@ def timed(implementation: str, ms: float, **more: Any) -> dict[str, Any]:
     return {**row, "gemm_ms": ms / 2, "attention_ms": 10.0, "elementwise_ms": 20.0, "idle_ms": 1.0} | more
 
 
-def test_step_says_where_time_goes_and_what_was_possible(result: MakeResult) -> None:
+def test_step_says_where_time_goes_and_what_was_possible() -> None:
     rates = {"copy_gb_per_s": 4170.4, "tflops": {"bf16": 668.2, "row slow": 1154.6}}
     rows = [
         timed("bf16", 100.0, rates=rates, drift=-0.012, shape=SHAPE, fraction_of_floor=0.9),
@@ -42,7 +41,7 @@ def test_step_says_where_time_goes_and_what_was_possible(result: MakeResult) -> 
         timed("octavo folded", 64.0, fraction_of_floor=0.755),
         {"workload": "w", "implementation": "octavo block", "error": "OutOfMemoryError: full"},
     ]
-    text = step(result("step", *rows))
+    text = step.KIND.markdown(rows)
     header, _, bf16, torchao, folded, block = (line for line in text.splitlines() if line.startswith("|"))
     assert "| times torchao tensorwise | GEMM ms |" in header and "optimizer" not in header
     assert bf16.endswith("| 100.0 | 1.00 | 0.80 | 50.0 | 10.0 | 20.0 | 1.0 | 2.0 | 0.90 |")
@@ -54,7 +53,7 @@ def test_step_says_where_time_goes_and_what_was_possible(result: MakeResult) -> 
     assert "timed again at the end: -1.2 % of its time" in text
 
 
-def test_gemm_has_a_line_a_shape_and_a_column_a_kernel(result: MakeResult) -> None:
+def test_gemm_has_a_line_a_shape_and_a_column_a_kernel() -> None:
     def row(shape: str, kernel: str, operands: str, accumulate: str, **figures: Any) -> dict[str, Any]:
         return {"shape": shape, "kernel": kernel, "operands": operands, "accumulate": accumulate, **figures}
 
@@ -64,18 +63,18 @@ def test_gemm_has_a_line_a_shape_and_a_column_a_kernel(result: MakeResult) -> No
         row("8x8x8", "bf16", "bf16", "slow", tflops=600.0, ratio_to_bf16=1.0),
         row("8x8x8", "new", "1x128 x 1x128", "slow", error="ValueError: no"),
     ]
-    lines = gemm(result("gemm", *rows)).splitlines()
+    lines = gemm.KIND.markdown(rows).splitlines()
     assert lines[0] == "| M x N x K | BF16 | row, fast: `scaled_mm.row` | 1x128 x 1x128, slow: `new` |"
     assert lines[2:] == ["| 8 x 16 x 32 | 668 | 1,290 (1.93) |  |", "| 8 x 8 x 8 | 600 |  | failed: ValueError: no |"]
 
 
-def test_kernels_are_beside_a_copy(result: MakeResult) -> None:
+def test_kernels_are_beside_a_copy() -> None:
     figures = {"ms": 0.0561, "bytes": 1, "passes": 2, "gb_per_s": 3610.2, "ratio_to_copy": 0.866}
     rows = [
         {"kernel": "transpose", "shape": "8 x 8", **figures},
         {"kernel": "rotary", "shape": "8 x 8", "error": "ValueError: no"},
     ]
-    lines = kernels(result("kernels", *rows)).splitlines()
+    lines = kernels.KIND.markdown(rows).splitlines()
     assert lines[0] == "| kernel | shape | ms | passes | GB/s | of a copy's |"
     assert lines[2:] == [
         "| transpose | 8 x 8 | 0.056 | 2 | 3,610 | 0.87 |",
@@ -91,10 +90,10 @@ def test_telemetry_is_shown_of_every_machine_newest_first(result: MakeResult, tm
     cpu = replace(gpu, date="2026-11-20", hardware="cpu", rows=({**row, "own_percent": 2.5},))
     for one in (older, cpu, gpu):
         results.write(one, tmp_path)
-    text = telemetry(tmp_path)
+    text = telemetry.KIND.table(tmp_path)
     assert text.index("Measured on gpu") < text.index("Measured on cpu") and "older" not in text
     assert "| stack | cuda | 16,384 | 224 | 200.00 | 201.00 | +0.50 % | +0.10 to +0.90 % | 2.50 % |" in text
-    assert telemetry(tmp_path / "nothing") == ""
+    assert telemetry.KIND.table(tmp_path / "nothing") == ""
 
 
 def client(name: str, **more: Any) -> dict[str, Any]:
@@ -108,7 +107,7 @@ def test_clients_have_the_figures_of_a_cpu_and_the_speeds_of_each_gpu(result: Ma
     on_gpu = result("clients", *rows, {"client": "script", "library": "x", "version": "", "error": "OSError: no"})
     results.write(replace(on_cpu, hardware="amd-epyc"), tmp_path)
     results.write(replace(on_gpu, hardware="nvidia-h200"), tmp_path)
-    header, _, *lines = (line for line in clients(tmp_path).splitlines() if line.startswith("|"))
+    header, _, *lines = (line for line in clients.table(tmp_path).splitlines() if line.startswith("|"))
     assert header.endswith("| graph breaks | times BF16's speed, nvidia-h200 |")
     assert lines[0] == "| LoRA | peft 1.0 | 2 | 14 | -0.02 % | to the bit | 2 (1) | 0 | 1.25 |"
     assert lines[1].startswith("| Trainer |") and "| otherwise |" in lines[1] and lines[1].endswith("| 0 |  |")
@@ -116,11 +115,11 @@ def test_clients_have_the_figures_of_a_cpu_and_the_speeds_of_each_gpu(result: Ma
     assert lines[3].startswith("| script | x  | failed: OSError: no |")
 
 
-def test_a_pilot_beside_the_full_measurement(result: MakeResult) -> None:
+def test_a_pilot_beside_the_full_measurement() -> None:
     full = {"folded": 1.21, "block": 1.1}
     row = {"model": "a", "seconds": 21.4, "adopts": True, "recipe": "folded", "full": full, "right": True}
     wrong = row | {"model": "b", "adopts": False, "right": False}
-    text = pilot(result("pilot", row | {"speedup": 1.25}, wrong, {"model": "c", "error": "OSError: no"}))
+    text = pilot.KIND.markdown([row | {"speedup": 1.25}, wrong, {"model": "c", "error": "OSError: no"}])
     assert "| a | 21 | `folded` | 1.25 | `folded` 1.21, `block` 1.10 | yes |" in text
     assert "| b | 21 | not yet |  | `folded` 1.21, `block` 1.10 | no |" in text
     assert "| c | failed: OSError: no |" in text

@@ -127,7 +127,7 @@ def test_the_gap_to_the_twin(tmp_path: Path, gap: float, level: str) -> None:
         (lambda step: 1.4 if step > 250 else 2.0 * math.cos(step / 15), "healthy"),  # no further than it was before
     ],
 )
-def test_the_gap_is_judged_beside_its_own_wander(tmp_path: Path, gap: Losses, level: str) -> None:
+def test_the_gap_is_judged_beside_its_own_fluctuation(tmp_path: Path, gap: Losses, level: str) -> None:
     found = verdict(written(tmp_path, gap=gap))
     assert found.level == level, found
     assert ("within the run's noise of ±" in found.text) == (level == "healthy" and gap(STEPS) > 1)

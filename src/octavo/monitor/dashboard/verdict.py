@@ -13,7 +13,7 @@ from octavo._util.terminal import quantity
 from octavo.data.quality import judge
 from octavo.errors import StoreError
 from octavo.guard import GuardConfig
-from octavo.monitor.gap import GAP_LIMIT, wander
+from octavo.monitor.gap import GAP_LIMIT, fluctuation
 from octavo.monitor.store import RunReader, Series
 
 LEVELS = ("healthy", "watch", "unhealthy", "unknown")
@@ -152,10 +152,10 @@ def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
 def gap_limit(run: RunReader) -> float:
     """Return the limit of the gap in percent: `GAP_LIMIT`, or its noise where that is larger.
 
-    The noise is how far the gap wanders over the run, or the interval of the final one over held-out sequences.
+    The noise is the fluctuation of the gap over the run, or the interval of the final one over held-out sequences.
     """
     series = run.scalar("gap_percent", points=200)
-    return max(GAP_LIMIT, wander((series.low + series.high) / 2), run.summary.get("gap_95_percent") or 0.0)
+    return max(GAP_LIMIT, fluctuation((series.low + series.high) / 2), run.summary.get("gap_95_percent") or 0.0)
 
 
 def of_state(run: RunReader) -> Iterator[RunFinding]:

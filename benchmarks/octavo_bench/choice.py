@@ -1,0 +1,84 @@
+"""The recipes that were trained to compare them, and which of them to choose: a table of several kinds of results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from pathlib import Path
+from statistics import fmean
+
+from octavo.conversion import make_plan
+from octavo_bench import results
+from octavo_bench.compare import spread_percent
+from octavo_bench.implementations import BF16
+from octavo_bench.render import figures, grouped
+from octavo_bench.results import Row
+from octavo_bench.study import by_seed
+
+DEFAULT: str = signature(make_plan).parameters["recipe"].default
+"""The default recipe of `octavo.convert`."""
+WORKLOAD = "llama-8b-stack"
+COLUMNS = (
+    ("recipe", "{named}"),
+    ("gap to BF16, held-out", "{gap:+z.2f} %"),
+    ("inside BF16's seed spread", "{inside}"),
+    ("times BF16's speed", "{ratio_to_bf16:.2f}"),
+    ("peak GiB", "{peak_gib:.1f}"),
+    ("noisiest median row under stress", "{lowest:.1f} dB"),
+)
+
+
+def choice(directory: Path) -> str:
+    """Return the table of the recipes, and the conclusion.
+
+    The gap is that of the largest model, speed and memory those of the stack of 8B blocks; under stress it is the
+    lowest signal to noise of the median row of a product in any case.
+
+    Args:
+        directory: of the results.
+    """
+    trained = _largest(_rows("parity", directory))
+    bf16 = by_seed([row for row in trained if row["recipe"] == BF16])
+    if len(bf16) < 2:
+        return ""
+    spread = spread_percent(list(bf16.values()))
+    steps = [row for result in reversed(results.history("step", directory)) for row in result.rows]
+    timed = {row["implementation"]: row for row in steps if row["workload"] == WORKLOAD}  # the newest of each
+    rows = []
+    for (recipe,), of_recipe in grouped(trained, "recipe").items():
+        gaps = [100 * (loss / bf16[seed] - 1) for seed, loss in by_seed(of_recipe).items() if seed in bf16]
+        if recipe == BF16 or not gaps:
+            continue
+        row = {"recipe": recipe, "named": f"`{recipe}`" + (" (default)" if recipe == DEFAULT else "")}
+        row |= {"gap": fmean(gaps), "inside": "yes" if abs(fmean(gaps)) <= spread else "no"}
+        stressed = [row for row in _rows("stress", directory) if row["recipe"] == recipe]
+        noise = [value for row in stressed for key, value in row.items() if key.endswith("_median_db")]
+        speed = {k: v for k, v in timed.get(f"octavo {recipe}", {}).items() if k in ("ratio_to_bf16", "peak_gib")}
+        rows.append(row | speed | ({"lowest": min(noise)} if noise else {}))
+    return f"{figures(COLUMNS, rows, every=True)}\n\n{_conclusion(rows, spread, trained[0], len(bf16))}"
+
+
+def _conclusion(rows: Sequence[Row], spread: float, run: Row, seeds: int) -> str:
+    inside = [row for row in rows if row["inside"] == "yes"]
+    names = [row["recipe"] for row in inside]
+    fastest = max((row for row in inside if row.get("ratio_to_bf16")), key=lambda r: r["ratio_to_bf16"], default=None)
+    said = [
+        f"{run['model']}, {run['tokens']:,} tokens; {seeds} BF16 seeds lie {spread:.2f} % apart."
+        f" Inside that spread: {', '.join(f'`{name}`' for name in names) or 'none'}."
+    ]
+    if fastest is not None:
+        said.append(f"The fastest of them is `{fastest['recipe']}`.")
+    if DEFAULT in [row["recipe"] for row in rows] and DEFAULT not in names:
+        said.append(f"The default, `{DEFAULT}`, is outside.")
+    return " ".join(said)
+
+
+def _rows(kind: str, directory: Path) -> Sequence[Row]:
+    result = results.latest(kind, directory)
+    return () if result is None else result.rows
+
+
+def _largest(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the model with the longest BF16 steps: the largest."""
+    times = {row["model"]: row.get("step_ms", 0.0) for row in rows if row["recipe"] == BF16}
+    return [row for row in rows if times and row["model"] == max(times, key=lambda model: times[model])]
