@@ -301,9 +301,9 @@ class Study:
     def _lanes(self, size: _Size, arms: Sequence[str], text: InstalledText) -> list[Lane]:
         """Return the lanes of arms, made once per session.
 
-            An arm that cannot be captured is reported and left out; the last recipe raises its error.
-            Conditions of a size share lanes if they differ only in values that a lane reads from memory: not in the batch, nor in
-        the number of steps.
+        An arm that cannot be captured is reported and left out; the last recipe raises its error.
+        Conditions of a size share lanes if they differ only in values that a lane reads from memory, not in the batch
+        or the number of steps.
         """
         places = {arm: (size.name, size.training.batch, size.training.steps, arm) for arm in arms}
         for arm in [arm for arm, place in places.items() if place not in self._made]:
