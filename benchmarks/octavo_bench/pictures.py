@@ -93,7 +93,9 @@ def curves(directory: Path) -> dict[str, Any]:
             lane: {"tokens": [(i + 0.5) * tokens / len(losses) for i in range(len(losses))], "loss": losses}
             for lane, losses in lanes.items()
         }
-        return {"model": model, "gap_percent": gap and gap.mean, "pairs": gap and len(gap.differences), **at}
+        within = "" if gap is None or gap.half_width is None else f" ± {gap.half_width:.2f} %"
+        said = gap and f"last fifth {gap.mean:+z.2f} %{within} beside BF16, {len(gap.differences)} pairs"
+        return {"model": model, "gap": said, **at}
     demo = max(demo_rows(directory), key=lambda row: row["tokens"])
     lines = [line for line in demo["history"] if line.get("loss_fp8") is not None]
     at = {
@@ -101,7 +103,7 @@ def curves(directory: Path) -> dict[str, Any]:
         for lane in ("fp8", "bf16")
     }
     model = f"demo, Llama of {demo['parameters'] / 1e6:.1f} M"
-    return {"model": model, "gap_percent": demo["gap_percent"], "pairs": 1, **at}
+    return {"model": model, "gap": f"held-out loss {demo['gap_percent']:+z.2f} % beside BF16, one pair", **at}
 
 
 def demo_rows(directory: Path) -> list[Row]:
@@ -186,10 +188,7 @@ def _curves(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
     axes.legend(frameon=False, fontsize=11, labelcolor=tones["text"])
-    gap, pairs = data["gap_percent"], data["pairs"]
-    over = f"mean of {pairs} pairs" if pairs > 1 else "one pair"
-    said = "" if gap is None else f"\nheld-out loss {gap:+z.2f} % beside BF16, {over}"
-    about = f"{data['model']}, training loss, nats per token{said}"
+    about = "\n".join(filter(None, (f"{data['model']}, training loss, nats per token", data["gap"])))
     _title(axes, "Loss beside BF16", about, tones)
 
 
