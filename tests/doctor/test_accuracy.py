@@ -137,7 +137,9 @@ def test_fast_sums_have_the_same_limits(fast: float, verdict: str) -> None:
     assert finding.verdict == verdict, finding
 
 
-@pytest.mark.parametrize(("recipe", "seen"), [("folded", "accumulate slow"), ("folded_fast", "3 layers")])
+@pytest.mark.parametrize(
+    ("recipe", "seen"), [("folded", "no recipe in use has fast accumulation"), ("folded_fast", "3 layers")]
+)
 def test_only_a_gpu_sums_fast(attempt: Try, recipe: str, seen: str) -> None:
     finding = run_check(accuracy.fast_sums, attempt(recipe=recipe)).finding
     assert finding.verdict == "skipped" and seen in finding.seen, finding

@@ -104,8 +104,12 @@ def row(layer: str, gain: float, pads: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("rows", "verdict", "seen"),
     [
-        ([row("a", 1.4), row("b", 1.2)], "ok", "predicted gain of 2 layers: least 1.20, b"),
-        ([row("a", 1.4), row("b", 0.7), row("c", 0.9)], "warning", "2 of 3 layers lose, most b: predicted gain 0.70"),
+        ([row("a", 1.4), row("b", 1.2)], "ok", "2 layers; lowest predicted gain 1.20, b"),
+        (
+            [row("a", 1.4), row("b", 0.7), row("c", 0.9)],
+            "warning",
+            "2 of 3 layers slower than BF16; lowest predicted gain 0.70, b",
+        ),
         ([row("a", 1.4), row("b", 1.2, pads=16)], "warning", "1 of 2 layers are padded"),
     ],
 )
@@ -129,7 +133,7 @@ def test_shapes_are_those_of_the_layers_and_tokens_those_of_a_step(attempt: Try)
 
 def test_on_a_cpu_no_shape_pays(attempt: Try) -> None:
     finding = run_check(speed.shapes, attempt()).finding
-    assert finding.verdict == "skipped" and "on an H200, 3 of 3 layers lose" in finding.seen, finding
+    assert finding.verdict == "skipped" and "on an H200, 3 of 3 layers slower than BF16" in finding.seen, finding
 
 
 @pytest.mark.gpu

@@ -112,7 +112,7 @@ def fast_sums(trial: Trial) -> Finding:
     recipes = [layer.recipe for layer in trial.layers.values()]
     fast = sum(any(recipe.gemm(gemm).accumulate == "fast" for gemm in GEMMS) for recipe in recipes)
     if not fast:
-        return skipped("all recipes in use accumulate slow")
+        return skipped("no recipe in use has fast accumulation")
     if trial.device.type != "cuda":
         return skipped(f"fast accumulation in {quantity(fast, 'layer')}, on GPUs only")
     as_is, _ = trial.losses()

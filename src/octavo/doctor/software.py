@@ -143,7 +143,7 @@ def variables(environ: Mapping[str, str]) -> Finding:
     if slow:
         seen = "; ".join(f"{name}={in_force[name]}: {SLOW[name][1]}" for name in slow)
         return warning(seen, remedy=f"unset {' '.join(slow)}, unless intended.", slow=slow)
-    return ok(f"{len(in_force)} relevant, none slow" if in_force else "none relevant")
+    return ok(f"{len(in_force)} relevant, none slows a run" if in_force else "none relevant")
 
 
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -92,7 +92,8 @@ def judge_shapes(rows: list[dict[str, Any]], *, on_gpu: bool) -> Finding:
     """Return the finding for rows of `layer`, `shape`, `tokens`, `gain`, `pads`; on a CPU, FP8 never pays."""
     lost, padded = [r for r in rows if r["gain"] < 1], [r for r in rows if r["pads"]]
     least = min(rows, key=lambda row: row["gain"])
-    seen = f"{len(lost)} of {len(rows)} layers lose, most {least['layer']}: predicted gain {least['gain']:.2f}"
+    lowest = f"lowest predicted gain {least['gain']:.2f}, {least['layer']}"
+    seen = f"{len(lost)} of {len(rows)} layers slower than BF16; {lowest}"
     if not on_gpu:
         return skipped(f"FP8 never pays on a CPU; on an H200, {seen}" if lost else "FP8 never pays on a CPU")
     if lost:
@@ -100,8 +101,7 @@ def judge_shapes(rows: list[dict[str, Any]], *, on_gpu: bool) -> Finding:
     if padded:
         remedy = f"Make features and tokens multiples of {padded[0]['pads']}."
         return warning(f"{len(padded)} of {len(rows)} layers are padded in every GEMM", remedy=remedy, rows=rows)
-    seen = f"predicted gain of {quantity(len(rows), 'layer')}: least {least['gain']:.2f}, {least['layer']}"
-    return ok(seen, gain=least["gain"])
+    return ok(f"{quantity(len(rows), 'layer')}; {lowest}", gain=least["gain"])
 
 
 def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
