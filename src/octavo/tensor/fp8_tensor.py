@@ -177,9 +177,10 @@ def _undefined(operation: str) -> UnsupportedError:
     written = operation.partition(".")[2].partition(".")[0].endswith("_")
     return UnsupportedError(
         f"{operation} is not defined for an FP8Tensor: "
-        + ("the sum would be rounded to FP8 again. " if written else "it would have to leave FP8. ")
-        + "Call .dequantize() first if that is meant"
-        + ("; before adapters are merged into a model's weights, octavo.revert(model)." if written else ".")
+        + ("the result would be rounded to FP8 again. " if written else "it would have to leave FP8. ")
+        + "Call .dequantize() first if that is meant. PyTorch's optimizers cannot update FP8 weights, those of "
+        + "octavo.optim can."
+        + (" Before adapters are merged into a model's weights, call octavo.revert(model)." if written else "")
     )
 
 
