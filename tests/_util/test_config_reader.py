@@ -164,6 +164,8 @@ def test_read_file_says_what_is_wrong(tmp_path, name, content, message):
 
 
 def test_read_file_that_is_missing_or_a_directory(tmp_path):
+    with pytest.raises(ConfigError, match="none: no such file or directory"):
+        config_reader.read_file(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"none\.toml: cannot be read \(No such file or directory\)"):
         config_reader.read_file(tmp_path / "none.toml")
     (tmp_path / "folder.toml").mkdir()

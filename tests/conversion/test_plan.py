@@ -103,6 +103,16 @@ def test_unknown_recipe(model):
         make_plan(model, "blokc")
 
 
+def test_an_unknown_device_says_what_was_meant(model):
+    with pytest.raises(ConfigError, match=r"device = 'h20': .*Did you mean 'h200'\?.* GPUs: a100, "):
+        make_plan(model, device="h20")
+
+
+def test_something_other_than_a_module_is_named(model):
+    with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module, got OrderedDict"):
+        make_plan(model.state_dict())
+
+
 def test_a_policy_of_ones_own(model):
     policy = Policy(keep_defaults=False, min_features=0, filter=lambda name, _: not name.endswith("up"))
     plan = make_plan(model, policy=policy)

@@ -143,6 +143,8 @@ def read_file(path: Path, error: type[OctavoError] = ConfigError) -> dict[str, A
         ConfigError: the file is missing, has another suffix or encoding, or is malformed; or another `error`, if given.
     """
     if path.suffix not in (".toml", ".json"):
+        if not path.exists():
+            raise error(f"{path}: no such file or directory.")
         raise error(f"{path}: expected a .toml or .json file.")
     loaded = parse(read_text(path, error), str(path), error, toml=path.suffix == ".toml")
     if not isinstance(loaded, dict):

@@ -134,20 +134,23 @@ def make_plan(
             present.
 
     Raises:
-        ConfigError: an unknown recipe, a pattern of a recipe that matches no linear layer and no convolution, one of
-            the policy that matches no module, or weights in FP8 with a recipe that cannot compute with their codes.
+        ConfigError: not a module, an unknown recipe or device, a pattern of a recipe that matches no linear layer and
+            no convolution, one of the policy that matches no module, or weights in FP8 with a recipe that cannot
+            compute with their codes.
         UnsupportedError: `device` is not present, so its kernels are unknown.
     """
     if str(device) in GPUS:
         with planning_for(str(device)):
             return replace(make_plan(model, recipe, policy=policy, tokens=tokens, device="cuda"), device=str(device))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     recipe, policy = load(recipe), policy or Policy()
     policy.check_patterns(model)
     layers, experts, mlps = layers_of(model), find_experts(model), find_mlps(model)
     names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
     _check_patterns(recipe, policy, names)
     recipes = {name: recipe.for_layer(name) for name in names}
-    where = torch.device(device) if device is not None else _device_of(model)
+    where = _device_named(device) if device is not None else _device_of(model)
     planner = Planner(model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where)
     rows = plan_weights(model, layers, planner.layers(layers, mlps), recipes, policy.weights)
     expert_rows = list(planner.experts(experts))
@@ -197,6 +200,16 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
         for name, module in model.named_modules()
         if isinstance(module, Layer) or is_transposed(module)
     }
+
+
+def _device_named(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as found:
+        raise ConfigError(
+            f"device = {device!r}: neither a device of PyTorch nor a GPU to plan for.{did_you_mean(str(device), GPUS)} "
+            f"GPUs: {', '.join(GPUS)}."
+        ) from found
 
 
 def _device_of(model: nn.Module) -> torch.device:
