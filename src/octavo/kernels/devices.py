@@ -108,7 +108,7 @@ class Rates(NamedTuple):
 H200 = Rates(670.0, 1190.0, 1160.0, 880.0, 760.0, 4200.0, 920.0, fast=1.1)
 H100 = H200._replace(
     copy=H200.copy * 3.35 / 4.8,
-    derived="those of an H200, as its data sheet has the same TFLOP/s; copies at 3.35 of 4.8 TB/s",
+    derived="rates measured on an H200: the same TFLOP/s by their data sheets, copies at 3.35 of 4.8 TB/s",
 )
 
 

@@ -41,12 +41,12 @@ def dtype_note(dtype: torch.dtype, device: str) -> str | None:
     if dtype == torch.float16:
         return (
             "FP8 layers compute in FP16: results above 65504 are infinite, and gradients below 6e-8 are zero. Use BF16 "
-            "(torch.autocast(dtype=torch.bfloat16)), or scale the loss (torch.amp.GradScaler)"
+            f'(torch.autocast("{device}", torch.bfloat16)), or scale the loss (torch.amp.GradScaler)'
         )
     if dtype == torch.float32 and device == "cuda":
         return (
             "FP8 layers return FP32, at twice the memory and time of BF16: run the model under "
-            "torch.autocast(dtype=torch.bfloat16), or make it BF16"
+            'torch.autocast("cuda", torch.bfloat16), or make it BF16'
         )
     return None
 
