@@ -138,7 +138,7 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
     for model, title in MODELS.items():
         if summary["skipped_steps"].get(model):
             yield f"skipped steps {title}", f"{summary['skipped_steps'][model]} (their gradients overflowed)"
-    speed = f"{summary['tokens_per_second'] or math.nan:,.0f} tokens/s"
+    speed = f"median {summary['tokens_per_second'] or math.nan:,.0f} tokens/s"
     yield "trained on", f"{summary['tokens']:,} tokens in {_duration(summary['seconds'])}, {speed}"
     if times := _step_times(summary):
         yield "time per step", times
