@@ -43,7 +43,7 @@ LAST = 5
 
 COLUMNS = (
     ("client", "{client}"),
-    ("of", "{library} {version}"),
+    ("library", "{library} {version}"),
     ("lines", "{lines}"),
     ("layers in FP8", "{fp8_layers}"),
     ("loss beside BF16's", "{gap_percent:+z.2f} %"),

@@ -262,7 +262,7 @@ def doctor_table() -> str:
     from octavo.doctor.examination import CHECKS
 
     rows = [(check.symptom, f"`{check.name}`", kind, check.remedy) for kind in CHECKS for check in CHECKS[kind]]
-    return table(("symptom", "check", "of", "remedy"), rows)
+    return table(("symptom", "check", "target", "remedy"), rows)
 
 
 def device_table() -> str:
