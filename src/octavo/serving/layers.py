@@ -132,8 +132,8 @@ def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLa
     parts = quantize_weights(weights, target).parts()
     if parts is None:
         raise UnsupportedError(
-            f"export: '{name}' is fused with others, and blocks of {target.granularity} span two layers. "
-            "Convert with Policy(fuse=False), or use the format 'plain'."
+            f"export: '{name}' is fused with others, and blocks of {target.granularity} span two layers, because their "
+            "widths are no multiples of the block. Use the format 'plain', or convert with Policy(fuse=False)."
         )
     for layer, part in zip(group, parts, strict=True):
         scale = None
