@@ -11,6 +11,7 @@ import pytest
 from cyclopts import App
 
 from octavo.cli.flags import configure, field_docs, with_flags_of
+from octavo.cli.main import app
 from octavo.errors import ConfigError
 
 
@@ -48,9 +49,9 @@ def command(name: str = "n", *, settings: Mapping[str, Any]) -> tuple[str, Mappi
 
 
 def parsed(*arguments: str) -> Any:
-    app = App(result_action="return_value")
-    app.default(command)
-    return app(arguments, exit_on_error=False, print_error=False)
+    alone = App(result_action="return_value")
+    alone.default(command)
+    return alone(arguments, exit_on_error=False, print_error=False)
 
 
 def test_a_run_is_named_by_its_directory(tmp_path: Path) -> None:
@@ -74,6 +75,12 @@ def test_long_and_short_names() -> None:
         "left": {"shared": "l"},
         "right": {"shared": "r"},
     }
+
+
+def test_further_names_lead_to_the_same_field(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--lr", "--learning-rate"):
+        app(["train", "--preset", "tiny", flag, "3e-5", "--dry-run"], result_action="return_value")
+        assert '"lr": 3e-05' in capsys.readouterr().out
 
 
 def test_types() -> None:

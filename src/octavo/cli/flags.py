@@ -36,7 +36,7 @@ Switch = Annotated[bool, Parameter(negative=())]
 JsonOutput = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON on stdout, progress on stderr.")]
 Output = Annotated[Path | None, Parameter(name=("--out", "-o", "--output"))]
 
-ALIASES = {"run.start_from": ("from",)}
+ALIASES = {"run.start_from": ("from",), "optimizer.lr": ("learning_rate",)}
 """Further names of flags."""
 
 
