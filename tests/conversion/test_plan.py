@@ -108,9 +108,13 @@ def test_an_unknown_device_says_what_was_meant(model):
         make_plan(model, device="h20")
 
 
-def test_something_other_than_a_module_is_named(model):
+def test_an_argument_that_cannot_be_meant_is_named(model):
     with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module, got OrderedDict"):
         make_plan(model.state_dict())
+    with pytest.raises(ConfigError, match=r"expected an octavo\.Policy, such as .*, got \{'weights': 'fp8'\}"):
+        make_plan(model, policy={"weights": "fp8"})
+    with pytest.raises(ConfigError, match="tokens = 0: .*at least 1"):
+        make_plan(model, tokens=0)
 
 
 def test_a_policy_of_ones_own(model):

@@ -134,16 +134,15 @@ def make_plan(
             present.
 
     Raises:
-        ConfigError: not a module, an unknown recipe or device, a pattern of a recipe that matches no linear layer and
-            no convolution, one of the policy that matches no module, or weights in FP8 with a recipe that cannot
-            compute with their codes.
+        ConfigError: an argument of another type, an unknown recipe or device, no tokens, a pattern of a recipe that
+            matches no linear layer and no convolution, one of the policy that matches no module, or weights in FP8 with
+            a recipe that cannot compute with their codes.
         UnsupportedError: `device` is not present, so its kernels are unknown.
     """
     if str(device) in GPUS:
         with planning_for(str(device)):
             return replace(make_plan(model, recipe, policy=policy, tokens=tokens, device="cuda"), device=str(device))
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    _check_arguments(model, policy, tokens)
     recipe, policy = load(recipe), policy or Policy()
     policy.check_patterns(model)
     layers, experts, mlps = layers_of(model), find_experts(model), find_mlps(model)
@@ -169,6 +168,15 @@ def make_plan(
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
     return _with_structures(plan, model, mlps)
+
+
+def _check_arguments(model: object, policy: object, tokens: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    if not isinstance(policy, Policy | None):
+        raise ConfigError(f'policy: expected an octavo.Policy, such as Policy(weights="fp8"), got {policy!r}.')
+    if tokens < 1:
+        raise ConfigError(f"tokens = {tokens}: expected the number of tokens of one forward, at least 1.")
 
 
 def _with_structures(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles]) -> Plan:
