@@ -113,7 +113,7 @@ def test_an_argument_that_cannot_be_meant_is_named(model):
         make_plan(model.state_dict())
     with pytest.raises(ConfigError, match=r"expected an octavo\.Policy, such as .*, got \{'weights': 'fp8'\}"):
         make_plan(model, policy={"weights": "fp8"})
-    with pytest.raises(ConfigError, match="tokens = 0: .*at least 1"):
+    with pytest.raises(ConfigError, match=r"tokens = 0: .*at least 1"):
         make_plan(model, tokens=0)
 
 
