@@ -46,7 +46,7 @@ COLUMNS = (
     ("library", "{library} {version}"),
     ("lines", "{lines}"),
     ("layers in FP8", "{fp8_layers}"),
-    ("loss beside BF16's", "{gap_percent:+z.2f} %"),
+    ("loss relative to BF16", "{gap_percent:+z.2f} %"),
     ("resumed", "{resumed}"),
     ("graphs (BF16's)", "{graphs} ({bf16_graphs})"),
     ("graph breaks", "{graph_breaks}"),
@@ -77,7 +77,7 @@ KIND = Kind(
     columns=COLUMNS,
     names=2,
     told=(("ms (BF16's)", "{ms:.1f} ({bf16_ms:.1f})"), ("times BF16's speed", "{ratio_to_bf16:.2f}")),
-    derived=lambda row: {"resumed": {None: "", True: "to the bit", False: "otherwise"}[row.get("resumes")]},
+    derived=lambda row: {"resumed": {None: "", True: "bit for bit", False: "differs"}[row.get("resumes")]},
     tables={"clients": table},
     session=("client",),
 )  # fmt: skip
