@@ -109,8 +109,8 @@ def test_clients_have_the_figures_of_a_cpu_and_the_speeds_of_each_gpu(result: Ma
     results.write(replace(on_gpu, hardware="nvidia-h200"), tmp_path)
     header, _, *lines = (line for line in clients.table(tmp_path).splitlines() if line.startswith("|"))
     assert header.endswith("| graph breaks | times BF16's speed, nvidia-h200 |")
-    assert lines[0] == "| LoRA | peft 1.0 | 2 | 14 | -0.02 % | to the bit | 2 (1) | 0 | 1.25 |"
-    assert lines[1].startswith("| Trainer |") and "| otherwise |" in lines[1] and lines[1].endswith("| 0 |  |")
+    assert lines[0] == "| LoRA | peft 1.0 | 2 | 14 | -0.02 % | bit for bit | 2 (1) | 0 | 1.25 |"
+    assert lines[1].startswith("| Trainer |") and "| differs |" in lines[1] and lines[1].endswith("| 0 |  |")
     assert lines[2].startswith("| Lightning |") and lines[2].endswith("| 0.40 |")
     assert lines[3].startswith("| script | x  | failed: OSError: no |")
 
