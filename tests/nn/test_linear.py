@@ -17,6 +17,7 @@ from octavo.errors import ConfigError
 from octavo.nn import Linear, functional
 from octavo.numerics import format_named, sqnr_db
 from octavo.recipes import kept_for_backward, load, mx
+from octavo.tensor import FP8Tensor
 
 PRESETS = ["folded", "rowwise", "tensorwise", "delayed", "just_in_time", "block", "mxfp8", "bf16"]
 every_preset = pytest.mark.parametrize("recipe", PRESETS)
@@ -454,3 +455,17 @@ def test_a_layer_without_inputs_gives_its_bias(recipe):
     assert torch.equal(y, layer.bias.expand(3, 5))
     y.sum().backward()
     assert layer.weight.grad.shape == (5, 0) and x.grad.shape == (3, 0)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_codes_without_a_scale_are_not_loaded_as_values(strict):
+    """PyTorch copies codes of up to 448 into the weights; without `strict` the unexpected scale is not even named."""
+    layer = octavo.nn.Linear(32, 32, bias=False)
+    before = layer.weight.detach().clone()
+    codes = torch.full((32, 32), 416.0).to(torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match="weight is torch.float8_e4m3fn without a scale"):
+        layer.load_state_dict({"weight": codes, "weight_scale": torch.ones(32, 1)}, strict=strict)
+    stored = octavo.nn.Linear(32, 32, bias=False)
+    stored.weight = nn.Parameter(FP8Tensor.from_tensor(before))
+    layer.load_state_dict(stored.state_dict())
+    assert torch.equal(layer.weight, stored.weight.dequantize())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels.ledger import warn_once
 from octavo.nn.modules import full_name
+from octavo.tensor import FP8Tensor, local
 
 _CLASSES: dict[tuple[type[nn.Module], ...], type[Any]] = {}
 """(class of Octavo, class of a module) -> the class derived from both."""
@@ -44,6 +45,19 @@ class Adopted(nn.Module):
             self.__class__ = type(f"FSDP{own.parent.__name__}", (present.__bases__[0], own.parent), refusals)
         else:
             self.__class__ = own.parent  # type: ignore[assignment]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *messages: list[str]
+    ) -> None:
+        """Refuse codes without their scales, which PyTorch would copy as if they were values, also without `strict`."""
+        for name, own in self._parameters.items():
+            given = state_dict.get(prefix + name)
+            if own is not None and _are_bare_codes(given) and not _are_bare_codes(own):
+                messages[-1].append(
+                    f"{prefix}{name} is {given.dtype} without a scale, but this layer has weights of {own.dtype}. It is"
+                    " probably from an export for inference: dequantise it first, or load a training checkpoint."
+                )
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Reduce to the parent's class: no file can name a class that was created at run time."""
@@ -110,6 +124,13 @@ def _warn_of_change(cls: str, attribute: str) -> None:
         f"{cls}.{attribute} has changed since octavo.convert. Modules of this class now run their own forward, unfused:"
         " call octavo.convert again"
     )
+
+
+def _are_bare_codes(value: Any) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor of FP8 codes without their scales."""
+    if not isinstance(value, Tensor) or isinstance(local(value), FP8Tensor):
+        return False
+    return value.is_floating_point() and value.element_size() == 1
 
 
 def own_class(module: nn.Module) -> Any:
