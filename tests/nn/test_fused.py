@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -319,6 +320,32 @@ def test_a_change_of_the_formula_is_said(caplog, monkeypatch):
     model.drop.p = 0.5
     model(X)
     assert "FusedConfigured.drop.p has changed since octavo.convert" in caplog.text
+
+
+@pytest.mark.parametrize("own", [int, float, str])
+def test_a_block_is_compiled_once_for_all_layers(own):
+    """A layer's number, which `forward` does not read, is none of its settings."""
+    blocks = [Configured() for _ in range(3)]
+    for i, block in enumerate(blocks):
+        block.layer_index = own(i)
+    model = nn.Sequential(*blocks)
+    octavo.convert(model, policy=octavo.Policy(min_features=8))
+    counter = CompileCounterWithBackend("eager")
+    for block in blocks:
+        assert isinstance(block, FusedMLP)
+        block.compile(backend=counter, fullgraph=True)
+    model(X.clone().requires_grad_())
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("value", [frozenset({1}), range(3), slice(2)], ids=["frozenset", "range", "slice"])
+def test_compilers_recognise_a_module_whatever_its_attributes_are(value):
+    model = Configured()
+    model.sections = value
+    octavo.convert(model, policy=octavo.Policy(min_features=8))
+    assert torch.compile(model.is_as_recognised, backend="eager", fullgraph=True)()
+    torch._dynamo.reset()
 
 
 def test_more_than_one_argument_goes_to_the_users_forward():

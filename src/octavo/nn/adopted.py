@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from inspect import isfunction, unwrap
+from types import CodeType
 from typing import Any, cast
 
 from torch import nn
@@ -83,15 +85,42 @@ class Recognised(Adopted):
 def _settings(module: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield the attributes of a module and its children that may decide what it computes.
 
-    Excluded are attributes that every module has, parameters, linear layers, and sequences, whose identity compilers do
-    not preserve.
+    Excluded are attributes that every module has, parameters, linear layers, and collections, whose identity compilers
+    do not preserve. So are numbers and names that no method reads, such as the index of a layer: each layer would be
+    compiled for its own.
     """
+    read = _names_in(type(module))
     for name, value in itertools.chain(vars(module).items(), module._modules.items(), module._parameters.items()):
-        if name not in _OF_EVERY_MODULE and not isinstance(value, nn.Linear | nn.Parameter | list | tuple | set):
+        is_unread = isinstance(value, int | float | str) and name not in read
+        if name not in _OF_EVERY_MODULE and not is_unread and not isinstance(value, _NOT_COMPARED):
             yield path, name, value
     for name, child in module.named_children():
         if not isinstance(child, nn.Linear):
             yield from _settings(child, full_name(path, name))
+
+
+@cache
+def _names_in(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the names and strings in the methods of a class, other than those that every module has."""
+    members = (
+        (name, member) for base in cls.__mro__ if base not in nn.Module.__mro__ for name, member in vars(base).items()
+    )
+    functions = (unwrap(getattr(member, "fget", member)) for name, member in members if name not in _DESCRIBING)
+    return frozenset(name for each in functions if isfunction(each) for name in _names(each.__code__))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str):
+            yield constant
+
+
+_DESCRIBING = ("__init__", "extra_repr")
+"""Methods that do not compute."""
+_NOT_COMPARED = (nn.Linear, nn.Parameter, list, tuple, set, frozenset, range, slice)
 
 
 def _is_same(now: Any, before: Any) -> bool:
