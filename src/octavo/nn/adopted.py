@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from inspect import isfunction, unwrap
 from types import CodeType
 from typing import Any, cast
@@ -99,7 +99,6 @@ def _settings(module: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any
             yield from _settings(child, full_name(path, name))
 
 
-@cache
 def _names_in(cls: type[nn.Module]) -> frozenset[str]:
     """Return the names and strings in the methods of a class, other than those that every module has."""
     members = (
