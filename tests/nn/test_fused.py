@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import deque
 from functools import partial
 
 import pytest
@@ -33,7 +34,7 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width)
         self.act = nn.SiLU()
-        self.calls = []  # of `forward`
+        self.calls = deque()  # of `forward`
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         self.calls.append(len(x))
@@ -245,11 +246,12 @@ class Configured(nn.Module):
         self.down = nn.Linear(128, 64)
         self.act, self.drop, self.scale = nn.GELU(), nn.Dropout(0.0), 1.0
         self.after = partial(F.threshold, threshold=-1e9, value=0.0)
-        self.sizes = [64, 128]
+        self.sizes, self.factors, self.pair, self.named = [64, 128], [1.0], (1.0, "last"), {"factor": 1.0}
         self.register_parameter("shift", None)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.after(self.drop(self.down(self.act(self.gate(x)) * self.up(x))) * self.scale)
+        y = y * self.factors[0] * self.pair[0] * self.named["factor"]
         return y if self.shift is None else y + self.shift
 
 
@@ -281,7 +283,22 @@ def a_bias_before_the_activation(model: Configured) -> None:
     model.up.bias = nn.Parameter(torch.ones(128))
 
 
-CHANGES = [another_activation, another_form_of_it, dropout, another_number, other_arguments, a_new_parameter]
+def another_item(model: Configured) -> None:
+    model.factors[0] = 2.0
+
+
+def another_tuple(model: Configured) -> None:
+    model.pair = (2.0, "last")
+
+
+def another_value(model: Configured) -> None:
+    model.named["factor"] = 2.0
+
+
+CHANGES = [
+    *(another_activation, another_form_of_it, dropout, another_number, other_arguments, a_new_parameter),
+    *(another_item, another_tuple, another_value),
+]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -85,15 +85,16 @@ class Recognised(Adopted):
 def _settings(module: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield the attributes of a module and its children that may decide what it computes.
 
-    Excluded are attributes that every module has, parameters, linear layers, and collections, whose identity compilers
-    do not preserve. So are numbers and names that no method reads, such as the index of a layer: each layer would be
-    compiled for its own.
+    Excluded are attributes that every module has, parameters, and linear layers. So are numbers and names that no
+    method reads, such as the index of a layer: each layer would be compiled for its own. Lists, tuples and dictionaries
+    of such values are yielded as tuples; other collections are not, as compilers do not preserve their identity.
     """
     read = _names_in(type(module))
     for name, value in itertools.chain(vars(module).items(), module._modules.items(), module._parameters.items()):
-        is_unread = isinstance(value, int | float | str) and name not in read
-        if name not in _OF_EVERY_MODULE and not is_unread and not isinstance(value, _NOT_COMPARED):
-            yield path, name, value
+        contents = _contents(value)
+        is_unread = isinstance(contents, int | float | str | tuple) and name not in read
+        if name not in _OF_EVERY_MODULE and not is_unread and not isinstance(contents, _NOT_COMPARED):
+            yield path, name, contents
     for name, child in module.named_children():
         if not isinstance(child, nn.Linear):
             yield from _settings(child, full_name(path, name))
@@ -119,10 +120,22 @@ def _names(code: CodeType) -> Iterator[str]:
 
 _DESCRIBING = ("__init__", "extra_repr")
 """Methods that do not compute."""
-_NOT_COMPARED = (nn.Linear, nn.Parameter, list, tuple, set, frozenset, range, slice)
+_NOT_COMPARED = (nn.Linear, nn.Parameter, list, set, frozenset, range, slice)
+
+
+def _contents(value: Any) -> Any:
+    """Return a list, tuple or dictionary of numbers and names as a tuple; anything else unchanged, no other tuple."""
+    if not isinstance(value, list | tuple | dict):
+        return value
+    found = tuple(value.items() if isinstance(value, dict) else enumerate(value))
+    if all(isinstance(each, int | float | str | None) for _, each in found):
+        return found
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _is_same(now: Any, before: Any) -> bool:
+    if isinstance(before, tuple):
+        return bool(_contents(now) == before)
     if isinstance(before, partial):
         parts = [(each.func, each.args, each.keywords) for each in (now, before) if isinstance(each, partial)]
         return len(parts) == 2 and parts[0] == parts[1]
