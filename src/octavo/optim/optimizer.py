@@ -2,6 +2,8 @@
 
 A step never synchronises with the GPU. It can be captured in a CUDA graph after one eager step, with the learning rate
 as a tensor on the GPU, as for PyTorch's capturable optimizers.
+
+Weights that are written between replays are not seen where their master is separate: call `follow_writes` after that.
 """
 
 from __future__ import annotations
@@ -303,7 +305,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def follow_writes(self, entries: Iterable[Entry]) -> None:
-        """Update separate masters whose weights were written since the two agreed, by a checkpoint or by hand."""
+        """Update separate masters whose weights were written since the two agreed, by a checkpoint or by hand.
+
+        Called before each eager step, and before masters are read.
+        """
         for entry in entries if self._versions else ():
             version = _version(entry.parameter)
             if self._versions.get(entry.number, version) != version and "master" in self.state[entry.parameter]:
