@@ -259,6 +259,14 @@ def test_plan_of_a_model_of_ones_own(octavo: Octavo, tmp_path: Path) -> None:
     assert "is for run files" not in octavo("plan", str(tmp_path / "own.py"), "--recipe", "block").stderr
 
 
+def test_plan_of_a_model_whose_code_reads_values_of_tensors(octavo: Octavo, tmp_path: Path) -> None:
+    """As of a drop path that grows with the depth: there are no values on the meta device."""
+    reads = OWN_MODEL.replace("super().__init__()", "super().__init__(); self.rate = torch.linspace(0, 1, 3)[1].item()")
+    (tmp_path / "own.py").write_text(reads.replace("4096", "64").replace("16384", "256"), encoding="utf-8")
+    done = octavo("plan", str(tmp_path / "own.py"), "--gpu", "h100")
+    assert done.returncode == 0 and "256 x 64" in done.stdout, done.stderr
+
+
 def test_plan_of_a_hugging_face_config(octavo: Octavo, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "vocab_size": 512}

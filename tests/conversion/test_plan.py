@@ -407,6 +407,26 @@ def test_the_fast_path_of_pytorchs_encoder_is_said_in_the_plan_and_at_conversion
         assert plan_text.FAST_PATH not in make_plan(other).notes
 
 
+class OwnAttention(nn.TransformerEncoderLayer):
+    def __init__(self):
+        super().__init__(64, 4, 128, batch_first=True)
+        self.self_attn = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear2(self.activation(self.linear1(self.self_attn(x))))
+
+
+class OwnForward(nn.TransformerEncoderLayer):
+    def forward(self, x):
+        return self.linear2(self.activation(self.linear1(x)))
+
+
+@pytest.mark.parametrize("make", [OwnAttention, lambda: OwnForward(64, 4, 128, batch_first=True)])
+def test_encoder_layers_of_a_users_own_have_no_fast_path(make):
+    plan = make_plan(make(), policy=Policy(min_features=16))
+    assert plan.fp8_layers and plan_text.FAST_PATH not in plan.notes
+
+
 @pytest.mark.usefixtures("hopper")
 def test_weights_in_fp32_on_a_gpu_are_said_in_the_plan(monkeypatch):
     monkeypatch.setattr(module, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))

@@ -306,6 +306,30 @@ def test_its_own_state_goes_on() -> None:
         assert json.dumps(again.guard.state_dict()[part]) == json.dumps(state[part])
 
 
+def test_a_run_in_bf16_goes_on_from_the_state_of_one_with_refined_layers() -> None:
+    loop, _ = make_loop()
+    refined = {"first": {"rung": 2, "since": 3, "quiet": 500, "is_flushed": False}}
+    state = {**loop.guard.state_dict(), "ladder": refined | {"second": {**refined["first"], "rung": 0}}}
+    loop.close()
+    model = MLP()
+    with Loop(model, AdamW(model.parameters()), loss_of, batches()) as loop:
+        loop.guard.load_state_dict(state)
+        assert loop.guard.state_dict()["ladder"] == {} and loop.step() is not None
+
+
+def test_weights_with_masters_go_back_to_before_the_first_step() -> None:
+    model = MLP().half()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with Loop(model, optimizer, lambda model, batch: model(batch[0].half()).float().square().mean(), batches()) as loop:
+        first = [parameter.detach().clone() for parameter in model.parameters()]
+        loop.guard.before()
+        snapshot = loop.snapshot()
+        losses = [loop.step() for _ in range(2)]
+        loop.restore(snapshot)
+        assert all(map(torch.equal, model.parameters(), first))
+        assert [loop.step() for _ in range(2)] == losses
+
+
 def test_a_scheduler_goes_back_too() -> None:
     torch.manual_seed(0)
     model = MLP()

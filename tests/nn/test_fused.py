@@ -3,12 +3,14 @@
 import copy
 import io
 import pickle
+from collections import deque
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -32,7 +34,7 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width)
         self.act = nn.SiLU()
-        self.calls = []  # of `forward`
+        self.calls = deque()  # of `forward`
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         self.calls.append(len(x))
@@ -244,11 +246,12 @@ class Configured(nn.Module):
         self.down = nn.Linear(128, 64)
         self.act, self.drop, self.scale = nn.GELU(), nn.Dropout(0.0), 1.0
         self.after = partial(F.threshold, threshold=-1e9, value=0.0)
-        self.sizes = [64, 128]
+        self.sizes, self.factors, self.pair, self.named = [64, 128], [1.0], (1.0, "last"), {"factor": 1.0}
         self.register_parameter("shift", None)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.after(self.drop(self.down(self.act(self.gate(x)) * self.up(x))) * self.scale)
+        y = y * self.factors[0] * self.pair[0] * self.named["factor"]
         return y if self.shift is None else y + self.shift
 
 
@@ -280,7 +283,22 @@ def a_bias_before_the_activation(model: Configured) -> None:
     model.up.bias = nn.Parameter(torch.ones(128))
 
 
-CHANGES = [another_activation, another_form_of_it, dropout, another_number, other_arguments, a_new_parameter]
+def another_item(model: Configured) -> None:
+    model.factors[0] = 2.0
+
+
+def another_tuple(model: Configured) -> None:
+    model.pair = (2.0, "last")
+
+
+def another_value(model: Configured) -> None:
+    model.named["factor"] = 2.0
+
+
+CHANGES = [
+    *(another_activation, another_form_of_it, dropout, another_number, other_arguments, a_new_parameter),
+    *(another_item, another_tuple, another_value),
+]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -319,6 +337,32 @@ def test_a_change_of_the_formula_is_said(caplog, monkeypatch):
     model.drop.p = 0.5
     model(X)
     assert "FusedConfigured.drop.p has changed since octavo.convert" in caplog.text
+
+
+@pytest.mark.parametrize("own", [int, float, str])
+def test_a_block_is_compiled_once_for_all_layers(own):
+    """A layer's number, which `forward` does not read, is none of its settings."""
+    blocks = [Configured() for _ in range(3)]
+    for i, block in enumerate(blocks):
+        block.layer_index = own(i)
+    model = nn.Sequential(*blocks)
+    octavo.convert(model, policy=octavo.Policy(min_features=8))
+    counter = CompileCounterWithBackend("eager")
+    for block in blocks:
+        assert isinstance(block, FusedMLP)
+        block.compile(backend=counter, fullgraph=True)
+    model(X.clone().requires_grad_())
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("value", [frozenset({1}), range(3), slice(2)], ids=["frozenset", "range", "slice"])
+def test_compilers_recognise_a_module_whatever_its_attributes_are(value):
+    model = Configured()
+    model.sections = value
+    octavo.convert(model, policy=octavo.Policy(min_features=8))
+    assert torch.compile(model.is_as_recognised, backend="eager", fullgraph=True)()
+    torch._dynamo.reset()
 
 
 def test_more_than_one_argument_goes_to_the_users_forward():

@@ -13,7 +13,7 @@ from torch import nn
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.kernels.storage import Storage
-from octavo.optim import TIERS, Adam, AdamW, Lion, Muon, bytes_per_parameter, flatten, keep_none, unflatten
+from octavo.optim import TIERS, Adam, AdamW, Lion, Muon, bytes_per_parameter, convert, flatten, keep_none, unflatten
 from octavo.optim.settings import largest_update
 from octavo.optim.tensors import value_of
 from octavo.tensor import FP8Tensor
@@ -472,6 +472,76 @@ def test_weights_written_between_steps_are_stepped_from(dtype, states):
     master, half = step()[3], 2**-4 if dtype == "fp8" else 2**-8  # of a code: what a remainder may add
     torch.testing.assert_close(master, torch.full((256,), 2 - 1e-4), rtol=half, atol=1e-4)
     torch.testing.assert_close(value_of(weight)[3], torch.full((256,), 2.0), rtol=2 * half, atol=0.0)
+
+
+def _stepped(weight, **settings):
+    optimizer = AdamW([weight], states="fp8-lm", keep=keep_none, weight_decay=0.0, **{"lr": 1e-4, **settings})
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return optimizer
+
+
+def _export_and_import(optimizer, weight):
+    optimizer.import_state_dict(optimizer.export_state_dict())
+
+
+def _load_in_another(optimizer, weight):
+    _step_from(optimizer.state_dict(), weight)
+
+
+def _step_from(state_dict, weight, write=None):
+    optimizer = AdamW([weight], states="fp8-lm", keep=keep_none, weight_decay=0.0)
+    optimizer.load_state_dict(state_dict)
+    optimizer.param_groups[0]["lr"] = 0.0
+    if write is not None:
+        with torch.no_grad():
+            weight.fill_(write)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda optimizer, weight: optimizer.convert_states("fp32"),
+        lambda optimizer, weight: optimizer.master_weights(),
+        _export_and_import,
+        _load_in_another,
+    ],
+    ids=["convert_states", "master_weights", "import_state_dict", "state_dict"],
+)
+def test_masters_are_read_as_of_the_last_write_to_their_weights(read):
+    weight = nn.Parameter(torch.randn(16, 256).bfloat16())
+    optimizer = _stepped(weight)
+    with torch.no_grad():
+        weight.fill_(2.0)
+    read(optimizer, weight)
+    assert torch.equal(weight, torch.full_like(weight, 2.0))
+    assert torch.equal(optimizer.master_weights()[0], torch.full((16, 256), 2.0))
+
+
+def test_weights_written_after_their_optimizer_was_loaded_are_stepped_from():
+    weight = nn.Parameter(torch.randn(16, 256).bfloat16())
+    _step_from(_stepped(weight).state_dict(), weight, write=2.0)
+    assert torch.equal(weight, torch.full_like(weight, 2.0))
+
+
+def test_weights_written_after_their_states_were_dropped_are_stepped_from():
+    weight = nn.Parameter(torch.randn(16, 256).bfloat16())
+    optimizer = _stepped(weight, lr=0.0)
+    optimizer.state.clear()
+    with torch.no_grad():
+        weight.fill_(2.0)
+    optimizer.step()
+    assert torch.equal(weight, torch.full_like(weight, 2.0))
+
+
+def test_states_converted_to_a_tier_without_masters_follow_no_writes(monkeypatch):
+    weight = nn.Parameter(torch.randn(16, 256).bfloat16())
+    optimizer = _stepped(weight)
+    optimizer.convert_states("fp8")
+    monkeypatch.setattr(convert, "follow_weight", lambda *_: pytest.fail("a weight without a master was followed"))
+    optimizer.step()
 
 
 @pytest.mark.parametrize("setting", [{"rounding": "nearest"}, {"release": True}, {"amsgrad": True}, {"rule": "lion"}])

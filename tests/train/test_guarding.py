@@ -52,6 +52,18 @@ def carry_out(config: RunConfig, strike: Callable[[Struck], None] | None = None)
         return run.run(), keeper
 
 
+def test_a_check_waits_for_its_own_step_alone(configure, monkeypatch):
+    """The step after it is queued already: to wait for that one would leave a GPU idle after every step."""
+    with ranks_of(guarded(configure, "lag")) as ranks:
+        run = Trainer(set_up(guarded(configure, "lag"), ranks), [])
+        for step in (1, 2, 3):
+            run._measured(step, np.full((1, 1), step))
+        monkeypatch.setattr(run.telemetry, "wait", lambda: pytest.fail("all queued steps were waited for"))
+        for step in (1, 2):
+            assert run.telemetry_at(step) == step
+        assert [*run._values] == [3]
+
+
 @pytest.fixture(scope="module")
 def untouched() -> dict[str, Any]:
     """The summary of a run that nothing happens to, once a test has trained it."""

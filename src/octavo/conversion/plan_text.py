@@ -155,7 +155,9 @@ def notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterator
 
 def _has_fast_path(module: nn.Module, name: str, plan: Plan) -> bool:
     """Return whether a module reads the weights of its FP8 layers in evaluation instead of calling the layers."""
-    if not isinstance(module, nn.TransformerEncoderLayer):
+    if type(module).forward is not nn.TransformerEncoderLayer.forward:
         return False
-    is_eligible = module.self_attn.batch_first and module.activation_relu_or_gelu
-    return bool(is_eligible) and any(full_name(name, child) in plan.recipes for child in ("linear1", "linear2"))
+    attention = module.self_attn
+    is_eligible = isinstance(attention, nn.MultiheadAttention) and attention.batch_first
+    is_eligible = is_eligible and bool(module.activation_relu_or_gelu)
+    return is_eligible and any(full_name(name, child) in plan.recipes for child in ("linear1", "linear2"))

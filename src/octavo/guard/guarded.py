@@ -154,6 +154,10 @@ class Guarded(ABC):
     def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
         """Return the telemetry of a step; None if it was not sampled. Call it for steps in order."""
         self._collect_telemetry(wait=True)
+        return self._take_telemetry(step)
+
+    def _take_telemetry(self, step: int) -> NDArray[np.float32] | None:
+        """Return the telemetry of a step if it has arrived, and drop that of earlier steps."""
         found = self._values.pop(step, None)
         self._values = {known: values for known, values in self._values.items() if known > step}
         return found

@@ -113,8 +113,10 @@ class Ladder:
         return {layer: asdict(now) for layer, now in self._standing.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
-        self._standing = {layer: _Standing(**now) for layer, now in state.items()}
+        """Load the result of `state_dict`, also of a run by another recipe: layers without such a rung are left out."""
+        known = {layer: _Standing(**now) for layer, now in state.items()}
+        rungs = {layer: len(self.rungs(layer, now.is_flushed)) for layer, now in known.items()}
+        self._standing = {layer: now for layer, now in known.items() if rungs[layer] > max(now.rung, 1)}
 
 
 def _wider(recipe: Recipe) -> list[Recipe]:

@@ -107,8 +107,8 @@ class Refinement:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, and convert the layers to the recipes that they had."""
-        if state:
-            self._ladder.load_state_dict(state)
+        self._ladder.load_state_dict(state)
+        if self._ladder.state_dict():
             self._run.refine(self._ladder.recipe())
 
     def _culprits(self, alarm: Alarm, harmed: Sequence[str], is_well: IsWell) -> list[str]:

@@ -2,7 +2,7 @@
 
 The one table of hardware. `dispatch` reads it for the device that is there, `octavo.plan` for one that is not, and the
 documentation shows it. What PyTorch's operators take is from their source (ATen/native/cuda/ScaledBlas.cpp and
-RowwiseScaledMM.cu, PyTorch 2.11); only what `runs_here` marks was ever run.
+RowwiseScaledMM.cu, PyTorch 2.11); only architectures that are `measured` were ever run.
 """
 
 from __future__ import annotations

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from functools import partial
 from typing import Any, TypeGuard, cast
 
 from torch import Tensor, nn
 
-from octavo._util.compiler import assume_constant_result
-from octavo.kernels.ledger import warn_once
-from octavo.nn.modules import full_name
 from octavo.tensor import FP8Tensor, local
 
 _CLASSES: dict[tuple[type[nn.Module], ...], type[Any]] = {}
@@ -66,64 +60,6 @@ class Adopted(nn.Module):
         if is_of_a_file or reduced[1][:1] != (type(self),):  # or reduced in the user's own way
             return reduced
         return _rebuild, (*bases, *reduced[1][1:]), *reduced[2:]
-
-
-class Recognised(Adopted):
-    """Mixin for the class of a module that was recognised by what its `forward` computes.
-
-    A new value of one of its attributes, such as its activation or the probability of a dropout in it, may change that:
-    the module's own forward runs from then on. Linear layers may be replaced; each call checks them.
-    """
-
-    fields: tuple[str, ...] = ("recognised_with",)
-    recognised_with: tuple[tuple[str, str, Any], ...] = ()
-    """(path of a child module, name of an attribute, its value at recognition)"""
-
-    @classmethod
-    def take(cls, module: nn.Module, **fields: Any) -> None:
-        """Mix this class into that of a module in place, and record the attributes of the module."""
-        before = tuple(each for each in _settings(module) if each[1] not in cls.fields)
-        super().take(module, recognised_with=before, **fields)
-
-    def is_as_recognised(self) -> bool:
-        """Return whether all recorded attributes have their values still; warn of the first that has not."""
-        for path, name, before in self.recognised_with:
-            if not _is_same(getattr(self.get_submodule(path), name, None), before):
-                _warn_of_change(own_class(self).__name__, full_name(path, name))
-                return False
-        return True
-
-
-def _settings(module: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield the attributes of a module and its children that may decide what it computes.
-
-    Excluded are attributes that every module has, parameters, linear layers, and sequences, whose identity compilers do
-    not preserve.
-    """
-    for name, value in itertools.chain(vars(module).items(), module._modules.items(), module._parameters.items()):
-        if name not in _OF_EVERY_MODULE and not isinstance(value, nn.Linear | nn.Parameter | list | tuple | set):
-            yield path, name, value
-    for name, child in module.named_children():
-        if not isinstance(child, nn.Linear):
-            yield from _settings(child, full_name(path, name))
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    if isinstance(before, partial):
-        parts = [(each.func, each.args, each.keywords) for each in (now, before) if isinstance(each, partial)]
-        return len(parts) == 2 and parts[0] == parts[1]
-    return now is before or (isinstance(before, int | float | str) and now == before)
-
-
-_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
-
-
-@assume_constant_result
-def _warn_of_change(cls: str, attribute: str) -> None:
-    warn_once(
-        f"{cls}.{attribute} has changed since octavo.convert. Modules of this class now run their own forward, unfused:"
-        " call octavo.convert again"
-    )
 
 
 def _are_bare_codes(value: Any) -> TypeGuard[Tensor]:

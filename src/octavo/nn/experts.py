@@ -30,11 +30,11 @@ from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
 from octavo.kernels.grouped import ExpertCodes, Padded, grouped_wgrad, quantize_groups, transpose_groups
 from octavo.kernels.quant_spec import spec_of
-from octavo.nn.adopted import Recognised
 from octavo.nn.functional import compute_dtype
 from octavo.nn.grouped import GroupedLinear, Origin, grouped_dgrad_folded, grouped_fprop, quantize_experts
 from octavo.nn.mlp import activate, gate_and_up
 from octavo.nn.operands import check_dtypes
+from octavo.nn.recognised import Recognised
 from octavo.nn.telemetry_ops import ROWS, GemmOptions, Source, stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import Precision, Recipe

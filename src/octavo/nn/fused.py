@@ -12,11 +12,11 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from octavo.nn.adopted import Recognised
 from octavo.nn.functional import Quantizer
 from octavo.nn.linear import Linear, is_adopted
 from octavo.nn.mlp import mlp
 from octavo.nn.modules import has_hooks
+from octavo.nn.recognised import Recognised
 from octavo.nn.shared import settings_of
 from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.recipes import Precision, Recipe

@@ -34,9 +34,10 @@ from octavo.kernels.dispatch import is_plain, on_gpu, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.tape import Result, replay
-from octavo.nn.adopted import Recognised, own_class
+from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.probe import computes, shallow_copy
+from octavo.nn.recognised import Recognised
 from octavo.numerics import Quantized
 from octavo.recipes import Precision
 

@@ -30,6 +30,7 @@ _EXPORTED = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "nest
 
 def master(optimizer: Optimizer, entry: Entry) -> Tensor:
     """Return the FP32 master of a parameter, in its shape."""
+    optimizer.follow_writes([entry])
     slot, layout = _slot(optimizer, entry)
     return _from_groups(reference.read_weight(slot, layout), entry)
 
@@ -38,10 +39,12 @@ def set_master(optimizer: Optimizer, entry: Entry, value: Tensor) -> None:
     """Set the FP32 master of a parameter, and its weight, rounded to nearest."""
     slot, layout = _slot(optimizer, entry)
     reference.write_weight(_to_groups(value, entry), slot, layout, None)
+    if layout.master is not None:
+        optimizer.record_versions([entry])
 
 
 def follow_weight(optimizer: Optimizer, entry: Entry) -> None:
-    """Update a separate master where its weight was written since the last step rounded it from the master."""
+    """Update a separate master where its weight was written since it was rounded from the master."""
     slot, layout = _slot(optimizer, entry)
     known = reference.read_weight(slot, layout)
     written = codec.to_groups(as_matrix(value_of(entry.parameter), entry.parameter))
@@ -89,6 +92,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         optimizer.state[entry.parameter] = {name: t.detach().to(device, copy=True) for name, t in saved.items()}
     for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         group.update({key: value for key, value in other.items() if key not in ("params", "param_names", *_OWN)})
+    optimizer.record_versions(entry for entry, saved in entries if "master" in saved)
     optimizer.seed = state_dict.get("seed", optimizer.seed)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)

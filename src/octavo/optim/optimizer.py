@@ -2,13 +2,15 @@
 
 A step never synchronises with the GPU. It can be captured in a CUDA graph after one eager step, with the learning rate
 as a tensor on the GPU, as for PyTorch's capturable optimizers.
+
+Weights that are written between replays are not seen where their master is separate: call `follow_writes` after that.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -79,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
         self._entries: list[Entry] = []
         self._placed: dict[int, CachedSlot] = {}
         self._versions: dict[int, int] = {}
-        """Version of each weight that has a separate master, as of its last step."""
+        """Version of each weight that has a separate master, when the two were last known to agree."""
         self._layouts: dict[Layout, Layout] = {}
         """Interned layouts, compared by identity: hashing each one in every step is slow."""
         shared = {"maximize": False, "clip": None, "states": options.states, "gradients": options.gradients}
@@ -283,7 +285,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         if self._gradients.stored and getattr(self, "found_inf", None) is not None:
             raise UnsupportedError(_SCALED)
-        self._follow_writes(entries)
+        self.follow_writes(entries)
         settings = [self._settings_of(group) for group in self.param_groups]
         placed = [self._place(row, entry, settings[entry.group]) for row, entry in enumerate(entries)]
         control = self._control(entries, [slot for _, slot in placed], tuple(known.own for known, _ in placed))
@@ -293,15 +295,25 @@ class Optimizer(torch.optim.Optimizer):
         for layout, slots in by_layout.values():
             self._apply(slots, layout, control, entries)
         torch.autograd.graph.increment_version([slot.weight for _, slot in placed if slot.weight_scale is None])
-        apart = [entry for entry, (known, _) in zip(entries, placed, strict=True) if known.layout.master is not None]
-        self._versions |= {entry.number: _version(entry.parameter) for entry in apart}
+        self.record_versions(
+            e for e, (known, _) in zip(entries, placed, strict=True) if known.layout.master is not None
+        )
 
-    def _follow_writes(self, entries: Sequence[Entry]) -> None:
-        """Update separate masters whose weights were written since the last step, by a checkpoint or by hand."""
+    def record_versions(self, entries: Iterable[Entry]) -> None:
+        """Record the versions of weights whose separate masters agree with them now."""
+        self._versions |= {entry.number: _version(entry.parameter) for entry in entries}
+
+    @torch.no_grad()
+    def follow_writes(self, entries: Iterable[Entry]) -> None:
+        """Update separate masters whose weights were written since the two agreed, by a checkpoint or by hand.
+
+        Called before each eager step, and before masters are read.
+        """
         for entry in entries if self._versions else ():
             version = _version(entry.parameter)
-            if self._versions.get(entry.number, version) != version:
+            if self._versions.get(entry.number, version) != version and "master" in self.state[entry.parameter]:
                 convert.follow_weight(self, entry)
+                self.record_versions([entry])
 
     @property
     def _needs_norm(self) -> bool:
@@ -398,6 +410,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stored state, tensors only, and the settings; see `flatten` for files without pickle."""
+        self.follow_writes(self.entries())
         packed = super().state_dict()
         sharded = {entry.number: entry.parameter for entry in self.entries() if is_distributed(entry.parameter)}
         for number, state in packed["state"].items():
@@ -447,6 +460,7 @@ class Optimizer(torch.optim.Optimizer):
                 "optimizer.convert_states(): gradients are stored in FP8: step, then zero_grad(), first."
             )
         known = {e.number: convert.values(self, e) for e in self.entries() if self.state[e.parameter]}
+        self._versions = {}
         for group in self.param_groups:
             group["states"] = states
         for entry in self.entries():

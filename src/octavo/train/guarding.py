@@ -62,7 +62,10 @@ class GuardedRun(Guarded):
         return self._state.loss_scale.skips and math.isfinite(loss) and not math.isfinite(gradient_norm)
 
     def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
-        """Return the telemetry of a step, once it has arrived; None if the step was not sampled."""
+        """Return the telemetry of a step, once it has arrived; None if the step was not sampled.
+
+        Later steps that are queued are not waited for.
+        """
         run = self.config.run
         if self.telemetry is None or step % run.telemetry_every or run.is_bf16(step - 1):
             return None
@@ -70,7 +73,7 @@ class GuardedRun(Guarded):
             self._collect_telemetry()
             if step not in self._values:
                 time.sleep(1e-4)
-        return super().telemetry_at(step)
+        return self._take_telemetry(step)
 
     # --- defined by `octavo.guard.Guarded` --------------------------------------------------------------------------
 
