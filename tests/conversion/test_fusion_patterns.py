@@ -20,7 +20,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP, MLPRoles
-from octavo.nn.norm import Norm
+from octavo.nn.norm import Norm, adopts
 from octavo.recipes import load
 
 WIDTH, HIDDEN = 64, 96
@@ -998,3 +998,30 @@ def test_values_and_contradictions_are_refused(option):
         Policy(**{option: "fp16"})
     with pytest.raises(ConfigError, match="fuse = False"):
         Policy(**{option: "fp8"}, fuse=False)
+
+
+def test_a_module_with_a_tensor_of_its_own_is_not_fused():
+    """A write to it in place could not be noticed, and the fused formula has no such factor."""
+
+    class Scaled(Gated):
+        def start(self):
+            self.factor = torch.ones(())
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    assert find_mlp(Gated()) is not None and find_mlp(Scaled()) is None
+
+    class ScaledNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps, self.factor = nn.Parameter(torch.rand(64)), 1e-6, torch.ones(())
+
+        def forward(self, x):
+            return F.rms_norm(x, (64,), self.weight, self.eps) * self.factor
+
+    norm = ScaledNorm()
+    assert not adopts(norm)
+    del norm.factor
+    norm.factor = 1.0
+    assert adopts(norm)

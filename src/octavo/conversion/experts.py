@@ -23,6 +23,7 @@ from octavo.kernels.dispatch import architecture, on_gpu
 from octavo.kernels.reference.activation import value
 from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
+from octavo.nn.modules import has_own_tensors
 from octavo.nn.probe import computes, random_tensor, shallow_copy
 
 _WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 6, 2
@@ -93,7 +94,7 @@ def sorted_shape(weight: Tensor, roles: ExpertRoles) -> tuple[int, int]:
 
 def _roles_of(module: nn.Module) -> ExpertRoles | None:
     """Return roles of a module's parameters with which its forward is a mixture of experts, or None."""
-    if "forward" in vars(module):  # patched: its class does not say what it computes
+    if "forward" in vars(module) or has_own_tensors(module):  # if patched, its class does not say what it computes
         return None
     forward = inspect.unwrap(own_class(module).parent.forward if isinstance(module, Experts) else type(module).forward)
     arguments = tuple(list(inspect.signature(forward).parameters)[1:])

@@ -28,7 +28,7 @@ from octavo.nn.attention import ScaledDotProduct, shares_codes
 from octavo.nn.attention import unsupported_reason as attention_unsupported_reason
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.mlp import unsupported_reason
-from octavo.nn.modules import full_name
+from octavo.nn.modules import full_name, has_own_tensors
 from octavo.nn.norm import adopts
 from octavo.nn.probe import computes, random_tensor, shallow_copy
 from octavo.recipes import Precision, Recipe
@@ -199,14 +199,14 @@ def _width(norm: nn.Module) -> int:
 def find_mlp(module: nn.Module) -> MLPRoles | None:
     """Return the roles of the children of a module whose `forward` is an MLP, or None for any other module.
 
-    It is one if its children are two or three linear layers, nothing else in it has parameters or buffers, and it
-    computes the formula and nothing else, for small and for large inputs (`octavo.nn.probe`).
+    It is one if its children are two or three linear layers, nothing else in it has tensors, and it computes the
+    formula and nothing else, for small and for large inputs (`octavo.nn.probe`).
     """
     layers = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     if len(layers) not in (2, 3) or any(name.rpartition(".")[0] not in layers for name, _ in tensors):
         return None
-    if "forward" in vars(module):  # patched: its class does not say what it computes
+    if "forward" in vars(module) or has_own_tensors(module):  # if patched, its class does not say what it computes
         return None
     return next((roles for roles in _possible_roles(layers) if _is_mlp(module, roles)), None)
 

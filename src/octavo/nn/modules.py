@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
@@ -18,6 +18,15 @@ def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks, or an instance's own `forward`, as with accelerate, that only a call runs."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(own) or "forward" in vars(module)
+
+
+def has_own_tensors(module: nn.Module) -> bool:
+    """Return whether a module, or one in it, has a tensor as a plain attribute: writes to it cannot be noticed.
+
+    Linear layers do not count.
+    """
+    held = (value for each in module.modules() if not isinstance(each, nn.Linear) for value in vars(each).values())
+    return any(isinstance(value, Tensor) for value in held)
 
 
 @contextmanager
