@@ -12,7 +12,7 @@ from cyclopts import App
 
 
 def add_commands(app: App, package: str, commands: Mapping[str, str]) -> None:
-    """Add commands to an app.
+    """Add commands to an app, whose help lists them in this order.
 
     Args:
         package: holds the modules of the commands.
@@ -21,10 +21,11 @@ def add_commands(app: App, package: str, commands: Mapping[str, str]) -> None:
     spec = find_spec(package)
     assert spec is not None and spec.submodule_search_locations  # a package of this repository
     directory = Path(spec.submodule_search_locations[0])
-    for name, place in commands.items():
+    for position, (name, place) in enumerate(commands.items()):
         module, function = place.split(":")
         text = (directory / f"{module}.py").read_text(encoding="utf-8")
-        app.command(f"{package}.{place}", name=name, help=_unwrapped(_docstring(text, function)))
+        about = _unwrapped(_docstring(text, function))
+        app.command(f"{package}.{place}", name=name, help=about, sort_key=position)
 
 
 def _docstring(source: str, function: str) -> str:

@@ -33,18 +33,18 @@ Set OCTAVO_DEBUG=1 to see tracebacks.
 """
 
 COMMANDS = {
-    "train": "train:train",
     "plan": "plan:plan",
-    "pilot": "pilot:pilot",
-    "calibrate": "calibrate:calibrate",
-    "doctor": "doctor:doctor",
-    "recipes": "plan:recipes",
-    "dump": "runs:dump",
+    "train": "train:train",
+    "eval": "eval:eval_",
+    "export": "runs:export",
     "dashboard": "runs:dashboard",
     "report": "runs:report",
+    "dump": "runs:dump",
+    "recipes": "plan:recipes",
+    "calibrate": "calibrate:calibrate",
     "localize": "localize:localize",
-    "export": "runs:export",
-    "eval": "eval:eval_",
+    "pilot": "pilot:pilot",
+    "doctor": "doctor:doctor",
 }
 """`module:function` of each command, by name."""
 
