@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_first_blocks_are_one_line_to_install_the_example_and_the_demo() -> None:
+def test_the_first_blocks_are_one_line_to_install_the_example_and_the_two_commands() -> None:
     blocks = re.findall(r"^```(?:bash|python)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     assert blocks[0] == 'pip install ".[dashboard,serving]"\n'
     assert "octavo.convert(model)" in blocks[1]
-    assert blocks[2] == "make demo\n"
+    assert blocks[2] == "make demo\nmake test\n"
 
 
 def test_the_first_screen_has_what_why_install_and_the_example() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from octavo import __version__, recipes
-from octavo.cli.main import main
+from octavo.cli.main import COMMANDS, main
 from octavo.errors import ConfigError
 from octavo.kernels.devices import GPUS
 
@@ -290,6 +290,11 @@ def test_reasons_of_a_plan_have_lines_of_their_own_in_a_narrow_terminal(
     head = next(line for line in shown[160] if line.startswith("lm_head"))
     assert "output head: " in head and f"    {head[head.index('output head') :]}" in shown[80]
     assert max(map(len, shown[80])) <= 80
+
+
+def test_help_lists_commands_in_the_order_of_their_use() -> None:
+    found = re.findall(r"^│ ([a-z]+) ", process("--help").stdout, re.M)
+    assert found == [*COMMANDS, "bench"]
 
 
 def test_help_is_short_and_shows_defaults_and_help_all_lists_every_setting() -> None:

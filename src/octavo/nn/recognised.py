@@ -46,9 +46,10 @@ class Recognised(Adopted):
 def _settings(module: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield the attributes of a module and its children that may decide what it computes.
 
-    Excluded are attributes that every module has, parameters, and linear layers. So are numbers and names that no
-    method reads, such as the index of a layer: each layer would be compiled for its own. Lists, tuples and dictionaries
-    of such values are yielded as tuples; other collections are not, as compilers do not preserve their identity.
+    Excluded are attributes that every module has, parameters, and linear layers; also numbers and strings that no
+    method reads, such as the index of a layer, since each layer would then be compiled separately. Lists, tuples and
+    dictionaries of numbers and strings are yielded as tuples. Other collections are excluded, because compilers do not
+    preserve their identity.
     """
     read = _names_in(type(module))
     for name, value in itertools.chain(vars(module).items(), module._modules.items(), module._parameters.items()):
@@ -85,7 +86,7 @@ _NOT_COMPARED = (nn.Linear, nn.Parameter, list, set, frozenset, range, slice)
 
 
 def _contents(value: Any) -> Any:
-    """Return a list, tuple or dictionary of numbers and names as a tuple, and anything else as something else."""
+    """Return a list, tuple or dictionary of numbers and strings as a tuple of pairs; other values are never a tuple."""
     if not isinstance(value, list | tuple | dict):
         return value
     found = tuple(value.items() if isinstance(value, dict) else enumerate(value))
