@@ -30,9 +30,9 @@ SHARDED = "Llama-3-8B, FSDP2"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The newest results, by kind."""
+    """The newest results, by kind; several where sessions are of several days."""
 
-    found: Mapping[str, Result]
+    found: Mapping[str, Sequence[Result]]
     steps: Sequence[Result]
     """Steps, the newest session of each workload first, and behind them older sessions."""
     pairs: Sequence[Row] = ()
@@ -41,15 +41,15 @@ class Measured:
     @classmethod
     def read(cls, directory: Path) -> Measured:
         """Read the results under a directory; kinds that were never measured are absent."""
-        kinds = ("moe", "hf", "distributed", "parity", "ladder")
-        found = {kind: result for kind in kinds if (result := results.latest(kind, directory))}
+        found = {kind: results.current(kind, directory) for kind in ("moe", "distributed", "parity")}
+        found["hf"] = results.newest("hf", directory)
         whole = [own for own in results.newest("memory", directory) if _having(own.rows, {"workload": WHOLE})]
-        found |= {"memory": whole[0]} if whole else {}
+        found["memory"] = whole[:1]
         return cls(found=found, steps=results.history("step", directory), pairs=ladder.read_rows(directory))
 
     def rows(self, kind: str, **keys: str) -> list[Row]:
         """Return the rows of a kind that have these values and did not fail."""
-        return _having(self.found[kind].rows, keys) if kind in self.found else []
+        return [row for result in self.found[kind] for row in _having(result.rows, keys)]
 
     def row(self, kind: str, **keys: str) -> Row | None:
         """Return the first of `rows`."""
@@ -264,7 +264,7 @@ def _sizes(measured: Measured) -> Iterator[Sequence[str]]:
         how = f"`{least['implementation']}`"
         if "largest" in workload:
             sizes = (f"{row['parameters'] / 1e9:.1f} B parameters" for row in (first, least))
-            name = f"largest Llama on one {_machine(measured.found['memory'])}"
+            name = f"largest Llama on one {_machine(measured.found['memory'][0])}"
             yield name, *sizes, f"{least['parameters'] / first['parameters']:.1f} x", how
         elif first is not least:
             name = f"Llama of {first['parameters'] / 1e9:.1f} B parameters, AdamW"

@@ -173,16 +173,18 @@ def history(kind: str, directory: Path) -> list[Result]:
 
 
 def newest(kind: str, directory: Path) -> list[Result]:
-    """Return the newest session of each workload and number of ranks, the newest first.
+    """Return the newest of each session that the keys of a kind tell apart, the newest first.
 
-    A result has the rows that no newer one has.
+    A result has the rows of the sessions that no newer one has.
     """
+    keys = _kind(kind).session
     found: list[Result] = []
     known: set[tuple[Any, ...]] = set()
     for result in history(kind, directory):
-        if rows := tuple(row for row in result.rows if (row["workload"], row.get("ranks")) not in known):
+        named = [(tuple(row.get(key) for key in keys), row) for row in result.rows]
+        if rows := tuple(row for session, row in named if session not in known):
             found.append(dataclasses.replace(result, rows=rows))
-            known |= {(row["workload"], row.get("ranks")) for row in rows}
+            known |= {session for session, _ in named}
     return found
 
 

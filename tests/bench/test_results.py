@@ -10,6 +10,7 @@ import pytest
 
 from octavo.errors import ConfigError, RunError
 from octavo_bench import results
+from octavo_bench.readme import Measured
 
 ROW: dict[str, Any] = {"model": "124m", "tokens": 100, "recipe": "folded", "seed": 0, "heldout_loss": 1.5}
 
@@ -81,6 +82,16 @@ def test_ranks_and_layouts_are_sessions_of_their_own(tmp_path: Path) -> None:
         [(2, "data"), (2, "data, graph")],
         [(4, "data")],
     ]
+
+
+def test_a_later_mode_hides_no_earlier_one(tmp_path: Path) -> None:
+    figures = {"model": "m", "implementation": "bf16", "tokens_per_s": 1.0, "ratio_to_bf16": 1.0, "peak_gib": 1.0}
+    for date, modes in (("2026-11-20", ("eager", "torch_compile")), ("2026-11-21", ("torch_compile",))):
+        rows = tuple({**figures, "mode": mode} for mode in modes)
+        results.write(parity(kind="hf", date=date, rows=rows), tmp_path)
+    shown = [(result.date, [row["mode"] for row in result.rows]) for result in results.newest("hf", tmp_path)]
+    assert shown == [("2026-11-21", ["torch_compile"]), ("2026-11-20", ["eager"])]
+    assert [row["mode"] for row in Measured.read(tmp_path).rows("hf")] == ["torch_compile", "eager"]
 
 
 def test_never_measured_is_none(tmp_path: Path) -> None:
