@@ -383,10 +383,19 @@ class OfItsLayer(FeedForward):
         return super().forward(x, 1.0 if self.layer_idx < 4 else 0.5)
 
 
-def test_a_module_that_reads_its_position_is_not_fused():
-    model = OfItsLayer(0)
+class OfAnyLayer(OfItsLayer):
+    """It also works without a position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FeedForward.forward(self, x, 1.0 if getattr(self, "layer_idx", 0) < 4 else 0.5)
+
+
+@pytest.mark.parametrize("position", [0, 7])
+@pytest.mark.parametrize("cls", [OfItsLayer, OfAnyLayer])
+def test_a_module_that_depends_on_its_position_is_not_fused(cls, position):
+    model = cls(position)
     octavo.convert(model, policy=octavo.Policy(min_features=8))
-    assert not isinstance(model, FusedMLP) and model.layer_idx == 0
+    assert not isinstance(model, FusedMLP) and model.layer_idx == position
 
 
 @pytest.mark.parametrize("name", ["layer_index", "layer_idx", "block_id", "name"])

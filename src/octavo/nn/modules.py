@@ -35,7 +35,7 @@ _POSITION = re.compile(r"((layer|block)_?)?(id|idx|index|num|number|name)")
 
 
 def is_position(name: str, value: Any) -> bool:
-    """Return whether an attribute tells a module from its like in other layers: `layer_idx`, `block_id` or `name`."""
+    """Return whether an attribute names the position of a module in its model: `layer_idx`, `block_id` or `name`."""
     return isinstance(value, int | float | str) and _POSITION.fullmatch(name) is not None
 
 
