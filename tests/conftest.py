@@ -39,9 +39,9 @@ def seeded() -> None:
 
 @pytest.fixture
 def deterministic() -> Generator[None]:
-    """Let no backward add in any order: that of fused attention does, most of all beside another stream.
+    """Make backward passes deterministic: fused attention sums atomically, in an order that other streams change.
 
-    `warn_only` leaves it so, and without it products want an environment variable from the start of the process.
+    `warn_only` does not prevent that; without it, GEMMs need an environment variable from the start of the process.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

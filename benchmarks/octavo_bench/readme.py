@@ -30,7 +30,7 @@ SHARDED = "Llama-3-8B, FSDP2"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The newest results, by kind; several where sessions are of several days."""
+    """The newest results, by kind; several if its sessions were measured on several days."""
 
     found: Mapping[str, Sequence[Result]]
     steps: Sequence[Result]
@@ -40,7 +40,7 @@ class Measured:
 
     @classmethod
     def read(cls, directory: Path) -> Measured:
-        """Read the results under a directory; kinds that were never measured are absent."""
+        """Read the results under a directory; a kind that was never measured has none."""
         found = {kind: results.current(kind, directory) for kind in ("moe", "distributed", "parity")}
         found["hf"] = results.newest("hf", directory)
         whole = [own for own in results.newest("memory", directory) if _having(own.rows, {"workload": WHOLE})]

@@ -173,10 +173,7 @@ def history(kind: str, directory: Path) -> list[Result]:
 
 
 def newest(kind: str, directory: Path) -> list[Result]:
-    """Return the newest of each session that the keys of a kind tell apart, the newest first.
-
-    A result has the rows of the sessions that no newer one has.
-    """
+    """Return the newest rows of each session, as the keys of the kind define it, in their results, newest first."""
     keys = _kind(kind).session
     found: list[Result] = []
     known: set[tuple[Any, ...]] = set()

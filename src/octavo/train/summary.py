@@ -93,8 +93,8 @@ def final_report(console: Console, event: Finished, program: str = "octavo") -> 
 def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return one line on the held-out gap and its noise; empty without a BF16 baseline. `history` has the gaps.
 
-    Only a gap beyond its noise, over the steps or over the held-out sequences, is called a difference, and of this run:
-    what another seed would change is not known from one.
+    Only a gap beyond its noise, over the steps or over the held-out sequences, is called a difference, and only of this
+    run: one run does not show the spread over seeds.
     """
     gap, half_width = summary["gap_percent"], summary.get("gap_95_percent") or 0.0
     if gap is None:
