@@ -112,7 +112,7 @@ def demo_rows(directory: Path) -> list[Row]:
     Raises:
         ConfigError: there is none.
     """
-    found = results.latest_by_hardware("demo", directory)
+    found = results.newest("demo", directory)
     rows = [row for result in found for row in result.rows if "history" in row]
     if not rows:
         raise ConfigError(f"{directory}: no demo with its log; `octavo bench demo --write {directory}` stores one.")

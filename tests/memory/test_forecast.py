@@ -1,7 +1,6 @@
 """Forecasts against peaks measured on a GPU, in the committed result of `octavo bench step`."""
 
 import copy
-import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +20,13 @@ from octavo.kernels import dispatch
 from octavo.memory import Forecast, Program, forecast
 from octavo.memory.forecast import WORKSPACE_OF_CUBLAS, largest
 from octavo.models.llama import Llama
+from octavo_bench import results
 from octavo_bench.implementations import implementations
 from octavo_bench.workloads import WORKLOADS, build
 
-STEP = Path(__file__).parents[2] / "benchmarks/results/latest/step.json"
-ROWS = {(r["workload"], r["implementation"]): r for r in json.loads(STEP.read_text(encoding="utf-8"))["rows"]}
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+STEPS = (row for result in results.newest("step", RESULTS) for row in result.rows)
+ROWS = {(row["workload"], row["implementation"]): row for row in STEPS}
 
 
 @pytest.mark.parametrize(
