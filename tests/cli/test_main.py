@@ -18,7 +18,7 @@ import pytest
 from octavo import __version__, recipes
 from octavo.cli.main import COMMANDS, main
 from octavo.errors import ConfigError
-from octavo.kernels.devices import GPUS
+from octavo.kernels.devices import GPUS, H100
 
 Done = subprocess.CompletedProcess[str]
 Octavo = Callable[..., Done]
@@ -248,6 +248,28 @@ def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
     assert "no FP8 tensor cores" in octavo("plan", "--preset", "tiny", "--gpu", "a100").stdout
     choices = re.search(r"--gpu +.*?\[choices: ([^\]]*)\]", octavo("plan", "--help").stdout, re.S)
     assert choices is not None and re.split(r"[\s,|│]+", choices[1].strip(" │")) == [*GPUS]
+
+
+def test_predicted_memory_is_that_of_a_named_gpu(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command = "plan", "--preset", "tiny", "--memory"
+    assumed = octavo(*command).stdout
+    assert "parameters in memory on h200\n" in assumed and assumed.endswith(
+        "\nno GPU here: predicted for `--gpu h200`\n"
+    )
+    named = octavo(*command, "--gpu", "h100").stdout
+    assert "parameters in memory on h100\n" in named and "no GPU here" not in named
+    assert json.loads(octavo(*command, "--json").stdout)["device"] == "h200"
+    refused = octavo(*command, "--gpu", "a100")
+    assert refused.returncode == 2 and "memory is predicted for h100, h200" in refused.stderr
+
+
+def test_the_gpu_decides_which_layers_memory_is_predicted_for(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = H100._replace(copy=1e9, row=1e9)  # quantising is free: small layers gain too
+    command = "plan", "--preset", "tiny", "--dim", "512", "--batch", "64", "--no-twin", "--memory", "--json"
+    before = json.loads(octavo(*command, "--gpu", "h100").stdout)
+    monkeypatch.setitem(GPUS, "h100", GPUS["h100"]._replace(rates=fast))
+    assert json.loads(octavo(*command, "--gpu", "h100").stdout)["activations_gib"] != before["activations_gib"]
 
 
 def test_plan_of_a_model_of_ones_own(octavo: Octavo, tmp_path: Path) -> None:
