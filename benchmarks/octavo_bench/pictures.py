@@ -221,7 +221,8 @@ def printed(row: Row) -> Console:
 
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False, color_system="truecolor")
     console.print("$ make demo", markup=False)
-    reporter, config = ConsoleReporter(console), config_reader.read(RunConfig, row["config"], "demo")
+    reporter = ConsoleReporter(console, export_flags=lambda run: "")
+    config = config_reader.read(RunConfig, row["config"], "demo")
     config = replace(config, run=replace(config.run, out=Path("runs/demo")))  # where `make demo` writes
     lanes = ("fp8", "bf16")
     reporter.report(Preparing(config=config))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -228,6 +229,36 @@ def test_interrupting_says_how_to_continue(octavo: Octavo, tiny: list[str], tmp_
     assert f"octavo train {tmp_path / 'run'} --resume" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(checkpoints.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "other"),
+    [
+        ("", "", "block"),
+        ("--recipe block", " --format plain", "folded"),  # blocks span layers of this width
+        ("--recipe rowwise_bf16_fprop", " --format plain", "folded"),  # no fprop in FP8
+        ("--recipe folded --weights fp8", "", None),  # other recipes cannot compute with its codes
+        ("--recipe mxfp8 --lora.rank 2", " --format plain", "folded"),
+        ("--recipe folded --model.architecture moe --min-gain 9", None, "block"),
+    ],
+)
+def test_the_commands_that_a_run_suggests_work(
+    octavo: Octavo, tiny: list[str], tmp_path: Path, flags: str, flag: str | None, other: str | None
+) -> None:
+    run = tmp_path / "run"
+    text = octavo(*tiny, "--no-twin", "--steps", "2", *flags.split()).stdout.partition("\nNext\n")[2]
+    commands = [shlex.split(line[22:])[1:] for line in text.partition("\n\n")[0].splitlines()]
+    exports = [" ".join(command) for command in commands if command[0] == "export"]
+    assert exports == ([] if flag is None else [f"export {run}{flag}"])
+    recipes = [command[command.index("--recipe") + 1] for command in commands if "--recipe" in command]
+    assert recipes == ([] if other is None else [other])
+    for command in commands:
+        if command[0] != "dashboard":  # which ends only when stopped
+            done = octavo(*command)
+            assert done.returncode == 0, (command, done.stderr)
+    again = octavo("train", str(run), "--resume", "--steps", "5").stdout
+    assert f"export {run}{flag} --overwrite\n" in again if flag is not None else " export " not in again
+    assert f"{run}-{other}\n" not in again  # which is there
 
 
 def test_plan_shows_every_linear_layer(octavo: Octavo) -> None:
