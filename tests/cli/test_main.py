@@ -345,6 +345,26 @@ def test_reasons_of_a_plan_have_lines_of_their_own_in_a_narrow_terminal(
     assert max(map(len, shown[80])) <= 80
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("export", "RUN is missing. `octavo export --help` explains it.\n"),
+        ("dump run", "--to is missing. `octavo dump --help` explains it.\n"),
+        ("bench phases --steps", "--steps requires an argument"),
+        ("plan run.toml x y", "octavo plan: unexpected arguments: 'x', 'y'.\n"),
+        ("exprt", "there is no command 'exprt'. Did you mean 'export'? Commands: plan, train, "),
+        ("bench stp", 'Did you mean "step"?'),
+        ("plan", "no run given: name a run file, a preset with --preset (demo, "),
+        ("doctor --only vresions", "Did you mean 'versions'? Checks: versions, packages, "),
+        ("report nowhere", "no run found. Name the directory of a run"),
+    ],
+)
+def test_a_wrong_command_line_is_told_what_to_do(octavo: Octavo, line: str, message: str) -> None:
+    done = octavo(*line.split())
+    assert done.returncode in (1, 2) and done.stdout == ""
+    assert done.stderr.startswith("octavo: error: ") and message in done.stderr
+
+
 def test_help_lists_commands_in_the_order_of_their_use() -> None:
     found = re.findall(r"^│ ([a-z]+) ", process("--help").stdout, re.M)
     assert found == [*COMMANDS, "bench"]
