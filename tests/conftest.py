@@ -17,6 +17,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more threads star
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may have pytest alone
     from hypothesis import settings
@@ -34,6 +35,20 @@ torch.set_num_threads(min(2, os.cpu_count() or 1, int(os.environ["OMP_NUM_THREAD
 def seeded() -> None:
     """Give every test the same random numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def deterministic() -> Generator[None]:
+    """Let no backward add in any order: that of fused attention does, most of all beside another stream.
+
+    `warn_only` leaves it so, and without it products want an environment variable from the start of the process.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

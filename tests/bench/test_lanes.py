@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo.errors import ConfigError
 from octavo.nn import Linear
@@ -19,7 +17,7 @@ from octavo_bench import ladder
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.lanes import (
     BF16,
-    NULL,
+    CONTROL,
     OUTLIERS_EVERY,
     Lane,
     Snapshot,
@@ -47,7 +45,7 @@ def text(seed: int = 0) -> InstalledText:
 
 @pytest.fixture(scope="module")
 def lanes() -> dict[str, Lane]:
-    return {arm: Lane(arm, TINY, text(), CPU) for arm in (BF16, NULL, "folded")}
+    return {arm: Lane(arm, TINY, text(), CPU) for arm in (BF16, CONTROL, "folded")}
 
 
 def finish(lane: Lane, seed: int, **options: object) -> torch.Tensor:
@@ -73,10 +71,10 @@ def test_lanes_together_are_what_they_are_alone(lanes: dict[str, Lane]) -> None:
 
 def test_arms_of_a_block_begin_alike_and_differ(lanes: dict[str, Lane]) -> None:
     assert run_together([*lanes.values()], 0)
-    bf16, null, folded = (lane.losses for lane in lanes.values())
-    assert float(null[0]) == pytest.approx(float(bf16[0]), rel=1e-3)
+    bf16, control, folded = (lane.losses for lane in lanes.values())
+    assert float(control[0]) == pytest.approx(float(bf16[0]), rel=1e-3)
     assert float(folded[0]) == pytest.approx(float(bf16[0]), rel=1e-2)
-    assert not torch.equal(null, bf16) and not torch.equal(folded, bf16)
+    assert not torch.equal(control, bf16) and not torch.equal(folded, bf16)
 
 
 def test_bf16_branched_from_itself_is_the_whole_run(lanes: dict[str, Lane]) -> None:
@@ -362,7 +360,7 @@ def squared_root(moment: np.ndarray) -> np.ndarray:
 
 
 def test_an_unknown_tier_or_option_of_the_optimizer_is_named() -> None:
-    assert states_of("folded") is None and states_of(BF16) is None and states_of(NULL) is None
+    assert states_of("folded") is None and states_of(BF16) is None and states_of(CONTROL) is None
     assert states_of("folded+optimizer.states=fp8-min") == "fp8-min"
     assert recipe_of("folded+optimizer.states=fp8") == recipe_of("folded")
     with pytest.raises(ConfigError, match="Did you mean 'fp8-min'"):
@@ -378,20 +376,6 @@ def test_a_change_outside_the_recipe_is_an_option_of_a_table(change: str) -> Non
         check_recipes([f"folded+{change}"])
     with pytest.raises(ConfigError, match="has a value already"):
         check_recipes([f"folded+{table}=1+{table}.other=2"])
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Let no backward add in any order: that of fused attention does, most of all beside another stream.
-
-    `warn_only` leaves it so, and without it products want an environment variable from the start of the process.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def long_text() -> InstalledText:
@@ -410,16 +394,17 @@ def test_a_lane_of_one_step_warms_up_within_its_order() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     """Graphs that replay beside each other share neither memory nor workspaces, for whole runs and branches."""
     device = torch.device("cuda")
     size = replace(ladder.SIZES["1m"], tokens_per_parameter=0.5, branch=0.5)
     own = long_text().on(device)
-    with allow_many_compilations(), deterministic():
+    with allow_many_compilations():
         lanes = [
             Lane(arm, size, own, device, compiled=compiled)
-            for arm in (BF16, NULL, "folded", "folded+optimizer.states=fp8", "tensorwise", "block")
+            for arm in (BF16, CONTROL, "folded", "folded+optimizer.states=fp8", "tensorwise", "block")
         ]
         assert run_together(lanes[:1], 0, until=size.first)
         snapshot = lanes[0].snapshot()
@@ -434,6 +419,7 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("tier", ["exact", "fp8-lm", "fp8"])
 def test_a_replayed_step_by_a_tier_is_the_eager_one(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its count, bias corrections, rate and random bits are read on the device: a graph would repeat the host's."""
@@ -443,24 +429,23 @@ def test_a_replayed_step_by_a_tier_is_the_eager_one(tier: str, monkeypatch: pyte
     def uncaptured(lane: Lane, name: str, work: Callable[[], None], warm_up: int) -> None:
         lane._graphs[name] = lambda: (work(), lane._clear())[0]
 
-    with deterministic():
-        bf16, replayed = Lane(BF16, size, own, device), Lane(arm, size, own, device)
-        monkeypatch.setattr(Lane, "_capture", uncaptured)
-        eager = Lane(arm, size, own, device)
-        assert run_together([bf16], 2, until=size.first)
-        for seed, snapshot in ((0, None), (1, None), (2, bf16.snapshot())):
-            assert run_together([replayed], seed, snapshot=snapshot) and run_together([eager], seed, snapshot=snapshot)
-            assert bool(eager.losses.isfinite().all()) and torch.equal(replayed.losses, eager.losses)
-            assert all(map(torch.equal, bytes_of(replayed), bytes_of(eager)))
-            assert {float(state["step"]) for state in stored(replayed).values()} == {size.steps}
+    bf16, replayed = Lane(BF16, size, own, device), Lane(arm, size, own, device)
+    monkeypatch.setattr(Lane, "_capture", uncaptured)
+    eager = Lane(arm, size, own, device)
+    assert run_together([bf16], 2, until=size.first)
+    for seed, snapshot in ((0, None), (1, None), (2, bf16.snapshot())):
+        assert run_together([replayed], seed, snapshot=snapshot) and run_together([eager], seed, snapshot=snapshot)
+        assert bool(eager.losses.isfinite().all()) and torch.equal(replayed.losses, eager.losses)
+        assert all(map(torch.equal, bytes_of(replayed), bytes_of(eager)))
+        assert {float(state["step"]) for state in stored(replayed).values()} == {size.steps}
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 def test_a_tier_and_another_recipe_at_the_end_are_captured() -> None:
     """Two graphs hold the step of one optimizer."""
     device = torch.device("cuda")
     size, own = ladder.SIZES["1m"].of_steps(8), long_text().on(device)
-    with deterministic():
-        lane = Lane("folded+optimizer.states=fp8+run.last_share=0.5", size, own, device)
-        first = finish(lane, 0)
-        assert bool(first.isfinite().all()) and torch.equal(finish(lane, 0), first)
+    lane = Lane("folded+optimizer.states=fp8+run.last_share=0.5", size, own, device)
+    first = finish(lane, 0)
+    assert bool(first.isfinite().all()) and torch.equal(finish(lane, 0), first)

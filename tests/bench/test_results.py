@@ -12,6 +12,7 @@ import pytest
 
 from octavo.errors import ConfigError, RunError
 from octavo_bench import results
+from octavo_bench.readme import Measured
 
 ROW: dict[str, Any] = {"model": "124m", "tokens": 100, "recipe": "folded", "seed": 0, "heldout_loss": 1.5}
 
@@ -146,6 +147,16 @@ def test_kinds_build_on_results_and_not_the_other_way() -> None:
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
     )
+
+
+def test_a_later_mode_hides_no_earlier_one(tmp_path: Path) -> None:
+    figures = {"model": "m", "implementation": "bf16", "tokens_per_s": 1.0, "ratio_to_bf16": 1.0, "peak_gib": 1.0}
+    for date, modes in (("2026-11-20", ("eager", "torch_compile")), ("2026-11-21", ("torch_compile",))):
+        rows = tuple({**figures, "mode": mode} for mode in modes)
+        results.write(parity(kind="hf", date=date, rows=rows), tmp_path)
+    shown = [(result.date, [row["mode"] for row in result.rows]) for result in results.newest("hf", tmp_path)]
+    assert shown == [("2026-11-21", ["torch_compile"]), ("2026-11-20", ["eager"])]
+    assert [row["mode"] for row in Measured.read(tmp_path).rows("hf")] == ["torch_compile", "eager"]
 
 
 def test_never_measured_is_none(tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def final_report(
 def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return one line on the held-out gap and its noise; empty without a BF16 baseline. `history` has the gaps.
 
-    Only a gap beyond its noise, over the steps or over the held-out sequences, is called a difference.
+    Only a gap beyond its noise, over the steps or over the held-out sequences, is called a difference, and of this run:
+    what another seed would change is not known from one.
     """
     gap, half_width = summary["gap_percent"], summary.get("gap_95_percent") or 0.0
     if gap is None:
@@ -113,7 +114,8 @@ def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = (
     noise += " during the run" if over_steps >= half_width else " between held-out sequences"
     if abs(gap) <= max(over_steps, half_width):
         return f"No difference beyond noise: {found}, and the gap fluctuated by {noise}."
-    return f"FP8 is {'better' if gap < 0 else 'worse'} than BF16: {found}; the gap fluctuated by only {noise}."
+    better = "better" if gap < 0 else "worse"
+    return f"In this run FP8 is {better}: {found}; the gap fluctuated by only {noise}. Other seeds may differ."
 
 
 def _digits(percent: float) -> str:
