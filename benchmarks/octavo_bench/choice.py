@@ -11,6 +11,7 @@ from octavo.conversion import make_plan
 from octavo_bench import results
 from octavo_bench.compare import spread_percent
 from octavo_bench.implementations import BF16
+from octavo_bench.readme import Measured
 from octavo_bench.render import figures, grouped
 from octavo_bench.results import Row
 from octavo_bench.study import by_seed
@@ -42,8 +43,7 @@ def choice(directory: Path) -> str:
     if len(bf16) < 2:
         return ""
     spread = spread_percent(list(bf16.values()))
-    steps = [row for result in reversed(results.history("step", directory)) for row in result.rows]
-    timed = {row["implementation"]: row for row in steps if row["workload"] == WORKLOAD}  # the newest of each
+    measured = Measured.read(directory)
     rows = []
     for (recipe,), of_recipe in grouped(trained, "recipe").items():
         gaps = [100 * (loss / bf16[seed] - 1) for seed, loss in by_seed(of_recipe).items() if seed in bf16]
@@ -53,7 +53,8 @@ def choice(directory: Path) -> str:
         row |= {"gap": fmean(gaps), "inside": "yes" if abs(fmean(gaps)) <= spread else "no"}
         stressed = [row for row in _rows("stress", directory) if row["recipe"] == recipe]
         noise = [value for row in stressed for key, value in row.items() if key.endswith("_median_db")]
-        speed = {k: v for k, v in timed.get(f"octavo {recipe}", {}).items() if k in ("ratio_to_bf16", "peak_gib")}
+        step = measured.step(WORKLOAD, f"octavo {recipe}")
+        speed = {key: step.own[key] for key in ("ratio_to_bf16", "peak_gib")} if step else {}
         rows.append(row | speed | ({"lowest": min(noise)} if noise else {}))
     return f"{figures(COLUMNS, rows, every=True)}\n\n{_conclusion(rows, spread, trained[0], len(bf16))}"
 
@@ -74,11 +75,11 @@ def _conclusion(rows: Sequence[Row], spread: float, run: Row, seeds: int) -> str
 
 
 def _rows(kind: str, directory: Path) -> Sequence[Row]:
-    result = results.latest(kind, directory)
-    return () if result is None else result.rows
+    return [row for result in results.newest(kind, directory) for row in result.rows]
 
 
 def _largest(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the model with the longest BF16 steps: the largest."""
-    times = {row["model"]: row.get("step_ms", 0.0) for row in rows if row["recipe"] == BF16}
-    return [row for row in rows if times and row["model"] == max(times, key=lambda model: times[model])]
+    """Return the session of the model with the longest BF16 steps: the largest."""
+    times = {(row["model"], row["tokens"]): row.get("step_ms", 0.0) for row in rows if row["recipe"] == BF16}
+    largest = max(times, key=lambda run: times[run], default=None)
+    return [row for row in rows if (row["model"], row["tokens"]) == largest]

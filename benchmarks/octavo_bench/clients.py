@@ -55,7 +55,7 @@ COLUMNS = (
 
 def table(directory: Path) -> str:
     """Return one line per client, from the result of a CPU where there is one, and the speed on each GPU."""
-    found = results.latest_by_hardware("clients", directory)
+    found = results.newest("clients", directory)
     gpus = [result for result in found if result.hardware.startswith("nvidia")]
     rows: dict[str, Row] = {}
     for result in sorted(found, key=gpus.__contains__):  # those of a CPU first
@@ -79,7 +79,7 @@ KIND = Kind(
     told=(("ms (BF16's)", "{ms:.1f} ({bf16_ms:.1f})"), ("times BF16's speed", "{ratio_to_bf16:.2f}")),
     derived=lambda row: {"resumed": {None: "", True: "bit for bit", False: "differs"}[row.get("resumes")]},
     tables={"clients": table},
-    session=("client",),
+    session=("hardware", "client"),
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def _derived(row: Row) -> Row:
 
 def table(directory: Path) -> str:
     """Return one line per machine: the newest run of the demo."""
-    found = results.latest_by_hardware("demo", directory)
+    found = results.newest("demo", directory)
     rows = [row for result in found for row in result.rows]
     return "\n\n".join([KIND.markdown(rows), *(result.origin for result in found)]) if found else ""
 
@@ -52,6 +52,7 @@ KIND: Kind = Kind(
     derived=_derived,
     show=lambda rows: figures(KIND.columns, KIND.with_derived(rows), every=True),
     tables={"demo": table},
+    session=("hardware",),
     may_fail=False,
     measured_by="make demo",
 )  # fmt: skip

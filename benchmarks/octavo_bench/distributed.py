@@ -21,7 +21,6 @@ from octavo.models.config import ModelConfig
 from octavo.train.device import WARM_UP_STEPS, gc_frozen
 from octavo.train.profile import profile
 from octavo.train.timing import milliseconds, synchronize
-from octavo_bench import results
 from octavo_bench.implementations import BF16
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
 from octavo_bench.ranks import any_rank, process_group, under_torchrun
@@ -104,7 +103,6 @@ KIND = Kind(
     told=(("ms", "{ms:.1f}"), *TOLD),
     derived=_derived,
     show=by_workload,
-    select=results.newest,
     session=("workload", "layout", "ranks"),  # each beside BF16 of its own
 )  # fmt: skip
 

@@ -26,7 +26,6 @@ from torch import nn
 import octavo
 from octavo.errors import NonFiniteError, UnsupportedError
 from octavo.train.timing import synchronize
-from octavo_bench import results
 from octavo_bench.implementations import BF16, TORCHAO, convert_torchao
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
 from octavo_bench.results import Row
@@ -53,7 +52,6 @@ KIND = Kind(
     ),
     names=3,
     told=(("loss", "{loss:.4f}"),),
-    select=results.newest,
     session=("model", "mode"),  # each beside BF16 of its own
 )  # fmt: skip
 

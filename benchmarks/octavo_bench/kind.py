@@ -6,36 +6,29 @@ A kind is a file with its `Kind`, a function that yields rows, and a command tha
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo_bench import cli, results
+from octavo_bench import results
 from octavo_bench.ranks import under_torchrun
 from octavo_bench.render import Column, Table, cell, figures, has_failed
-from octavo_bench.results import Result, Row
+from octavo_bench.results import Result, Row, Schema
 
 Names = Annotated[tuple[str, ...], Parameter(negative=())]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Kind:
-    """A kind of measurement."""
+class Kind(Schema):
+    """A kind of measurement, and how its rows are shown. Its tables have its name and those of `tables`."""
 
-    name: str
-    """Its name in result files, and of its table."""
-    keys: Mapping[str, type]
-    """Keys that every row must have. Others are kept, and read where a column shows them."""
     columns: Sequence[Column] = ()
     """Columns of its table and of the progress line of a row; without any, no line is printed."""
     names: int = 1
@@ -46,14 +39,8 @@ class Kind:
     """(row) -> further values for the columns; not called for a failed row."""
     show: Callable[[Sequence[Row]], str] | None = None
     """(rows) -> Markdown, in place of one table of the columns."""
-    select: Callable[[str, Path], list[Result]] = results.current
-    """(name, directory) -> the results that its table shows, each with its origin."""
     tables: Mapping[str, Table] = field(default_factory=dict)
     """Further tables by name; one of its own name replaces the table of the columns."""
-    may_fail: bool = True
-    """Rows may have `error`, a text, in place of their figures: a failure is a result."""
-    session: tuple[str, ...] = ("workload", "model", "tokens")
-    """Keys of a session: new rows replace those of an earlier session with the same values of these keys."""
     measured_by: str = ""
     """The command, if not `octavo bench NAME`."""
 
@@ -67,7 +54,7 @@ class Kind:
 
     def table(self, directory: Path) -> str:
         """Return the table of the results under a directory, each with its origin; empty if there are none."""
-        return _with_origins(self.markdown, self.select(self.name, directory))
+        return _with_origins(self.markdown, results.newest(self.name, directory))
 
     def line(self, row: Row) -> str:
         """Return a row as a line of progress: its name, its figures, and the error if it failed."""
@@ -78,25 +65,14 @@ class Kind:
         failed = [f"failed: {row['error']}"] if has_failed(row) else []
         return ": ".join(filter(None, (name, ", ".join((*figures, *failed)))))
 
-    def check(self, row: Row, where: str) -> None:
-        """Raise `ConfigError` if a row lacks a key, or has a figure of another type or one that is not finite."""
-        required = self.keys
-        if self.may_fail and "error" in row:
-            required = {"error": str, **{key: kind for key, kind in self.keys.items() if kind is str}}
-        for key, kind in required.items():
-            if key not in row:
-                raise ConfigError(f"{where}: the key '{key}' is missing.{did_you_mean(key, row)}")
-            value, accepted = row[key], int | float if kind is float else kind
-            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-                raise ConfigError(f"{where}: '{key}' must be {kind.__name__}, got {value!r}.")
-        for key, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{where}: '{key}' is {value}. A figure must be finite.")
+    def case(self, row: Row) -> results.Key:
+        """Return the columns that name a row, in place of its keys if there are any."""
+        return tuple(cell(form, row) for _, form in self.columns[: self.names]) or Schema.case(self, row)
 
 
 def by_result(name: str, show: Callable[[Sequence[Row]], str]) -> Table:
-    """Return another table of the newest result of a kind; empty if it shows nothing."""
-    return lambda directory: _with_origins(show, results.current(name, directory))
+    """Return another table of the newest results of a kind; empty if it shows nothing."""
+    return lambda directory: _with_origins(show, results.newest(name, directory))
 
 
 def _with_origins(show: Callable[[Sequence[Row]], str], found: Sequence[Result]) -> str:
@@ -104,12 +80,9 @@ def _with_origins(show: Callable[[Sequence[Row]], str], found: Sequence[Result])
     return "\n\n".join(f"{text}\n\n{origin}" for text, origin in parts if text)
 
 
-@cache
 def kinds() -> dict[str, Kind]:
     """Return every kind by name, in the order of the commands, whose files define them."""
-    files = dict.fromkeys(place.partition(":")[0] for place in cli.COMMANDS.values())
-    found = [value for name in files for value in vars(import_module(f"octavo_bench.{name}")).values()]
-    return {kind.name: kind for kind in found if isinstance(kind, Kind)}
+    return {name: kind for name, kind in results.schemas().items() if isinstance(kind, Kind)}
 
 
 @Parameter(name="*")
@@ -164,8 +137,11 @@ class Output:
         if self.json_output and measured:
             print(json.dumps([*measured.values()], indent=1))
         if self.write and drafts and measured:
-            print(f"written: {write(self.write)}", file=sys.stderr)
+            path = write(self.write)
             shutil.rmtree(drafts)
+            print(f"written: {path}", file=sys.stderr)
+            if hidden := results.partial(path):
+                print(f"tables still show {', '.join(hidden)}, which has more cases of this session", file=sys.stderr)
         return [*measured.values()]
 
     def finish(self, kind: Kind, rows: Iterable[Row], *words: str, device: str = "auto", **flags: Any) -> int:

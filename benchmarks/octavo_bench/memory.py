@@ -20,7 +20,6 @@ from octavo.models.llama import Llama
 from octavo.optim import AdamW, keep_none, keep_small
 from octavo.optim.states import States
 from octavo.train.memory import largest_of
-from octavo_bench import results
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known
 from octavo_bench.render import figures, grouped, has_failed
 from octavo_bench.results import Row
@@ -67,7 +66,6 @@ KIND = Kind(
     names=2,
     derived=_derived,
     show=by_workload,
-    select=results.newest,
 )
 
 _FP32 = Storage("fp32")

@@ -112,7 +112,7 @@ def demo_rows(directory: Path) -> list[Row]:
     Raises:
         ConfigError: there is none.
     """
-    found = results.latest_by_hardware("demo", directory)
+    found = results.newest("demo", directory)
     rows = [row for result in found for row in result.rows if "history" in row]
     if not rows:
         raise ConfigError(f"{directory}: no demo with its log; `octavo bench demo --write {directory}` stores one.")
@@ -221,7 +221,8 @@ def printed(row: Row) -> Console:
 
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False, color_system="truecolor")
     console.print("$ make demo", markup=False)
-    reporter, config = ConsoleReporter(console), config_reader.read(RunConfig, row["config"], "demo")
+    reporter = ConsoleReporter(console, export_flags=lambda run: "")
+    config = config_reader.read(RunConfig, row["config"], "demo")
     config = replace(config, run=replace(config.run, out=Path("runs/demo")))  # where `make demo` writes
     lanes = ("fp8", "bf16")
     reporter.report(Preparing(config=config))

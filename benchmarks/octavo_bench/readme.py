@@ -26,41 +26,45 @@ STEPS = {
 }
 """Title of each workload of which a step is shown, and the fastest of Octavo's implementations."""
 SHARDED = "Llama-3-8B, FSDP2"
+MACHINE = "nvidia-h200"
+"""The machine that all figures but losses are of, as README says."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The newest results, by kind; several if its sessions were measured on several days."""
+    """The measurements that README shows, the newest first."""
 
     found: Mapping[str, Sequence[Result]]
+    """The newest sessions, by kind."""
     steps: Sequence[Result]
-    """Steps, the newest session of each workload first, and behind them older sessions."""
+    """All sessions of steps."""
     pairs: Sequence[Row] = ()
     """Runs of the parity study."""
 
     @classmethod
     def read(cls, directory: Path) -> Measured:
-        """Read the results under a directory; a kind that was never measured has none."""
-        found = {kind: results.current(kind, directory) for kind in ("moe", "distributed", "parity")}
-        found["hf"] = results.newest("hf", directory)
-        whole = [own for own in results.newest("memory", directory) if _having(own.rows, {"workload": WHOLE})]
-        found["memory"] = whole[:1]
-        return cls(found=found, steps=results.history("step", directory), pairs=ladder.read_rows(directory))
+        """Read the results under a directory."""
+        found = {kind: _on_machine(results.newest(kind, directory)) for kind in ("moe", "hf", "distributed", "memory")}
+        found["parity"] = results.newest("parity", directory)
+        steps = _on_machine(results.every("step", directory))
+        return cls(found=found, steps=steps, pairs=ladder.read_rows(directory))
 
-    def rows(self, kind: str, **keys: str) -> list[Row]:
+    def rows(self, kind: str, **keys: object) -> list[Row]:
         """Return the rows of a kind that have these values and did not fail."""
         return [row for result in self.found[kind] for row in _having(result.rows, keys)]
 
-    def row(self, kind: str, **keys: str) -> Row | None:
+    def row(self, kind: str, **keys: object) -> Row | None:
         """Return the first of `rows`."""
         return next(iter(self.rows(kind, **keys)), None)
 
     def step(self, workload: str, implementation: str) -> Step | None:
-        """Return the newest step of an implementation, beside the others of its session."""
+        """Return a step in the session that has most of the steps beside it in README; of several, in the newest."""
+        found = []
         for result in self.steps:
             if own := _having(result.rows, {"workload": workload, "implementation": implementation}):
-                return Step(own=own[0], rows=_having(result.rows, {"workload": workload}), result=result)
-        return None
+                found.append(Step(own=own[0], rows=_having(result.rows, {"workload": workload}), result=result))
+        beside = TORCHAO, FOLDED, STEPS.get(workload, ("", FAST))[1]
+        return max(found, key=lambda step: sum(map(bool, (step.engine, *map(step.peer, beside)))), default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +86,11 @@ class Step:
         return min(rows, key=lambda row: float(row["ms"]), default=None)
 
 
-def _having(rows: Iterable[Row], keys: Mapping[str, str]) -> list[Row]:
+def _on_machine(found: Iterable[Result]) -> list[Result]:
+    return [result for result in found if result.hardware == MACHINE]
+
+
+def _having(rows: Iterable[Row], keys: Mapping[str, object]) -> list[Row]:
     return [row for row in rows if "error" not in row and all(row.get(k) == v for k, v in keys.items())]
 
 
@@ -102,7 +110,7 @@ def _speed(measured: Measured) -> str:
     said += f", {fast['ratio_to_bf16']:.2f} times with recipe `folded_fast`" if fast else ""
     peers = {"torchao": step.peer(TORCHAO), "Transformer Engine": step.engine}
     beside = ", ".join(f"{name} {row['ratio_to_bf16']:.2f}" for name, row in peers.items() if row)
-    return f"{said}: {title}, compiled, on one {_machine(step.result)}{f' ({beside})' if beside else ''}."
+    return f"{said}: {title}, compiled, on one {_machine(MACHINE)}{f' ({beside})' if beside else ''}."
 
 
 def _several(measured: Measured) -> str:
@@ -110,9 +118,14 @@ def _several(measured: Measured) -> str:
     return f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**: a whole {SHARDED}." if own else ""
 
 
+def _sharded_rows(measured: Measured) -> list[Row]:
+    """Return the rows of the newest sharded step, over one number of ranks."""
+    rows = [row for row in measured.rows("distributed", workload="llama-3-8b") if row["layout"].startswith("data")]
+    return [row for row in rows if row["ranks"] == rows[0]["ranks"]]
+
+
 def _fastest_sharded(measured: Measured) -> Row | None:
-    rows = measured.rows("distributed", workload="llama-3-8b")
-    rows = [row for row in rows if row["layout"].startswith("data") and row["implementation"].startswith("octavo ")]
+    rows = [row for row in _sharded_rows(measured) if row["implementation"].startswith("octavo ")]
     rows = [row for row in rows if "head" not in row["implementation"]]
     return max(rows, key=lambda row: float(row["ratio_to_bf16"]), default=None)
 
@@ -176,10 +189,9 @@ def _costs(measured: Measured) -> str:
 
 def _tensor_parallel(measured: Measured) -> tuple[Row | None, Row | None]:
     """Return the steps over two ranks, launched kernel by kernel and as a CUDA graph."""
-    launched, graph = (
-        measured.row("distributed", layout=f"tensor 2{how}", implementation=FOLDED) for how in ("", ", graph")
-    )
-    return launched, graph
+    launched = measured.row("distributed", layout="tensor 2", implementation=FOLDED)
+    ranks = launched and launched["ranks"]
+    return launched, measured.row("distributed", layout="tensor 2, graph", implementation=FOLDED, ranks=ranks)
 
 
 def speed(directory: Path) -> str:
@@ -213,7 +225,7 @@ def _images(measured: Measured) -> Speeds:
 
 
 def _sharded(measured: Measured) -> Speeds:
-    rows = measured.rows("distributed", workload="llama-3-8b", layout="data")
+    rows = _having(_sharded_rows(measured), {"layout": "data"})
     own = next((row for row in rows if row["implementation"] == FOLDED), None)
     peer = next((row for row in rows if row["implementation"].startswith(TORCHAO)), None)
     fast = _fastest_sharded(measured)
@@ -232,17 +244,21 @@ def _tensor(measured: Measured) -> Speeds:
 TRAINER = "transformers' Trainer, Qwen3-1.7B blocks"
 
 
+def _trained(measured: Measured, mode: str, implementation: str) -> Row | None:
+    return measured.row("hf", model="qwen3-2048", mode=mode, implementation=implementation)
+
+
 def _trainer(measured: Measured) -> Speeds:
     for mode, title in {"eager": "eager", "torch_compile": "compiled"}.items():
-        peer, own, fast = (measured.row("hf", mode=mode, implementation=name) for name in (TORCHAO, FOLDED, FAST))
+        peer, own, fast = (_trained(measured, mode, name) for name in (TORCHAO, FOLDED, FAST))
         if own:
             yield f"{TRAINER}, {title}", peer, None, own, fast, f"`{_recipe(FAST)}`"
 
 
 def _layer_of_experts(measured: Measured) -> Sequence[Row]:
     """Return the rows of the largest layer of experts."""
-    layers = [rows for _, rows in grouped(measured.rows("moe"), "workload").items() if "kept_mib" in rows[0]]
-    return layers[-1] if layers else ()
+    layers = [rows for rows in grouped(measured.rows("moe"), "workload").values() if "kept_mib" in rows[0]]
+    return max(layers, key=lambda rows: float(rows[0]["kept_mib"]), default=())
 
 
 def _experts(measured: Measured) -> Speeds:
@@ -259,12 +275,15 @@ def memory(directory: Path) -> str:
 
 
 def _sizes(measured: Measured) -> Iterator[Sequence[str]]:
-    for (workload,), rows in grouped(measured.rows("memory"), "workload").items():
+    for workload in (WHOLE, f"largest {WHOLE}"):
+        rows = measured.rows("memory", workload=workload)
+        if not rows:
+            continue
         first, least = rows[0], rows[-1]
         how = f"`{least['implementation']}`"
         if "largest" in workload:
             sizes = (f"{row['parameters'] / 1e9:.1f} B parameters" for row in (first, least))
-            name = f"largest Llama on one {_machine(measured.found['memory'][0])}"
+            name = f"largest Llama on one {_machine(MACHINE)}"
             yield name, *sizes, f"{least['parameters'] / first['parameters']:.1f} x", how
         elif first is not least:
             name = f"Llama of {first['parameters'] / 1e9:.1f} B parameters, AdamW"
@@ -272,9 +291,9 @@ def _sizes(measured: Measured) -> Iterator[Sequence[str]]:
 
 
 def _peaks(measured: Measured) -> Iterator[Sequence[str]]:
-    pairs = {TRAINER: [measured.row("hf", mode="eager", implementation=name) for name in (BF16, FOLDED)]}
-    keys = {"workload": "llama-3-8b", "layout": "data"}
-    pairs[f"{SHARDED}, per GPU"] = [measured.row("distributed", **keys, implementation=name) for name in (BF16, FOLDED)]
+    sharded = {row["implementation"]: row for row in _having(_sharded_rows(measured), {"layout": "data"})}
+    pairs = {TRAINER: [_trained(measured, "eager", name) for name in (BF16, FOLDED)]}
+    pairs[f"{SHARDED}, per GPU"] = [*map(sharded.get, (BF16, FOLDED))]
     for name, (bf16, own) in pairs.items():
         if bf16 and own:
             yield name, *_gib(bf16["peak_gib"], own["peak_gib"]), f"`{_recipe(FOLDED)}`"
@@ -347,8 +366,8 @@ def _recipe(implementation: str) -> str:
     return implementation.removeprefix("octavo ").removesuffix(" (as planned)")
 
 
-def _machine(result: Result) -> str:
-    return result.hardware.removeprefix("nvidia-").upper()
+def _machine(hardware: str) -> str:
+    return hardware.removeprefix("nvidia-").upper()
 
 
 def _parameters(model: str) -> str:

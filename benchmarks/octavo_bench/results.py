@@ -1,6 +1,8 @@
 """Result files: measurements with machine, software and command. All figures in README and docs come from one.
 
-A result is `benchmarks/results/<date>-<hardware>-<kind>.json`, the newest of a kind `latest/<kind>.json` too.
+A result is `benchmarks/results/<date>-<hardware>-<kind>.json`. Rows of a file are a session if they have the same
+values of their kind's session keys: a ratio to BF16 is that of one session. Tables show the newest session that is not
+partial: one is partial if an earlier session has its cases and more.
 """
 
 from __future__ import annotations
@@ -8,23 +10,85 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo._util import config_reader
 from octavo._util.files import write_text
 from octavo.errors import ConfigError, RunError, did_you_mean
-
-if TYPE_CHECKING:
-    from octavo_bench.kind import Kind
+from octavo_bench import cli
 
 Row = dict[str, Any]
 """One row of a result."""
 PAPER = "paper"
 """The hardware of results that are computed."""
+Key = tuple[Any, ...]
+"""Values of a session's keys, or of what names a case."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Schema:
+    """The rows of a kind of measurement."""
+
+    name: str
+    """Name of the kind in result files."""
+    keys: Mapping[str, type]
+    """Keys that every row must have. Others are kept, and read where a column shows them."""
+    may_fail: bool = True
+    """Rows may have `error`, a text, in place of their figures: a failure is a result."""
+    session: tuple[str, ...] = ("workload", "model", "tokens")
+    """Keys whose values the rows of a session share; `hardware` is that of the file."""
+
+    def case(self, row: Row) -> Key:
+        """Return what tells a row from the others of its session."""
+        return tuple(row.get(key) for key, kind in self.keys.items() if kind is not float)
+
+    def session_of(self, row: Row, result: Result) -> Key:
+        """Return the values that a row of a result shares with the rest of its session."""
+        values = {"hardware": result.hardware} | row
+        return tuple(values.get(key) for key in self.session)
+
+    def sessions(self, result: Result) -> dict[Key, list[Row]]:
+        """Return the rows of a result by session."""
+        found: dict[Key, list[Row]] = {}
+        for row in result.rows:
+            found.setdefault(self.session_of(row, result), []).append(row)
+        return found
+
+    def missing(self, newer: Iterable[Row], older: Iterable[Row]) -> list[Key]:
+        """Return the cases that a partial session lacks: those of an older one, if it has all of the newer and more."""
+        cases = {self.case(row) for row in newer}
+        before = [*dict.fromkeys(map(self.case, older))]
+        return [case for case in before if case not in cases] if cases <= {*before} else []
+
+    def check(self, row: Row, where: str) -> None:
+        """Raise `ConfigError` if a row lacks a key, or has a figure of another type or one that is not finite."""
+        required = self.keys
+        if self.may_fail and "error" in row:
+            required = {"error": str, **{key: kind for key, kind in self.keys.items() if kind is str}}
+        for key, kind in required.items():
+            if key not in row:
+                raise ConfigError(f"{where}: the key '{key}' is missing.{did_you_mean(key, row)}")
+            value, accepted = row[key], int | float if kind is float else kind
+            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+                raise ConfigError(f"{where}: '{key}' must be {kind.__name__}, got {value!r}.")
+        for key, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{where}: '{key}' is {value}. A figure must be finite.")
+
+
+@cache
+def schemas() -> dict[str, Schema]:
+    """Return the schema of every kind by name, in the order of the commands, whose files define them."""
+    files = dict.fromkeys(place.partition(":")[0] for place in cli.COMMANDS.values())
+    found = [value for name in files for value in vars(import_module(f"octavo_bench.{name}")).values()]
+    return {schema.name: schema for schema in found if isinstance(schema, Schema)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +109,7 @@ class Result:
     """One row per measured case, with the keys of its kind and any others."""
 
     def __post_init__(self) -> None:
-        kind = _kind(self.kind)
+        schema = _schema(self.kind)
         if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date):
             raise ConfigError(f"result: the date '{self.date}' is not written YYYY-MM-DD.")
         if self.hardware != slug(self.hardware):
@@ -53,7 +117,7 @@ class Result:
         if not self.rows:
             raise ConfigError("result: there are no rows. A result without a measurement is not written.")
         for index, row in enumerate(self.rows):
-            kind.check(row, f"result of kind '{self.kind}': rows[{index}]")
+            schema.check(row, f"result of kind '{self.kind}': rows[{index}]")
 
     @property
     def file_name(self) -> str:
@@ -75,10 +139,8 @@ class Result:
         return "\n".join([measured, "", *fold])
 
 
-def _kind(name: str) -> Kind:
-    from octavo_bench.kind import kinds  # which imports this file
-
-    known = kinds()
+def _schema(name: str) -> Schema:
+    known = schemas()
     if name not in known:
         raise ConfigError(f"result: unknown kind '{name}'.{did_you_mean(name, known)} Known kinds: {', '.join(known)}.")
     return known[name]
@@ -92,22 +154,17 @@ def failure(error: Exception) -> str:
 def write(result: Result, directory: Path) -> Path:
     """Write `result` under `directory` and return its path.
 
-    One of the same name is replaced, but for its rows of other workloads or models: those stay, if the software is the
-    same. `latest/<kind>.json` follows unless it holds a later day. Each file appears whole or not at all.
+    A file of the same name keeps its other sessions (see `merge`). The file appears whole or not at all.
 
     Raises:
-        ConfigError: the file of that name, or `latest/<kind>.json`, exists and is not a result.
+        ConfigError: the file of that name exists, and is not a result or cannot be merged.
         RunError: it could not be written.
     """
-    before = load(directory / result.file_name) if (directory / result.file_name).exists() else None
-    if before is not None and before.versions == result.versions:
-        result = merge(before, result)
-    text = json.dumps(config_reader.to_dict(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     path = directory / result.file_name
-    latest = directory / "latest" / f"{result.kind}.json"
-    superseded = latest.exists() and load(latest).date > result.date
-    for target in [path] if superseded else [path, latest]:
-        write_text(target, text, RunError, mkdir=True)
+    if path.exists():
+        result = merge(load(path), result)
+    text = json.dumps(config_reader.to_dict(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_text(path, text, RunError, mkdir=True)
     return path
 
 
@@ -125,20 +182,27 @@ def made_today(
 
 
 def merge(older: Result, newer: Result) -> Result:
-    """Return `newer` with the rows of `older` that `newer` does not measure: one file per day.
+    """Return `newer` with the sessions of `older` that `newer` does not measure: one file per day.
 
-    Rows of one workload, or of one model and length of training, are never mixed: they compare only within a session.
+    Rows of two sessions with the same keys are never mixed, as they compare only within a session.
 
     Raises:
-        ConfigError: they are of another kind, day, machine or software, so that one file cannot stand for both.
+        ConfigError: they are of another kind, day, machine or software, so that one file cannot stand for both; or a
+            partial session would replace one with more cases.
     """
     for field in ("kind", "date", "hardware", "versions"):
-        before, now = getattr(older, field), getattr(newer, field)
-        if before != now:
-            raise ConfigError(f"result: {field} was {before!r} and is {now!r}: these cannot be one file.")
-    keys = _kind(newer.kind).session
-    measured = {tuple(row.get(key) for key in keys) for row in newer.rows}
-    kept = tuple(row for row in older.rows if tuple(row.get(key) for key in keys) not in measured)
+        was, now = getattr(older, field), getattr(newer, field)
+        if was != now:
+            raise ConfigError(f"result: {field} was {was!r} and is {now!r}: these cannot be one file.")
+    schema = _schema(newer.kind)
+    before, measured = schema.sessions(older), schema.sessions(newer)
+    for key in before.keys() & measured.keys():
+        if missing := schema.missing(measured[key], before[key]):
+            raise ConfigError(
+                f"result: of this session, {newer.file_name} has {len(missing)} rows more, which would be lost: "
+                f"{'; '.join(' '.join(map(str, case)) for case in missing)}. Measure all, or write elsewhere."
+            )
+    kept = tuple(row for row in older.rows if schema.session_of(row, older) not in measured)
     if not kept:
         return newer
     command = "; ".join(dict.fromkeys(f"{older.command}; {newer.command}".split("; ")))
@@ -157,45 +221,47 @@ def load(path: Path) -> Result:
         raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
 
 
+def every(kind: str, directory: Path) -> list[Result]:
+    """Return all results of `kind` under `directory`, the newest first."""
+    found = (load(path) for path in directory.glob(f"*-{kind}.json"))
+    own = (result for result in found if result.kind == kind)
+    return sorted(own, key=lambda result: (result.date, result.hardware), reverse=True)
+
+
 def latest(kind: str, directory: Path) -> Result | None:
-    """Return the newest result of `kind` under `directory`, or None where it was never measured."""
-    path = directory / "latest" / f"{kind}.json"
-    return load(path) if path.exists() else None
-
-
-def history(kind: str, directory: Path) -> list[Result]:
-    """Return the results of `kind` on the machine of the newest, the newest first."""
-    found = latest(kind, directory)
-    if found is None:
-        return []
-    older = (load(path) for path in directory.glob(f"*-{found.hardware}-{kind}.json") if path.name != found.file_name)
-    return [found, *sorted(older, key=lambda result: result.date, reverse=True)]
+    """Return the newest result of `kind` under `directory`, or None if it was never measured."""
+    return next(iter(every(kind, directory)), None)
 
 
 def newest(kind: str, directory: Path) -> list[Result]:
-    """Return the newest rows of each session, as the keys of the kind define it, in their results, newest first."""
-    keys = _kind(kind).session
-    found: list[Result] = []
-    known: set[tuple[Any, ...]] = set()
-    for result in history(kind, directory):
-        named = [(tuple(row.get(key) for key in keys), row) for row in result.rows]
-        if rows := tuple(row for session, row in named if session not in known):
-            found.append(dataclasses.replace(result, rows=rows))
-            known |= {session for session, _ in named}
-    return found
+    """Return the newest session with the same keys that is not partial, as results with these rows, the newest first.
+
+    A session is partial if an earlier one has its cases and more.
+    """
+    schema, found = _schema(kind), every(kind, directory)
+    shown: dict[Key, list[Row]] = {}
+    for result in reversed(found):
+        for key, rows in schema.sessions(result).items():
+            if key not in shown or not schema.missing(rows, shown[key]):
+                shown[key] = rows
+    whole = {id(row) for rows in shown.values() for row in rows}
+    parts = ((result, tuple(row for row in result.rows if id(row) in whole)) for result in found)
+    return [dataclasses.replace(result, rows=rows) for result, rows in parts if rows]
 
 
-def current(kind: str, directory: Path) -> list[Result]:
-    """Return the newest result of `kind`, if there is any."""
-    found = latest(kind, directory)
-    return [found] if found else []
+def partial(path: Path) -> list[str]:
+    """Return the files that tables show in place of rows of this file: those with more cases of the same sessions."""
+    own = load(path)
+    sessions = _schema(own.kind).sessions
+    shown = newest(own.kind, path.parent)
+    earlier = [result for result in shown if (result.date, result.hardware) < (own.date, own.hardware)]
+    return [result.file_name for result in earlier if sessions(result).keys() & sessions(own).keys()]
 
 
-def latest_by_hardware(kind: str, directory: Path) -> list[Result]:
-    """Return the newest result of `kind` of each machine under `directory`, the newest first."""
-    found = sorted((load(path) for path in directory.glob(f"*-{kind}.json")), key=lambda result: result.date)
-    newest = {result.hardware: result for result in found if result.kind == kind}
-    return sorted(newest.values(), key=lambda result: (result.date, result.hardware), reverse=True)
+def on_one_machine(kind: str, directory: Path) -> list[Result]:
+    """Return the results of `kind` on the machine of the newest, the newest first."""
+    found = every(kind, directory)
+    return [result for result in found if result.hardware == found[0].hardware]
 
 
 def today() -> str:

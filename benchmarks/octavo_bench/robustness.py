@@ -294,7 +294,7 @@ def _names(words: Sequence[str], ended: Ended) -> bool:
     flags = [word.lstrip("-").partition("=") for word in words[1:]]
     parts = {*words[1:], *(part for flag, _, value in flags for part in (flag, flag.rpartition(".")[2], value))} - {""}
     shown = {start.casefold() for part in parts for start in (part[:40], ascii(part)[1:-1][:40])}
-    is_missing = any(said in text for said in ("requires", "no run given", "nothing to train", "unused tokens"))
+    is_missing = any(said in text for said in ("requires", "no run given", " is missing. `octavo ", "argument: ''"))
     return is_missing or any(start in text for start in shown)
 
 

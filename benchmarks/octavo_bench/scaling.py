@@ -121,7 +121,7 @@ def _with_rates(name: str, scheme: Scheme, directory: Path) -> Scheme:
 
 def _step_rates(scheme: Scheme, directory: Path) -> dict[str, float]:
     """Return rates from the step of a stack of blocks: operations and values by the milliseconds they took."""
-    rows = [row for result in results.history("step", directory) for row in result.rows]
+    rows = [row for result in results.on_one_machine("step", directory) for row in result.rows]
     row = next((r for r in rows if (r["workload"], r["implementation"]) == (STACK, scheme.implementation)), None)
     if row is None or not {"gemm_ms", "attention_ms", "elementwise_ms", "shape"} <= row.keys():
         return {}
@@ -144,8 +144,7 @@ def _stack(shape: Mapping[str, Any]) -> tuple[ModelConfig, int, int]:
 
 
 def _optimizer_rate(scheme: Scheme, directory: Path) -> dict[str, float]:
-    result = results.latest("optimizer", directory)
-    for row in () if result is None else result.rows:
+    for row in (row for result in results.newest("optimizer", directory) for row in result.rows):
         if (row["states"], row.get("weight")) == (scheme.states, scheme.weight) and "ms_clipped" in row:
             return {"optimizer_ps": row["ms_clipped"] * 1e9 / row["parameters"]}
     return {}

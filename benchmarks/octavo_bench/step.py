@@ -28,7 +28,7 @@ from octavo.models.flops import datasheet_tflops
 from octavo.monitor.system import SystemProbe
 from octavo.train.profile import Profile, profile
 from octavo.train.timing import milliseconds, warm_up
-from octavo_bench import rates, results
+from octavo_bench import rates
 from octavo_bench.implementations import BF16, TORCHAO, Implementation, implementations
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
 from octavo_bench.rates import floor_ms
@@ -118,7 +118,6 @@ KIND = Kind(
     ),
     names=2,
     show=by_workload,
-    select=results.newest,
 )
 
 

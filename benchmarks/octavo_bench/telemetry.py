@@ -17,7 +17,6 @@ from octavo.kernels.sample import STATS
 from octavo.nn import telemetry_ops
 from octavo.nn.telemetry import Telemetry
 from octavo.train.timing import milliseconds, warm_up
-from octavo_bench import results
 from octavo_bench.implementations import implementations
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
 from octavo_bench.render import figures
@@ -49,7 +48,7 @@ KIND: Kind = Kind(
     names=2,
     told=(("pairs", "{pairs}"),),
     show=lambda rows: figures(KIND.columns, rows, every=True),
-    select=results.latest_by_hardware,
+    session=("hardware",),
     may_fail=False,
 )
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import octavo
+import octavo_bench
 from octavo.errors import ConfigError, RunError
 from octavo_bench import results
 from octavo_bench.readme import Measured
@@ -41,7 +45,7 @@ def test_latest_is_the_newest_day_whatever_the_order_of_writing(tmp_path: Path) 
     results.write(parity(date="2026-11-21", command="old"), tmp_path)
     newest = results.latest("parity", tmp_path)
     assert newest is not None and newest.command == "new"
-    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert len(list(tmp_path.rglob("*.json"))) == 2  # each is stored once
 
 
 def test_each_workload_has_its_newest_session(tmp_path: Path) -> None:
@@ -82,6 +86,71 @@ def test_ranks_and_layouts_are_sessions_of_their_own(tmp_path: Path) -> None:
         [(2, "data"), (2, "data, graph")],
         [(4, "data")],
     ]
+
+
+ARMS = "bf16", "torchao tensorwise", "octavo folded", "octavo block"
+
+
+def measured(date: str, *arms: str, workload: str = "a", hardware: str = "nvidia-h200") -> results.Result:
+    figures = {"ms": 1.0, "ratio_to_bf16": 1.0, "peak_gib": 1.0}
+    rows = tuple({"workload": workload, "implementation": arm, **figures} for arm in arms)
+    return parity(kind="step", date=date, hardware=hardware, rows=rows)
+
+
+def shown(directory: Path) -> list[tuple[str, str, int]]:
+    """Return date, machine and rows of the sessions that tables show."""
+    return [(result.date, result.hardware, len(result.rows)) for result in results.newest("step", directory)]
+
+
+def test_a_partial_session_hides_no_whole_one(tmp_path: Path) -> None:
+    results.write(measured("2026-11-20", *ARMS), tmp_path)
+    results.write(measured("2026-11-21", *ARMS[:2]), tmp_path)
+    results.write(measured("2026-11-22", *ARMS[1:], hardware="nvidia-h100"), tmp_path)
+    results.write(measured("2026-11-22", "bf16", workload="b"), tmp_path)
+    assert shown(tmp_path) == [("2026-11-22", "nvidia-h200", 1), ("2026-11-20", "nvidia-h200", 4)]
+    results.write(measured("2026-11-23", *ARMS), tmp_path)
+    assert shown(tmp_path) == [("2026-11-23", "nvidia-h200", 4), ("2026-11-22", "nvidia-h200", 1)]
+
+
+def test_a_session_with_another_case_is_not_partial(tmp_path: Path) -> None:
+    results.write(measured("2026-11-20", *ARMS), tmp_path)
+    results.write(measured("2026-11-21", "bf16", "octavo folded", "octavo delayed"), tmp_path)
+    assert shown(tmp_path) == [("2026-11-21", "nvidia-h200", 3)]
+
+
+def test_a_partial_session_of_the_day_does_not_replace_the_whole_one(tmp_path: Path) -> None:
+    path = results.write(measured("2026-11-20", *ARMS), tmp_path)
+    before = path.read_text()
+    with pytest.raises(ConfigError, match=r"has 2 rows more, .*: a octavo folded; a octavo block\. Measure all"):
+        results.write(measured("2026-11-20", *ARMS[:2]), tmp_path)
+    assert path.read_text() == before
+    again = measured("2026-11-20", *reversed(ARMS))
+    assert results.load(results.write(again, tmp_path)) == again
+
+
+def test_results_of_other_software_are_not_replaced(tmp_path: Path) -> None:
+    path = results.write(measured("2026-11-20", *ARMS), tmp_path)
+    before = path.read_text()
+    with pytest.raises(ConfigError, match="versions was"):
+        results.write(replace(measured("2026-11-20", *ARMS), versions={"torch": "2.13.0"}), tmp_path)
+    assert path.read_text() == before
+
+
+def test_no_figure_of_the_repository_is_stored_twice() -> None:
+    directory = Path(__file__).parents[2] / "benchmarks" / "results"
+    files = [*directory.rglob("*.json")]
+    assert files and len({path.read_bytes() for path in files}) == len(files)
+    for path in files:
+        results.load(path)
+
+
+def test_kinds_build_on_results_and_not_the_other_way() -> None:
+    places = [str(Path(module.__path__[0]).parent) for module in (octavo, octavo_bench)]
+    program = (
+        f"import sys; sys.path[:0] = {places}; import octavo_bench.results; print('octavo_bench.kind' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_a_later_mode_hides_no_earlier_one(tmp_path: Path) -> None:

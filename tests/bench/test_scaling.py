@@ -1,6 +1,5 @@
 """The study as a whole: rates from results, assumptions from a file, rows, tables and the command."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -202,5 +201,5 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     with pytest.raises(SystemExit) as code:
         main(["bench", "scaling", f"{tmp_path}/few.toml", "--results", f"{tmp_path}/in", "--write", f"{tmp_path}/out"])
     assert code.value.code == 0 and "times BF16's speed" in capsys.readouterr().out
-    written = json.loads((tmp_path / "out/latest/scaling.json").read_text())
-    assert written["hardware"] == "paper" and written["command"] == "octavo bench scaling few.toml"
+    written = results.latest("scaling", tmp_path / "out")
+    assert written is not None and (written.hardware, written.command) == ("paper", "octavo bench scaling few.toml")

@@ -12,7 +12,7 @@ from cyclopts import App
 from octavo.cli import bench as command
 from octavo.errors import ConfigError, UnsupportedError
 from octavo_bench import kernels as bench_kernels
-from octavo_bench import results, telemetry
+from octavo_bench import results, stress, telemetry
 from octavo_bench.kind import Output
 from octavo_bench.results import Row
 
@@ -42,7 +42,7 @@ def test_gemm_and_kernels_print_json(octavo: Octavo, tmp_path: Path, capsys: pyt
     assert {row["shape"] for row in json.loads(capsys.readouterr().out)} == {"16x16x32"}
     assert octavo(f"bench kernels --only transpose --device cpu --repeats 1 --json --write {tmp_path}") == 0
     assert {row["kernel"] for row in json.loads(capsys.readouterr().out)} == {"transpose"}
-    assert {path.name for path in (tmp_path / "latest").iterdir()} == {"gemm.json", "kernels.json"}
+    assert {results.load(path).kind for path in tmp_path.glob("*.json")} == {"gemm", "kernels"}
 
 
 def test_what_failed_is_written_and_the_exit_code_is_1(
@@ -94,6 +94,25 @@ def test_outside_the_repository_a_message_says_where_the_benchmarks_are(
     command.add_bench(app)
     with pytest.raises(UnsupportedError, match="clone the repository"):
         app(["bench", "step", "--only", "x"], exit_on_error=False, print_error=False)
+
+
+def test_who_measures_a_part_is_told_what_tables_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(*recipes: str) -> Iterator[Row]:
+        shape = {"case": "outliers", "nonfinite": 0}
+        yield from ({**shape, "recipe": recipe} for recipe in recipes)
+
+    output = Output(write=tmp_path)
+    monkeypatch.setattr(results, "today", lambda: "2026-11-20")
+    output.keep(stress.KIND, rows("folded", "block"), device="cpu")
+    assert "tables" not in capsys.readouterr().err
+    monkeypatch.setattr(results, "today", lambda: "2026-11-21")
+    output.keep(stress.KIND, rows("folded"), device="cpu")
+    [whole] = tmp_path.glob("2026-11-20-*.json")
+    assert f"tables still show {whole.name}, which has more cases of this session" in capsys.readouterr().err
+    output.keep(stress.KIND, rows("folded", "block"), device="cpu")
+    assert "tables" not in capsys.readouterr().err
 
 
 def test_rows_of_a_measurement_that_was_stopped_replace_no_result(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from octavo import __version__, recipes
 from octavo.cli.main import COMMANDS, main
 from octavo.errors import ConfigError
-from octavo.kernels.devices import GPUS
+from octavo.kernels.devices import GPUS, H100
 
 Done = subprocess.CompletedProcess[str]
 Octavo = Callable[..., Done]
@@ -230,6 +231,36 @@ def test_interrupting_says_how_to_continue(octavo: Octavo, tiny: list[str], tmp_
     assert not list(checkpoints.glob(".*"))
 
 
+@pytest.mark.parametrize(
+    ("flags", "flag", "other"),
+    [
+        ("", "", "block"),
+        ("--recipe block", " --format plain", "folded"),  # blocks span layers of this width
+        ("--recipe rowwise_bf16_fprop", " --format plain", "folded"),  # no fprop in FP8
+        ("--recipe folded --weights fp8", "", None),  # other recipes cannot compute with its codes
+        ("--recipe mxfp8 --lora.rank 2", " --format plain", "folded"),
+        ("--recipe folded --model.architecture moe --min-gain 9", None, "block"),
+    ],
+)
+def test_the_commands_that_a_run_suggests_work(
+    octavo: Octavo, tiny: list[str], tmp_path: Path, flags: str, flag: str | None, other: str | None
+) -> None:
+    run = tmp_path / "run"
+    text = octavo(*tiny, "--no-twin", "--steps", "2", *flags.split()).stdout.partition("\nNext\n")[2]
+    commands = [shlex.split(line[22:])[1:] for line in text.partition("\n\n")[0].splitlines()]
+    exports = [" ".join(command) for command in commands if command[0] == "export"]
+    assert exports == ([] if flag is None else [f"export {run}{flag}"])
+    recipes = [command[command.index("--recipe") + 1] for command in commands if "--recipe" in command]
+    assert recipes == ([] if other is None else [other])
+    for command in commands:
+        if command[0] != "dashboard":  # which ends only when stopped
+            done = octavo(*command)
+            assert done.returncode == 0, (command, done.stderr)
+    again = octavo("train", str(run), "--resume", "--steps", "5").stdout
+    assert f"export {run}{flag} --overwrite\n" in again if flag is not None else " export " not in again
+    assert f"{run}-{other}\n" not in again  # which is there
+
+
 def test_plan_shows_every_linear_layer(octavo: Octavo) -> None:
     done = octavo("plan", "--preset", "tiny", "--recipe", "block", "--device", "cpu")
     assert done.returncode == 0, done.stderr
@@ -248,6 +279,28 @@ def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
     assert "no FP8 tensor cores" in octavo("plan", "--preset", "tiny", "--gpu", "a100").stdout
     choices = re.search(r"--gpu +.*?\[choices: ([^\]]*)\]", octavo("plan", "--help").stdout, re.S)
     assert choices is not None and re.split(r"[\s,|│]+", choices[1].strip(" │")) == [*GPUS]
+
+
+def test_predicted_memory_is_that_of_a_named_gpu(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command = "plan", "--preset", "tiny", "--memory"
+    assumed = octavo(*command).stdout
+    assert "parameters in memory on h200\n" in assumed and assumed.endswith(
+        "\nno GPU here: predicted for `--gpu h200`\n"
+    )
+    named = octavo(*command, "--gpu", "h100").stdout
+    assert "parameters in memory on h100\n" in named and "no GPU here" not in named
+    assert json.loads(octavo(*command, "--json").stdout)["device"] == "h200"
+    refused = octavo(*command, "--gpu", "a100")
+    assert refused.returncode == 2 and "memory is predicted for h100, h200" in refused.stderr
+
+
+def test_the_gpu_decides_which_layers_memory_is_predicted_for(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = H100._replace(copy=1e9, row=1e9)  # quantising is free: small layers gain too
+    command = "plan", "--preset", "tiny", "--dim", "512", "--batch", "64", "--no-twin", "--memory", "--json"
+    before = json.loads(octavo(*command, "--gpu", "h100").stdout)
+    monkeypatch.setitem(GPUS, "h100", GPUS["h100"]._replace(rates=fast))
+    assert json.loads(octavo(*command, "--gpu", "h100").stdout)["activations_gib"] != before["activations_gib"]
 
 
 def test_plan_of_a_model_of_ones_own(octavo: Octavo, tmp_path: Path) -> None:
@@ -290,6 +343,26 @@ def test_reasons_of_a_plan_have_lines_of_their_own_in_a_narrow_terminal(
     head = next(line for line in shown[160] if line.startswith("lm_head"))
     assert "output head: " in head and f"    {head[head.index('output head') :]}" in shown[80]
     assert max(map(len, shown[80])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("export", "RUN is missing. `octavo export --help` explains it.\n"),
+        ("dump run", "--to is missing. `octavo dump --help` explains it.\n"),
+        ("bench phases --steps", "--steps requires an argument"),
+        ("plan run.toml x y", "octavo plan: unexpected arguments: 'x', 'y'.\n"),
+        ("exprt", "there is no command 'exprt'. Did you mean 'export'? Commands: plan, train, "),
+        ("bench stp", 'Did you mean "step"?'),
+        ("plan", "no run given: name a run file, a preset with --preset (demo, "),
+        ("doctor --only vresions", "Did you mean 'versions'? Checks: versions, packages, "),
+        ("report nowhere", "no run found. Name the directory of a run"),
+    ],
+)
+def test_a_wrong_command_line_is_told_what_to_do(octavo: Octavo, line: str, message: str) -> None:
+    done = octavo(*line.split())
+    assert done.returncode in (1, 2) and done.stdout == ""
+    assert done.stderr.startswith("octavo: error: ") and message in done.stderr
 
 
 def test_help_lists_commands_in_the_order_of_their_use() -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from octavo.conversion import gain
 from octavo.kernels.devices import H200
 from octavo.recipes import load
+from octavo_bench import results
 
 predicted_gain = functools.partial(gain.predicted_gain, rates=H200)
 
@@ -108,9 +108,9 @@ def test_fast_accumulation_speeds_up_the_products_that_have_it() -> None:
 
 
 def test_the_gain_of_experts_is_near_that_measured():
-    results = Path(__file__).parents[2] / "benchmarks/results/latest/moe.json"
+    measured = results.newest("moe", Path(__file__).parents[2] / "benchmarks/results")
     found = {}
-    for row in json.loads(results.read_text())["rows"]:
+    for row in (row for result in measured for row in result.rows):
         shape = re.fullmatch(r"(\d+) x (\d+) x (\d+), top (\d+), (\d+) tokens", row["workload"])
         recipe = row["implementation"].removeprefix("octavo ")
         if shape and recipe in ("folded", "folded_fast"):

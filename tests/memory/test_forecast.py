@@ -1,7 +1,6 @@
 """Forecasts against peaks measured on a GPU, in the committed result of `octavo bench step`."""
 
 import copy
-import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +19,26 @@ from octavo.errors import ConfigError
 from octavo.kernels import dispatch
 from octavo.memory import Forecast, Program, forecast
 from octavo.memory.forecast import WORKSPACE_OF_CUBLAS, largest
+from octavo.memory.timeline import Kind
 from octavo.models.llama import Llama
+from octavo_bench import results
 from octavo_bench.implementations import implementations
 from octavo_bench.workloads import WORKLOADS, build
 
-STEP = Path(__file__).parents[2] / "benchmarks/results/latest/step.json"
-ROWS = {(r["workload"], r["implementation"]): r for r in json.loads(STEP.read_text(encoding="utf-8"))["rows"]}
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+STEPS = (row for result in results.newest("step", RESULTS) for row in result.rows)
+ROWS = {(row["workload"], row["implementation"]): row for row in STEPS}
+
+
+def test_a_small_forecast_is_shown_in_mib() -> None:
+    kinds: dict[Kind, int] = {"weights": 3 * 2**18, "workspace": 2**26}
+    small, large = (Forecast({kind: n * size for kind, size in kinds.items()}, 0, 1, gpus=2) for n in (1, 1000))
+    assert str(small).splitlines() == [
+        "weights           0.75 MiB",
+        "workspace        64.00 MiB",
+        "peak             64.75 MiB allocated on each of 2 GPUs",
+    ]
+    assert str(large).splitlines()[-1] == "peak             63.23 GiB allocated on each of 2 GPUs"
 
 
 @pytest.mark.parametrize(

@@ -520,6 +520,43 @@ def test_masters_are_read_as_of_the_last_write_to_their_weights(read):
     assert torch.equal(optimizer.master_weights()[0], torch.full((16, 256), 2.0))
 
 
+@pytest.mark.parametrize("states", TIERS)
+def test_weights_whose_data_is_assigned_are_stepped_from(states):
+    weight = nn.Parameter(torch.randn(16, 256).bfloat16())
+    optimizer = AdamW([weight], lr=0.0, states=states, keep=keep_none, weight_decay=0.0)
+    for value in (1.0, 2.0, 3.0):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        for each in (-1.0, value):  # the second may take the memory of the first
+            weight.data = torch.full_like(weight, each)
+        assert torch.equal(optimizer.master_weights()[0], torch.full((16, 256), value))
+    optimizer.step()
+    assert torch.equal(weight, torch.full_like(weight, 3.0))
+
+
+def test_an_assignment_in_the_memory_of_the_former_weight_is_seen():
+    memory = bytearray(16 * 256 * 2)
+
+    def at_one_address(value):
+        tensor = torch.frombuffer(memory, dtype=torch.bfloat16).view(16, 256)
+        return tensor.fill_(value)
+
+    weight = nn.Parameter(at_one_address(1.0))
+    optimizer = _stepped(weight, lr=0.0)
+    address = weight.data_ptr()
+    weight.data = at_one_address(2.0)
+    assert weight.data_ptr() == address
+    assert torch.equal(optimizer.master_weights()[0], torch.full((16, 256), 2.0))
+
+
+def test_weights_that_only_move_keep_their_masters():
+    weight = nn.Parameter(torch.randn(16, 256).bfloat16())
+    optimizer = _stepped(weight)
+    before = optimizer.master_weights()[0]
+    weight.data = weight.data.clone()
+    assert torch.equal(optimizer.master_weights()[0], before) and not torch.equal(before, before.bfloat16().float())
+
+
 def test_weights_written_after_their_optimizer_was_loaded_are_stepped_from():
     weight = nn.Parameter(torch.randn(16, 256).bfloat16())
     _step_from(_stepped(weight).state_dict(), weight, write=2.0)

@@ -15,7 +15,7 @@ from octavo.cli.main import main
 from octavo.data.tokenizer import ByteTokenizer
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.numerics import quantize
-from octavo.serving.run import export_run, tokenizer_files
+from octavo.serving.run import export_flags, export_run, tokenizer_files
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,18 @@ def test_a_run_in_bf16_is_plain(runs, tmp_path):
     assert exported.format == "plain" and not exported.fp8_layers
     written = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(written["lm_head.weight"], checkpoint(runs / "bf16")["model.lm_head.weight"].float())
+
+
+def test_the_flags_of_an_export_are_those_that_it_takes(runs, tmp_path):
+    assert [export_flags(runs / name) for name in ("folded", "fp8 weights", "bf16", "gpt")] == ["", "", "", None]
+    run = shutil.copytree(runs / "folded", tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")  # weights are not read
+    planned = json.loads((run / "plan.json").read_text())
+    for layer in planned["layers"]:  # as if none had gained on the GPU of the run
+        layer["precision"] = "bf16"
+    (run / "plan.json").write_text(json.dumps(planned))
+    (run / "export").mkdir()
+    assert export_flags(run) == " --format plain --overwrite"
 
 
 def test_what_cannot_be_exported(runs, tmp_path):

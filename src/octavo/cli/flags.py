@@ -143,8 +143,7 @@ def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]
     if file is None and preset is None and not settings.get("run", {}).get("start_from"):
         known = ", ".join(["demo", *presets()])
         raise ConfigError(
-            f"nothing to train: name a run file, a preset with --preset ({known}), or with --from the weights to start"
-            " from."
+            f"no run given: name a run file, a preset with --preset ({known}), or the initial weights with --from."
         )
     layers = []
     if preset is not None:

@@ -13,13 +13,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownCommandError, UnusedCliTokensError
 
 from octavo import __version__
 from octavo._util.terminal import printable, say
 from octavo.cli.bench import add_bench
 from octavo.cli.lazy import add_commands
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, did_you_mean
 
 HELP = """Train models in FP8.
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(given, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        _fail(error, str(error), 2)
+        _fail(error, _usage(error), 2)
     except OctavoError as error:
         _fail(error, str(error), error.exit_code)
     except KeyboardInterrupt as error:
@@ -100,6 +100,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         warnings.formatwarning = plain
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: CycloptsError) -> str:
+    """Return what is wrong with a command line, and what to do."""
+    command = " ".join(("octavo", *(error.command_chain or ())))
+    match error:
+        case MissingArgumentError(argument=argument, keyword=None) if argument is not None and not error.tokens_so_far:
+            return f"{argument.name} is missing. `{command} --help` explains it."
+        case UnusedCliTokensError(unused_tokens=[*extra]):
+            return f"{command}: unexpected argument{'s' * (len(extra) > 1)}: {', '.join(map(repr, extra))}."
+        case UnknownCommandError(unused_tokens=[name, *_], command_chain=None | () | []):
+            known = (*COMMANDS, "bench")
+            return f"there is no command '{name}'.{did_you_mean(name, known)} Commands: {', '.join(known)}."
+    return str(error)
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import textwrap
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,7 +60,8 @@ def plan(
     preset
         Preset of `octavo train`. FILE overrides it.
     gpu
-        Plan for this GPU, which need not be here, with the predicted gain of each layer where its rates are known.
+        Plan for this GPU, which need not be here, with the predicted gain of each layer where its rates are known. With
+        --memory: h100 or h200; by default the GPU here, or an H200 where there is none.
     memory
         Predict the peak GPU memory instead, by kind.
     gpus
@@ -76,7 +78,7 @@ def plan(
         return 0
     config = configure(file, preset, settings)
     if memory:
-        return _memory(config, gpus, fits, json_output)
+        return _memory(config, gpu, gpus, fits, json_output)
     _show(_plan(config, gpu), json_output)
     if not json_output:
         _say_recipes(config)
@@ -176,14 +178,17 @@ def _show(planned: Plan, json_output: bool) -> None:
     screen.print("", *footer(planned), sep="\n", markup=False)
 
 
-def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool) -> int:
+def _memory(config: RunConfig, gpu: str | None, gpus: int, fits: float | None, json_output: bool) -> int:
     """Print the forecast; return 1 if no model of these proportions fits."""
+    from octavo.kernels.devices import GPUS
+    from octavo.kernels.dispatch import planning_for
     from octavo.train.memory import forecast_run, largest_model
 
     if fits is not None and not 0 < fits < math.inf:
         raise ConfigError(f"--fits {fits}: must be a positive number of GiB.")
     model, forecast = config.model, None
-    with progress() as report:
+    device = _forecast_for(gpu)
+    with planning_for(device) if device in GPUS else nullcontext(), progress() as report:
         if fits is None:
             forecast = forecast_run(config, gpus=gpus, report=report)
         elif (found := largest_model(config, fits, gpus=gpus, report=report)) is not None:
@@ -192,11 +197,31 @@ def _memory(config: RunConfig, gpus: int, fits: float | None, json_output: bool)
         say(f"no model of these proportions fits {fits} GiB", to_stderr=True)
         return 1
     if json_output:
-        say(json.dumps({"model": asdict(model), **forecast.to_dict()}, indent=1))
+        say(json.dumps({"device": device, "model": asdict(model), **forecast.to_dict()}, indent=1))
     else:
-        layers = quantity(model.layers, "layer")
-        say(f"{layers} of {model.dim}, {forecast.parameters / 1e6:,.1f} M parameters in memory\n\n{forecast}")
+        layers, parameters = quantity(model.layers, "layer"), f"{forecast.parameters / 1e6:,.1f} M parameters"
+        say(f"{layers} of {model.dim}, {parameters} in memory on {device}\n\n{forecast}")
+        if gpu is None and device in GPUS:
+            say(f"\nno GPU here: predicted for `--gpu {device}`")
     return 0
+
+
+def _forecast_for(gpu: str | None) -> str:
+    """Return the GPU of a forecast: the one named, else the one here, else an H200.
+
+    Raises:
+        ConfigError: the one named has no known rates, so which layers gain from FP8 is unknown.
+    """
+    import torch
+
+    from octavo.kernels.devices import GPUS
+
+    if gpu is None:
+        return "cuda" if torch.cuda.is_available() else "h200"
+    if GPUS[gpu].rates is None:
+        known = ", ".join(name for name, each in GPUS.items() if each.rates)
+        raise ConfigError(f"--gpu {gpu}: memory is predicted for {known}. Octavo has not been measured on others.")
+    return gpu
 
 
 def recipes(name: str | None = None, /, *, json_output: JsonOutput = False) -> int:

@@ -65,10 +65,11 @@ def train(
 
 
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool) -> Mapping[str, Any]:
+    from octavo.serving.run import export_flags
     from octavo.train import train as run_training
     from octavo.train.console import ConsoleReporter
 
-    reporter = ConsoleReporter(console(stderr=json_output), program())
+    reporter = ConsoleReporter(console(stderr=json_output), program(), export_flags)
     try:
         return run_training(config, reporters=[reporter], resume=resume, overwrite=overwrite)
     except KeyboardInterrupt as error:

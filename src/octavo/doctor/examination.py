@@ -52,7 +52,8 @@ class Examination:
         known = [check.name for checks in CHECKS.values() for check in checks]
         for name in self.only:
             if name not in known:
-                raise ConfigError(f"--only: unknown check '{name}'.{did_you_mean(name, known)}")
+                near = did_you_mean(name, known)
+                raise ConfigError(f"--only: unknown check '{name}'.{near} Checks: {', '.join(known)}.")
         asked = [check for kind in self.subjects for check in self._checks(kind)]
         if not asked:
             raise ConfigError(f"--only: {', '.join(self.only)}: name a run file, a run or a Python file to check.")

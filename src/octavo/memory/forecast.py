@@ -59,9 +59,10 @@ class Forecast:
         return {"parameters": self.parameters, "gpus": self.gpus, **figures}
 
     def __str__(self) -> str:
-        lines = [f"{kind:<12}{size / GIB:>10.2f} GiB" for kind, size in self.by_kind.items()]
+        unit, scale = ("GiB", GIB) if self.peak >= GIB else ("MiB", 2**20)
+        rows = [*self.by_kind.items(), ("peak", self.peak)]
         where = "a GPU" if self.gpus == 1 else f"each of {self.gpus} GPUs"
-        return "\n".join([*lines, f"{'peak':<12}{self.peak / GIB:>10.2f} GiB allocated on {where}"])
+        return "\n".join(f"{name:<12}{size / scale:>10.2f} {unit}" for name, size in rows) + f" allocated on {where}"
 
 
 SHARES = {"building the model": 0.0, "first step": 0.3, "second step": 0.85}

@@ -3,7 +3,8 @@
 A step never synchronises with the GPU. It can be captured in a CUDA graph after one eager step, with the learning rate
 as a tensor on the GPU, as for PyTorch's capturable optimizers.
 
-Weights that are written between replays are not seen where their master is separate: call `follow_writes` after that.
+Separate masters follow weights that are written between eager steps, by `copy_` under `no_grad` or `weight.data = x`.
+Writes in place through `weight.data` are not seen; those between replays are once `follow_writes` is called.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.coefficients import ParamSettings, StepInputs, coefficients, group_squares
@@ -80,8 +82,8 @@ class Optimizer(torch.optim.Optimizer):
         self._accumulates = False
         self._entries: list[Entry] = []
         self._placed: dict[int, CachedSlot] = {}
-        self._versions: dict[int, int] = {}
-        """Version of each weight that has a separate master, when the two were last known to agree."""
+        self._versions: dict[int, tuple[int, StorageWeakRef]] = {}
+        """Version and storage of each weight that has a separate master, when the two were last known to agree."""
         self._layouts: dict[Layout, Layout] = {}
         """Interned layouts, compared by identity: hashing each one in every step is slow."""
         shared = {"maximize": False, "clip": None, "states": options.states, "gradients": options.gradients}
@@ -307,7 +309,8 @@ class Optimizer(torch.optim.Optimizer):
     def follow_writes(self, entries: Iterable[Entry]) -> None:
         """Update separate masters whose weights were written since the two agreed, by a checkpoint or by hand.
 
-        Called before each eager step, and before masters are read.
+        Called before each eager step, and before masters are read. A write in place through `weight.data`, or through
+        NumPy, is not seen: PyTorch counts none, and comparing values would read all weights in every step.
         """
         for entry in entries if self._versions else ():
             version = _version(entry.parameter)
@@ -468,9 +471,14 @@ class Optimizer(torch.optim.Optimizer):
                 convert.set_values(self, entry, known[entry.number])
 
 
-def _version(parameter: Tensor) -> int:
-    """Return a number that grows with each write to a parameter or to the tensor that stores it."""
-    return parameter._version + stored_weight(parameter)._version
+def _version(parameter: Tensor) -> tuple[int, StorageWeakRef]:
+    """Return a key that changes with each write to a parameter, or to the tensor that stores it.
+
+    `parameter.data = x` leaves the version as it is and changes the storage. The weak reference keeps no memory alive,
+    and equals no later storage, even one at the same address.
+    """
+    stored = stored_weight(parameter)
+    return parameter._version + stored._version, StorageWeakRef(stored.untyped_storage())
 
 
 _SCALED = (

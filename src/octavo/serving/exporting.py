@@ -121,6 +121,15 @@ def served_tensors(
     yield from _Stored(model, format, dtype).tensors()
 
 
+def check(model: nn.Module, format: str = COMPRESSED_TENSORS) -> None:
+    """Raise what `export` would raise of a model, which may be without weights on the meta device.
+
+    Raises:
+        ConfigError, UnsupportedError: as `export`.
+    """
+    _Stored(model, format, torch.bfloat16)
+
+
 class _Stored:
     """Tensors of a model that an export format stores, with their names."""
 

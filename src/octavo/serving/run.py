@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from octavo.conversion import revert
 from octavo.data.bpe import END_OF_DOCUMENT, BPETokenizer
 from octavo.data.chat import ChatFormat
 from octavo.data.tokenizer import ByteTokenizer, Tokenizer
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.nn.lora import merge_lora
 from octavo.recipes import load
-from octavo.serving.exporting import Exported, export
+from octavo.serving.exporting import Exported, check, export
 from octavo.serving.formats import BLOCKS, COMPRESSED_TENSORS
 from octavo.train.config import RunConfig
-from octavo.train.load_run import find, settings_of, states_of
+from octavo.train.load_run import find, settings_of, states_of, without_weights
 from octavo.train.setup import tokenizer_of
 
 
@@ -51,11 +53,38 @@ def export_run(
     more = {"eos_token_id": tokenizer.end_of_document}
     model = states_of(found, config)[0].model
     format = format or format_of(config)
+    _merge(model, config, format)
+    return export(model, directory, format, dtype=dtype, overwrite=overwrite, config=more, texts=texts)
+
+
+def _merge(model: nn.Module, config: RunConfig, format: str) -> None:
+    """Add low-rank updates to the weights, if there are any."""
     if config.lora.rank:
         if format == "plain":  # codes would round the sums
             revert(model)
         merge_lora(model)
-    return export(model, directory, format, dtype=dtype, overwrite=overwrite, config=more, texts=texts)
+
+
+def export_flags(run: Path) -> str | None:
+    """Return the flags with which `octavo export` takes a finished run, or None if no engine supports its model.
+
+    Creates no weights.
+
+    Raises:
+        ConfigError: the files of the run are damaged.
+    """
+    overwrite = " --overwrite" if (run / "export").exists() else ""
+    _, config = without_weights(run)
+    own = format_of(config)
+    for format in (own, "plain"):
+        model, _ = without_weights(run)
+        _merge(model, config, format)
+        try:
+            check(model, format)
+        except (ConfigError, UnsupportedError):
+            continue
+        return ("" if format == own else f" --format {format}") + overwrite
+    return None
 
 
 def format_of(config: RunConfig) -> str:

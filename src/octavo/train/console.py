@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,27 +24,44 @@ from octavo._util.terminal import quantity
 from octavo.guard.alarms import GuardEvent
 from octavo.train import events
 from octavo.train.config import RunConfig
+from octavo.train.setup import trains_with
 from octavo.train.summary import final_report
 
 _ROWS = 12
 SLOW_ON_A_CPU = "CPUs emulate FP8: slower than BF16 here, with the same numerics as on a GPU"
 _WIDTH = 11
 NOT_KNOWN = "-"
+OTHERS = ("folded", "block", "rowwise")
+"""Recipes to try next."""
 
 
 class ConsoleReporter:
     """Writes a run to a terminal or to a file."""
 
-    def __init__(self, console: Console | None = None, program: str = "octavo") -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        program: str = "octavo",
+        export_flags: Callable[[Path], str | None] = lambda run: None,
+    ) -> None:
+        """Write to a console.
+
+        Args:
+            program: how to call `octavo`.
+            export_flags: (directory of a finished run) -> what follows it in `octavo export`, or None if it cannot be
+                exported. By default an export is not suggested.
+        """
         # No markup and no highlighting of measured values.
         self._console = console or terminal.console()
         self._program = program
+        self._export_flags = export_flags
         self._rows: deque[list[str]] = deque(maxlen=_ROWS)
         self._columns: list[str] = []
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._tokens = 0
+        self._config: RunConfig | None = None
         self._speeds: deque[float] = deque(maxlen=_ROWS)
 
     def report(self, event: events.Event) -> None:
@@ -66,7 +85,7 @@ class ConsoleReporter:
                 self._say(f"step {event.step}: checkpoint {event.path}")
             case events.Finished():
                 self.close()
-                final_report(self._console, event, self._program)
+                final_report(self._console, event, self._next(event), self._program)
 
     def close(self) -> None:
         """Leave the table on the screen and restore the cursor."""
@@ -75,6 +94,7 @@ class ConsoleReporter:
             self._live = None
 
     def _start(self, event: events.Started) -> None:
+        self._config = event.config
         run, data = event.config.run, event.config.data
         baseline = " beside BF16" if len(event.models) == 2 else ""
         self._say(
@@ -137,6 +157,25 @@ class ConsoleReporter:
         for row in self._rows:
             table.add_row(*row)
         return Group(table, *([self._progress] if self._progress else []))
+
+    def _next(self, event: events.Finished) -> list[tuple[str, str]]:
+        """Return the commands to continue with, which all work: purpose, and what follows `octavo`."""
+        run = event.directory
+        commands = [("loss and telemetry", f"dashboard {run}"), ("plan per layer", f"plan {run}")]
+        commands.append(("evaluate", f"eval {run}"))
+        if (flags := self._export_flags(run)) is not None:
+            commands.append(("export for serving", f"export {run}{flags}"))
+        commands.append(("train longer", f"train {run} --resume --steps {2 * event.summary['steps']}"))
+        if other := next(self._others(run, event.summary["recipe"]), ""):
+            commands.append(("another recipe", f"train {run} --recipe {other} --out {run}-{other}"))
+        return commands
+
+    def _others(self, run: Path, recipe: str) -> Iterator[str]:
+        """Yield the recipes to try next that this run can be trained with, in a directory that is not there yet."""
+        for other in OTHERS:
+            is_free = other != recipe and not Path(f"{run}-{other}").exists()
+            if is_free and self._config is not None and trains_with(self._config, other):
+                yield other
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)

@@ -167,8 +167,6 @@ class Finished:
     """The lines of `metrics.jsonl`."""
     directory: Path
     """Directory of the run."""
-    architecture: str = "llama"
-    """Architecture of the model."""
 
 
 Event = (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo import recipes
 from octavo._util.config_reader import blaming, read_file
@@ -22,6 +22,9 @@ from octavo.train.config import RunConfig, assemble
 from octavo.train.setup import Setup, convert_as, make_states, policy_of, set_up
 from octavo.train.state_tensors import restore_tensors
 from octavo.train.train_state import TrainState
+
+_ONE_MODEL = {"twin": False, "compile": "off", "start_from": "", "last_share": 0.0}
+"""Settings to load one model: a checkpoint has all weights."""
 
 
 def find(run: Path, step: int | None = None) -> checkpoint.Checkpoint:
@@ -52,9 +55,7 @@ def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, 
         where: the caller, for error messages.
         changes: keys of `run`.
     """
-    own = {"twin": False, "compile": "off", "start_from": "", "last_share": 0.0}  # the checkpoint has all weights
-    run = {**own, **changes}
-    return assemble((str(found.path), found.state["config"]), (where, {"run": run}))
+    return assemble((str(found.path), found.state["config"]), (where, {"run": {**_ONE_MODEL, **changes}}))
 
 
 def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
@@ -83,13 +84,7 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
 
 def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState, plan: Plan | None) -> Plan | None:
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
-    policy = None
-    known = found.run / "plan.json"
-    if known.exists() and plan is not None:
-        with blaming(known):
-            trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
-        stored = policy_of(config, plan.recipe).weights
-        policy = Policy(min_gain=0.0, filter=lambda name, layer: name in trained, weights=stored)
+    policy = _policy_as_trained(found.run, config, plan)
     began = found.state["config"]["run"].get("recipe")
     last = found.state.get("recipe", began)
     if plan is not None and (policy is not None or last != began):
@@ -102,6 +97,31 @@ def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState,
         config = config.with_run(scales=str(scales)) if scales.exists() else config
         plan = convert_as(config, state.model, recipes.load(config.run.recipe), policy=policy)
     return plan
+
+
+def _policy_as_trained(run: Path, config: RunConfig, plan: Plan | None) -> Policy | None:
+    """Return the policy that converts the layers that a run had in FP8; None if it has no plan."""
+    known = run / "plan.json"
+    if plan is None or not known.exists():
+        return None
+    with blaming(known):
+        trained = {layer["name"] for layer in read_file(known)["layers"] if "fp8" in layer["precision"]}
+    stored = policy_of(config, plan.recipe).weights
+    return Policy(min_gain=0.0, filter=lambda name, layer: name in trained, weights=stored)
+
+
+def without_weights(run: Path) -> tuple[nn.Module, RunConfig]:
+    """Return the model of a run on the meta device, with the same layers in FP8 as in training, and its configuration.
+
+    Raises:
+        ConfigError: the configuration is damaged.
+    """
+    config = assemble((str(run / "config.json"), read_file(run / "config.json")), ("", {"run": _ONE_MODEL}))
+    with torch.device("meta"):
+        states, plan = make_states(config, torch.device("meta"))
+        if policy := _policy_as_trained(run, config, plan):
+            convert_as(config, states[0].model, recipes.load(config.run.recipe), policy=policy)
+    return states[0].model, config
 
 
 def _whole_rows(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

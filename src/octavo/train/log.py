@@ -229,8 +229,7 @@ class RunLog:
         summary = summarise(self.config, facts, heldout, _facts(self.setup.corpus), history, memory)
         if ranks.is_first:
             write_json(self.directory / "summary.json", summary)
-        kind = self.config.model.architecture
-        self.emit(events.Finished(summary=summary, history=history, directory=self.directory, architecture=kind))
+        self.emit(events.Finished(summary=summary, history=history, directory=self.directory))
         return summary
 
     def _devices(self) -> str:

@@ -24,7 +24,7 @@ from octavo.data import (
 )
 from octavo.data.chat import ChatFormat
 from octavo.data.loader import Batch
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.models import build
 from octavo.nn.lora import add_lora
 from octavo.train import device as devices
@@ -164,6 +164,17 @@ def convert_as(
     if scales and not _has_stored_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
         scales = None
     return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales)
+
+
+def trains_with(config: RunConfig, recipe: str) -> bool:
+    """Return whether a run can be trained with another recipe. Creates no weights."""
+    changed = config.with_run(recipe=recipe, twin=False, start_from="", last_share=0.0)
+    try:
+        with torch.device("meta"):
+            make_states(changed, torch.device("meta"))
+    except (ConfigError, UnsupportedError):
+        return False
+    return True
 
 
 def _has_stored_scales(plan: Plan) -> bool:

@@ -68,8 +68,15 @@ def _median(history: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def final_report(console: Console, event: Finished, program: str = "octavo") -> None:
-    """Print the loss curves, the results, the next commands and a verdict. `program` is how to call `octavo`."""
+def final_report(
+    console: Console, event: Finished, commands: Sequence[tuple[str, str]], program: str = "octavo"
+) -> None:
+    """Print the loss curves, the results, the next commands and a verdict.
+
+    Args:
+        commands: purpose, and what follows `octavo`.
+        program: how to call `octavo`.
+    """
     curves = {
         f"loss {title}": [
             (line["step"], line[f"loss_{model}"]) for line in event.history if line.get(f"loss_{model}") is not None
@@ -84,7 +91,7 @@ def final_report(console: Console, event: Finished, program: str = "octavo") -> 
     for label, value in _facts(event):
         console.print(f"{label:<22}{value}", markup=False, soft_wrap=True)
     console.print("\nNext", markup=False)
-    for purpose, command in _next(event):
+    for purpose, command in commands:
         console.print(f"  {purpose:<20}{program} {command}", markup=False, soft_wrap=True)
     if said := verdict(event.summary, event.history):
         console.print(f"\n{said}", style="bold", markup=False, soft_wrap=not console.is_terminal)
@@ -169,21 +176,6 @@ def _step_times(summary: Mapping[str, Any]) -> str:
 
 LITTLE = 0.95
 """Time of a step in FP8 relative to BF16 from which its gain is called little."""
-
-
-def _next(event: Finished) -> Sequence[tuple[str, str]]:
-    """Return the commands to continue with: purpose, and what follows `octavo`."""
-    more = 2 * event.summary["steps"]
-    other = "block" if event.summary["recipe"] == "folded" else "folded"
-    served = [("export for serving", f"export {event.directory}")]
-    return [
-        ("loss and telemetry", f"dashboard {event.directory}"),
-        ("plan per layer", f"plan {event.directory}"),
-        ("evaluate", f"eval {event.directory}"),
-        *(served if event.architecture == "llama" else []),
-        ("train longer", f"train {event.directory} --resume --steps {more}"),
-        ("another recipe", f"train {event.directory} --recipe {other} --out {event.directory}-{other}"),
-    ]
 
 
 def _duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from octavo_bench.readme import MACHINE
 from octavo_bench.results import Result
 
 
@@ -14,6 +15,6 @@ def result() -> Callable[..., Result]:
 
     def make(kind: str, *rows: dict[str, Any]) -> Result:
         versions = {"torch": "2.11.0"}
-        return Result(kind=kind, date="2026-11-21", hardware="gpu", versions=versions, command="octavo x", rows=rows)
+        return Result(kind=kind, date="2026-11-21", hardware=MACHINE, versions=versions, command="octavo x", rows=rows)
 
     return make

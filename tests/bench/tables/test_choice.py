@@ -58,9 +58,9 @@ def test_the_largest_model_decides_who_is_inside_the_spread(directory: Path) -> 
     assert "The fastest of them is `folded`." in text
 
 
-def test_a_default_outside_the_spread_is_said(directory: Path) -> None:
-    write(directory, "parity", trained("bf16", 0, 1.0), trained("bf16", 1, 1.001), trained(DEFAULT, 0, 1.1))
-    assert f"Inside that spread: none. The default, `{DEFAULT}`, is outside." in choice(directory)
+def test_a_default_outside_the_spread_is_said(tmp_path: Path) -> None:
+    write(tmp_path, "parity", trained("bf16", 0, 1.0), trained("bf16", 1, 1.001), trained(DEFAULT, 0, 1.1))
+    assert f"Inside that spread: none. The default, `{DEFAULT}`, is outside." in choice(tmp_path)
 
 
 def test_stress_shows_the_noisiest_product(directory: Path) -> None:

@@ -23,4 +23,4 @@ def test_a_measured_table_says_where_its_figures_come_from(result: MakeResult, t
     row = {"model": "124m", "tokens": 1000, "recipe": "bf16", "seed": 0, "heldout_loss": 2.0}
     results.write(result("parity", row), tmp_path)
     text = render("parity", tmp_path)
-    assert "Measured on gpu (torch 2.11.0) with `octavo x`: `2026-11-21-gpu-parity.json`." in text
+    assert "Measured on nvidia-h200 (torch 2.11.0) with `octavo x`: `2026-11-21-nvidia-h200-parity.json`." in text

@@ -45,9 +45,9 @@ def test_check_reports_a_stale_page_and_writing_mends_it(tmp_path: Path) -> None
 
 
 def test_an_invalid_result_is_named(tmp_path: Path) -> None:
-    latest = tmp_path / "benchmarks" / "results" / "latest"
-    latest.mkdir(parents=True)
-    (latest / "step.json").write_text("{}")
+    directory = tmp_path / "benchmarks" / "results"
+    directory.mkdir(parents=True)
+    (directory / "2026-11-21-gpu-step.json").write_text("{}")
     (tmp_path / "README.md").write_text("<!-- table: step -->\n<!-- end -->\n")
     with pytest.raises(ConfigError, match=r"step\.json"):
         bring_up_to_date(tmp_path, check=True)

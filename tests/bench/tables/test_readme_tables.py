@@ -86,6 +86,42 @@ def test_pairs_of_the_parity_study_come_before_those_of_two_seeds(directory: Pat
     assert "| held-out loss, 3 M parameters" in text
 
 
+def test_a_session_without_the_other_libraries_hides_none_with_them(directory: Path, result: MakeResult) -> None:
+    before = readme.headline(directory), readme.speed(directory)
+    few = result("step", step("bf16", 200, 20), step(readme.FOLDED, 50, 18), step("octavo delayed", 90, 18))
+    results.write(replace(few, date="2026-11-22"), directory)
+    assert (readme.headline(directory), readme.speed(directory)) == before
+    more = [step("bf16", 200, 20), step(readme.TORCHAO, 160, 15), step(readme.FOLDED, 80, 18)]
+    more += [step("transformer engine current", 125, 19), step(readme.FAST, 80, 18)]
+    results.write(replace(result("step", *more), date="2026-11-23"), directory)
+    assert "| Llama-3-8B blocks | 1.25 x | 1.60 x | 2.50 x | 2.50 x, `folded_fast` |" in readme.speed(directory)
+
+
+def test_other_machines_are_not_among_those_of_readme(directory: Path, result: MakeResult) -> None:
+    before = readme.headline(directory), readme.speed(directory)
+    slower = [step("bf16", 200, 20), step(readme.TORCHAO, 180, 15), step(readme.FOLDED, 190, 18)]
+    slower += [step("transformer engine current", 170, 19), step(readme.FAST, 180, 18)]
+    results.write(replace(result("step", *slower), date="2026-12-01", hardware="nvidia-h100"), directory)
+    assert (readme.headline(directory), readme.speed(directory)) == before
+
+
+def test_sharded_steps_are_beside_those_over_as_many_ranks(directory: Path, result: MakeResult) -> None:
+    def sharded(ranks: int, implementation: str, ratio: float, gib: float) -> dict[str, Any]:
+        row = {"workload": "llama-3-8b", "layout": "data", "ranks": ranks, "implementation": implementation}
+        return row | {"tokens_per_s_per_gpu": 1.0, "ratio_to_bf16": ratio, "peak_gib": gib, "wire_bytes": 1}
+
+    four = (
+        sharded(4, "bf16", 1, 40),
+        sharded(4, f"{readme.TORCHAO}, FP8 gather", 1.9, 30),
+        sharded(4, readme.FOLDED, 3, 9),
+    )
+    two = sharded(2, "bf16", 1, 80), sharded(2, readme.FOLDED, 1.5, 60)
+    results.write(replace(result("distributed", *four), date="2026-11-20"), directory)
+    results.write(result("distributed", *two), directory)
+    assert "| Llama-3-8B, FSDP2, 2 GPUs |  |  | 1.50 x | 1.50 x, `folded` |" in readme.speed(directory)
+    assert "| Llama-3-8B, FSDP2, per GPU | 80.0 GiB | 60.0 GiB | -25 % | `folded` |" in readme.memory(directory)
+
+
 def test_experts_are_beside_the_fastest_bf16(directory: Path, result: MakeResult) -> None:
     def row(implementation: str, ms: float, kept: float, codes: float) -> dict[str, Any]:
         ratio = {"ratio_to_bf16": 15.0 / ms, "kept_mib": kept, "kept_weight_codes_mib": codes}

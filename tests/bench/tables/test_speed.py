@@ -91,7 +91,7 @@ def test_telemetry_is_shown_of_every_machine_newest_first(result: MakeResult, tm
     for one in (older, cpu, gpu):
         results.write(one, tmp_path)
     text = telemetry.KIND.table(tmp_path)
-    assert text.index("Measured on gpu") < text.index("Measured on cpu") and "older" not in text
+    assert text.index("Measured on nvidia-h200") < text.index("Measured on cpu") and "older" not in text
     assert "| stack | cuda | 16,384 | 224 | 200.00 | 201.00 | +0.50 % | +0.10 to +0.90 % | 2.50 % |" in text
     assert telemetry.KIND.table(tmp_path / "nothing") == ""
 

@@ -395,7 +395,7 @@ class RunReader:
 
     def _open(self) -> sqlite3.Connection:
         if not self.path.is_file():
-            raise StoreError(f"{self.path}: no run found.")
+            raise StoreError(f"{self.path}: no run found. Name the directory of a run of `octavo train`.")
         try:
             connection = self._connect()
             if schema.is_empty(connection):
