@@ -339,12 +339,63 @@ def test_a_change_of_the_formula_is_said(caplog, monkeypatch):
     assert "FusedConfigured.drop.p has changed since octavo.convert" in caplog.text
 
 
+def scaled_mlp(model: nn.Module, x: Tensor) -> Tensor:
+    return model.down(F.silu(model.gate(x)) * model.up(x)) * model.scale
+
+
+class Delegating(FeedForward):
+    """Its attributes are read outside of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_mlp(self, x)
+
+
+def unnamed(forward):
+    return lambda self, x: forward(self, x)
+
+
+class Decorated(Delegating):
+    forward = unnamed(scaled_mlp)
+
+
+@pytest.mark.parametrize("cls", [Delegating, Decorated])
+def test_a_number_that_a_function_reads_for_the_module(cls):
+    model = cls()
+    octavo.convert(model, policy=octavo.Policy(min_features=8))
+    y = model(X)
+    assert isinstance(model, FusedMLP)
+    model.scale = 2.0
+    assert sqnr_db(2 * y.detach(), model(X).detach()) > 35
+
+
+class OfItsLayer(FeedForward):
+    """It reads its position, by which it may compute something else in another layer."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, 1.0 if self.layer_idx < 4 else 0.5)
+
+
+def test_a_module_that_reads_its_position_is_not_fused():
+    model = OfItsLayer(0)
+    octavo.convert(model, policy=octavo.Policy(min_features=8))
+    assert not isinstance(model, FusedMLP) and model.layer_idx == 0
+
+
+@pytest.mark.parametrize("name", ["layer_index", "layer_idx", "block_id", "name"])
 @pytest.mark.parametrize("own", [int, float, str])
-def test_a_block_is_compiled_once_for_all_layers(own):
-    """A layer's number, which `forward` does not read, is none of its settings."""
+def test_a_block_is_compiled_once_for_all_layers(own, name):
+    """A module's position, which `forward` does not read, is none of its settings."""
     blocks = [Configured() for _ in range(3)]
     for i, block in enumerate(blocks):
-        block.layer_index = own(i)
+        setattr(block, name, own(i))
     model = nn.Sequential(*blocks)
     octavo.convert(model, policy=octavo.Policy(min_features=8))
     counter = CompileCounterWithBackend("eager")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +29,14 @@ def has_own_tensors(module: nn.Module) -> bool:
     """
     held = (value for each in module.modules() if not isinstance(each, nn.Linear) for value in vars(each).values())
     return any(isinstance(value, Tensor) for value in held)
+
+
+_POSITION = re.compile(r"((layer|block)_?)?(id|idx|index|num|number|name)")
+
+
+def is_position(name: str, value: Any) -> bool:
+    """Return whether an attribute tells a module from its like in other layers: `layer_idx`, `block_id` or `name`."""
+    return isinstance(value, int | float | str) and _POSITION.fullmatch(name) is not None
 
 
 @contextmanager

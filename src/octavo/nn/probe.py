@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.compiler import set_stance
 
 from octavo.nn.adopted import own_class
+from octavo.nn.modules import is_position
 
 CALLS = 3
 """Number of calls in each mode."""
@@ -69,7 +70,8 @@ def random_tensor(seed: int, *shape: int) -> Tensor:
 def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
     """Return a copy of a tree of modules, in that mode and without hooks.
 
-    It shares tensors and objects with the original, but has dictionaries, lists and sets of its own.
+    It shares tensors and objects with the original, but has dictionaries, lists and sets of its own. It has no
+    position: a `forward` that reads one raises, since a change of it is not noticed (`octavo.nn.recognised`).
     """
     own = own_class(module)
     twin = copy.copy(module) if own is type(module) else own.__new__(own)  # FSDP2's class copies by its arguments
@@ -77,6 +79,8 @@ def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
     hooks: dict[str, Any] = {name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
     children = {name: child and shallow_copy(child, training) for name, child in module._modules.items()}
     vars(twin).update(held | hooks, training=training, _modules=children, _compiled_call_impl=None)
+    for name in [name for name, value in vars(module).items() if is_position(name, value)]:
+        del vars(twin)[name]
     return twin
 
 

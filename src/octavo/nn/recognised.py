@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from inspect import isfunction, unwrap
-from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -14,7 +12,7 @@ from torch import nn
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels.ledger import warn_once
 from octavo.nn.adopted import Adopted, own_class
-from octavo.nn.modules import full_name
+from octavo.nn.modules import full_name, is_position
 
 
 class Recognised(Adopted):
@@ -46,42 +44,19 @@ class Recognised(Adopted):
 def _settings(module: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield the attributes of a module and its children that may decide what it computes.
 
-    Excluded are attributes that every module has, parameters, and linear layers; also numbers and strings that no
-    method reads, such as the index of a layer, since each layer would then be compiled separately. Lists, tuples and
-    dictionaries of numbers and strings are yielded as tuples. Other collections are excluded, because compilers do not
-    preserve their identity.
+    Excluded are attributes that every module has, parameters, linear layers, and the position of a module, for which
+    each layer would be compiled separately. Lists, tuples and dictionaries of numbers and strings are yielded as
+    tuples. Other collections are excluded, because compilers do not preserve their identity.
     """
-    read = _names_in(type(module))
     for name, value in itertools.chain(vars(module).items(), module._modules.items(), module._parameters.items()):
         contents = _contents(value)
-        is_unread = isinstance(contents, int | float | str | tuple) and name not in read
-        if name not in _OF_EVERY_MODULE and not is_unread and not isinstance(contents, _NOT_COMPARED):
+        if name not in _OF_EVERY_MODULE and not isinstance(contents, _NOT_COMPARED) and not is_position(name, value):
             yield path, name, contents
     for name, child in module.named_children():
         if not isinstance(child, nn.Linear):
             yield from _settings(child, full_name(path, name))
 
 
-def _names_in(cls: type[nn.Module]) -> frozenset[str]:
-    """Return the names and strings in the methods of a class, other than those that every module has."""
-    members = (
-        (name, member) for base in cls.__mro__ if base not in nn.Module.__mro__ for name, member in vars(base).items()
-    )
-    functions = (unwrap(getattr(member, "fget", member)) for name, member in members if name not in _DESCRIBING)
-    return frozenset(name for each in functions if isfunction(each) for name in _names(each.__code__))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-        elif isinstance(constant, str):
-            yield constant
-
-
-_DESCRIBING = ("__init__", "extra_repr")
-"""Methods that do not compute."""
 _NOT_COMPARED = (nn.Linear, nn.Parameter, list, set, frozenset, range, slice)
 
 
