@@ -20,7 +20,7 @@ from octavo.train.evaluate import student
 from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, fit, over_seeds
 from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
 from octavo_bench.kind import known
-from octavo_bench.lanes import BF16, NULL, Training
+from octavo_bench.lanes import BF16, CONTROL, Training
 from octavo_bench.render import grouped, table
 from octavo_bench.results import Result, Row, load
 
@@ -166,7 +166,9 @@ class Gap:
 def is_settled(rows: Sequence[Row], arms: Sequence[str]) -> bool:
     """Return whether every recipe of these arms passes or fails in the runs of a study."""
     found = {gap.arm: gap.verdict for gap in gaps(rows)} if rows else {}
-    return all(found.get(arm, INCONCLUSIVE).startswith(("passes", "fails")) for arm in arms if arm not in (BF16, NULL))
+    return all(
+        found.get(arm, INCONCLUSIVE).startswith(("passes", "fails")) for arm in arms if arm not in (BF16, CONTROL)
+    )
 
 
 def pairs_for(half_width: float) -> int:
@@ -202,16 +204,16 @@ def gaps(
     if len(studies := [*grouped(rows, *STUDY)]) > 1:
         raise ConfigError(f"gaps of several studies are not pooled: {studies}. Take them one by one.")
     loss = loss or decisive(rows)
-    named = [recipe for recipe in dict.fromkeys(row["recipe"] for row in rows) if recipe not in (BF16, NULL)]
+    named = [recipe for recipe in dict.fromkeys(row["recipe"] for row in rows) if recipe not in (BF16, CONTROL)]
     unchanged = [recipe for recipe in named if "+" not in recipe]
     recipes = [*unchanged, *sorted(recipe for recipe in named if "+" in recipe)]
-    found: dict[str, list[float]] = {arm: [] for arm in (NULL, ALL, *recipes)}
+    found: dict[str, list[float]] = {arm: [] for arm in (CONTROL, ALL, *recipes)}
     failures = dict.fromkeys(found, 0)
     for block in blocks(rows):
-        if any("error" in block.get(arm, {"error": ""}) for arm in (BF16, NULL)):
+        if any("error" in block.get(arm, {"error": ""}) for arm in (BF16, CONTROL)):
             continue
-        first, second = (block[arm][baseline or loss] for arm in (BF16, NULL))
-        found[NULL].append(100 * (second / first - 1))
+        first, second = (block[arm][baseline or loss] for arm in (BF16, CONTROL))
+        found[CONTROL].append(100 * (second / first - 1))
         own = {}
         for recipe in recipes:
             if "error" in block.get(recipe, {}):
@@ -283,7 +285,7 @@ def _crossed(rows: Sequence[Row]) -> str:
     in_fp8 = {gap.arm: gap for gap in served(rows)}
     body = []
     for arm in found[0]:
-        cells = [_interval(own.get(arm)) for own in found] if arm != NULL else [_interval(found[0][arm]), "", ""]
+        cells = [_interval(own.get(arm)) for own in found] if arm != CONTROL else [_interval(found[0][arm]), "", ""]
         both = in_fp8.get(arm)
         body.append((arm, *cells, _interval(both), both.verdict if both else ""))
     return table(CROSSED, body)
@@ -296,12 +298,12 @@ def served(rows: Sequence[Row]) -> list[Gap]:
     """
     key, own = "heldout_of_bf16_loss", "own_in_fp8"
     known = [row | {own: row.get("heldout_fp8_loss", row["heldout_loss"])} if key in row else row for row in rows]
-    return [gap for gap in gaps(_with(known, key), own, "heldout_loss", beside=key) if gap.arm != NULL]
+    return [gap for gap in gaps(_with(known, key), own, "heldout_loss", beside=key) if gap.arm != CONTROL]
 
 
 def _with(rows: Sequence[Row], loss: str) -> list[Row]:
     """Return the rows that have this loss or failed, with the BF16 runs."""
-    return [row for row in rows if loss in row or "error" in row or row["recipe"] in (BF16, NULL)]
+    return [row for row in rows if loss in row or "error" in row or row["recipe"] in (BF16, CONTROL)]
 
 
 SUMMARY = ("folded", "folded+run.last_share=0.3")
@@ -329,7 +331,7 @@ def _interval(gap: Gap | None) -> str:
 
 
 def _line(gap: Gap) -> tuple[str, ...]:
-    verdict = "" if gap.arm == NULL else gap.verdict
+    verdict = "" if gap.arm == CONTROL else gap.verdict
     if not gap.differences:
         return gap.arm, "0", *[""] * 6, verdict
     return (
@@ -471,7 +473,7 @@ def trend_table(directory: Path) -> str:
     rows, body = read_rows(directory), []
     for condition in dict.fromkeys(row["condition"] for row in rows):
         found = rungs(rows, condition)
-        for arm in dict.fromkeys(arm for rung in found for arm in rung.gaps if arm not in (NULL, ALL)):
+        for arm in dict.fromkeys(arm for rung in found for arm in rung.gaps if arm not in (CONTROL, ALL)):
             own = [rung for rung in found if arm in rung.gaps and len(rung.gaps[arm].differences) >= FEWEST_PAIRS]
             if len(own) < FEWEST_SIZES:
                 continue

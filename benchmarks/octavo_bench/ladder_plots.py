@@ -16,10 +16,10 @@ from typing import Any
 
 from octavo_bench import ladder
 from octavo_bench.evidence import over_seeds
-from octavo_bench.lanes import BF16, NULL
+from octavo_bench.lanes import BF16, CONTROL
 from octavo_bench.results import Row
 
-TEXT, LINE, FP8, NULL_TONE = "#6b7787", "#98a3b1", "#0a84c6", "#d9722b"
+TEXT, LINE, FP8, CONTROL_TONE = "#6b7787", "#98a3b1", "#0a84c6", "#d9722b"
 """Tones that are read on white and on black."""
 FEWEST = 4
 """Blocks from which a band is drawn, and an arm's own curve: with fewer they hide the others."""
@@ -64,16 +64,16 @@ def time_data(directory: Path) -> Data:
     """
     panels = []
     for title, own in shown_studies(directory):
-        null, mean, ending = [], [], dict[str, list[list[float]]]()
+        controls, mean, ending = [], [], dict[str, list[list[float]]]()
         for block in ladder.blocks(own):
             curves = {arm: row["training_loss"] for arm, row in block.items() if "error" not in row}
             if BF16 not in curves:
                 continue
             base = [
-                fmean(values) for values in zip(*(curves[arm] for arm in (BF16, NULL) if arm in curves), strict=True)
+                fmean(values) for values in zip(*(curves[arm] for arm in (BF16, CONTROL) if arm in curves), strict=True)
             ]
-            if NULL in curves:
-                null.append(_percent(curves[NULL], curves[BF16]))
+            if CONTROL in curves:
+                controls.append(_percent(curves[CONTROL], curves[BF16]))
             recipes = [_percent(curve, base) for arm, curve in curves.items() if "+" not in arm and arm != BF16]
             if recipes:
                 mean.append(_mean(recipes))
@@ -82,7 +82,7 @@ def time_data(directory: Path) -> Data:
         points = [over_seeds(values) for values in zip(*mean, strict=True)]
         band = [[point.mean, point.half_width if len(mean) >= FEWEST else None] for point in points]
         ends = {label_of(arm): _mean(parts) for arm, parts in ending.items() if len(parts) >= FEWEST}
-        panels.append({"title": title, "null": null, "recipes": band, "pairs": len(mean), "ending": ends})
+        panels.append({"title": title, "null": controls, "recipes": band, "pairs": len(mean), "ending": ends})
     return panels
 
 
@@ -102,7 +102,7 @@ def _percent(losses: Sequence[float], reference: Sequence[float]) -> list[float]
 def _gap_panel(axes: Any, panel: dict[str, Any]) -> None:
     axes.axvspan(-ladder.MARGIN, ladder.MARGIN, color=LINE, alpha=0.3, lw=0)
     for place, gap in enumerate(reversed(panel["gaps"])):
-        tone = NULL_TONE if gap["arm"] == NULL else FP8
+        tone = CONTROL_TONE if gap["arm"] == CONTROL else FP8
         for width, line in ((gap["any"], 1.2), (gap["once"], 4.0)):
             if width is not None:
                 axes.plot([gap["mean"] - width, gap["mean"] + width], [place, place], color=tone, lw=line, alpha=0.8)
@@ -121,7 +121,7 @@ def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
         axes.plot(
             share,
             pair,
-            color=NULL_TONE,
+            color=CONTROL_TONE,
             lw=0.9,
             alpha=0.7,
             label="control (BF16 + 1 ulp), each pair" if not index else None,

@@ -38,7 +38,7 @@ from octavo_bench.installed_text import InstalledText
 from octavo_bench.kind import known
 
 BF16 = "bf16"
-NULL = "bf16 + 1 ulp"
+CONTROL = "bf16 + 1 ulp"
 """BF16 again, every weight that it starts from moved by one unit in the last place: what chaos alone does to a loss."""
 ULP_SEED = 2**20
 """Added to a run's seed for the directions of that move."""
@@ -126,7 +126,7 @@ class Lane:
     """One arm: `start` a seed, `step` to its end, then read `losses` and `heldout`.
 
     Args:
-        arm: `BF16`, `NULL`, or a recipe.
+        arm: `BF16`, `CONTROL`, or a recipe.
         training: the size. Afterwards another may be set that differs in rates, branch and outliers alone.
         text: the text, which lanes share if it is on the device already.
         device: device of the lane.
@@ -152,7 +152,7 @@ class Lane:
         self._schedule = schedule_of(arm, training.steps)
         self._recipe: Recipe | None = None
         self._scales: list[ScalingState] = []  # a graph reads those of its recipe, also once the model has another
-        if arm not in (BF16, NULL):
+        if arm not in (BF16, CONTROL):
             self._convert(recipe_of(arm))
         self._parameters = dict(self.model.named_parameters())
         self._make_optimizer()
@@ -299,7 +299,7 @@ class Lane:
             self._order.copy_(order(self.training, self._windows, seed))
             self._rates.copy_(self.training.rates())
             self._restore(snapshot) if snapshot else self._reset(seed)
-            if self.arm == NULL:
+            if self.arm == CONTROL:
                 move(self._parameters.values(), torch.Generator().manual_seed(ULP_SEED + seed))
         self._clear() if self.stream is None else None
 
@@ -535,7 +535,7 @@ def _outside(arm: str, table: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such option, or a change is not TABLE.OPTION=VALUE.
     """
-    changes = {} if arm in (BF16, NULL) else _parse(arm)[1].get(table, {})
+    changes = {} if arm in (BF16, CONTROL) else _parse(arm)[1].get(table, {})
     if not isinstance(changes, dict) or any(isinstance(value, dict) for value in changes.values()):
         raise ConfigError(f"--recipes: '{arm}': write {table}.OPTION=VALUE. Options: {', '.join(OUTSIDE[table])}.")
     return {known("--recipes", name, OUTSIDE[table], f"{table} option"): value for name, value in changes.items()}
@@ -622,7 +622,7 @@ def score_together(lanes: Sequence[Lane], source: Lane) -> list[dict[str, dict[s
             them.
     """
     found: list[dict[str, dict[str, float]]] = [{} for _ in lanes]
-    in_fp8 = [lane for lane in lanes if lane.arm not in (BF16, NULL)]
+    in_fp8 = [lane for lane in lanes if lane.arm not in (BF16, CONTROL)]
     for key, scored in (
         ("heldout", lanes),
         ("heldout_bf16", in_fp8),

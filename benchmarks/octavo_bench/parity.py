@@ -33,7 +33,7 @@ from octavo_bench.kind import TO_STDOUT, Kind, Output, command_line, known
 from octavo_bench.ladder import FIRST_SEED, FRESH, PROTOCOL, SIZES, read_rows, report, under
 from octavo_bench.lanes import (
     BF16,
-    NULL,
+    CONTROL,
     WARM,
     Lane,
     Snapshot,
@@ -158,7 +158,7 @@ def command(
     names = [known("--sizes", name, [*SIZES], "size") for name in sizes.split(",")]
     own_recipes = [] if recipes == "none" else recipes.split(",")
     check_recipes(own_recipes)
-    arms = [BF16, NULL, *own_recipes]
+    arms = [BF16, CONTROL, *own_recipes]
     found = read_rows(COMMITTED, *([output.write] if output.write else []))
     line = command_line(KIND.measured_by, sizes=sizes, conditions=conditions, recipes=recipes)
     added: list[Row] = []
@@ -316,7 +316,7 @@ class Study:
                 self._made[places[arm]] = Lane(arm, size.training, text, self.device, compiled=compiled, pool=size.pool)
             except Exception as error:
                 rest = [other for other in self.arms if other != arm]
-                if arm == BF16 or {*rest} <= {BF16, NULL}:
+                if arm == BF16 or {*rest} <= {BF16, CONTROL}:
                     raise
                 self.arms = rest
                 self.say(f"{size.name}, {arm}: left out: {results.failure(error)}")
@@ -397,7 +397,7 @@ def warm(trainings: Sequence[Training], arms: Sequence[str], device: torch.devic
     began = time.monotonic()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     different = {(training.model, training.batch): training for training in trainings}.values()
-    jobs = [(arm, training, device, compiled) for training in different for arm in arms if arm != NULL]
+    jobs = [(arm, training, device, compiled) for training in different for arm in arms if arm != CONTROL]
     at_once = 12 if all(training.together for training in trainings) else 2  # of large models memory holds few
     pool = ProcessPoolExecutor(min(len(jobs), at_once), mp_context=multiprocessing.get_context("spawn"))
     futures = [pool.submit(_warm, *job) for job in jobs]

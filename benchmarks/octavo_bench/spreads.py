@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from octavo_bench.ladder import AIM, ALL, LOSSES, MARGIN, blocks, gaps, pairs_for, read_rows, studies
-from octavo_bench.lanes import NULL
+from octavo_bench.lanes import CONTROL
 from octavo_bench.render import table
 from octavo_bench.results import Row
 
@@ -123,7 +123,7 @@ def cost_table(directory: Path) -> str:
             body.append(_cost(f"expected, {own[0]['model']}, half", name, half, later))
     for own in studies(read_rows(directory)):
         for loss in LOSSES:
-            spreads = [gap.spread for gap in gaps(own, loss) if gap.spread and gap.arm not in (NULL, ALL)]
+            spreads = [gap.spread for gap in gaps(own, loss) if gap.spread and gap.arm not in (CONTROL, ALL)]
             if spreads:
                 title = f"{own[0]['model']}, {own[0]['condition']}"
                 body.append(_cost(title, LOSSES[loss], seconds_per_block(own), median(spreads)))

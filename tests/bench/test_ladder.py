@@ -12,7 +12,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo_bench import ladder, ladder_plots, results, spreads
 from octavo_bench.evidence import at_any_time, errors_at_any_time, fit, student
-from octavo_bench.lanes import BF16, NULL
+from octavo_bench.lanes import BF16, CONTROL
 from octavo_bench.results import Row
 
 STUDY = {
@@ -31,19 +31,19 @@ def run(recipe: str, seed: int, loss: float, **changes: Any) -> Row:
 
 
 def block(seed: int, **losses: float) -> list[Row]:
-    names = {"bf16": BF16, "null": NULL}
+    names = {"bf16": BF16, "control": CONTROL}
     return [run(names.get(name, name), seed, loss) for name, loss in losses.items()]
 
 
 def test_a_recipe_is_compared_with_the_mean_of_both_bf16_runs() -> None:
-    rows = [*block(0, bf16=1.0, null=1.02, folded=1.0201), *block(1, bf16=1.0, null=1.0, folded=0.999)]
-    null, folded = ladder.gaps(rows)
-    assert null.differences == pytest.approx((2.0, 0.0))
+    rows = [*block(0, bf16=1.0, control=1.02, folded=1.0201), *block(1, bf16=1.0, control=1.0, folded=0.999)]
+    control, folded = ladder.gaps(rows)
+    assert control.differences == pytest.approx((2.0, 0.0))
     assert folded.differences == pytest.approx((1.0, -0.1))
 
 
 def test_the_mean_of_the_recipes_takes_blocks_that_have_all_of_them() -> None:
-    rows = [*block(0, bf16=1.0, null=1.0, folded=1.01, block=1.03), *block(1, bf16=1.0, null=1.0, folded=2.0)]
+    rows = [*block(0, bf16=1.0, control=1.0, folded=1.01, block=1.03), *block(1, bf16=1.0, control=1.0, folded=2.0)]
     _, mean, folded, _ = ladder.gaps(rows)
     assert mean.arm == ladder.ALL and mean.differences == pytest.approx((2.0,))
     assert len(folded.differences) == 2
@@ -51,8 +51,8 @@ def test_the_mean_of_the_recipes_takes_blocks_that_have_all_of_them() -> None:
 
 def test_changed_recipes_are_not_in_the_mean() -> None:
     name = "folded+policy.memory=low"
-    rows = [*block(0, bf16=1.0, null=1.0, folded=1.01, block=1.03), run(name, 0, 9.0)]
-    rows += [*block(1, bf16=1.0, null=1.0, folded=1.01), run(name, 1, 2.0)]
+    rows = [*block(0, bf16=1.0, control=1.0, folded=1.01, block=1.03), run(name, 0, 9.0)]
+    rows += [*block(1, bf16=1.0, control=1.0, folded=1.01), run(name, 1, 2.0)]
     found = {gap.arm: gap.differences for gap in ladder.gaps(rows)}
     assert found[ladder.ALL] == pytest.approx((2.0,)) and found[name] == pytest.approx((800.0, 100.0))
     assert len(found["folded"]) == 2 and len(ladder.studies(rows)) == 1
@@ -61,20 +61,20 @@ def test_changed_recipes_are_not_in_the_mean() -> None:
 def test_a_model_served_in_fp8_is_beside_one_trained_in_bf16_and_quantised() -> None:
     """Both of its losses are the recipe's: what its forward pass costs is in both."""
     crossed = {"heldout_bf16_loss": 2.002, "heldout_of_bf16_loss": 2.01}
-    rows = [*block(0, bf16=1.0, null=1.0), run("folded", 0, 1.01, **crossed)]
+    rows = [*block(0, bf16=1.0, control=1.0), run("folded", 0, 1.01, **crossed)]
     [gap] = ladder.served(rows)
     assert gap.arm == "folded" and gap.differences == pytest.approx((100 * (2.02 / 2.01 - 1),))
     assert "| folded | +1.000 % | +0.100 % | +0.500 % | +0.498 % | inconclusive |" in ladder.report(rows)
-    assert "FP8 model, in BF16" not in ladder.report(block(0, bf16=1.0, null=1.0, folded=1.01))
+    assert "FP8 model, in BF16" not in ladder.report(block(0, bf16=1.0, control=1.0, folded=1.01))
     failed = {"error": "the loss was not finite at step 3"}
-    diverged = [*block(1, bf16=1.0, null=1.0), STUDY | {"recipe": "folded", "seed": 1} | failed]
+    diverged = [*block(1, bf16=1.0, control=1.0), STUDY | {"recipe": "folded", "seed": 1} | failed]
     assert [gap.verdict for gap in ladder.served([*rows, *diverged])] == ["fails: diverged"]
-    lost = [run(BF16, 2, 1.0) | failed, run(NULL, 2, 1.0), run("folded", 2, 1.01)]  # BF16's weights are of no use
+    lost = [run(BF16, 2, 1.0) | failed, run(CONTROL, 2, 1.0), run("folded", 2, 1.01)]  # BF16's weights are of no use
     assert ladder.served([*rows, *lost]) == [gap]
 
 
 def test_the_fresh_loss_decides_where_all_runs_have_it() -> None:
-    rows = block(0, bf16=1.0, null=1.0, folded=1.01)
+    rows = block(0, bf16=1.0, control=1.0, folded=1.01)
     assert ladder.decisive(rows) == "fresh_loss"
     del rows[1]["fresh_loss"]
     assert ladder.decisive(rows) == "heldout_loss"
@@ -83,15 +83,15 @@ def test_the_fresh_loss_decides_where_all_runs_have_it() -> None:
 
 def test_a_block_without_a_finite_baseline_is_left_out_and_a_diverged_recipe_fails() -> None:
     failed = {"error": "the loss was not finite at step 3"}
-    lost = [run(BF16, 0, 1.0), run(NULL, 0, 1.0) | failed, run("folded", 0, 9.0)]
-    diverged = [*block(1, bf16=1.0, null=1.0), STUDY | {"recipe": "folded", "seed": 1} | failed]
-    fine = block(2, bf16=1.0, null=1.0, folded=1.0)
+    lost = [run(BF16, 0, 1.0), run(CONTROL, 0, 1.0) | failed, run("folded", 0, 9.0)]
+    diverged = [*block(1, bf16=1.0, control=1.0), STUDY | {"recipe": "folded", "seed": 1} | failed]
+    fine = block(2, bf16=1.0, control=1.0, folded=1.0)
     folded = ladder.gaps([*lost, *diverged, *fine])[-1]
     assert (folded.differences, folded.failures, folded.verdict) == ((0.0,), 1, "fails: diverged")
 
 
 def test_gaps_of_several_studies_are_not_pooled() -> None:
-    rows = [*block(0, bf16=1.0, null=1.0), run(BF16, 1, 1.0, condition="whole")]
+    rows = [*block(0, bf16=1.0, control=1.0), run(BF16, 1, 1.0, condition="whole")]
     with pytest.raises(ConfigError, match="one by one"):
         ladder.gaps(rows)
     assert len(ladder.studies(rows)) == 2
@@ -126,8 +126,8 @@ def test_conditions_join() -> None:
 
 
 def test_the_pilot_is_kept_and_not_pooled(tmp_path: Path) -> None:
-    old = [row | {"protocol": 1, "pilot": True} for row in block(0, bf16=1.0, null=2.0, folded=3.0)]
-    rows = block(100, bf16=1.0, null=1.0, folded=1.0)
+    old = [row | {"protocol": 1, "pilot": True} for row in block(0, bf16=1.0, control=2.0, folded=3.0)]
+    rows = block(100, bf16=1.0, control=1.0, folded=1.0)
     assert ladder.evidence(tmp_path) == ""
     for part in (old, rows):  # one day, one file: neither replaces the other
         results.write(results.made_today(ladder.NAME, part, "octavo bench parity"), tmp_path)
@@ -246,8 +246,8 @@ def test_committed_pictures_show_the_committed_results() -> None:
 def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert ladder_plots.draw(tmp_path, tmp_path) == []
-    one = block(100, bf16=1.0, null=1.001, folded=1.01)
-    lost = [run(BF16, 101, 1.0), run(NULL, 101, 1.0) | {"error": "the loss was not finite at step 0"}]
+    one = block(100, bf16=1.0, control=1.001, folded=1.01)
+    lost = [run(BF16, 101, 1.0), run(CONTROL, 101, 1.0) | {"error": "the loss was not finite at step 0"}]
     results.write(results.made_today(ladder.NAME, [*one, *lost], "octavo bench parity"), tmp_path)
     [panel] = ladder_plots.time_data(tmp_path)
     assert panel["null"] == [[0.0, 0.0]] and panel["recipes"] == [[0.0, None], [0.0, None]]
@@ -259,7 +259,9 @@ def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
 
 def test_costs_follow_from_the_spread_of_gaps(tmp_path: Path) -> None:
     draw = np.random.default_rng(2)
-    rows = [row for s in range(40) for row in block(100 + s, bf16=1.0, null=1.0, folded=1.01 + draw.normal(0, 0.002))]
+    rows = [
+        row for s in range(40) for row in block(100 + s, bf16=1.0, control=1.0, folded=1.01 + draw.normal(0, 0.002))
+    ]
     results.write(results.made_today(ladder.NAME, rows, "octavo bench parity"), tmp_path)
     line = spreads.cost_table(tmp_path).splitlines()[3]
     _, study, loss, seconds, pair, pairs, hours, *_ = (cell.strip() for cell in line.split("|"))
@@ -271,8 +273,8 @@ def test_costs_follow_from_the_spread_of_gaps(tmp_path: Path) -> None:
 
 def test_the_summary_has_a_line_per_study_with_both_recipes(tmp_path: Path) -> None:
     remedy = {"folded+run.last_share=0.3": 1.0}
-    rows = [row for seed in range(5) for row in block(seed, bf16=1.0, null=1.0, folded=1.01, **remedy)]
-    rows += [row | {"condition": "quarter"} for row in block(0, bf16=1.0, null=1.0, block=1.01)]
+    rows = [row for seed in range(5) for row in block(seed, bf16=1.0, control=1.0, folded=1.01, **remedy)]
+    rows += [row | {"condition": "quarter"} for row in block(0, bf16=1.0, control=1.0, block=1.01)]
     assert ladder.summary_table(tmp_path) == ""
     results.write(results.made_today("ladder", rows, "x", device="cpu"), tmp_path)
     _, _, line = ladder.summary_table(tmp_path).splitlines()
@@ -284,8 +286,8 @@ def test_a_gap_is_worth_the_compute_that_would_lower_bf16s_loss_as_much(tmp_path
     for name, loss in (("1m", 1.0), ("3m", 0.8)):
         own = ladder.SIZES[name]
         size = {"model": ladder.model_name("llama", own.parameters), "tokens": own.tokens, "condition": "half"}
-        rows += [row | size for row in block(0, bf16=loss, null=loss, folded=1.002 * loss)]
-        rows += [row | size | {"condition": "quarter"} for row in block(0, bf16=9.0, null=9.0, folded=9.9)]
+        rows += [row | size for row in block(0, bf16=loss, control=loss, folded=1.002 * loss)]
+        rows += [row | size | {"condition": "quarter"} for row in block(0, bf16=9.0, control=9.0, folded=9.9)]
     assert ladder.worth_table(tmp_path) == ""
     results.write(results.made_today("ladder", rows, "x", device="cpu"), tmp_path)
     compute = [6 * ladder.SIZES[name].parameters * ladder.SIZES[name].tokens for name in ("1m", "3m")]
@@ -303,7 +305,7 @@ def test_gaps_of_four_sizes_are_extrapolated_by_a_line_through_their_means(tmp_p
         own = ladder.SIZES[name]
         size = {"model": ladder.model_name("llama", own.parameters), "tokens": own.tokens, "condition": "half"}
         for seed, off in ((0, -0.01), (1, 0.01), (2, 0.0)):
-            losses = {"bf16": 1.0, "null": 1.0, "folded": 1 + (gap + off) / 100}
+            losses = {"bf16": 1.0, "control": 1.0, "folded": 1 + (gap + off) / 100}
             losses |= {"block": 1.1} if name != "30m" else {}  # three sizes make no line
             losses |= {"rowwise": 1.1} if name != "30m" or seed else {}  # nor does a size of two pairs
             rows += [row | size for row in block(seed, **losses, tensorwise=1.1)]

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo_bench import ladder, parity, results
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.kind import Output
-from octavo_bench.lanes import BF16, NULL
+from octavo_bench.lanes import BF16, CONTROL
 from octavo_bench.results import Row
 
 Run = Callable[..., list[Row]]
@@ -47,7 +47,7 @@ def figures(rows: list[Row]) -> list[Row]:
 def test_a_session_goes_on_where_the_last_one_stopped(session: Run, tmp_path: Path) -> None:
     first = session(2)
     assert [(row["seed"], row["recipe"]) for row in first] == [
-        (s, a) for s in (100, 101) for a in (BF16, NULL, "folded")
+        (s, a) for s in (100, 101) for a in (BF16, CONTROL, "folded")
     ]
     assert session(2) == first
     [file] = tmp_path.glob("*-ladder.json")
@@ -85,7 +85,7 @@ def test_a_condition_with_fewer_steps_joins_the_session(session: Run, monkeypatc
 def test_no_arm_joins_a_branch_that_a_gpu_would_not_repeat(session: Run) -> None:
     """Of a run in BF16 repeated on a GPU the weights half-way differ, and pairs across both would be worth nothing."""
     rows = session(1, conditions="half,whole")
-    arms, trained = [BF16, NULL, "folded", "block"], [("tiny", "half"), ("tiny", "whole")]
+    arms, trained = [BF16, CONTROL, "folded", "block"], [("tiny", "half"), ("tiny", "whole")]
     study = parity.Study(trained, arms, parity.Session(device="cpu"), rows, print)
     assert [study._unmade(size, "digest") for size in study.sizes] == [(100, ["block"])] * 2
     study = parity.Study(trained, arms, parity.Session(device="cpu"), rows, print)
@@ -95,15 +95,15 @@ def test_no_arm_joins_a_branch_that_a_gpu_would_not_repeat(session: Run) -> None
 
 def test_bf16_alone_shows_the_spread(session: Run) -> None:
     rows = session(1, "none", "half,half+lr4")
-    assert [row["recipe"] for row in rows] == [BF16, NULL] * 2
-    assert [gap.arm for gap in ladder.gaps(rows[:2])] == [NULL]
+    assert [row["recipe"] for row in rows] == [BF16, CONTROL] * 2
+    assert [gap.arm for gap in ladder.gaps(rows[:2])] == [CONTROL]
 
 
 def test_experts_are_paired_and_an_arm_that_is_not_what_it_says_is_left_out(
     session: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = session(1, "folded,rowwise,block", sizes="moe-tiny")
-    assert [row["recipe"] for row in rows] == [BF16, NULL, "folded", "rowwise"]
+    assert [row["recipe"] for row in rows] == [BF16, CONTROL, "folded", "rowwise"]
     assert len({row["fresh_loss"] for row in rows}) == 4 and {row["model"] for row in rows} == {"moe-34k"}
     with pytest.raises(UnsupportedError, match=r"leaves layers\.0\.feed_forward\.experts\.gate_up_gemm in BF16"):
         session(1, "block", sizes="moe-tiny")
@@ -117,12 +117,12 @@ def test_what_is_kept_for_backward_is_an_arm(session: Run) -> None:
 
 def test_a_settled_study_gives_its_time_to_the_others(session: Run, tmp_path: Path) -> None:
     first = session(1)
-    losses = {BF16: 1.0, NULL: 1.0, "folded": 1.01}
+    losses = {BF16: 1.0, CONTROL: 1.0, "folded": 1.01}
     known = [
         row | {"seed": s, "fresh_loss": losses[row["recipe"]] + s * 1e-6} for s in range(101, 121) for row in first
     ]
-    assert ladder.is_settled(known, [BF16, NULL, "folded"])
-    assert not ladder.is_settled(known, [BF16, NULL, "folded", "block"]) and not ladder.is_settled([], ["folded"])
+    assert ladder.is_settled(known, [BF16, CONTROL, "folded"])
+    assert not ladder.is_settled(known, [BF16, CONTROL, "folded", "block"]) and not ladder.is_settled([], ["folded"])
     [file] = tmp_path.glob("*-ladder.json")
     made = results.load(file)
     file.unlink()

@@ -19,7 +19,7 @@ from octavo_bench import ladder
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.lanes import (
     BF16,
-    NULL,
+    CONTROL,
     OUTLIERS_EVERY,
     Lane,
     Snapshot,
@@ -47,7 +47,7 @@ def text(seed: int = 0) -> InstalledText:
 
 @pytest.fixture(scope="module")
 def lanes() -> dict[str, Lane]:
-    return {arm: Lane(arm, TINY, text(), CPU) for arm in (BF16, NULL, "folded")}
+    return {arm: Lane(arm, TINY, text(), CPU) for arm in (BF16, CONTROL, "folded")}
 
 
 def finish(lane: Lane, seed: int, **options: object) -> torch.Tensor:
@@ -73,10 +73,10 @@ def test_lanes_together_are_what_they_are_alone(lanes: dict[str, Lane]) -> None:
 
 def test_arms_of_a_block_begin_alike_and_differ(lanes: dict[str, Lane]) -> None:
     assert run_together([*lanes.values()], 0)
-    bf16, null, folded = (lane.losses for lane in lanes.values())
-    assert float(null[0]) == pytest.approx(float(bf16[0]), rel=1e-3)
+    bf16, control, folded = (lane.losses for lane in lanes.values())
+    assert float(control[0]) == pytest.approx(float(bf16[0]), rel=1e-3)
     assert float(folded[0]) == pytest.approx(float(bf16[0]), rel=1e-2)
-    assert not torch.equal(null, bf16) and not torch.equal(folded, bf16)
+    assert not torch.equal(control, bf16) and not torch.equal(folded, bf16)
 
 
 def test_bf16_branched_from_itself_is_the_whole_run(lanes: dict[str, Lane]) -> None:
@@ -362,7 +362,7 @@ def squared_root(moment: np.ndarray) -> np.ndarray:
 
 
 def test_an_unknown_tier_or_option_of_the_optimizer_is_named() -> None:
-    assert states_of("folded") is None and states_of(BF16) is None and states_of(NULL) is None
+    assert states_of("folded") is None and states_of(BF16) is None and states_of(CONTROL) is None
     assert states_of("folded+optimizer.states=fp8-min") == "fp8-min"
     assert recipe_of("folded+optimizer.states=fp8") == recipe_of("folded")
     with pytest.raises(ConfigError, match="Did you mean 'fp8-min'"):
@@ -419,7 +419,7 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
     with allow_many_compilations(), deterministic():
         lanes = [
             Lane(arm, size, own, device, compiled=compiled)
-            for arm in (BF16, NULL, "folded", "folded+optimizer.states=fp8", "tensorwise", "block")
+            for arm in (BF16, CONTROL, "folded", "folded+optimizer.states=fp8", "tensorwise", "block")
         ]
         assert run_together(lanes[:1], 0, until=size.first)
         snapshot = lanes[0].snapshot()
