@@ -355,13 +355,20 @@ def experts(
         )
     if weights is None:
         weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
-    stats: tuple[Tensor | None, ...] = (None, None)
-    known: tuple[ExpertCodes | None, ...] = (None, None)
-    if layers is not None:
-        stats = tuple(stats_buffer_of([layer]) for layer in layers)
-        known = tuple(layer.weight_codes for layer in layers)
-    result: Tensor = _Experts.apply(x, weights, first, second, routing, options, stats, known)  # type: ignore[no-untyped-call]
+    states = tuple(LayerState(stats_buffer_of([layer]), layer.weight_codes) for layer in layers or ())
+    result: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        x, weights, first, second, routing, options, states or (LayerState(), LayerState())
+    )
     return result
+
+
+class LayerState(NamedTuple):
+    """Tensors that the layer of a GEMM has besides its weight."""
+
+    stats: Tensor | None = None
+    """Telemetry buffer."""
+    codes: ExpertCodes | None = None
+    """Codes of the weight, if they are reused."""
 
 
 class Rows(NamedTuple):
@@ -406,9 +413,9 @@ class _Experts(torch.autograd.Function):
         second: Tensor,
         routing: Routing,
         options: ExpertOptions,
-        stats: tuple[Tensor | None, ...],
-        known: tuple[ExpertCodes | None, ...],
+        layers: tuple[LayerState, LayerState],
     ) -> Tensor:
+        stats, known = [layer.stats for layer in layers], [layer.codes for layer in layers]
         tokens, rows, sorted_ = quantize_rows(x, weights, routing.place, options.recipe)
         y, saved = forward_rows(
             rows, sorted_, (first, second), routing.ends, options, (x, routing.source), stats, known
@@ -431,7 +438,7 @@ class _Experts(torch.autograd.Function):
         needs = needs_x, *needs_stacks
         dx, d_weights, *dws = backward_rows(dy, rows, ends, SavedRows.of(saved), ctx.options, needs, ctx.stats)
         found = None if dx is None else combine(dx, place), d_weights[place], *dws
-        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 4
+        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 3
 
 
 def quantize_rows(x: Tensor, weights: Tensor, place: Tensor, recipe: Recipe) -> tuple[Quantized, Quantized, Tensor]:
