@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from octavo.conversion.autocast_mode import keep, suspended
 from octavo.conversion.fusion_patterns import FusionPattern, reader_of
-from octavo.conversion.plan import Plan, layers_of, make_plan
-from octavo.conversion.plan_text import FAST_PATH
+from octavo.conversion.plan import Plan
+from octavo.conversion.planner import FAST_PATH, layers_of, make_plan
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied
 from octavo.conversion.weights import Layer, check_free, make_plain, store

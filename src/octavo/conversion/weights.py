@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.layer_plan import LayerPlan
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import is_plain
 from octavo.nn.conv import AnyConvolution
@@ -18,9 +19,6 @@ from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
-
-if TYPE_CHECKING:
-    from octavo.conversion.layer_plan import LayerPlan
 
 Layer = nn.Linear | AnyConvolution
 """A layer with a GEMM. To type checkers a `Conv1D` of transformers is an `nn.Linear`."""
