@@ -35,7 +35,7 @@ class LayerPlan:
 
     keeps_input: bool = False
     """Whether backward quantises its input again (`Policy.requantise`)."""
-    weight: Literal["as_it_is", "fp8"] = "as_it_is"
+    weight: Literal["unchanged", "fp8"] = "unchanged"
     """Whether its weight is to be stored in FP8 (`Policy.weights`) or already is."""
     saves: int = 0
     """Bytes of memory saved by storing it in FP8."""

@@ -61,7 +61,7 @@ def plan_weights(
     return tuple(result)
 
 
-def store(layer: Layer, weight: Literal["as_it_is", "fp8"], is_fp8: bool) -> None:
+def store(layer: Layer, weight: Literal["unchanged", "fp8"], is_fp8: bool) -> None:
     """Change the storage of a layer's weight if it is not the planned one.
 
     Args:
