@@ -91,7 +91,7 @@ class Plan:
         """Return the plan as JSON."""
         body = {"recipe": self.recipe.name, "device": self.device, "tokens": self.tokens}
         layers = [asdict(layer) for layer in self.layers]
-        structures = [asdict(structure) for structure in self.structures]
+        structures = [asdict(pattern) for pattern in self.structures]
         said: dict[str, Any] = {"unapplied": self.unapplied, "notes": self.notes, "parameters": self.parameters}
         said["unconverted"] = [asdict(weight) for weight in self.unconverted]
         said["choices"] = [choice._asdict() for choice in choices(self.layers, self.device, self.tokens)]
@@ -111,7 +111,7 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why"), *_alike(plan.layers)]
     groups: dict[tuple[str, str, str], list[str]] = {}
     for weight in plan.unconverted:
-        key = _pattern(weight.name), " x ".join(map(str, weight.shape)), weight.reason
+        key = _starred(weight.name), " x ".join(map(str, weight.shape)), weight.reason
         groups.setdefault(key, []).append(weight.name)
     rows += [(_counted(key[0], names), key[1], "-", "not converted", "-", key[2]) for key, names in groups.items()]
     has_gain = any(layer.gain for layer in plan.layers)
@@ -157,16 +157,16 @@ def _stored(plan: Plan) -> list[str]:
     return [f"weights of {quantity(count, 'layer')} stored in FP8, {saves}"] if count else []
 
 
-def _together(structures: tuple[FusionPattern, ...]) -> list[str]:
+def _together(patterns: tuple[FusionPattern, ...]) -> list[str]:
     """Return a line per kind of pattern; those that differ only by the numbers in their names are one."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for structure in structures:
-        groups.setdefault((_pattern(structure.name), structure.what), []).append(structure.name)
+    for pattern in patterns:
+        groups.setdefault((_starred(pattern.name), pattern.what), []).append(pattern.name)
     names = {key: _counted(key[0], found) or "the model itself" for key, found in groups.items()}
     return [f"{names[key]}: {key[1]}" for key in groups]
 
 
-def _pattern(name: str) -> str:
+def _starred(name: str) -> str:
     """Return a name with stars in place of numbers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
@@ -183,7 +183,7 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
         shape, gain = "{} x {}{}".format(*layer.shape, kind), f"{layer.gain:.2f}" if layer.gain else "-"
         kernels = layer.kernels.split(" / ")
         precision = (f"3 x {kernels[0]}" if len({*kernels}) == 1 else layer.kernels) if layer.is_fp8 else "bf16"
-        key = (_pattern(layer.name), shape, layer.recipe, precision, gain, layer.reason)
+        key = (_starred(layer.name), shape, layer.recipe, precision, gain, layer.reason)
         groups.setdefault(key, []).append(layer.name)
     return [(_counted(key[0], names), *key[1:]) for key, names in groups.items()]
 

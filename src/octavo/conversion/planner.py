@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo.conversion.autocast_mode import suspended
 from octavo.conversion.experts import find_experts
-from octavo.conversion.fusion_patterns import find_mlps, find_structures
+from octavo.conversion.fusion_patterns import find_mlps, find_patterns
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.layer_planner import LayerPlanner
 from octavo.conversion.plan import Plan, commonest_reason
@@ -84,7 +84,7 @@ def make_plan(
         unconverted=tuple(find_unconverted(model, read, policy.min_features)),
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
-    return _with_structures(plan, model, mlps)
+    return _with_patterns(plan, model, mlps)
 
 
 def _check_arguments(model: object, policy: object, tokens: int) -> None:
@@ -96,14 +96,14 @@ def _check_arguments(model: object, policy: object, tokens: int) -> None:
         raise ConfigError(f"tokens = {tokens}: expected the number of tokens of one forward, at least 1.")
 
 
-def _with_structures(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles]) -> Plan:
+def _with_patterns(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles]) -> Plan:
     """Return the plan with its fusion patterns, options without effect, and notes."""
     policy = plan.policy
     linears = {row.name: plan.recipes[row.name] for row in plan.layers if row.is_fp8 and row.kind == "linear"}
     keep_input = {row.name for row in plan.layers if row.keeps_input}
     if policy.fuse:
-        structures, unapplied = find_structures(model, linears, mlps, policy, keep_input)
-        plan = replace(plan, structures=tuple(structures), unapplied=tuple(unapplied))
+        patterns, unapplied = find_patterns(model, linears, mlps, policy, keep_input)
+        plan = replace(plan, structures=tuple(patterns), unapplied=tuple(unapplied))
     dtypes = {_weight(model, row).dtype for row in plan.layers if row.is_fp8}
     return replace(plan, notes=tuple(_notes_on(plan, model, dtypes)))
 
