@@ -182,7 +182,7 @@ def test_on_the_meta_device(model):
 
 
 def test_a_wrong_word_is_refused():
-    with pytest.raises(ConfigError, match=r"weights = 'fp8s': it is 'as_they_are' or 'fp8'"):
+    with pytest.raises(ConfigError, match=r"weights = 'fp8s': it is 'unchanged' or 'fp8'"):
         Policy(weights="fp8s")
 
 

@@ -22,7 +22,7 @@ from octavo.tensor import FP8Tensor
 
 Layer = nn.Linear | AnyConvolution
 """A layer with a GEMM. To type checkers a `Conv1D` of transformers is an `nn.Linear`."""
-Weights = Literal["as_they_are", "fp8"]
+Weights = Literal["unchanged", "fp8"]
 """Storage of the weights of converted linear layers."""
 
 
