@@ -28,7 +28,7 @@ from octavo.monitor.gap import GAP_LIMIT
 from octavo.monitor.store.schema import TABLES as RUN_STORE
 from octavo.monitor.system import SYSTEM_KEYS
 from octavo.monitor.trackers import AGGREGATES
-from octavo.nn.calibration_file import Calibrated, Origin, Statistics
+from octavo.nn.calibration_file import Calibrated, Provenance, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
 from octavo.recipes.spec import MOST_MARGIN
@@ -158,7 +158,7 @@ def recipe_key_table() -> str:
 
 def calibration_file_table() -> str:
     """Return the keys of an entry of a calibration file."""
-    parts = (("", Calibrated), ("statistics.", Statistics), ("origin.", Origin))
+    parts = (("", Calibrated), ("statistics.", Statistics), ("origin.", Provenance))
     rows = [
         row for prefix, cls in parts for row in _field_rows(cls, prefix) if row[0] not in ("`statistics`", "`origin`")
     ]
@@ -278,7 +278,7 @@ def device_table() -> str:
         cells = [
             "all" if len(names) == len(mode) else ", ".join(f"`{n}`" for n in names) or "-" for names in how.values()
         ]
-        why = "; ".join(dict.fromkeys(filter(None, (each.refused, each.no_triton, *each.refuses.values()))))
+        why = "; ".join(dict.fromkeys(filter(None, (each.refused, each.no_triton, *each.unsupported.values()))))
         others = "-" if each.refused else "reference" if each.no_triton or each.backend == "cpu" else "Triton"
         ran = "yes" if each.measured else "no"
         rows.append((each.name, each.gpus or "-", *cells, others, ran, why or "-"))

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import octavo
 from octavo import kernels
-from octavo.conversion import Policy, convert, disabled, enable, layer_plan, make_plan, revert
-from octavo.conversion import plan as plan_module
+from octavo.conversion import Policy, convert, disabled, enable, layer_planner, make_plan, planner, revert
 from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
 from octavo.kernels import dispatch
 from octavo.kernels.devices import architecture_of
@@ -351,10 +350,8 @@ def on(monkeypatch):
     def planned(backend, capability):
         monkeypatch.setattr(dispatch, "_own_architecture", lambda device: architecture_of(backend, capability))
         monkeypatch.setattr(dispatch, "_own_rates", lambda device: None)
-        monkeypatch.setattr(
-            plan_module, "_device_of", lambda model: torch.device("xpu" if backend == "xpu" else "cuda:0")
-        )
-        monkeypatch.setattr(layer_plan, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))
+        monkeypatch.setattr(planner, "_device_of", lambda model: torch.device("xpu" if backend == "xpu" else "cuda:0"))
+        monkeypatch.setattr(layer_planner, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))
         dispatch.triton_unsupported_reason.cache_clear()
 
     yield planned
@@ -388,7 +385,7 @@ def test_a_device_with_fp8_is_not_refused(model, on, capability):
 
 def test_rule_7_a_fallback_is_refused_and_changes_nothing(model, on, monkeypatch):
     on("cuda", (9, 0))
-    monkeypatch.setattr(layer_plan, "gemm_kernel", lambda *_: ("reference", {"scaled_mm.row": "E4M3 operands only"}))
+    monkeypatch.setattr(layer_planner, "gemm_kernel", lambda *_: ("reference", {"scaled_mm.row": "E4M3 operands only"}))
     with pytest.raises(
         UnsupportedError, match=r"layers\.0\.up: recipe 'folded' has no fast kernel on cuda:0 .*E4M3 ope"
     ):

@@ -73,7 +73,7 @@ def test_its_weight_is_not_stored_in_fp8_and_the_plan_says_so():
     theirs, _ = pair()
     (row,) = octavo.convert(theirs, policy=Policy(weights="fp8")).layers
     assert (
-        row.is_fp8 and row.weight == "as_it_is" and row.reason == "its weight is stored as (K, N), and stays as it is"
+        row.is_fp8 and row.weight == "unchanged" and row.reason == "its weight is stored as (K, N), and stays as it is"
     )
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.conversion import LayerPlan, Policy, convert, make_plan, plan_text
-from octavo.conversion import layer_plan as module
+from octavo.conversion import LayerPlan, Policy, convert, make_plan, planner
+from octavo.conversion import layer_planner as module
 from octavo.conversion.refusals import refuse_reference
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.kernels import dispatch
@@ -183,7 +183,7 @@ def hopper(monkeypatch):
 
     monkeypatch.setattr(module, "gemm_kernel", gemm_kernel)
     monkeypatch.setattr(dispatch, "_own_architecture", lambda device: architecture_of("cuda", (9, 0)))
-    for each in (module, plan_text):
+    for each in (module, planner):
         monkeypatch.setattr(each, "rates", lambda device: H200 if device.type == "cuda" else None)
     dispatch.triton_unsupported_reason.cache_clear()
     yield
@@ -390,9 +390,9 @@ def test_the_fast_path_of_pytorchs_encoder_is_said_in_the_plan_and_at_conversion
     """In an evaluation PyTorch reads the weights of linear1 and linear2 and never calls them."""
     module_ledger._warned.clear()
     encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
-    assert make_plan(encoder).notes == (plan_text.FAST_PATH,)
+    assert make_plan(encoder).notes == (planner.FAST_PATH,)
     convert(encoder)
-    assert logged(caplog) == [f"octavo.convert: {plan_text.FAST_PATH}"]
+    assert logged(caplog) == [f"octavo.convert: {planner.FAST_PATH}"]
     x = torch.randn(2, 8, 64)
     encoder.eval()
     trained = encoder(x)
@@ -404,7 +404,7 @@ def test_the_fast_path_of_pytorchs_encoder_is_said_in_the_plan_and_at_conversion
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
     for other in (nn.TransformerEncoderLayer(64, 4, 128), nn.TransformerDecoderLayer(64, 4, 128, batch_first=True)):
-        assert plan_text.FAST_PATH not in make_plan(other).notes
+        assert planner.FAST_PATH not in make_plan(other).notes
 
 
 class OwnAttention(nn.TransformerEncoderLayer):
@@ -424,7 +424,7 @@ class OwnForward(nn.TransformerEncoderLayer):
 @pytest.mark.parametrize("make", [OwnAttention, lambda: OwnForward(64, 4, 128, batch_first=True)])
 def test_encoder_layers_of_a_users_own_have_no_fast_path(make):
     plan = make_plan(make(), policy=Policy(min_features=16))
-    assert plan.fp8_layers and plan_text.FAST_PATH not in plan.notes
+    assert plan.fp8_layers and planner.FAST_PATH not in plan.notes
 
 
 @pytest.mark.usefixtures("hopper")

@@ -124,7 +124,7 @@ def test_codes_of_another_kind_are_refused(model):
 def test_a_tied_weight_stays_as_it_is_and_the_plan_says_so(model):
     plan = octavo.convert(model, policy=Policy(weights="fp8", keep_defaults=False))
     row = next(row for row in plan.layers if row.name == "lm_head")
-    assert row.is_fp8 and row.weight == "as_it_is"
+    assert row.is_fp8 and row.weight == "unchanged"
     assert row.reason == "its weight is also embed.weight, and stays as it is"
     assert model.lm_head.weight is model.embed.weight and type(model.embed.weight) is nn.Parameter
     model(tokens(model)).sum().backward()
@@ -182,7 +182,7 @@ def test_on_the_meta_device(model):
 
 
 def test_a_wrong_word_is_refused():
-    with pytest.raises(ConfigError, match=r"weights = 'fp8s': it is 'as_they_are' or 'fp8'"):
+    with pytest.raises(ConfigError, match=r"weights = 'fp8s': it is 'unchanged' or 'fp8'"):
         Policy(weights="fp8s")
 
 

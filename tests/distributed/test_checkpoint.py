@@ -24,9 +24,9 @@ from octavo.optim import AdamW
 WIDE = {"ffn": 170, "layers": 1}
 """Rows that four ranks do not share alike."""
 CASES = {
-    "fp8 float32": ("fp8", torch.float32, "as_they_are"),
-    "exact bfloat16": ("exact", torch.bfloat16, "as_they_are"),
-    "fp8-lm bfloat16": ("fp8-lm", torch.bfloat16, "as_they_are"),
+    "fp8 float32": ("fp8", torch.float32, "unchanged"),
+    "exact bfloat16": ("exact", torch.bfloat16, "unchanged"),
+    "fp8-lm bfloat16": ("fp8-lm", torch.bfloat16, "unchanged"),
     "fp8-min fp8": ("fp8-min", torch.bfloat16, "fp8"),
 }
 """The tier, the dtype of the weights, and what the weights of FP8 layers are stored in."""

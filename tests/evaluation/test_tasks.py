@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from octavo.cli.eval import TaskFlags, TextFlags, eval_
+from octavo.data.tokenizer import ByteTokenizer
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.evaluation import tasks
 from octavo.evaluation.run import EvalSettings
-from octavo.evaluation.tasks import evaluate_tasks, scores
+from octavo.evaluation.tasks import ROWS, continuation, evaluate_tasks, scores, scores_in_batches
 from octavo.models import ModelConfig, build
 from octavo.monitor.dashboard.verdict import of_tasks
 from octavo.monitor.store import RunReader
@@ -35,6 +36,45 @@ def test_scores_are_log_likelihoods_of_continuations() -> None:
             assert is_greedy == (own.argmax(-1).tolist() == continuation)
         greedy = int(model(torch.tensor([[1, 2]]))[0, -1].argmax())
         assert scores(model, [([1, 2], [greedy])], 8, torch.device("cpu"))[0][1]
+
+
+def test_scores_of_batches_are_those_of_each_pair_in_its_place() -> None:
+    model = build(ModelConfig(vocab=48, dim=32, layers=2, heads=2, ffn=64, sequence=8), 0)
+    pairs = [(list(range(1 + i % 5)), [i]) for i in range(2 * ROWS + 1)]
+    with torch.no_grad():
+        found = scores_in_batches(model, pairs, 8, torch.device("cpu"))
+        alone = [scores(model, [pair], 8, torch.device("cpu"))[0] for pair in pairs]
+    assert [likelihood for likelihood, _ in found] == pytest.approx([likelihood for likelihood, _ in alone], abs=1e-5)
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in alone]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_gen_toks": 3}, "def"),
+        ({"until": ["g", "e"]}, "d"),
+        ({"until": ["fg"], "max_gen_toks": 9}, "de"),
+        ({"do_sample": True, "temperature": 0, "max_gen_toks": 1}, "d"),
+        ({}, "defgh"),  # to the end of the document
+    ],
+)
+def test_a_continuation_is_greedy_and_ends_where_the_task_says(options: dict[str, Any], expected: str) -> None:
+    tokenizer, seen = ByteTokenizer(), []
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        seen.append(ids.shape[1])
+        last = int(ids[0, -1])
+        following = tokenizer.end_of_document if chr(last) == "h" else last + 1
+        return torch.nn.functional.one_hot(torch.full_like(ids, following), tokenizer.vocab).float()
+
+    ids = tokenizer.encode("abc").tolist()
+    assert continuation(logits, tokenizer, ids, options, 4, torch.device("cpu")) == expected
+    assert seen[:2] in ([3], [3, 4]) and max(seen) <= 4  # the context of the model
+
+
+def test_a_task_that_asks_for_samples_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="asks for samples"):
+        continuation(torch.Tensor, ByteTokenizer(), [1], {"do_sample": True}, 4, torch.device("cpu"))
 
 
 def test_differences_are_paired_by_sample() -> None:

@@ -154,7 +154,7 @@ def test_grpo_whose_engine_gets_the_codes_of_each_step(llama, tokenizer, tmp_pat
     assert rollouts.mismatch.kl > 1e-3
 
 
-@pytest.mark.parametrize("weights", ["as_they_are", "fp8"])
+@pytest.mark.parametrize("weights", ["unchanged", "fp8"])
 def test_the_weight_sync_of_trl_gives_an_engine_the_values_of_the_weights(llama, tokenizer, weights):
     """TRL's own push, to a vLLM that computes in BF16: names and values are those of a model without Octavo."""
     policy, plain = llama(), llama()

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.kernels.patches import Window, fold, quantize_patches, unfold, unfold_rows
+from octavo.kernels.patches import fold, quantize_patches, unfold, unfold_rows
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
+from octavo.kernels.window import Window
 
 WINDOWS = [
     Window((1, 1)),

@@ -122,7 +122,7 @@ def _documents(run: RunWriter, names: list[str], steps: int, twin: bool, recipe:
     layers = [
         {"name": name, "kind": "linear", "shape": [512, 512], "recipe": recipe, "precision": "fp8 / fp8 / fp8",
          "kernels": "cublas / cublas / cublas", "gain": 1.4, "reason": "", "keeps_input": False,
-         "weight": "as_it_is", "saves": 0}
+         "weight": "unchanged", "saves": 0}
         for name in names
     ]  # fmt: skip
     layers[0]["evidence"] = {

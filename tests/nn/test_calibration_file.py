@@ -12,7 +12,7 @@ from torch import nn
 import octavo
 from octavo.errors import ConfigError
 from octavo.nn import Linear, calibration_file
-from octavo.nn.calibration_file import Calibrated, Origin, Statistics
+from octavo.nn.calibration_file import Calibrated, Provenance, Statistics
 from octavo.recipes import load
 
 GOOD = {"format": "e4m3", "scaling": "float32", "scale": 0.0117, "amax": 5.25}
@@ -101,7 +101,9 @@ def test_a_scale_is_one_even_where_another_is_missing(tmp_path):
 
 
 def entry(scale: float, how: str = "by hand") -> Calibrated:
-    return Calibrated("e4m3", "float32", scale, 448 * scale, origin=Origin(recipe="static", how=how, data="sha256:0"))
+    return Calibrated(
+        "e4m3", "float32", scale, 448 * scale, origin=Provenance(recipe="static", how=how, data="sha256:0")
+    )
 
 
 def scales_of(path: Path) -> dict[str, float]:

@@ -89,7 +89,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("recipe", ["folded", "folded_fast", BF16_BACKWARD])
 def test_a_step_equals_that_of_plain_weights_of_the_same_values(recipe, fuse):
-    assert_same(trained(Net("fp8", recipe, fuse)), trained(Net("as_they_are", recipe, fuse)))
+    assert_same(trained(Net("fp8", recipe, fuse)), trained(Net("unchanged", recipe, fuse)))
 
 
 def test_no_weight_is_quantised():
@@ -190,7 +190,7 @@ def test_a_stack_with_an_fp8_weight_is_not_quantised_transposed():
 
 
 def test_layers_of_plain_and_of_fp8_weights_share_an_input():
-    net, plain = Net("fp8"), Net("as_they_are")
+    net, plain = Net("fp8"), Net("unchanged")
     net.k.weight, net.mlp.up.weight = plain.k.weight, plain.mlp.up.weight
     plain = copy.deepcopy(plain)
     assert_same(trained(net), trained(plain))

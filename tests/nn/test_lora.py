@@ -31,7 +31,7 @@ def adapted(weights: str | None) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("weights", [None, "as_they_are", "fp8"])
+@pytest.mark.parametrize("weights", [None, "unchanged", "fp8"])
 def test_only_updates_are_trained(weights: str | None) -> None:
     model = adapted(weights)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if not isinstance(p, FP8Tensor)}

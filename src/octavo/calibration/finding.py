@@ -24,7 +24,7 @@ from octavo.calibration.targets import CalibrationTarget, count_magnitudes, find
 from octavo.conversion import Policy
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.nn import calibration_file
-from octavo.nn.calibration_file import Calibrated, Origin
+from octavo.nn.calibration_file import Calibrated, Provenance
 from octavo.nn.modules import full_name
 from octavo.recipes import RecipeLike
 
@@ -85,7 +85,7 @@ class Calibration:
 
     scales: Mapping[str, Calibrated]
     """By `<layer>.input` or `<layer>.grad_output`, as in a file."""
-    origin: Origin
+    origin: Provenance
     """Their provenance."""
     not_found: tuple[str, ...] = ()
     """Scales whose tensors never occurred, or were all zero."""
@@ -184,7 +184,7 @@ def calibrate(
             " Choose by 'max', or leave gradients out (backward=False).",
             stacklevel=2,
         )
-    origin = Origin(recipe=first.recipe.name, how=str(scale_policy), data=str(data))
+    origin = Provenance(recipe=first.recipe.name, how=str(scale_policy), data=str(data))
     return _result(targets, seen, scale_policy, origin)
 
 
@@ -192,7 +192,7 @@ def _result(
     targets: Mapping[str, CalibrationTarget],
     seen: Mapping[str, MagnitudeHistogram],
     scale_policy: ScalePolicy,
-    origin: Origin,
+    origin: Provenance,
 ) -> Calibration:
     scales: dict[str, Calibrated] = {}
     for name, target in targets.items():

@@ -160,7 +160,7 @@ def _plan(config: RunConfig, gpu: str | None) -> Plan:
 
 def _show(planned: Plan, json_output: bool) -> None:
     """Print a plan: coloured in a terminal, with reasons on lines of their own where it is narrow; plain in a pipe."""
-    from octavo.conversion.plan_text import footer, table_rows
+    from octavo.conversion.plan import footer, table_rows
 
     screen = console()
     if json_output or not screen.is_terminal:

@@ -5,7 +5,8 @@ from octavo.conversion.autocast_mode import AutocastReport, autocast
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.offloading import Offload, offload
 from octavo.conversion.operators import Operators
-from octavo.conversion.plan import Plan, make_plan
+from octavo.conversion.plan import Plan
+from octavo.conversion.planner import make_plan
 from octavo.conversion.policy import Policy
 from octavo.conversion.recomputation import Cost, Recompute, recompute
 

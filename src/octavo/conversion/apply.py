@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from octavo.conversion.autocast_mode import keep, suspended
 from octavo.conversion.fusion_patterns import FusionPattern, reader_of
-from octavo.conversion.plan import Plan, layers_of, make_plan
-from octavo.conversion.plan_text import FAST_PATH
+from octavo.conversion.plan import Plan
+from octavo.conversion.planner import FAST_PATH, layers_of, make_plan
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied
 from octavo.conversion.weights import Layer, check_free, make_plain, store
@@ -107,8 +107,8 @@ def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> Non
         keep(layer.weight, None if row.is_fp8 else row.reason)
         if isinstance(layer, Linear):
             layer.keeps_input = row.keeps_input
-    for structure in plan.structures:
-        _join(model.get_submodule(structure.name), structure, plan)
+    for pattern in plan.structures:
+        _join(model.get_submodule(pattern.name), pattern, plan)
 
 
 def _adopt(layer: Layer, recipe: Recipe) -> None:
@@ -118,24 +118,24 @@ def _adopt(layer: Layer, recipe: Recipe) -> None:
         Linear.adopt(layer, recipe)
 
 
-def _join(module: nn.Module, structure: FusionPattern, plan: Plan) -> None:
+def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
     """Make the layers of a pattern compute together. Norms quantise for the plan's own recipe."""
-    if structure.kind == "norm":
+    if pattern.kind == "norm":
         operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 else None
-        adopt(module, None if operand is None else spec_of(operand), structure.saved)
+        adopt(module, None if operand is None else spec_of(operand), pattern.saved)
         return
-    if structure.kind == "attention":
+    if pattern.kind == "attention":
         core = cast(ScaledDotProduct, module)
-        core.keep_codes(plan.recipes[reader_of(structure.name, core)])
+        core.keep_codes(plan.recipes[reader_of(pattern.name, core)])
         return
-    layers = [cast(Linear, module.get_submodule(name)) for name in structure.layers]
-    inner = layers[:-1] if structure.kind == "mlp" else layers
+    layers = [cast(Linear, module.get_submodule(name)) for name in pattern.layers]
+    inner = layers[:-1] if pattern.kind == "mlp" else layers
     keeps_input = all(layer.keeps_input for layer in inner)
-    shared = None if structure.kind == "mlp" else SharedInput(layers)
+    shared = None if pattern.kind == "mlp" else SharedInput(layers)
     for layer in inner:
         layer.keeps_input, layer.shared = keeps_input, shared
-    if structure.kind == "mlp":
-        roles = MLPRoles(structure.activation, structure.layers[:-1], structure.layers[-1])
+    if pattern.kind == "mlp":
+        roles = MLPRoles(pattern.activation, pattern.layers[:-1], pattern.layers[-1])
         fuse(module, roles, plan.policy.activation_inputs)
 
 

@@ -6,19 +6,16 @@ The cost that every recipe with fprop in FP8 has (docs/explanation/accuracy.md) 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from octavo.conversion.gain import predicted_ms
+from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.policy import HEAD, NO_FP8, TOO_SMALL
 from octavo.kernels.devices import GPUS, Rates
 from octavo.kernels.dispatch import rates
 from octavo.recipes import Recipe, load, names
-
-if TYPE_CHECKING:
-    from octavo.conversion.layer_plan import LayerPlan
-    from octavo.conversion.plan import Plan
 
 
 class Choice(NamedTuple):
@@ -41,38 +38,38 @@ GAINS = 1.005
 """Least predicted gain that counts as one; gains are shown with two digits."""
 
 
-def choices(plan: Plan) -> list[Choice]:
-    """Return recipes for the plan's model, the fastest first; empty if the GPU's rates are unknown.
+def choices(layers: Sequence[LayerPlan], device: str, tokens: int) -> list[Choice]:
+    """Return recipes for the layers of a plan, the fastest first; empty if the GPU's rates are unknown.
 
     Emulated recipes are left out, and those with stored scales, which measure no faster than `folded`. A layer without
     a gain is counted in BF16, as `Policy.min_gain` has it.
     """
-    gpu = GPUS.get(plan.device)
-    known = gpu.rates if gpu else rates(torch.device(plan.device))
-    rows = [row for row in plan.layers if row.kind == "linear"]
+    gpu = GPUS.get(device)
+    known = gpu.rates if gpu else rates(torch.device(device))
+    rows = [row for row in layers if row.kind == "linear"]
     if known is None or not rows:
         return []
     heads = (False, True) if any(row.reason == HEAD for row in rows) else (False,)
     recipes = [load(name) for name in names()]
     timed = [each for each in recipes if each.is_fp8 and not each.has_stored_scales and not each.is_emulated]
-    bf16 = _ms(rows, load("bf16"), plan.tokens, known, head=True)
+    bf16 = _ms(rows, load("bf16"), tokens, known, head=True)
     found = [
-        Choice(each.name, head, bf16 / _ms(rows, each, plan.tokens, known, head), price_of(each, head))
+        Choice(each.name, head, bf16 / _ms(rows, each, tokens, known, head), price_of(each, head))
         for each in timed
         for head in heads
     ]
     return sorted(found, key=lambda choice: -choice.gain)
 
 
-def advice(plan: Plan) -> list[str]:
+def advice(layers: Sequence[LayerPlan], device: str, tokens: int) -> list[str]:
     """Return a line on the fastest choice without a price, and on a faster one with a price."""
-    found = choices(plan)
+    found = choices(layers, device, tokens)
     if not found:
         return []
     if found[0].gain < GAINS:
-        return [f"no recipe is predicted to gain with {plan.tokens:,} tokens per forward: more, or wider layers, would"]
+        return [f"no recipe is predicted to gain with {tokens:,} tokens per forward: more, or wider layers, would"]
     free = next(choice for choice in found if not choice.price)
-    gemms = "the GEMMs of linear layers" if any(layer.is_experts for layer in plan.layers) else "all GEMMs"
+    gemms = "the GEMMs of linear layers" if any(layer.is_experts for layer in layers) else "all GEMMs"
     lines = [f"fastest at the usual accuracy of FP8: {free} times BF16 in {gemms} (predicted)"]
     return lines if found[0] is free else [*lines, f"faster at a cost in accuracy: {found[0]}"]
 

@@ -12,9 +12,9 @@ import ast
 import inspect
 import itertools
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +74,18 @@ def find_mlps(model: nn.Module) -> dict[str, MLPRoles]:
     return {name: roles for name, module in model.named_modules() if (roles := find_mlp(module)) is not None}
 
 
-def find_structures(
+class _Unapplied(NamedTuple):
+    """A place where the policy asks for activations in FP8 without effect."""
+
+    option: str
+    """The field of the policy."""
+    reason: str
+    """Where, and why."""
+
+
+def find_patterns(
     model: nn.Module,
-    recipes: dict[str, Recipe],
+    recipes: Mapping[str, Recipe],
     mlps: Mapping[str, MLPRoles],
     policy: Policy,
     keep_input: Collection[str] = (),
@@ -89,37 +98,32 @@ def find_structures(
         policy: its formats of what MLPs, norms and attention save for backward.
         keep_input: full names of the layers that save their input unchanged.
     """
-    structures: list[FusionPattern] = []
-    unapplied: dict[str, list[str]] = {option: [] for option in SAVED}
+    found: list[FusionPattern | _Unapplied] = []
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
     targets = [spec_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
     makes_codes = any(norm_unsupported_reason(target) is None for target in targets)
     for name, module in model.named_modules():
         if adopts(module):
             if _width(module) in widths:
-                norm = FusionPattern(name=name, kind="norm", makes_codes=makes_codes, saved=policy.norm_inputs)
-                structures.append(norm)
+                found.append(FusionPattern(name=name, kind="norm", makes_codes=makes_codes, saved=policy.norm_inputs))
         elif isinstance(module, ScaledDotProduct):
-            attention = _attention(name, module, recipes, keep_input)
-            if isinstance(attention, str):
-                unapplied["attention_output"].append(attention)
-            elif policy.attention_output == "fp8":
-                structures.append(attention)
+            if policy.attention_output == "fp8":
+                found.append(_attention(name, module, recipes, keep_input))
         else:
-            own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
-            mlp = _mlp(name, mlps[name], own, policy.activation_inputs) if name in mlps else None
-            if isinstance(mlp, FusionPattern):
-                structures.append(mlp)
-                continue
-            unapplied["activation_inputs"] += [] if mlp is None else [mlp]
-            shared = (same for names in find_shared(module) for same in _of_one_recipe(names, own))
-            structures += [FusionPattern(name=name, kind="shared", layers=same) for same in shared]
-    asked = [option for option in SAVED if getattr(policy, option) == "fp8"]
-    places = {option: [f" in {where}" for where in unapplied[option]] for option in asked}
+            found += _of_layers(name, module, recipes, mlps.get(name), policy.activation_inputs)
+    patterns = [each for each in found if isinstance(each, FusionPattern)]
+    unapplied = [each for each in found if isinstance(each, _Unapplied)]
+    return patterns, list(_without_effect(policy, {pattern.kind for pattern in patterns}, unapplied))
+
+
+def _without_effect(policy: Policy, kinds: Collection[str], unapplied: Sequence[_Unapplied]) -> Iterator[str]:
+    """Yield a line per place in which an option of the policy does nothing. kinds: of the patterns found."""
     for option, kind in zip(SAVED, ("mlp", "norm", "attention"), strict=True):
-        if option in asked and not places[option] and all(structure.kind != kind for structure in structures):
-            places[option].append(_NOTHING[option])
-    return structures, [f"{option} = 'fp8' does nothing{where}" for option in asked for where in places[option]]
+        if getattr(policy, option) != "fp8":
+            continue
+        places = [f" in {each.reason}" for each in unapplied if each.option == option]
+        nowhere = [] if places or kind in kinds else [_NOTHING[option]]
+        yield from (f"{option} = 'fp8' does nothing{place}" for place in (*places, *nowhere))
 
 
 _NOTHING = {
@@ -131,30 +135,45 @@ _NOTHING = {
 
 def _attention(
     name: str, module: ScaledDotProduct, recipes: Mapping[str, Recipe], keep_input: Collection[str]
-) -> FusionPattern | str:
+) -> FusionPattern | _Unapplied:
     """Return an attention whose output is saved in FP8, or where and why it is not."""
     reader = reader_of(name, module)
     recipe = recipes.get(reader)
     if (reason := attention_unsupported_reason(recipe, reader in keep_input)) is not None:
-        return f"{name}, which {reader} reads: {reason}"
+        return _Unapplied("attention_output", f"{name}, which {reader} reads: {reason}")
     assert recipe is not None
     shares = shares_codes(recipe) and recipe.reuses("wgrad.input")
     return FusionPattern(name=name, kind="attention", layers=(module.reader,), saved="fp8", shares_codes=shares)
 
 
-def _mlp(name: str, roles: MLPRoles, recipes: Mapping[str, Recipe | None], saved: Precision) -> FusionPattern | str:
-    """Return an MLP that is computed as one, or where and why it is not. recipes: of its children."""
+def _of_layers(
+    name: str, module: nn.Module, recipes: Mapping[str, Recipe], roles: MLPRoles | None, saved: Precision
+) -> Iterator[FusionPattern | _Unapplied]:
+    """Yield a module as an MLP, if it has the roles of one, or the groups of its layers that share an input.
+
+    Args:
+        saved: format of the activation inputs of an MLP.
+    """
+    own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
+    if roles is not None:
+        reason = _mlp_unsupported_reason(roles, own)
+        if reason is None:
+            layers = *roles.inner, roles.down
+            yield FusionPattern(name=name, kind="mlp", layers=layers, activation=roles.kind, saved=saved)
+            return
+        yield _Unapplied("activation_inputs", f"{name or 'the model itself'}, an MLP: {reason}")
+    for names in find_shared(module):
+        yield from (FusionPattern(name=name, kind="shared", layers=same) for same in _of_one_recipe(names, own))
+
+
+def _mlp_unsupported_reason(roles: MLPRoles, recipes: Mapping[str, Recipe | None]) -> str | None:
+    """Return why an MLP is not computed as one, or None. recipes: of its children."""
     inner, down = recipes[roles.inner[0]], recipes[roles.down]
     if inner is None or down is None or any(recipes[child] is None for child in roles.inner):
-        reason: str | None = "one of its layers stays in BF16"
-    elif any(recipes[child] != inner for child in roles.inner):
-        reason = "its layers differ in their recipes"
-    else:
-        reason = unsupported_reason(inner, down)
-    if reason is not None:
-        return f"{name or 'the model itself'}, an MLP: {reason}"
-    layers = *roles.inner, roles.down
-    return FusionPattern(name=name, kind="mlp", layers=layers, activation=roles.kind, saved=saved)
+        return "one of its layers stays in BF16"
+    if any(recipes[child] != inner for child in roles.inner):
+        return "its layers differ in their recipes"
+    return unsupported_reason(inner, down)
 
 
 def find_gates(model: nn.Module) -> set[str]:
@@ -174,7 +193,7 @@ def find_gates(model: nn.Module) -> set[str]:
     return found
 
 
-def _of_one_recipe(names: tuple[str, ...], recipes: dict[str, Recipe | None]) -> list[tuple[str, ...]]:
+def _of_one_recipe(names: tuple[str, ...], recipes: Mapping[str, Recipe | None]) -> list[tuple[str, ...]]:
     """Return the groups of two or more of these layers that have the same recipe."""
     different: list[Recipe] = []
     for recipe in filter(None, map(recipes.get, names)):

@@ -104,12 +104,10 @@ def einsum(equation: str, *operands: Any) -> MatmulCall | str:
         operands = tuple(operands[0])
     if not isinstance(equation, str) or len(operands) != 2:
         return "an einsum of other than two operands"
-    terms, arrow, out = equation.replace(" ", "").partition("->")
-    a, _, b = terms.partition(",")
-    if not arrow:
-        out = "".join(sorted(letter for letter in a + b if (a + b).count(letter) == 1))
-    if "." in equation or any(len(set(term)) != len(term) for term in (a, b, out)):
+    terms = _terms(equation)
+    if terms is None:
         return "an einsum with dots or with a letter twice in a term"
+    a, b, out = terms
     left, right = operands
     if (left.dim(), right.dim()) != (len(a), len(b)):
         return _SHAPES
@@ -132,6 +130,16 @@ def einsum(equation: str, *operands: Any) -> MatmulCall | str:
         return y.reshape([sizes[letter] for letter in kept]).permute([kept.index(letter) for letter in out])
 
     return _product(arranged(left, a, batch, rows, summed), arranged(right, b, batch, summed, columns), restored)
+
+
+def _terms(equation: str) -> tuple[str, str, str] | None:
+    """Return the letters of both operands and of the result, which may be implied; None if there are others."""
+    terms, arrow, out = equation.replace(" ", "").partition("->")
+    a, _, b = terms.partition(",")
+    if not arrow:
+        out = "".join(sorted(letter for letter in a + b if (a + b).count(letter) == 1))
+    is_plain = "." not in equation and all(len(set(term)) == len(term) for term in (a, b, out))
+    return (a, b, out) if is_plain else None
 
 
 def conv2d(

@@ -1,33 +1,20 @@
-"""The plan: the precision of every layer with a GEMM, and why. Making one changes nothing."""
+"""A plan, as data and as text: the precision of every layer with a GEMM, and why."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
-from typing import Any, cast
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from octavo.conversion.autocast_mode import suspended
-from octavo.conversion.choices import choices
-from octavo.conversion.experts import find_experts
-from octavo.conversion.fusion_patterns import FusionPattern, find_mlps, find_structures
-from octavo.conversion.layer_plan import LayerPlan, Planner
-from octavo.conversion.plan_text import notes_on, table
-from octavo.conversion.policy import Policy
-from octavo.conversion.unconverted import Unconverted, find_unconverted
-from octavo.conversion.weights import Layer, plan_weights
-from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.devices import GPUS
-from octavo.kernels.dispatch import planning_for
-from octavo.nn.experts import FIRST, SECOND, ExpertRoles
-from octavo.nn.fused import MLPRoles
-from octavo.nn.linear import is_transposed
-from octavo.nn.modules import full_name
-from octavo.recipes import Recipe, RecipeLike, load
+from octavo._util.terminal import columns, quantity
+from octavo.conversion.choices import advice, choices
+from octavo.conversion.fusion_patterns import FusionPattern
+from octavo.conversion.layer_plan import LayerPlan
+from octavo.conversion.policy import TOO_SMALL, Policy
+from octavo.conversion.unconverted import Unconverted
+from octavo.nn.experts import ExpertRoles
+from octavo.recipes import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,131 +91,106 @@ class Plan:
         """Return the plan as JSON."""
         body = {"recipe": self.recipe.name, "device": self.device, "tokens": self.tokens}
         layers = [asdict(layer) for layer in self.layers]
-        structures = [asdict(structure) for structure in self.structures]
+        structures = [asdict(pattern) for pattern in self.structures]
         said: dict[str, Any] = {"unapplied": self.unapplied, "notes": self.notes, "parameters": self.parameters}
         said["unconverted"] = [asdict(weight) for weight in self.unconverted]
-        said["choices"] = [choice._asdict() for choice in choices(self)]
+        said["choices"] = [choice._asdict() for choice in choices(self.layers, self.device, self.tokens)]
         return json.dumps({**body, "layers": layers, "structures": structures, **said}, indent=1)
 
     def __str__(self) -> str:
         return "\n".join(table(self))
 
 
-@suspended()  # modules are recognised by running them
-def make_plan(
-    model: nn.Module,
-    recipe: RecipeLike = "folded",
-    *,
-    policy: Policy | None = None,
-    tokens: int = 8192,
-    device: torch.device | str | None = None,
-) -> Plan:
-    """Return what `convert` would do to a model.
-
-    Args:
-        model: any module; on the meta device too.
-        recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
-        policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
-        tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
-        device: where it will run; by default the model's device. GPUs of `octavo.kernels.devices.GPUS` need not be
-            present.
-
-    Raises:
-        ConfigError: an argument of another type, an unknown recipe or device, no tokens, a pattern of a recipe that
-            matches no linear layer and no convolution, one of the policy that matches no module, or weights in FP8 with
-            a recipe that cannot compute with their codes.
-        UnsupportedError: `device` is not present, so its kernels are unknown.
-    """
-    if str(device) in GPUS:
-        with planning_for(str(device)):
-            return replace(make_plan(model, recipe, policy=policy, tokens=tokens, device="cuda"), device=str(device))
-    _check_arguments(model, policy, tokens)
-    recipe, policy = load(recipe), policy or Policy()
-    policy.check_patterns(model)
-    layers, experts, mlps = layers_of(model), find_experts(model), find_mlps(model)
-    names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
-    _check_patterns(recipe, policy, names)
-    recipes = {name: recipe.for_layer(name) for name in names}
-    where = _device_named(device) if device is not None else _device_of(model)
-    planner = Planner(model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where)
-    rows = plan_weights(model, layers, planner.layers(layers, mlps), recipes, policy.weights)
-    expert_rows = list(planner.experts(experts))
-    ordered = _in_order_of(model, [*rows, *expert_rows])
-    read = {id(layer.weight) for layer in layers.values()}
-    read |= {id(parameter) for name in experts for parameter in model.get_submodule(name).parameters()}
-    plan = Plan(
-        recipe=recipe,
-        device=str(where),
-        tokens=tokens,
-        layers=ordered,
-        recipes={row.name: recipes[row.name] for row in ordered if row.is_fp8},
-        experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
-        policy=policy,
-        unconverted=tuple(find_unconverted(model, read, policy.min_features)),
-        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
-    )
-    return _with_structures(plan, model, mlps)
+def table(plan: Plan) -> list[str]:
+    """Return the lines of `print(plan)`."""
+    return [*columns(table_rows(plan)), "", *footer(plan)]
 
 
-def _check_arguments(model: object, policy: object, tokens: int) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
-    if not isinstance(policy, Policy | None):
-        raise ConfigError(f'policy: expected an octavo.Policy, such as Policy(weights="fp8"), got {policy!r}.')
-    if tokens < 1:
-        raise ConfigError(f"tokens = {tokens}: expected the number of tokens of one forward, at least 1.")
+def table_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the titles and the rows of a plan's table; the gain column is left out if no gain is predicted."""
+    rows = [("layer", "N x K", "recipe", "fprop / dgrad / wgrad", "gain", "why"), *_alike(plan.layers)]
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for weight in plan.unconverted:
+        key = _starred(weight.name), " x ".join(map(str, weight.shape)), weight.reason
+        groups.setdefault(key, []).append(weight.name)
+    rows += [(_counted(key[0], names), key[1], "-", "not converted", "-", key[2]) for key, names in groups.items()]
+    has_gain = any(layer.gain for layer in plan.layers)
+    return rows if has_gain else [(*row[:4], row[5]) for row in rows]
 
 
-def _with_structures(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles]) -> Plan:
-    """Return the plan with its fusion patterns, options without effect, and notes."""
-    policy = plan.policy
-    linears = {row.name: plan.recipes[row.name] for row in plan.layers if row.is_fp8 and row.kind == "linear"}
-    keep_input = {row.name for row in plan.layers if row.keeps_input}
-    if policy.fuse:
-        structures, unapplied = find_structures(model, linears, mlps, policy, keep_input)
-        plan = replace(plan, structures=tuple(structures), unapplied=tuple(unapplied))
-    dtypes = {_weight(model, row).dtype for row in plan.layers if row.is_fp8}
-    return replace(plan, notes=tuple(notes_on(plan, model, dtypes)))
+def footer(plan: Plan) -> list[str]:
+    """Return the lines below a plan's table: counts, gains, weights in FP8, fusions, options without effect, advice."""
+    weights = sum(layer.weights for layer in plan.layers)
+    layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
+    share = f"{_percent(plan.fp8_weights / max(weights, 1))} of their weights"
+    if plan.unconverted:
+        share += f", {_percent(plan.share)} of the FLOPs of products with weights"
+    share += f", {_percent(plan.fp8_weights / max(plan.parameters, 1))} of all parameters"
+    slow = sum("reference" in layer.kernels for layer in plan.layers) if plan.device != "cpu" else 0
+    slowly = f", {slow} of them by the slow reference" if slow else ""
+    return [
+        f"{plan.fp8_layers} of {len(plan.layers)} {layers} in FP8 ({share}) on {plan.device}{slowly}",
+        *_gains(plan),
+        *_stored(plan),
+        *_together(plan.structures),
+        *plan.unapplied,
+        *plan.notes,
+        *advice(plan.layers, plan.device, plan.tokens),
+    ]
 
 
-def _in_order_of(model: nn.Module, rows: Sequence[LayerPlan]) -> tuple[LayerPlan, ...]:
-    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
-    return tuple(sorted(rows, key=lambda row: order[row.module]))
+def _percent(share: float) -> str:
+    """Format a share; 100% only if it is everything."""
+    return f"{share if share >= 1 else min(share, 0.99):.0%}"
 
 
-def _weight(model: nn.Module, row: LayerPlan) -> Tensor:
-    module = model.get_submodule(row.module)
-    return next(module.parameters()) if row.is_experts else cast(Tensor, module.weight)
+def _gains(plan: Plan) -> list[str]:
+    """Return a line on the column of gains, if there is one."""
+    said = f"gain: predicted speed relative to BF16, with {plan.tokens:,} tokens per forward"
+    return [said] if any(layer.gain for layer in plan.layers) else []
 
 
-def layers_of(model: nn.Module) -> dict[str, Layer]:
-    """Return each layer with a GEMM once, by its first name; a layer used in two places is one layer."""
-    return {
-        name: cast(nn.Linear, module)
-        for name, module in model.named_modules()
-        if isinstance(module, Layer) or is_transposed(module)
-    }
+def _stored(plan: Plan) -> list[str]:
+    """Return a line on the weights that are stored in FP8, if there are any."""
+    count = sum(layer.weight == "fp8" for layer in plan.layers)
+    saves = f"{plan.saved_bytes / 2**20:,.1f} MiB less than now" if plan.saved_bytes else "as they are now"
+    return [f"weights of {quantity(count, 'layer')} stored in FP8, {saves}"] if count else []
 
 
-def _device_named(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except RuntimeError as found:
-        raise ConfigError(
-            f"device = {device!r}: neither a device of PyTorch nor a GPU to plan for.{did_you_mean(str(device), GPUS)} "
-            f"GPUs: {', '.join(GPUS)}."
-        ) from found
+def _together(patterns: tuple[FusionPattern, ...]) -> list[str]:
+    """Return a line per kind of pattern; those that differ only by the numbers in their names are one."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for pattern in patterns:
+        groups.setdefault((_starred(pattern.name), pattern.what), []).append(pattern.name)
+    names = {key: _counted(key[0], found) or "the model itself" for key, found in groups.items()}
+    return [f"{names[key]}: {key[1]}" for key in groups]
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+def _starred(name: str) -> str:
+    """Return a name with stars in place of numbers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _check_patterns(recipe: Recipe, policy: Policy, names: list[str]) -> None:
-    wheres = dict.fromkeys(recipe.modules, f"recipe '{recipe.name}': modules")
-    wheres |= dict.fromkeys(policy.requantise, "policy: requantise")
-    for pattern, where in wheres.items():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = did_you_mean(pattern, names)
-            raise ConfigError(f"{where}: the pattern '{pattern}' matches no linear layer or convolution.{near}")
+def _counted(pattern: str, names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
+
+
+def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
+    """Return the rows of the table; layers that differ only by the numbers in their names share one, with a count."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for layer in layers:
+        kind = "" if layer.kind == "linear" else f", {layer.kind}"
+        shape, gain = "{} x {}{}".format(*layer.shape, kind), f"{layer.gain:.2f}" if layer.gain else "-"
+        kernels = layer.kernels.split(" / ")
+        precision = (f"3 x {kernels[0]}" if len({*kernels}) == 1 else layer.kernels) if layer.is_fp8 else "bf16"
+        key = (_starred(layer.name), shape, layer.recipe, precision, gain, layer.reason)
+        groups.setdefault(key, []).append(layer.name)
+    return [(_counted(key[0], names), *key[1:]) for key, names in groups.items()]
+
+
+def commonest_reason(layers: tuple[LayerPlan, ...]) -> str:
+    """Return the most common reason of layers that stay in BF16, with their number."""
+    given = (TOO_SMALL if layer.reason.startswith(TOO_SMALL) else layer.reason for layer in layers if not layer.is_fp8)
+    reasons = Counter(given).most_common(1)  # each layer that is too small has its own gain
+    alike = [f"{reason} ({count} of {quantity(len(layers), 'layer')})" for reason, count in reasons]
+    return "".join(alike) or "the model has no linear layer and no convolution"

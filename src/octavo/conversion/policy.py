@@ -92,7 +92,7 @@ class Policy:
     """Format in which attention saves its output: `fp8` saves the codes of the output projection instead of the output.
     The forward pass and the projection's gradients are unchanged; those of q, k and v see the rounded output. For
     modules that compute attention by `octavo.nn.ScaledDotProduct`, as Octavo's models do."""
-    weights: Weights = "as_they_are"
+    weights: Weights = "unchanged"
     """Storage of the weights of converted linear layers: `fp8` makes each an `FP8Tensor`, one byte per element, whose
     codes the GEMMs read directly. The optimizer then has to keep the master weight: create one of `octavo.optim` after
     the conversion. Needs a recipe that rounds a weight once: `folded` or `folded_fast`."""
@@ -124,7 +124,7 @@ class Policy:
                 )
         if self.weights not in get_args(Weights):
             near = did_you_mean(str(self.weights), get_args(Weights))
-            raise ConfigError(f"weights = {self.weights!r}: it is 'as_they_are' or 'fp8'.{near}")
+            raise ConfigError(f"weights = {self.weights!r}: it is 'unchanged' or 'fp8'.{near}")
         if len(self.bf16_blocks) != 2 or min(self.bf16_blocks) < 0:
             raise ConfigError(
                 f"bf16_blocks = {self.bf16_blocks!r}: it is two counts, of blocks at the start and at the end of the "

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from octavo.conversion.plan import Plan
 from octavo.errors import UnsupportedError
 from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import architecture, is_planning, planning_for, triton_unsupported_reason
 from octavo.tensor import WrapperTensor
-
-if TYPE_CHECKING:
-    from octavo.conversion.plan import Plan
 
 
 def refuse_unapplied(plan: Plan) -> None:

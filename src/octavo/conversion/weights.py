@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.layer_plan import LayerPlan
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import is_plain
 from octavo.nn.conv import AnyConvolution
@@ -19,12 +20,9 @@ from octavo.nn.modules import full_name
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
 
-if TYPE_CHECKING:
-    from octavo.conversion.layer_plan import LayerPlan
-
 Layer = nn.Linear | AnyConvolution
 """A layer with a GEMM. To type checkers a `Conv1D` of transformers is an `nn.Linear`."""
-Weights = Literal["as_they_are", "fp8"]
+Weights = Literal["unchanged", "fp8"]
 """Storage of the weights of converted linear layers."""
 
 
@@ -63,7 +61,7 @@ def plan_weights(
     return tuple(result)
 
 
-def store(layer: Layer, weight: Literal["as_it_is", "fp8"], is_fp8: bool) -> None:
+def store(layer: Layer, weight: Literal["unchanged", "fp8"], is_fp8: bool) -> None:
     """Change the storage of a layer's weight if it is not the planned one.
 
     Args:

@@ -26,8 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from octavo._util.autograd import first_order
 from octavo.distributed.sharding.embedding import all_to_all_rows
 from octavo.errors import ConfigError
-from octavo.kernels.experts import Routing, combine, quantize_tokens, route
-from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.experts import Routing, combine, route
 from octavo.nn.experts import (
     ExpertOptions,
     Experts,
@@ -37,9 +36,11 @@ from octavo.nn.experts import (
     collect,
     dispatch,
     forward_rows,
+    quantize_rows,
 )
 from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.numerics import PER_ROW, Quantized
+from octavo.recipes import Recipe
 from octavo.tensor import is_distributed
 
 
@@ -121,9 +122,8 @@ class Exchange:
         options = module.options(x)
         if options is not None:
             stats = stats_buffer_of([first]), stats_buffer_of([second])
-            stacks = first.weight, second.weight
-            given = _Arguments(x, weights, *stacks, *routing[:2], *local, self, sizes, options, stats)
-            y: Tensor = _ParallelExperts.apply(*given)  # type: ignore[no-untyped-call]
+            journey = Journey(self, sizes, routing, local)
+            y: Tensor = _ParallelExperts.apply(x, weights, first.weight, second.weight, journey, options, stats)  # type: ignore[no-untyped-call]
             return y
         rows, sorted_ = dispatch(x, weights, routing)
         arrived: Tensor = _Travel.apply(rows, self, sizes)  # type: ignore[no-untyped-call]
@@ -163,41 +163,40 @@ class _Travel(torch.autograd.Function):
         return ctx.exchange.send(dy, ctx.sizes.back), None, None
 
 
-class _Arguments(NamedTuple):
-    """Arguments of `_ParallelExperts.apply`."""
+class Journey(NamedTuple):
+    """The way of rows to the ranks of their experts, and back."""
 
-    x: Tensor
-    weights: Tensor
-    first: Tensor
-    second: Tensor
-    source: Tensor
-    """With `place`: the routing of the tokens here."""
-    place: Tensor
-    to_token: Tensor
-    """With `to_row` and `ends`: the routing of the rows that arrive, to the experts here."""
-    to_row: Tensor
-    ends: Tensor
     exchange: Exchange
     sizes: Sizes
-    options: ExpertOptions
-    stats: tuple[Tensor | None, Tensor | None]
+    sent: Routing
+    """Of the tokens here, to the experts of all ranks."""
+    arrived: Routing
+    """Of the rows that arrive, to the experts here."""
 
 
 class _ParallelExperts(torch.autograd.Function):
     """Experts of several ranks, as `octavo.nn.experts` computes those of one."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        given = _Arguments(*inputs)
-        place, to_token, to_row, ends = given.place, given.to_token, given.to_row, given.ends
-        codes, scale, sorted_ = _arrive(given)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        first: Tensor,
+        second: Tensor,
+        journey: Journey,
+        options: ExpertOptions,
+        stats: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
+        exchange, sizes, sent, (to_token, to_row, ends) = journey
+        codes, scale, sorted_ = _arrive(x, weights, journey, options.recipe)
         rows = Quantized(codes.view(torch.uint8)[to_token].view(codes.dtype), scale[to_token], PER_ROW)
-        sorted_, origin, stacks = sorted_[to_token], (codes, to_token), (given.first, given.second)
-        y, saved = forward_rows(rows, sorted_, stacks, ends, given.options, origin, given.stats)
-        ctx.save_for_backward(codes, scale, sorted_, given.source, place, to_token, to_row, ends, *saved.tensors)
-        ctx.options, ctx.stats, ctx.exchange, ctx.sizes = given.options, given.stats, given.exchange, given.sizes
-        ctx.dtypes = [each.dtype for each in inputs[:4]]
-        return combine(given.exchange.send(y[to_row[:, 0]], given.sizes.back), place)
+        sorted_ = sorted_[to_token]
+        y, saved = forward_rows(rows, sorted_, (first, second), ends, options, (codes, to_token), stats)
+        ctx.save_for_backward(codes, scale, sorted_, *sent[:2], to_token, to_row, ends, *saved.tensors)
+        ctx.options, ctx.stats, ctx.exchange, ctx.sizes = options, stats, exchange, sizes
+        ctx.dtypes = [each.dtype for each in (x, weights, first, second)]
+        return combine(exchange.send(y[to_row[:, 0]], sizes.back), sent.place)
 
     @staticmethod
     @first_order
@@ -212,15 +211,13 @@ class _ParallelExperts(torch.autograd.Function):
         d_weights = exchange.send(d_weights[to_row], back)[:, 0][place]
         dx = None if dx is None else combine(exchange.send(dx[to_row[:, 0]], back), place)
         found = dx, d_weights, *(None if dw is None else dw / exchange.ranks for dw in dws)
-        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 9
+        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 3
 
 
-def _arrive(given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _arrive(x: Tensor, weights: Tensor, journey: Journey, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (A, D), scales (A, 1) and routing weights (A,) of the rows that arrive: one message per rank."""
-    _, rows = quantize_tokens(given.x, given.place, spec_of(given.options.recipe.fprop.input))
-    sorted_ = given.weights.new_empty(given.place.numel(), dtype=torch.float32)
-    sorted_[given.place.flatten()] = given.weights.flatten().float()
+    _, rows, sorted_ = quantize_rows(x, weights, journey.sent.place, recipe)
     beside = torch.stack([rows.scale[:, 0], sorted_], dim=1).view(torch.uint8)
-    arrived = given.exchange.send(torch.cat([rows.codes.view(torch.uint8), beside], dim=1), given.sizes)
+    arrived = journey.exchange.send(torch.cat([rows.codes.view(torch.uint8), beside], dim=1), journey.sizes)
     scale, received = arrived[:, -8:].contiguous().view(torch.float32).split(1, dim=1)
     return arrived[:, :-8].contiguous().view(rows.codes.dtype), scale.contiguous(), received[:, 0].contiguous()

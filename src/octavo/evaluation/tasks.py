@@ -196,12 +196,7 @@ def _model(logits: Logits, tokenizer: Tokenizer, longest: int, device: torch.dev
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             pairs = [(context, continuation) for _, context, continuation in requests]
-            order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))  # of similar lengths together
-            found: dict[int, tuple[float, bool]] = {}
-            for start in range(0, len(order), ROWS):
-                part = order[start : start + ROWS]
-                found |= zip(part, scores(logits, [pairs[i] for i in part], longest, device), strict=True)
-            return [found[i] for i in range(len(pairs))]
+            return scores_in_batches(logits, pairs, longest, device)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             totals = []
@@ -213,24 +208,53 @@ def _model(logits: Logits, tokenizer: Tokenizer, longest: int, device: torch.dev
             return totals
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            return [self._continued(*request.args) for request in requests]
-
-        def _continued(self, context: str, options: Mapping[str, Any]) -> str:
-            if options.get("do_sample") and options.get("temperature", 1) > 0:
-                raise UnsupportedError("octavo eval: tasks are answered by greedy decoding; the task asks for samples.")
-            stops, ids = options.get("until") or [], self.tok_encode(context)
-            begin, text = len(ids), ""
-            for _ in range(options.get("max_gen_toks", 256)):
-                recent = torch.tensor([ids[-longest:]], device=device)
-                ids.append(int(logits(recent)[0, -1].argmax()))
-                text = tokenizer.decode(ids[begin:])
-                if ids[-1] == self.eot_token_id or any(stop in text for stop in stops):
-                    break
-            for stop in stops:
-                text = text.partition(stop)[0]
-            return text
+            prompts = [(self.tok_encode(context), options) for context, options in (each.args for each in requests)]
+            return [continuation(logits, tokenizer, ids, options, longest, device) for ids, options in prompts]
 
     return Model()
+
+
+def continuation(
+    logits: Logits,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    options: Mapping[str, Any],
+    longest: int,
+    device: torch.device,
+) -> str:
+    """Return the greedy continuation of a prompt.
+
+    Args:
+        options: the harness's `until`, the texts that end it, and `max_gen_toks`.
+        longest: length of the context in ids.
+
+    Raises:
+        UnsupportedError: the options ask for samples.
+    """
+    if options.get("do_sample") and options.get("temperature", 1) > 0:
+        raise UnsupportedError("octavo eval: tasks are answered by greedy decoding; the task asks for samples.")
+    stops, known, text = options.get("until") or [], [*ids], ""
+    for _ in range(options.get("max_gen_toks", 256)):
+        recent = torch.tensor([known[-longest:]], device=device)
+        known.append(int(logits(recent)[0, -1].argmax()))
+        text = tokenizer.decode(known[len(ids) :])
+        if known[-1] == tokenizer.end_of_document or any(stop in text for stop in stops):
+            break
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
+def scores_in_batches(
+    logits: Logits, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], longest: int, device: torch.device
+) -> list[tuple[float, bool]]:
+    """Return the `scores` of pairs in their order; those of similar lengths are computed together."""
+    order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
+    found: dict[int, tuple[float, bool]] = {}
+    for start in range(0, len(order), ROWS):
+        part = order[start : start + ROWS]
+        found |= zip(part, scores(logits, [pairs[i] for i in part], longest, device), strict=True)
+    return [found[i] for i in range(len(pairs))]
 
 
 def scores(

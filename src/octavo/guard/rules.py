@@ -29,6 +29,7 @@ from octavo.guard.history import (
     log_variances,
     weight_amax,
 )
+from octavo.guard.parameters import ParameterStats
 from octavo.guard.telemetry_rows import FLUSHED, NONFINITE, SATURATED, forward_first, layer_of
 
 LEAST_RISE = 0.05
@@ -270,12 +271,19 @@ class AlarmRules:
 
     def _updates(self, seen: Observation) -> Iterator[Alarm]:
         """Yield parameters whose change, and moments that, no update of the optimizer explains."""
-        found = seen.parameters
-        if found is None:
-            return
+        if seen.parameters is not None:
+            yield from self._disagreements(seen.step, seen.parameters)
+            yield from self._update_rates(seen)
+            yield from self._second_moments(seen.step, seen.parameters)
+
+    def _disagreements(self, step: int, found: ParameterStats) -> Iterator[Alarm]:
+        """Yield parameters that differ between ranks."""
         for name, difference, norm in zip(found.names, found.disagreement, found.norm, strict=True):
             if difference > 1e-6 * norm:
-                yield Alarm(seen.step, "ranks differ", layer_of(name), "weight", float(difference), 1e-6 * float(norm))
+                yield Alarm(step, "ranks differ", layer_of(name), "weight", float(difference), 1e-6 * float(norm))
+
+    def _update_rates(self, seen: Observation) -> Iterator[Alarm]:
+        """Yield the parameter whose update is farthest above its usual size, and that which is farthest below."""
         jumps, stalls = {}, {}
         for name, rate in self._history.rates_of(seen):
             usual = self._history.rates.get(name, ())
@@ -291,15 +299,16 @@ class AlarmRules:
                 if rule == "no update" and layer:
                     continue  # BF16 rounds small updates of single parameters away
                 yield Alarm(seen.step, rule, layer, "weight" if layer else "", over[worst], 1.0)
+
+    def _second_moments(self, step: int, found: ParameterStats) -> Iterator[Alarm]:
+        """Yield second moments that fall faster than they decay, or jump after the warm-up."""
         drop = SECOND_DROP ** max(found.steps, 5)
         for name, second in zip(found.names, found.second, strict=True):
             before = self._history.second.get(name, math.nan)
             if second < drop * before:
-                yield Alarm(seen.step, "moments", layer_of(name), "moments", second, drop * before)
-            elif (
-                second > SECOND_JUMP * before > 0 and self._history.settled_lrs
-            ):  # gradients may grow a lot in a warm-up
-                yield Alarm(seen.step, "moments", layer_of(name), "moments", second, SECOND_JUMP * before)
+                yield Alarm(step, "moments", layer_of(name), "moments", second, drop * before)
+            elif second > SECOND_JUMP * before > 0 and self._history.settled_lrs:  # gradients may grow a lot before
+                yield Alarm(step, "moments", layer_of(name), "moments", second, SECOND_JUMP * before)
 
     def _shifts(self, seen: Observation) -> Iterator[Alarm]:
         """Yield the first tensor, in the order of a step, whose variance has shifted; then all gradients of weights."""

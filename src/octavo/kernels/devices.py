@@ -39,7 +39,7 @@ class Architecture:
     """Examples."""
     refused: str = ""
     """Why nothing runs in FP8 there, in one line; empty if something does."""
-    refuses: Mapping[Mode, str] = field(default_factory=dict)
+    unsupported: Mapping[Mode, str] = field(default_factory=dict)
     """Why it has no kernel for these modes. `mx` is emulated instead."""
     no_triton: str = ""
     """Why Octavo's Triton kernels do not run there."""
@@ -52,7 +52,7 @@ class Architecture:
         """Return how products of a mode run, and why not natively."""
         if self.refused:
             return "refused", self.refused
-        if why := self.refuses.get(mode):
+        if why := self.unsupported.get(mode):
             return ("emulated" if mode == "mx" else "refused"), why
         return "native", ""
 
@@ -62,23 +62,23 @@ _MX = "products with 1x32 scales are Blackwell's"
 _PTX = "Octavo's Triton kernels contain PTX, which only NVIDIA's GPUs run: all but the products run as the reference"
 
 ARCHITECTURES = (
-    Architecture(name="CPU", backend="cpu", refuses={"block": "PyTorch has no block-scaled GEMM for a CPU", "mx": _MX},
-                 measured=True),
+    Architecture(name="CPU", backend="cpu", measured=True,
+                 unsupported={"block": "PyTorch has no block-scaled GEMM for a CPU", "mx": _MX}),
     Architecture(name="Ampere and older", backend="cuda", gpus="A100, RTX 3090",
                  refused="no FP8 tensor cores (compute capability 8.9 has the first)"),
     Architecture(name="Ada", backend="cuda", since=(8, 9), gpus="L40S, RTX 4090",
-                 refuses={"block": _BLOCK, "mx": _MX}),
-    Architecture(name="Hopper", backend="cuda", since=(9, 0), gpus="H100, H200", refuses={"mx": _MX},
+                 unsupported={"block": _BLOCK, "mx": _MX}),
+    Architecture(name="Hopper", backend="cuda", since=(9, 0), gpus="H100, H200", unsupported={"mx": _MX},
                  grouped=True, measured=True),
-    Architecture(name="Blackwell", backend="cuda", since=(10, 0), gpus="B200, GB300", refuses={"block": _BLOCK}),
+    Architecture(name="Blackwell", backend="cuda", since=(10, 0), gpus="B200, GB300", unsupported={"block": _BLOCK}),
     Architecture(name="Blackwell, consumer", backend="cuda", since=(12, 0), gpus="RTX 5090, RTX PRO 6000",
-                 refuses={"block": _BLOCK}),
+                 unsupported={"block": _BLOCK}),
     Architecture(name="before CDNA 3", backend="hip", gpus="MI250",
                  refused="no FP8 matrix cores (MI300 has the first)"),
     Architecture(name="CDNA 3", backend="hip", since=(9, 4), gpus="MI300X, MI325X",
                  refused="its FP8 is FNUZ (E4M3 to 240, another bias), and Octavo's codes are OCP (E4M3 to 448)"),
     Architecture(name="CDNA 4", backend="hip", since=(9, 5), gpus="MI350X, MI355X", no_triton=_PTX,
-                 refuses={"block": _BLOCK, "mx": "its scale layout (SWIZZLE_32_8) is not Octavo's"}),
+                 unsupported={"block": _BLOCK, "mx": "its scale layout (SWIZZLE_32_8) is not Octavo's"}),
     Architecture(name="other AMD", backend="hip", since=(9, 6), gpus="RX 9070",
                  refused="Octavo does not know its FP8 formats, and has no kernels for it"),
     Architecture(name="Intel GPU", backend="xpu", gpus="Max 1550, Arc B580",

@@ -12,7 +12,6 @@ in the padding is zero. The last two are custom operators: Triton on a GPU, `ref
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,46 +21,8 @@ from octavo.kernels.operator import call, define, define_packed, is_direct
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.quantize import quantize_pair
 from octavo.kernels.reference import patches as reference
+from octavo.kernels.window import Window
 from octavo.numerics import Quantized
-
-Pair = tuple[int, int]
-"""Of height and width."""
-
-
-class Window(NamedTuple):
-    """How a convolution's kernel moves over an image: PyTorch's arguments, a pair each."""
-
-    kernel: Pair
-    stride: Pair = (1, 1)
-    padding: Pair = (0, 0)
-    dilation: Pair = (1, 1)
-
-    @property
-    def is_pixel(self) -> bool:
-        """Whether every pixel is a patch: the convolution is a linear layer."""
-        return self == Window((1, 1), dilation=self.dilation)
-
-    @property
-    def taps(self) -> int:
-        """Pixels of a patch."""
-        return self.kernel[0] * self.kernel[1]
-
-    def output(self, height: int, width: int) -> Pair:
-        """Return the size of the result for an image of that size; 0 where the kernel does not fit."""
-        sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        high, wide = ((size + 2 * pad - dil * (k - 1) - 1) // step + 1 for size, k, step, pad, dil in sizes)
-        return max(high, 0), max(wide, 0)
-
-    @property
-    def flat(self) -> list[int]:
-        """The numbers in order, as operators take them."""
-        return [*self.kernel, *self.stride, *self.padding, *self.dilation]
-
-
-def window_of(numbers: list[int]) -> Window:
-    """Return the window whose `flat` these are."""
-    kh, kw, sh, sw, ph, pw, dh, dw = numbers
-    return Window((kh, kw), (sh, sw), (ph, pw), (dh, dw))
 
 
 def unfold(x: Tensor, window: Window) -> Tensor:
@@ -146,7 +107,7 @@ def _window(pairs: Sequence[Sequence[int]]) -> Window:
 
 
 def _fold(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
-    window, shape = window_of(numbers), (size[0], size[1], size[2], size[3])
+    window, shape = Window.of(numbers), (size[0], size[1], size[2], size[3])
     result: Tensor = run_twin("patches.fold", patches, (patches, window, shape), "fold")
     return result
 

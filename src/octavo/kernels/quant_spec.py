@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from octavo.numerics import (
     format_named,
     granularity_named,
 )
-
-if TYPE_CHECKING:
-    from octavo.recipes import Operand
+from octavo.recipes import Operand
 
 _RULES: dict[Scaling, int] = {"float32": 0, "power_of_two": 1, "engine": 2}
 

@@ -18,7 +18,7 @@ from octavo.monitor.trackers import aggregates
 
 Batch = Mapping[str, Sequence[Any]]
 """Equally long columns by name."""
-_AT_ONCE = 64
+_BATCH = 64
 """Snapshots per batch."""
 
 
@@ -73,7 +73,7 @@ def _scalars(run: RunReader, keys: Sequence[str]) -> Batch:
 def _telemetry(run: RunReader) -> Iterator[Batch]:
     tensors = run.tensors
     layers, roles = [row.layer for row in tensors], [row.role for row in tensors]
-    for steps, values in run.snapshots(at_once=_AT_ONCE):
+    for steps, values in run.snapshots(batch=_BATCH):
         flat = values.reshape(-1, len(run.stats))
         names = {"layer": layers * len(steps), "role": roles * len(steps)}
         columns = {stat: flat[:, column].tolist() for column, stat in enumerate(run.stats)}

@@ -74,7 +74,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class Provenance:
     """Where a scale comes from."""
 
     change: int = 1
@@ -105,7 +105,7 @@ class Calibrated:
     """The largest magnitude observed."""
     statistics: Statistics | None = None
     """Further statistics, if the tensor itself was counted."""
-    origin: Origin | None = None
+    origin: Provenance | None = None
     """Its provenance; missing in files of version 1."""
     previous: tuple[Calibrated, ...] = ()
     """Earlier values, the newest first; these have no `previous` of their own."""

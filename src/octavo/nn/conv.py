@@ -22,8 +22,9 @@ from torch.nn.modules.conv import _ConvNd
 from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.patches import Pair, Window, fold, quantize_patches, unfold
+from octavo.kernels.patches import fold, quantize_patches, unfold
 from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.window import Pair, Window
 from octavo.nn import functional
 from octavo.nn.adopted import Adopted
 from octavo.nn.functional import SavedWeights, compute_dtype, quantize_operand

@@ -355,32 +355,20 @@ def experts(
         )
     if weights is None:
         weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
-    optional: list[Tensor | None] = []
-    if layers is not None:
-        optional = [stats_buffer_of([layer]) for layer in layers]
-        optional += [tensor for layer in layers for tensor in layer.weight_codes or (None, None)]
-    arguments = _Arguments(x, weights, first, second, *routing, options, *optional)
-    result: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
+    states = tuple(LayerState(stats_buffer_of([layer]), layer.weight_codes) for layer in layers or ())
+    result: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        x, weights, first, second, routing, options, states or (LayerState(), LayerState())
+    )
     return result
 
 
-class _Arguments(NamedTuple):
-    """Arguments of `_Experts.apply`."""
+class LayerState(NamedTuple):
+    """Tensors that the layer of a GEMM has besides its weight."""
 
-    x: Tensor
-    weights: Tensor
-    first: Tensor
-    second: Tensor
-    source: Tensor
-    place: Tensor
-    ends: Tensor
-    options: ExpertOptions
-    first_stats: Tensor | None = None
-    second_stats: Tensor | None = None
-    first_codes: Tensor | None = None
-    first_scale: Tensor | None = None
-    second_codes: Tensor | None = None
-    second_scale: Tensor | None = None
+    stats: Tensor | None = None
+    """Telemetry buffer."""
+    codes: ExpertCodes | None = None
+    """Codes of the weight, if they are reused."""
 
 
 class Rows(NamedTuple):
@@ -417,44 +405,53 @@ class SavedRows(NamedTuple):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        given = _Arguments(*inputs)
-        tokens, rows = quantize_tokens(given.x, given.place, spec_of(given.options.recipe.fprop.input))
-        sorted_ = given.weights.new_empty(given.place.numel(), dtype=torch.float32)
-        sorted_[given.place.flatten()] = given.weights.flatten().float()
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        first: Tensor,
+        second: Tensor,
+        routing: Routing,
+        options: ExpertOptions,
+        layers: tuple[LayerState, LayerState],
+    ) -> Tensor:
+        stats, known = [layer.stats for layer in layers], [layer.codes for layer in layers]
+        tokens, rows, sorted_ = quantize_rows(x, weights, routing.place, options.recipe)
         y, saved = forward_rows(
-            rows,
-            sorted_,
-            (given.first, given.second),
-            given.ends,
-            given.options,
-            (given.x, given.source),
-            (given.first_stats, given.second_stats),
-            (_known(given.first_codes, given.first_scale), _known(given.second_codes, given.second_scale)),
+            rows, sorted_, (first, second), routing.ends, options, (x, routing.source), stats, known
         )
-        ctx.save_for_backward(*tokens[:2], given.source, sorted_, given.place, given.ends, *saved.tensors)
-        ctx.options, ctx.stats = given.options, (given.first_stats, given.second_stats)
+        ctx.save_for_backward(*tokens[:2], sorted_, *routing, *saved.tensors)
+        ctx.options, ctx.stats = options, stats
         ctx.set_materialize_grads(False)
-        ctx.dtypes = [each.dtype for each in inputs[:4]]
-        return combine(y, given.place)
+        ctx.dtypes = [each.dtype for each in (x, weights, first, second)]
+        return combine(y, routing.place)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
-        codes, scale, source, sorted_, place, ends, *saved = ctx.saved_tensors
+        codes, scale, sorted_, source, place, ends, *saved = ctx.saved_tensors
         rows = Rows(Quantized(codes, scale, PER_ROW), source, sorted_)
         needs_x, _, *needs_stacks = ctx.needs_input_grad[:4]
         dy = dy.to(ctx.options.dtype).contiguous()
         needs = needs_x, *needs_stacks
         dx, d_weights, *dws = backward_rows(dy, rows, ends, SavedRows.of(saved), ctx.options, needs, ctx.stats)
         found = None if dx is None else combine(dx, place), d_weights[place], *dws
-        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 10
+        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 3
 
 
-def _known(codes: Tensor | None, scale: Tensor | None) -> ExpertCodes | None:
-    return None if codes is None else ExpertCodes(codes, scale)
+def quantize_rows(x: Tensor, weights: Tensor, place: Tensor, recipe: Recipe) -> tuple[Quantized, Quantized, Tensor]:
+    """Return the codes of tokens (T, D) and of their sorted rows (R, D), and the rows' routing weights, FP32 (R,).
+
+    Args:
+        weights: (T, S).
+        place: as in `Routing`.
+    """
+    tokens, rows = quantize_tokens(x, place, spec_of(recipe.fprop.input))
+    sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
+    sorted_[place.flatten()] = weights.flatten().float()
+    return tokens, rows, sorted_
 
 
 def forward_rows(

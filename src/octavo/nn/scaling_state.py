@@ -35,7 +35,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from octavo._util.dist import in_process_group
 from octavo.errors import CheckpointError
 from octavo.nn import calibration_file
-from octavo.nn.calibration_file import Calibrated, Origin
+from octavo.nn.calibration_file import Calibrated, Provenance
 from octavo.nn.modules import full_name
 from octavo.numerics import format_named, scale_from_amax
 from octavo.recipes import STORED_SCALE_ROLES, History, Operand, Recipe
@@ -141,7 +141,7 @@ class ScalingState:
             names: of the scales, `<layer>.input` or `<layer>.grad_output`; all by default. Others in the same cell are
                 recomputed too.
             margin: bits of headroom: scales are multiplied by 2^margin.
-            how: text of their `Origin`.
+            how: text of their `Provenance`.
         """
         rows = [
             row
@@ -264,7 +264,7 @@ class ScalingState:
         for row in self._entries if rows is None else rows:
             entry, operand = self._entries[row], self._entries[row].operand
             kept = "as it was loaded" if operand.scale_from == "static" else "the largest values of training"
-            origin = Origin(recipe=entry.recipe.name, how=how or kept)
+            origin = Provenance(recipe=entry.recipe.name, how=how or kept)
             for name in entry.names if scales[row] > 0 else ():
                 yield name, Calibrated(operand.stored_format, operand.scaling, scales[row], largest[row], origin=origin)
 

@@ -25,10 +25,11 @@ from octavo import kernels
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, activation_backward_plain
 from octavo.kernels.operator import call, define_packed
-from octavo.kernels.patches import Window, unfold_rows, window_of
+from octavo.kernels.patches import unfold_rows
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.reference.activation import value
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
+from octavo.kernels.window import Window
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply, split_scale
@@ -156,7 +157,7 @@ def sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
     """Return the sampled rows, of `total`, of an operand that no tensor holds."""
     rows = sampled_rows(total, row)
     if source.kind.startswith(PATCHES):
-        window = window_of([int(number) for number in source.kind.split()[1:]])
+        window = Window.of([int(number) for number in source.kind.split()[1:]])
         return unfold_rows(source.tensors[0], window, rows)
     if source.kind == ROWS:
         x, places = source.tensors

@@ -2,8 +2,8 @@
 
 Codes are made in every forward from the current values of the weight, and backward reads those of forward. So no write
 to a weight can be missed, however it is made. The cost is one read of the weight, about 1 % of a step of 8,192 tokens.
-If weights do not change for many forwards, as in an evaluation or during gradient accumulation, `reuse_weight_codes`
-makes the codes once.
+If weights do not change for many forwards, as in an evaluation or during gradient accumulation,
+`octavo.nn.reuse_weight_codes` makes the codes once.
 
 Layers that share an input are one layer whose weight is the stack of theirs: one launch makes the codes of all rows.
 The codes of a weight that is an `FP8Tensor` are read as they are (`octavo.nn.fp8_weights`).
@@ -11,21 +11,16 @@ The codes of a weight that is an `FP8Tensor` are read as they are (`octavo.nn.fp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels import QuantSpec
-from octavo.kernels.quant_spec import spec_of
 from octavo.nn.fp8_weights import codes_of, has_fp8_weight
 from octavo.numerics import Quantized
-
-if TYPE_CHECKING:
-    from octavo.nn.linear import Linear
 
 
 class WeightCodes(NamedTuple):
@@ -121,46 +116,3 @@ def multiply(x: Quantized, w: WeightCodes, dtype: torch.dtype, accumulate: str) 
         return [kernels.gemm(x, part, dtype, accumulate) for part in parts]
     y = kernels.gemm(x, w.matrices[0], dtype, accumulate)  # a tile of scales spans two weights
     return [part.contiguous() for part in y.split(list(w.rows), dim=1)]
-
-
-@contextmanager
-def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
-    """Quantise the weights of a model once, and use those codes in every forward inside the block.
-
-    For blocks in which no weight is written: an evaluation, generation, the micro-batches of one optimizer step. A
-    write inside the block has no effect until its end. Not affected are layers and experts with weights that are
-    sharded or stored in FP8, and layers with stochastic rounding.
-    """
-    from octavo.nn.fused import fusion_groups
-    from octavo.nn.grouped import GroupedLinear, quantize_experts
-    from octavo.nn.linear import Linear
-
-    layers = [m for m in model.modules() if isinstance(m, Linear) and m.recipe.fprop.is_fp8]
-    experts = [m for m in model.modules() if isinstance(m, GroupedLinear) and m.recipe.fprop.is_fp8]
-    before: list[tuple[Any, Any]] = []
-    try:
-        with torch.no_grad():
-            for group in fusion_groups(model, layers):
-                if (codes := _codes_to_reuse(group)) is not None:
-                    before.append((group[0], group[0].weight_codes))
-                    group[0].weight_codes = codes
-            for each in experts:
-                if _are_plain(each.parts):
-                    before.append((each, each.weight_codes))
-                    each.weight_codes = quantize_experts(each.weight, each.recipe)
-        yield
-    finally:
-        for layer, codes in reversed(before):
-            layer.weight_codes = codes
-
-
-def _codes_to_reuse(group: Sequence[Linear]) -> WeightCodes | None:
-    weights: list[Tensor] = [layer.matrix for layer in group]
-    target = spec_of(group[0].recipe.fprop.weight)
-    plain = _are_plain(weights)
-    same = all(layer.recipe is group[0].recipe for layer in group)
-    return quantize_weights(weights, target) if plain and same and target.rounding == "nearest" else None
-
-
-def _are_plain(weights: Sequence[Tensor]) -> bool:
-    return all(type(weight) in (Tensor, nn.Parameter) for weight in weights)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from octavo._util.terminal import quantity
 from octavo.conversion import Plan
-from octavo.conversion.plan_text import commonest_reason
+from octavo.conversion.plan import commonest_reason
 from octavo.doctor.accuracy import COSINE
 from octavo.kernels.devices import Rates
 from octavo.monitor.gap import GAP_LIMIT

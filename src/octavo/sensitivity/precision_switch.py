@@ -133,4 +133,4 @@ def switchable(
 
 def _one_by_one(policy: Policy) -> Policy:
     kept: dict[str, Any] = dict.fromkeys(SAVED, "bf16")
-    return replace(policy, fuse=False, min_gain=0.0, weights="as_they_are", requantise=(), memory="exact", **kept)
+    return replace(policy, fuse=False, min_gain=0.0, weights="unchanged", requantise=(), memory="exact", **kept)

@@ -191,7 +191,7 @@ def policy_of(config: RunConfig, recipe: recipes.Recipe) -> Policy:
     if fp8 and not recipe.is_fp8:
         raise ConfigError(f"run.weights: 'fp8' is for layers in FP8, and recipe '{recipe.name}' has none. Take 'bf16'.")
     run = config.run
-    weights: Weights = "fp8" if fp8 else "as_they_are"
+    weights: Weights = "fp8" if fp8 else "unchanged"
     return Policy(min_gain=run.min_gain, memory=run.memory, bf16_blocks=run.bf16_blocks, weights=weights)
 
 

@@ -31,7 +31,7 @@ SAVED = ["fp8 fp8", "fp8-lm bfloat16"]
 
 
 def llama(weights):
-    policy = Policy(weights="fp8" if weights == "fp8" else "as_they_are")
+    policy = Policy(weights="fp8" if weights == "fp8" else "unchanged")
     return one_llama(dtype=torch.bfloat16, policy=policy, layers=1, kv_heads=2, ffn=256)  # 128 inputs a rank
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from octavo.kernels.coefficients import StepCoefficients, StepInputs
+from octavo.kernels.coefficients import StepCoefficients, StepInputs
+from octavo.kernels.optimizer import COEFFICIENTS
 
 
 def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
@@ -20,9 +19,6 @@ def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
 
 def coefficients(inputs: StepInputs, counts: Sequence[Tensor], skipped: Tensor, *_unused: object) -> StepCoefficients:
     """Return the coefficients of a step, and count it. See `octavo.kernels.coefficients.coefficients`."""
-    from octavo.kernels.coefficients import StepCoefficients
-    from octavo.kernels.optimizer import COEFFICIENTS
-
     hyper, own = inputs.hyper, inputs.own
     by_group, skip, norm = _clip(inputs)
     skipped += skip

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.kernels.optimizer import Control, Layout, Slot
 from octavo.kernels.reference import storage as codec
 from octavo.kernels.reference.gradient import load_gradient
 from octavo.kernels.storage import E4M3, Storage, groups_of
 from octavo.numerics import random_words
-
-if TYPE_CHECKING:
-    from octavo.kernels.optimizer import Control, Layout, Slot
 
 _LARGEST = torch.finfo(torch.float32).max
 _SIGN = -(2**31)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from octavo.kernels.patches import Window
+from octavo.kernels.window import Window
 
 
 def unfold(x: Tensor, window: Window) -> Tensor:

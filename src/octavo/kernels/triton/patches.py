@@ -8,8 +8,6 @@ A pixel is read once for each patch that it is in, from the cache. The unfolded 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -22,10 +20,8 @@ from octavo.kernels.triton.codes import POWER_OF_TWO, amax, emit_both, quads
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output, end_searches
 from octavo.kernels.triton.shape import Shape, cdiv
+from octavo.kernels.window import Window
 from octavo.numerics import Quantized
-
-if TYPE_CHECKING:
-    from octavo.kernels.patches import Window
 
 WRITE = Shape(64, 64, warps=4)
 FOLD = Shape(64, 64, warps=4)

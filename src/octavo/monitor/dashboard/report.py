@@ -41,18 +41,7 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
     script = page.plotly().read_text("utf-8")
     known = runs_named(*runs)
     try:
-        readable, failures = [], []
-        for name in known.names():
-            try:
-                known.open(name)
-                readable.append(name)
-            except StoreError as error:
-                failures.append(error)
-        if not readable:
-            raise failures[0]
-        for failure in failures:
-            warnings.warn(f"{failure} The report says so in its place.", stacklevel=2)
-        held = {_request_key(*request): _answer(known, *request) for request in _requests(known, readable)}
+        held = {_request_key(*request): _answer(known, *request) for request in _requests(known, _readable(known))}
     finally:
         known.close()
     data = base64.b64encode(zlib.compress(json.dumps(held).encode(), 6)).decode()
@@ -72,6 +61,26 @@ def report(runs: Sequence[str | Path], output: str | Path) -> Path:
         raise StoreError(f"{path}: cannot be written: it is a directory. Name a file in it.")
     write_text(path, html, StoreError, mkdir=True)
     return path
+
+
+def _readable(known: RunCollection) -> list[str]:
+    """Return the names of the runs that can be read, and warn of the others.
+
+    Raises:
+        StoreError: none can be read.
+    """
+    readable, failures = [], []
+    for name in known.names():
+        try:
+            known.open(name)
+            readable.append(name)
+        except StoreError as error:
+            failures.append(error)
+    if not readable:
+        raise failures[0]
+    for failure in failures:
+        warnings.warn(f"{failure} The report says so in its place.", stacklevel=3)
+    return readable
 
 
 def _requests(known: RunCollection, readable: Sequence[str]) -> Iterator[Request]:

@@ -282,11 +282,11 @@ class RunReader:
             )
         return found[0][0], self._matrix(found[0][1], len(self.tensors))
 
-    def snapshots(self, *, at_once: int = 64) -> Iterator[tuple[Steps, Floats]]:
+    def snapshots(self, *, batch: int = 64) -> Iterator[tuple[Steps, Floats]]:
         """Yield all snapshots in batches: steps (n,), values (n, tensors, statistics)."""
         rows, first = len(self.tensors), 0
         query = "SELECT step, blob FROM telemetry WHERE step >= ? ORDER BY step LIMIT ?"
-        while found := self._all(query, (first, at_once)):
+        while found := self._all(query, (first, batch)):
             steps = np.array([step for step, _ in found], dtype=np.int64)
             yield steps, np.stack([self._matrix(blob, rows) for _, blob in found])
             first = int(steps[-1]) + 1

@@ -1,0 +1,188 @@
+"""Rows of a plan: the precision and kernels of each linear layer, convolution and product of experts, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from octavo.conversion.experts import FoundExperts, no_grouped_kernel
+from octavo.conversion.fusion_patterns import find_gates, reader_of
+from octavo.conversion.gain import EXPERTS_FROM, predicted_gain, predicted_gain_of_experts
+from octavo.conversion.layer_plan import LayerPlan
+from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy, find_heads
+from octavo.conversion.unconverted import active_share
+from octavo.conversion.weights import Layer
+from octavo.kernels.dispatch import on_gpu, rates
+from octavo.kernels.explain import gemm_kernel
+from octavo.kernels.gemm import EMULATED
+from octavo.nn.attention import ScaledDotProduct
+from octavo.nn.conv import unsupported_reason_recipe
+from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason
+from octavo.nn.functional import requantises_exactly
+from octavo.nn.fused import MLPRoles
+from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
+from octavo.nn.linear import is_transposed
+from octavo.nn.modules import full_name
+from octavo.recipes import GEMMS, Evidence, Recipe, load
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlanner:
+    """Makes the rows of a plan. Its fields are the inputs of `make_plan`."""
+
+    model: nn.Module
+    recipe: Recipe
+    recipes: Mapping[str, Recipe]
+    """Name of a layer or product of experts -> its recipe, with `recipe.modules` applied."""
+    policy: Policy
+    tokens: int
+    device: torch.device
+
+    def layers(self, layers: Mapping[str, Layer], mlps: Mapping[str, MLPRoles]) -> list[LayerPlan]:
+        """Return the rows of linear layers and convolutions."""
+        blocks, heads = self.policy.blocks_to_keep(self.model), find_heads(self.model)
+        in_mlps = find_gates(self.model) | {
+            full_name(name, child) for name, roles in mlps.items() for child in (*roles.inner, roles.down)
+        }
+        rows = []
+        for name, layer in layers.items():
+            kept = _reason_of_block(name, blocks)
+            kept = kept or self.policy.reason_to_keep(name, layer, name in in_mlps, id(layer) in heads)
+            rows.append(self._layer(name, layer, kept))
+        return self._without_second_copies(rows)
+
+    def experts(self, experts: Mapping[str, FoundExperts]) -> Iterator[LayerPlan]:
+        """Yield the rows of both products of each module of experts."""
+        blocks = self.policy.blocks_to_keep(self.model)
+        for name, found in experts.items():
+            module = self.model.get_submodule(name)
+            kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep_experts(name, module, found)
+            yield from self._experts(name, module, found, kept or no_grouped_kernel(self.device))
+
+    def _layer(self, name: str, layer: Layer, kept: str | None) -> LayerPlan:
+        """Return the row of one layer. kept: the policy's reason to keep it in BF16."""
+        recipe, found = self.recipes[name], _evidence_for(name, self.recipe)
+        kind, shape, taps = _gemm_of(layer)
+        known = rates(self.device) if recipe.is_fp8 else None
+        gain = predicted_gain(recipe, *shape, self.tokens, taps, rates=known) if known else None
+        if kept is None and taps:
+            kept = unsupported_reason_recipe(recipe)
+        if kept is None and not recipe.is_fp8:
+            kept = found.reason if found else NO_FP8
+        if kept is None and gain is not None and gain < self.policy.min_gain and not found:
+            unit = "output pixels" if taps else "tokens"
+            kept = f"{TOO_SMALL}: predicted {gain:.2f} times BF16 at {self.tokens} {unit}"
+        if kept is not None:
+            recipe, gain = load("bf16"), None
+        kernels, fallback = _kernels(recipe, self.device)
+        keeps_input = kind == "linear" and self.policy.keeps_input(name, recipe)
+        notes = found.reason if found else "", fallback, "keeps its input" if keeps_input else ""
+        return LayerPlan(
+            name=name,
+            kind=kind,
+            shape=shape,
+            recipe=recipe.name,
+            precision=_precision(recipe),
+            kernels=" / ".join(kernels),
+            gain=gain,
+            reason=kept or "; ".join(filter(None, notes)),
+            keeps_input=keeps_input,
+            evidence=found,
+        )
+
+    def _experts(self, name: str, module: nn.Module, found: FoundExperts, kept: str | None) -> Iterator[LayerPlan]:
+        """Yield the rows of a module of experts. kept: the reason to keep it in BF16."""
+        names = full_name(name, FIRST), full_name(name, SECOND)
+        given = [self.recipes[each] for each in names]
+        reasons = [kept or unsupported_reason_grouped(recipe) for recipe in given]
+        reasons = [why or (None if r.is_fp8 else NO_FP8) for why, r in zip(reasons, given, strict=True)]
+        how = _how(found.roles, *given) if reasons == [None, None] else ""
+        kernel = "grouped_gemm" if on_gpu(self.device) else "reference"
+        active = active_share(module, found.count)
+        gain = self._gain_of_experts(found, given[0], active) if how.startswith("fused") else None
+        for i, shape in enumerate((found.first, found.second)):
+            recipe = given[i] if reasons[i] is None else load("bf16")
+            yield LayerPlan(
+                name=names[i],
+                kind=f"{found.count} experts",
+                shape=shape,
+                count=found.count,
+                active=active,
+                recipe=recipe.name,
+                precision=_precision(recipe),
+                kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
+                gain=gain,
+                reason=reasons[i] or how,
+            )
+
+    def _gain_of_experts(self, found: FoundExperts, recipe: Recipe, active: float) -> float | None:
+        """Return the predicted gain of fused experts; None without rates, if narrow, or of an unknown share."""
+        known = rates(self.device)
+        if known is None or active == 1.0 or min(found.second) < EXPERTS_FROM:
+            return None
+        rows = self.tokens * active * found.count
+        return predicted_gain_of_experts(recipe, found.first, found.second, found.count, rows, rates=known)
+
+    def _without_second_copies(self, rows: list[LayerPlan]) -> list[LayerPlan]:
+        """Let layers that read attention's output quantise it again in backward: attention saves that tensor anyway."""
+        if not self.policy.fuse or self.policy.attention_output == "fp8":
+            return rows
+        cores = {name: core for name, core in self.model.named_modules() if isinstance(core, ScaledDotProduct)}
+        readers = {reader_of(name, core) for name, core in cores.items()}
+        readers = {name for name in readers if name in self.recipes and requantises_exactly(self.recipes[name])}
+        return [replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows]
+
+
+def _reason_of_block(name: str, blocks: Mapping[str, str]) -> str | None:
+    """Return why the block around a module stays in BF16, or None."""
+    return next((why for block, why in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
+
+
+def _precision(recipe: Recipe) -> str:
+    return " / ".join(recipe.gemm(gemm).precision for gemm in GEMMS)
+
+
+def _how(roles: ExpertRoles, first: Recipe, second: Recipe) -> str:
+    why = unfused_reason(roles, first, second)
+    inner = "gate, up" if roles.is_gated else "up"
+    return f"product by product: {why}" if why else f"fused: sort, {inner}, {roles.kind}, down, sum"
+
+
+def _evidence_for(name: str, recipe: Recipe) -> Evidence | None:
+    """Return a precision map's entry for the pattern that decided a layer's recipe."""
+    pattern = next((pattern for pattern in reversed(recipe.modules) if fnmatchcase(name, pattern)), None)
+    return None if pattern is None else recipe.evidence.get(pattern)
+
+
+def _gemm_of(layer: Layer) -> tuple[str, tuple[int, int], int]:
+    """Return a layer's kind, (N, K) of its GEMM, and the pixels of a convolution's patch, 0 for a linear layer."""
+    if is_transposed(layer):
+        return "stored as K x N", (layer.weight.shape[1], layer.weight.shape[0]), 0
+    if isinstance(layer, nn.Linear):
+        return "linear", (layer.out_features, layer.in_features), 0
+    taps, kernel = math.prod(layer.kernel_size), "x".join(map(str, layer.kernel_size))
+    shape = layer.out_channels, layer.in_channels // layer.groups * taps
+    return f"{type(layer).__name__.lower()} {kernel}", shape, taps
+
+
+def _kernels(recipe: Recipe, device: torch.device) -> tuple[list[str], str]:
+    """Return the kernel of each GEMM, and a note if the reference runs on a GPU."""
+    operands = {name: (a, b) for name, a, b in recipe.gemms()}
+    names, notes = [], ""
+    for gemm in GEMMS:
+        if gemm not in operands:
+            names.append("-")
+            continue
+        a, b = operands[gemm]
+        name, refused = gemm_kernel(device, (a.format, a.granularity), (b.format, b.granularity))
+        names.append(name)
+        if name in EMULATED:
+            notes = "emulated: no faster than BF16"
+        if name == "reference" and device.type == "cuda":
+            notes = f"{gemm} falls back: {'; '.join(f'{kernel}: {why}' for kernel, why in refused.items())}"
+    return names, notes

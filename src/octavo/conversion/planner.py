@@ -1,0 +1,196 @@
+"""Making a plan, which changes nothing in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from octavo.conversion.autocast_mode import suspended
+from octavo.conversion.experts import find_experts
+from octavo.conversion.fusion_patterns import find_mlps, find_patterns
+from octavo.conversion.layer_plan import LayerPlan
+from octavo.conversion.layer_planner import LayerPlanner
+from octavo.conversion.plan import Plan, commonest_reason
+from octavo.conversion.policy import Policy
+from octavo.conversion.refusals import device_unsupported_reason
+from octavo.conversion.unconverted import find_unconverted
+from octavo.conversion.weights import Layer, plan_weights
+from octavo.errors import ConfigError, did_you_mean
+from octavo.kernels.devices import GPUS
+from octavo.kernels.dispatch import architecture, on_gpu, planning_for, rates
+from octavo.nn.experts import FIRST, SECOND
+from octavo.nn.fused import MLPRoles
+from octavo.nn.linear import is_transposed
+from octavo.nn.modules import full_name
+from octavo.nn.operands import dtype_note
+from octavo.recipes import Recipe, RecipeLike, load
+
+
+@suspended()  # modules are recognised by running them
+def make_plan(
+    model: nn.Module,
+    recipe: RecipeLike = "folded",
+    *,
+    policy: Policy | None = None,
+    tokens: int = 8192,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """Return what `convert` would do to a model.
+
+    Args:
+        model: any module; on the meta device too.
+        recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
+        policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
+        tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
+        device: where it will run; by default the model's device. GPUs of `octavo.kernels.devices.GPUS` need not be
+            present.
+
+    Raises:
+        ConfigError: an argument of another type, an unknown recipe or device, no tokens, a pattern of a recipe that
+            matches no linear layer and no convolution, one of the policy that matches no module, or weights in FP8 with
+            a recipe that cannot compute with their codes.
+        UnsupportedError: `device` is not present, so its kernels are unknown.
+    """
+    if str(device) in GPUS:
+        with planning_for(str(device)):
+            return replace(make_plan(model, recipe, policy=policy, tokens=tokens, device="cuda"), device=str(device))
+    _check_arguments(model, policy, tokens)
+    recipe, policy = load(recipe), policy or Policy()
+    policy.check_patterns(model)
+    layers, experts, mlps = layers_of(model), find_experts(model), find_mlps(model)
+    names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
+    _check_patterns(recipe, policy, names)
+    recipes = {name: recipe.for_layer(name) for name in names}
+    where = _device_named(device) if device is not None else _device_of(model)
+    planner = LayerPlanner(model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where)
+    rows = plan_weights(model, layers, planner.layers(layers, mlps), recipes, policy.weights)
+    expert_rows = list(planner.experts(experts))
+    ordered = _in_order_of(model, [*rows, *expert_rows])
+    read = {id(layer.weight) for layer in layers.values()}
+    read |= {id(parameter) for name in experts for parameter in model.get_submodule(name).parameters()}
+    plan = Plan(
+        recipe=recipe,
+        device=str(where),
+        tokens=tokens,
+        layers=ordered,
+        recipes={row.name: recipes[row.name] for row in ordered if row.is_fp8},
+        experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
+        policy=policy,
+        unconverted=tuple(find_unconverted(model, read, policy.min_features)),
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
+    )
+    return _with_patterns(plan, model, mlps)
+
+
+def _check_arguments(model: object, policy: object, tokens: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    if not isinstance(policy, Policy | None):
+        raise ConfigError(f'policy: expected an octavo.Policy, such as Policy(weights="fp8"), got {policy!r}.')
+    if tokens < 1:
+        raise ConfigError(f"tokens = {tokens}: expected the number of tokens of one forward, at least 1.")
+
+
+def _with_patterns(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles]) -> Plan:
+    """Return the plan with its fusion patterns, options without effect, and notes."""
+    policy = plan.policy
+    linears = {row.name: plan.recipes[row.name] for row in plan.layers if row.is_fp8 and row.kind == "linear"}
+    keep_input = {row.name for row in plan.layers if row.keeps_input}
+    if policy.fuse:
+        patterns, unapplied = find_patterns(model, linears, mlps, policy, keep_input)
+        plan = replace(plan, structures=tuple(patterns), unapplied=tuple(unapplied))
+    dtypes = {_weight(model, row).dtype for row in plan.layers if row.is_fp8}
+    return replace(plan, notes=tuple(_notes_on(plan, model, dtypes)))
+
+
+def _in_order_of(model: nn.Module, rows: Sequence[LayerPlan]) -> tuple[LayerPlan, ...]:
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    return tuple(sorted(rows, key=lambda row: order[row.module]))
+
+
+def _weight(model: nn.Module, row: LayerPlan) -> Tensor:
+    module = model.get_submodule(row.module)
+    return next(module.parameters()) if row.is_experts else cast(Tensor, module.weight)
+
+
+def layers_of(model: nn.Module) -> dict[str, Layer]:
+    """Return each layer with a GEMM once, by its first name; a layer used in two places is one layer."""
+    return {
+        name: cast(nn.Linear, module)
+        for name, module in model.named_modules()
+        if isinstance(module, Layer) or is_transposed(module)
+    }
+
+
+def _device_named(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as found:
+        raise ConfigError(
+            f"device = {device!r}: neither a device of PyTorch nor a GPU to plan for.{did_you_mean(str(device), GPUS)} "
+            f"GPUs: {', '.join(GPUS)}."
+        ) from found
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+
+
+def _check_patterns(recipe: Recipe, policy: Policy, names: list[str]) -> None:
+    wheres = dict.fromkeys(recipe.modules, f"recipe '{recipe.name}': modules")
+    wheres |= dict.fromkeys(policy.requantise, "policy: requantise")
+    for pattern, where in wheres.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = did_you_mean(pattern, names)
+            raise ConfigError(f"{where}: the pattern '{pattern}' matches no linear layer or convolution.{near}")
+
+
+FAST_PATH = (
+    "nn.TransformerEncoderLayer computes linear1 and linear2 itself, in high precision, in model.eval() without "
+    "gradients and without autocast: torch.backends.mha.set_fastpath_enabled(False) keeps such an evaluation in FP8"
+)
+"""A note that `convert` logs as a warning too."""
+
+
+def _notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterator[str]:
+    """Yield what a user may not expect. dtypes: those of the weights of FP8 layers."""
+    if torch.backends.mha.get_fastpath_enabled() and any(_has_fast_path(m, n, plan) for n, m in model.named_modules()):
+        yield FAST_PATH
+    rows, recipe, device = plan.layers, plan.recipe, torch.device(plan.device)
+    if plan.is_little and dtypes:
+        largest = max(plan.unconverted, key=lambda weight: weight.multiplied)
+        yield (
+            f"Little will run in FP8: {plan.share:.0%} of the FLOPs of products with weights. The largest weight that "
+            f"no layer reads is {largest.name}: {largest.reason}"
+        )
+    if reason := device_unsupported_reason(device):
+        yield f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
+    elif on_gpu(device) and dtypes:
+        known = rates(device)
+        if known is None:
+            yield "No gain is predicted: Octavo has no rates of this GPU. `octavo bench step` measures"
+        elif known.derived:
+            yield f"Gains are predicted from {known.derived}"
+    if not dtypes and (recipe.is_fp8 or recipe.modules):
+        yield f"Nothing will run in FP8: {commonest_reason(rows)}"
+    if torch.is_autocast_enabled(device.type):
+        return
+    for dtype in (torch.float16, torch.float32):
+        if dtype in dtypes and (note := dtype_note(dtype, device.type)) is not None:
+            yield f"Weights are {dtype}. Without autocast {note}"
+
+
+def _has_fast_path(module: nn.Module, name: str, plan: Plan) -> bool:
+    """Return whether a module reads the weights of its FP8 layers in evaluation instead of calling the layers."""
+    if type(module).forward is not nn.TransformerEncoderLayer.forward:
+        return False
+    attention = module.self_attn
+    is_eligible = isinstance(attention, nn.MultiheadAttention) and attention.batch_first
+    is_eligible = is_eligible and bool(module.activation_relu_or_gelu)
+    return is_eligible and any(full_name(name, child) in plan.recipes for child in ("linear1", "linear2"))

@@ -1,0 +1,55 @@
+"""Weight codes that are made once for a block of code in which no weight changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.kernels.quant_spec import spec_of
+from octavo.nn.fused import fusion_groups
+from octavo.nn.grouped import GroupedLinear, quantize_experts
+from octavo.nn.linear import Linear
+from octavo.nn.weight_codes import WeightCodes, quantize_weights
+
+
+@contextmanager
+def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
+    """Quantise the weights of a model once, and use those codes in every forward inside the block.
+
+    For blocks in which no weight is written: an evaluation, generation, the micro-batches of one optimizer step. A
+    write inside the block has no effect until its end. Not affected are layers and experts with weights that are
+    sharded or stored in FP8, and layers with stochastic rounding.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Linear) and m.recipe.fprop.is_fp8]
+    experts = [m for m in model.modules() if isinstance(m, GroupedLinear) and m.recipe.fprop.is_fp8]
+    before: list[tuple[Any, Any]] = []
+    try:
+        with torch.no_grad():
+            for group in fusion_groups(model, layers):
+                if (codes := _codes_to_reuse(group)) is not None:
+                    before.append((group[0], group[0].weight_codes))
+                    group[0].weight_codes = codes
+            for each in experts:
+                if _are_plain(each.parts):
+                    before.append((each, each.weight_codes))
+                    each.weight_codes = quantize_experts(each.weight, each.recipe)
+        yield
+    finally:
+        for layer, codes in reversed(before):
+            layer.weight_codes = codes
+
+
+def _codes_to_reuse(group: Sequence[Linear]) -> WeightCodes | None:
+    weights: list[Tensor] = [layer.matrix for layer in group]
+    target = spec_of(group[0].recipe.fprop.weight)
+    plain = _are_plain(weights)
+    same = all(layer.recipe is group[0].recipe for layer in group)
+    return quantize_weights(weights, target) if plain and same and target.rounding == "nearest" else None
+
+
+def _are_plain(weights: Sequence[Tensor]) -> bool:
+    return all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
