@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -266,6 +267,58 @@ def test_every_third_step_an_evaluation_and_steps_that_nobody_reads():
         telemetry.step()
     assert len(list(iter(telemetry.snapshot, None))) == WAITING
     telemetry.detach()
+
+
+def stack_on_gpu():
+    model = stack().cuda()
+    model.tables = tuple(table.cuda() for table in model.tables)
+    return model, torch.randn(2, 16, 32, device="cuda", dtype=torch.bfloat16)
+
+
+def kernels_of(telemetry, model, x, steps):
+    """Return the number of kernels that telemetry launches in each of so many steps."""
+    found = []
+    for _ in range(steps):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            run(model, x=x)
+            torch.cuda.synchronize()
+        found.append(sum(event.count for event in profiled.key_averages() if "_look_kernel" in event.key))
+        telemetry.step()
+    return found
+
+
+@pytest.mark.gpu
+def test_a_step_that_is_not_measured_launches_nothing_for_it():
+    model, x = stack_on_gpu()
+    with Telemetry(model, every=3) as telemetry:
+        first, *unmeasured, third = kernels_of(telemetry, model, x, 3)
+        assert first == third > 0 and unmeasured == [0]  # the first loads the kernels
+        telemetry.wait()
+        assert [step for step, _ in iter(telemetry.snapshot, None)] == [3]
+
+
+@pytest.mark.gpu
+def test_a_graph_that_is_captured_in_a_step_without_measurement_measures_in_its_replays():
+    model, x = stack_on_gpu()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def passes(x):
+        loss = model(x.requires_grad_()).float().square().mean()
+        loss.backward()
+        return loss
+
+    replay = octavo.graph(passes, model, optimizer)
+    with Telemetry(model, every=7) as telemetry:
+        for _ in range(14):
+            replay(x.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not replay.refusal
+        telemetry.wait()
+        taken = list(iter(telemetry.snapshot, None))
+    assert [step for step, _ in taken] == [7, 14]
+    keys = [(row.layer, row.role) for row in telemetry.rows]
+    assert all(all_there(dict(zip(keys, values, strict=True))) for _, values in taken)
 
 
 def test_of_several_optimizers_one_counts_and_a_dead_one_does_not():

@@ -21,11 +21,15 @@ first and last column of a product with the tensor, where a NaN or an infinity i
 The last two cost more: they are written where `row[DETAILED]` is above 0 and the row has room for bins.
 
 Nothing waits for the device, and with a negative `row[PHASE]` nothing is read or written: a CUDA graph may hold it.
+Where the host knows that no row of a buffer is sampled (`mark_idle`), nothing is launched either, but in a capture.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -137,9 +141,36 @@ def sampled_rows(rows: int, row: Tensor) -> Tensor:
     return (torch.arange(number, device=row.device) * stride + phase) % max(rows, 1)
 
 
+_idle: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+_warming_up = 0
+
+
+def mark_idle(rows: Tensor, idle: bool) -> None:
+    """Set whether kernels that would sample into the buffer of these rows need no launch, as every phase is negative.
+
+    A capture launches them all the same: its replays sample when the phase says so.
+    """
+    (_idle.add if idle else _idle.discard)(rows.untyped_storage())
+
+
+@contextmanager
+def warm_up() -> Iterator[None]:
+    """Launch kernels for idle buffers too: a kernel that is launched first in a capture cannot be loaded there."""
+    global _warming_up
+    _warming_up += 1
+    try:
+        yield
+    finally:
+        _warming_up -= 1
+
+
 def sampling_off(row: Tensor) -> bool:
-    """Return whether nothing is to be sampled, as far as that is known without waiting: on a CPU."""
-    return row.is_cpu and bool(row.numpy()[PHASE] < 0)
+    """Return whether nothing is to be launched for a row, as far as the host knows without waiting."""
+    if row.is_cpu and bool(row.numpy()[PHASE] < 0):
+        return True
+    if _warming_up or row.untyped_storage() not in _idle:
+        return False
+    return not (row.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def sample(operand: SampleInput, row: Tensor) -> None:

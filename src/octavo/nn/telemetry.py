@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
-from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH
+from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, mark_idle
 from octavo.kernels.transfers import AsyncHostCopy
 from octavo.nn.fused import fusion_groups
 from octavo.nn.telemetry_ops import StatsSlot
@@ -107,6 +107,8 @@ class Telemetry:
         self.sampled, self.histograms = np.zeros(0, dtype=np.float32), None
         self._coming: deque[tuple[int, AsyncHostCopy | Gathering]] = deque(maxlen=WAITING)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.rows else None
+        self._was_launched = False
+        """Whether a step has launched the kernels, so that a capture finds them loaded."""
         self._begin()
         _live.add(self)
 
@@ -211,6 +213,8 @@ class Telemetry:
         values.fill_(torch.nan)
         values[:, PHASE] = float(_phase(self.done + 1) if looks else -1)
         values[:, DETAILED] = float(detailed)
+        mark_idle(values, self._was_launched and not looks)
+        self._was_launched = True
 
     def _send(self, values: Tensor) -> AsyncHostCopy | Gathering:
         """Start sending a copy of FP32 (tensors, width), with those of all ranks; from a GPU beside training."""

@@ -15,6 +15,7 @@ so one rank may replay while another launches kernel by kernel. Graphs that hold
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.kernels import ledger
+from octavo.kernels import ledger, sample
 from octavo.optim import Optimizer
 from octavo.tensor import FP8Tensor, local
 
@@ -187,7 +188,8 @@ class Replay:
         if self._passes is None:
             self._graphs.make_room()
             self._known, self._calls = found, self._calls + 1
-            return self._run(*arguments).detach()
+            with contextlib.nullcontext() if self.refusal else sample.warm_up():
+                return self._run(*arguments).detach()
         return self._replay(self._passes, arguments)
 
     def _capture(self, arguments: Sequence[Any]) -> None:

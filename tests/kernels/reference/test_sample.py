@@ -18,7 +18,9 @@ from octavo.kernels.sample import (
     SampleInput,
     count,
     limits,
+    mark_idle,
     sampled_rows,
+    warm_up,
 )
 from octavo.kernels.sample import sample as contract
 from octavo.numerics import dequantize
@@ -246,3 +248,19 @@ def _moments(x: Tensor, finite: Tensor) -> list[Tensor]:
     second = square.sum() / number
     fourth = (square * square).sum() / number
     return [mean.float(), second.float(), (fourth / (second * second)).float()]
+
+
+def test_rows_of_an_idle_buffer_are_left_alone_but_in_a_warm_up() -> None:
+    buffer = torch.full((2, WIDTH), torch.nan)
+    buffer[:, PHASE] = 3.0
+    x = torch.randn(8, 16)
+    operand = SampleInput(x, quantize(x, *ROWS).scale, ROWS)
+    mark_idle(buffer[1], True)
+    contract(operand, buffer[0])
+    assert buffer[:, :PHASE].isnan().all()
+    with warm_up():
+        contract(operand, buffer[0])
+    assert not buffer[0, :SQNR].isnan().any()
+    mark_idle(buffer, False)
+    contract(operand, buffer[1])
+    assert torch.equal(buffer[0, :SQNR], buffer[1, :SQNR])
