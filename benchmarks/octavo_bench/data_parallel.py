@@ -57,7 +57,7 @@ KIND = Kind(
     keys={"model": str, "tokens": int, "recipe": str, "seed": int, "ranks": int, "heldout_loss": float},
     show=by_ranks,
     may_fail=False,
-    session=("model", "tokens", "recipe", "seed", "ranks"),
+    session=("hardware", "model", "tokens", "seed"),  # FP8 beside BF16, and several ranks beside one
 )
 
 

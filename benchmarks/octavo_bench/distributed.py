@@ -103,7 +103,7 @@ KIND = Kind(
     told=(("ms", "{ms:.1f}"), *TOLD),
     derived=_derived,
     show=by_workload,
-    session=("workload", "layout", "ranks"),  # each beside BF16 of its own
+    session=("hardware", "workload", "layout", "ranks"),  # each beside BF16 of its own
 )  # fmt: skip
 
 

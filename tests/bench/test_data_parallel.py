@@ -11,6 +11,7 @@ import torch
 from octavo.errors import ConfigError, RunError
 from octavo_bench import data_parallel, results, study
 from octavo_bench.cli import bench
+from octavo_bench.data_parallel import KIND
 from octavo_bench.results import Row
 
 
@@ -116,3 +117,18 @@ def test_a_run_of_several_ranks_waits_for_as_many_slots(tmp_path: Path, monkeypa
     jobs = [study.Job({"name": name}, (), ranks=1 + (name == "both")) for name in ("a", "b", "both", "c")]
     study.run_all(jobs, [], out=tmp_path, slots=2, report=lambda line: None)
     assert beside == {"a": ["a"], "b": ["a", "b"], "both": ["both"], "c": ["c"]}
+
+
+def test_runs_of_several_ranks_stay_beside_the_one_rank_of_their_machine(tmp_path: Path) -> None:
+    for hardware, ranks, alone in (("nvidia-h200", 2, 1.5), ("nvidia-h100", 4, 1.6)):
+        shared = {"model": "m", "tokens": 9, "recipe": "bf16", "seed": 0}
+        rows = [
+            shared | {"ranks": 1, "heldout_loss": alone},
+            shared | {"ranks": ranks, "heldout_loss": 2.0, "gap": 0.5},
+        ]
+        result = results.Result(
+            kind="data-parallel", date="2026-11-26", hardware=hardware, versions={}, command="c", rows=tuple(rows)
+        )
+        results.write(result, tmp_path)
+    table = KIND.table(tmp_path)
+    assert "| bf16 | 0 | 2 | 1.5000 | 2.0000 |" in table and "| bf16 | 0 | 4 | 1.6000 | 2.0000 |" in table
