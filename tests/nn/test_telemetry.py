@@ -16,6 +16,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.llama import Block, rotary_tables
 from octavo.nn import Conv1d, Conv2d, GroupedLinear, Linear
 from octavo.nn.telemetry import WAITING, Telemetry
+from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.numerics import dequantize
 from octavo.tensor import FP8Tensor
 
@@ -287,14 +288,29 @@ def kernels_of(telemetry, model, x, steps):
     return found
 
 
+def test_eager_layers_have_a_buffer_only_in_measured_steps():
+    layer = Linear(16, 16, bias=False, recipe="rowwise")
+    with Telemetry(layer, every=3) as telemetry:
+        found = []
+        for _ in range(9):
+            found.append(stats_buffer_of([layer]) is not None)
+            telemetry.step()
+    assert found == [True, False, True, False, False, True, False, False, True]  # the first loads the kernels
+
+
 @pytest.mark.gpu
 def test_a_step_that_is_not_measured_launches_nothing_for_it():
     model, x = stack_on_gpu()
     with Telemetry(model, every=3) as telemetry:
         first, *others = kernels_of(telemetry, model, x, 3)  # the first loads the kernels
         assert first > 0 and others == [0, first]
+        others = kernels_of(telemetry, model, x, 6)  # by now eager launches are replayed as they were recorded
+        assert others == [0, 0, first, 0, 0, first]
         telemetry.wait()
-        assert [step for step, _ in iter(telemetry.snapshot, None)] == [3]
+        taken = list(iter(telemetry.snapshot, None))
+    assert [step for step, _ in taken] == [3, 6, 9]
+    keys = [(row.layer, row.role) for row in telemetry.rows]
+    assert all(all_there(dict(zip(keys, values, strict=True))) for _, values in taken)
 
 
 @pytest.mark.gpu

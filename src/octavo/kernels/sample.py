@@ -164,13 +164,16 @@ def warm_up() -> Iterator[None]:
         _warming_up -= 1
 
 
+def is_idle(rows: Tensor) -> bool:
+    """Return whether kernels that would sample into the buffer of these rows need no launch now."""
+    if _warming_up or rows.untyped_storage() not in _idle:
+        return False
+    return not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def sampling_off(row: Tensor) -> bool:
     """Return whether nothing is to be launched for a row, as far as the host knows without waiting."""
-    if row.is_cpu and bool(row.numpy()[PHASE] < 0):
-        return True
-    if _warming_up or row.untyped_storage() not in _idle:
-        return False
-    return not (row.is_cuda and torch.cuda.is_current_stream_capturing())
+    return (row.is_cpu and bool(row.numpy()[PHASE] < 0)) or is_idle(row)
 
 
 def sample(operand: SampleInput, row: Tensor) -> None:

@@ -28,7 +28,7 @@ from octavo.kernels.operator import call, define_packed
 from octavo.kernels.patches import unfold_rows
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.reference.activation import value
-from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
+from octavo.kernels.sample import SampleInput, is_idle, sample, sampled_rows, sampling_off
 from octavo.kernels.window import Window
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.fp8_weights import has_fp8_weight
@@ -59,9 +59,15 @@ class SampledLayer(Protocol):
 
 
 def stats_buffer_of(layers: Sequence[SampledLayer]) -> Tensor | None:
-    """Return the buffer of layers that are computed together; None without telemetry, or without gradients."""
+    """Return the buffer of layers that are computed together; None without telemetry, or without gradients.
+
+    In eager mode it is None in a step that is not measured, too: those launch, and record, what they would without
+    telemetry. Compiled code has the sampling operators in every step, which ask when they run.
+    """
     slot = layers[0].stats_slot
     if slot is None or not torch.is_grad_enabled():
+        return None
+    if not torch.compiler.is_compiling() and is_idle(slot.buffer):
         return None
     together = all(layer.stats_slot is not None and layer.stats_slot.layers == len(layers) for layer in layers)
     return slot.buffer if together else None
