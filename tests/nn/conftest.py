@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from octavo.recipes import Operand, Recipe
 
@@ -72,3 +73,20 @@ def three_gemms(
 @pytest.fixture
 def oracle() -> Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
     return three_gemms
+
+
+class MLP(nn.Module):
+    """Computed as one function where nobody looks in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.fixture
+def make_mlp() -> Callable[[], nn.Module]:
+    """Make an MLP with gate, 32 to 64 features."""
+    return MLP

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import octavo
 from octavo import Policy, kernels
@@ -13,18 +13,6 @@ from octavo.nn import Linear, reuse_weight_codes
 from octavo.numerics import E4M3, PER_ROW, quantize
 from octavo.recipes import load
 from octavo_bench.writes import net, results
-
-
-class MLP(nn.Module):
-    """Computed as one function where nobody looks in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
 
 EAGER_AND_COMPILED = [*itertools.product(("folded", "rowwise", "tensorwise", "block"), [False]), ("folded", True)]
 
@@ -89,8 +77,8 @@ def test_codes_of_a_group_are_not_read_by_one_layer_nor_those_of_one_by_a_group(
         assert torch.equal(model.q(x.clone()), alone)
 
 
-def test_an_mlp_reuses_codes_also_where_somebody_looks_in():
-    model, x = MLP(), torch.randn(5, 32)
+def test_an_mlp_reuses_codes_also_where_somebody_looks_in(make_mlp):
+    model, x = make_mlp(), torch.randn(5, 32)
     octavo.convert(model, "folded", policy=Policy(min_gain=0.0))
     expected = results(model, model)
     with reuse_weight_codes(model):

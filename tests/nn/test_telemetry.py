@@ -63,6 +63,14 @@ def all_there(values):
     )
 
 
+def steps_taken_whole(telemetry):
+    """Return the steps that have arrived, each of which has every statistic of every role."""
+    taken = list(iter(telemetry.snapshot, None))
+    keys = [(row.layer, row.role) for row in telemetry.rows]
+    assert all(all_there(dict(zip(keys, values, strict=True))) for _, values in taken)
+    return [step for step, _ in taken]
+
+
 def measured(telemetry):
     telemetry.step()
     telemetry.wait()
@@ -259,10 +267,7 @@ def test_every_third_step_an_evaluation_and_steps_that_nobody_reads():
         optimizer.step()
     with torch.no_grad():
         model(torch.full((1, 16, 32), 1e6, dtype=torch.bfloat16))
-    taken = list(iter(telemetry.snapshot, None))
-    assert [step for step, _ in taken] == [3, 6]
-    keys = [(row.layer, row.role) for row in telemetry.rows]
-    assert all(all_there(dict(zip(keys, values, strict=True))) for _, values in taken)
+    assert steps_taken_whole(telemetry) == [3, 6]
     telemetry.done = 299
     for _ in range(3 * WAITING + 30):
         telemetry.step()
@@ -307,10 +312,7 @@ def test_a_step_that_is_not_measured_launches_nothing_for_it():
         others = kernels_of(telemetry, model, x, 6)  # by now eager launches are replayed as they were recorded
         assert others == [0, 0, first, 0, 0, first]
         telemetry.wait()
-        taken = list(iter(telemetry.snapshot, None))
-    assert [step for step, _ in taken] == [3, 6, 9]
-    keys = [(row.layer, row.role) for row in telemetry.rows]
-    assert all(all_there(dict(zip(keys, values, strict=True))) for _, values in taken)
+        assert steps_taken_whole(telemetry) == [3, 6, 9]
 
 
 @pytest.mark.gpu
@@ -331,10 +333,7 @@ def test_a_graph_that_is_captured_in_a_step_without_measurement_measures_in_its_
             optimizer.zero_grad()
         assert not replay.refusal
         telemetry.wait()
-        taken = list(iter(telemetry.snapshot, None))
-    assert [step for step, _ in taken] == [7, 14]
-    keys = [(row.layer, row.role) for row in telemetry.rows]
-    assert all(all_there(dict(zip(keys, values, strict=True))) for _, values in taken)
+        assert steps_taken_whole(telemetry) == [7, 14]
 
 
 def test_of_several_optimizers_one_counts_and_a_dead_one_does_not():

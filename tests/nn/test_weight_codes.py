@@ -256,21 +256,10 @@ def test_weights_that_are_there_while_their_layer_computes(recipe):
                     p.grad = None
 
 
-class MLP(nn.Module):
-    """Computed as one function where nobody looks in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 @pytest.mark.parametrize("write", [lambda p: p.data.mul_(3.0), lambda p: p.detach().numpy().__imul__(3)])
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])
 @pytest.mark.parametrize("kind", ["grouped", "convolution", "mlp", "head"])
-def test_a_write_is_seen_by_layers_of_every_kind(kind, recipe, write):
+def test_a_write_is_seen_by_layers_of_every_kind(kind, recipe, write, make_mlp):
     def made() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
         torch.manual_seed(3)
         if kind == "grouped":
@@ -283,7 +272,7 @@ def test_a_write_is_seen_by_layers_of_every_kind(kind, recipe, write):
             head = nn.Linear(32, 64, bias=False)
             targets = torch.arange(5)
             return head, lambda x: linear_cross_entropy(x, head.weight, targets, recipe=recipe)
-        model = MLP()
+        model = make_mlp()
         octavo.convert(model, recipe, policy=Policy(min_gain=0.0, min_features=16))
         return model, model
 

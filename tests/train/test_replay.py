@@ -18,6 +18,7 @@ from octavo import kernels
 from octavo.conversion import Policy, convert, disabled
 from octavo.distributed import shard, tensor_parallel
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.sample import WIDTH, is_idle, mark_idle
 from octavo.models import ModelConfig, build
 from octavo.nn.telemetry import Telemetry
 from octavo.train.config import LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
@@ -122,6 +123,26 @@ def test_it_is_captured_once_after_a_few_steps() -> None:
     assert graphs.asked == 0
     trained(own, 5)
     assert graphs.asked == 1
+
+
+def test_calls_before_a_capture_launch_what_an_idle_step_leaves_out() -> None:
+    model, rows, found = torch.nn.Linear(2, 2), torch.zeros(1, WIDTH), []
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def passes(x: Tensor) -> Tensor:
+        found.append(is_idle(rows))
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    mark_idle(rows, True)
+    graphs = GraphsOnCPU()
+    replay = graphs.replay(passes, model, list(model.parameters()), optimizer)
+    for calls in range(WARM + 1):
+        graphs.refusal = "none is captured any more" if calls == WARM else ""
+        replay(torch.ones(1, 2))
+        optimizer.zero_grad()
+    assert found == [False] * WARM + [True]
 
 
 @pytest.mark.parametrize("change", ["batch", "precision", "recipe", "telemetry"])
