@@ -226,6 +226,20 @@ def test_the_weights_gradient_is_summed_over_chunks_in_fp32(recipe: str) -> None
     assert sqnr_db(truth, found[4]) > sqnr_db(truth, found[1024]) - 0.7
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_the_sum_over_chunks_is_rounded_once(chunks: int) -> None:
+    """Also that of two, which are added in BF16."""
+    x, weight = torch.randn(chunks * 32, K).bfloat16(), (torch.randn(V, K) / 4).bfloat16().requires_grad_()
+    targets = torch.randint(V, (len(x),))
+
+    def wgrad(rows: slice) -> Tensor:
+        loss = linear_cross_entropy(x[rows], weight, targets[rows], recipe="folded", reduction="sum", chunk=32)
+        return torch.autograd.grad(loss, weight)[0]
+
+    parts = torch.stack([wgrad(slice(start, start + 32)) for start in range(0, len(x), 32)])
+    assert torch.equal(wgrad(slice(None)), parts.float().sum(0).bfloat16())
+
+
 def test_fp16_gradients_do_not_underflow() -> None:
     x, weight, _, targets = operands(torch.float16, bias=False)
     x = x.detach().repeat(20, 1).requires_grad_()
@@ -388,6 +402,21 @@ def test_on_a_gpu(recipe: str) -> None:
     assert abs(got[0] / expected[0] - 1) < 1e-3
     for ours, truth in zip(got[1:], expected[1:], strict=True):
         assert sqnr_db(truth, ours) > FLOORS.get(recipe, 45)
+
+
+@pytest.mark.gpu
+def test_the_memory_of_two_chunks_in_fp8() -> None:
+    """While dW of the second is added: two of them, and codes of weight and gradient in both layouts."""
+    width = chunk = 1024
+    x = torch.randn(2 * chunk, width, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(65536, width, device="cuda") / 32).bfloat16().requires_grad_()
+    targets = torch.randint(len(weight), (len(x),), device="cuda")
+    for _ in range(2):  # the first loads kernels and workspaces
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        linear_cross_entropy(x, weight, targets, recipe="folded", chunk=chunk)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert 3.9 < peak / weight.nbytes < 4.3
 
 
 @pytest.mark.gpu

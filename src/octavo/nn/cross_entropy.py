@@ -6,8 +6,8 @@ The logits of a chunk become its loss and, in the same memory, their gradient, w
 once, in forward. Backward only multiplies by the gradient of the loss (as in Liger Kernel's fused linear cross-entropy,
 arXiv 2410.10989, section 3.3). Saved for backward are dX, and dW if it is needed.
 
-dW is summed over chunks in FP32: on a GPU inside the GEMM, elsewhere from each chunk's result in the dtype of the GEMM.
-Reading and writing it is the cost of many small chunks: a few percent with 4096 tokens.
+dW is summed over chunks in FP32: for BF16 GEMMs on a GPU inside the GEMM, otherwise from each chunk's result in the
+dtype of the GEMM. Reading and writing it is the cost of many small chunks: a few percent with 4096 tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from octavo.kernels.product import product
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import (
     InputSource,
-    QuantizedInput,
     SavedInput,
     compute_dtype,
     fprop,
@@ -175,54 +174,73 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient.mul_(factor)
 
 
+class _Gradient(NamedTuple):
+    """The gradient of a chunk's logits as the GEMMs read it."""
+
+    values_MV: Tensor | None
+    """None where no GEMM reads them: the codes replace them."""
+    dgrad: Quantized | None
+    wgrad: Quantized | None
+
+
 class _Head:
     """The three GEMMs of the head by its recipe, for one chunk after another."""
 
-    def __init__(self, weight_VK: Tensor, bias_V: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> None:
+    def __init__(self, weight_VK: Tensor, recipe: Recipe, dtype: torch.dtype, chunks: int) -> None:
         self.recipe, self.dtype = recipe, dtype
         self.weight_VK = weight_VK if recipe.is_fp8 else values(weight_VK, dtype)
-        self.bias_V = None if bias_V is None else bias_V.to(dtype)
         self.dw_VK: Tensor | None = None
-        """Sum over the chunks so far, FP32."""
+        """Sum over the chunks so far, FP32 or in the dtype of the weight."""
+        # Two results that are added in their own dtype are rounded once, as an FP32 sum would be, in half its memory.
+        self._sum_dtype = dtype if chunks <= 2 and weight_VK.dtype == dtype else torch.float32
         self._w = read_weights([weight_VK], recipe)
         self._saved = save_weights(self._w, [weight_VK], recipe, are_codes_kept=True)
         self._dgrad_KV: Quantized | None = None
 
-    def forward(self, x_MK: Tensor, needs_weight: bool) -> tuple[Tensor, QuantizedInput]:
-        """Return the logits, and x as the GEMMs read it."""
+    def logits(self, x_MK: Tensor, bias_V: Tensor | None, needs_weight: bool) -> tuple[Tensor, SavedInput]:
+        """Return the logits, and x as wgrad reads it."""
         x_MK = x_MK if self.recipe.is_fp8 else x_MK.to(self.dtype)
         x = read_input(InputSource(x_MK), self.recipe, self.dtype, needs_weight)
         logits_MV = fprop([x_MK], x.fprop, self._w, [self.weight_VK], self.recipe, self.dtype)[0]
-        return logits_MV if self.bias_V is None else logits_MV.add_(self.bias_V), x
+        return logits_MV if bias_V is None else logits_MV.add_(bias_V.to(self.dtype)), x.saved
 
-    def backward(self, d_MV: Tensor, x: QuantizedInput, needs_x: bool, needs_weight: bool) -> Tensor | None:
-        """Return dX if it is needed, and add this chunk's dW to `dw_VK` if dW is needed."""
-        g, h = read_gradient([d_MV], x.saved.scale, self._saved if needs_x else None, self.recipe, needs_weight)
-        if needs_weight:
-            self._add_wgrad(d_MV.t(), h, x.saved)
-        if not needs_x:
-            return None
-        if g is None:
-            return product(d_MV, values(self.weight_VK, self.dtype))
+    def gradient(self, d_MV: Tensor, x: SavedInput, needs_x: bool, needs_weight: bool) -> _Gradient:
+        """Return the gradient of the logits as the GEMMs read it that are needed."""
+        saved = self._saved if needs_x else None
+        g, h = read_gradient([d_MV], x.scale, saved, self.recipe, needs_weight)
+        are_values_read = (needs_x and g is None) or (needs_weight and h is None)
+        return _Gradient(d_MV if are_values_read else None, g, h)
+
+    def dgrad(self, d: _Gradient) -> Tensor:
+        """Return dX."""
+        if d.dgrad is None:
+            assert d.values_MV is not None
+            return product(d.values_MV, values(self.weight_VK, self.dtype))
         if self._dgrad_KV is None:  # made once for all chunks
-            self._dgrad_KV = transposed_weight(self._saved, self.recipe, g.codes)
-        return kernels.gemm(g, self._dgrad_KV, self.dtype, self.recipe.dgrad.accumulate)
+            self._dgrad_KV = transposed_weight(self._saved, self.recipe, d.dgrad.codes)
+        return kernels.gemm(d.dgrad, self._dgrad_KV, self.dtype, self.recipe.dgrad.accumulate)
 
-    def _add_wgrad(self, d_VM: Tensor, h: Quantized | None, saved: SavedInput) -> None:
+    def add_wgrad(self, d: _Gradient, saved: SavedInput) -> None:
+        """Add this chunk's dW to `dw_VK`."""
         total, x = self.dw_VK, saved.values
-        if h is None and x is not None and on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):  # FP32 sums
-            if total is None:
-                self.dw_VK = torch.mm(d_VM, x, out_dtype=torch.float32)
-            else:
-                torch.addmm(total, d_VM, x, out_dtype=torch.float32, out=total)
-            return
-        if h is not None:
-            right = transposed_input(saved, self.recipe, h.codes)
-            part = kernels.gemm(h, right, self.dtype, self.recipe.wgrad.accumulate)
+        if d.wgrad is not None:
+            right = transposed_input(saved, self.recipe, d.wgrad.codes)
+            part = kernels.gemm(d.wgrad, right, self.dtype, self.recipe.wgrad.accumulate)
         else:
-            assert x is not None
+            assert x is not None and d.values_MV is not None
+            d_VM = d.values_MV.t()
+            if on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16):  # FP32 sums inside the GEMM
+                self.dw_VK = _added(total, d_VM, x)
+                return
             part = product(d_VM, x)
-        self.dw_VK = part.float() if total is None else total.add_(part)
+        self.dw_VK = part.to(self._sum_dtype) if total is None else total.add_(part)
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Return total + left @ right, FP32, in the memory of `total`."""
+    if total is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
 def _linear_cross_entropy(
@@ -235,38 +253,31 @@ def _linear_cross_entropy(
     """
     weight_VK = weight if isinstance(weight, Tensor) else FP8Tensor(*weight[0], *weight[1:])
     recipe, dtype, ignore_index, softcap, z_loss, chunk, needed = _Options(*options)
-    needs_x, needs_weight, _ = needed
-    loss_M, dx_MK, _, db_V = _empty(x_MK, weight_VK, bias_V, needed)
-    db_sum_V = None if db_V is None else torch.zeros_like(db_V, dtype=torch.float32)
+    needs_x, needs_weight, needs_bias = needed
+    loss_M = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)
+    dx_MK = _like(x_MK, x_MK) if needs_x else None
+    db_V = None if bias_V is None or not needs_bias else torch.zeros_like(bias_V, dtype=torch.float32)
     with torch.no_grad(), torch.autocast(x_MK.device.type, enabled=False):
-        head = _Head(weight_VK, bias_V, _from_text(recipe), dtype)
+        head = _Head(weight_VK, _from_text(recipe), dtype, chunks=-(-x_MK.shape[0] // chunk))
         for start in range(0, x_MK.shape[0], chunk):
             part = slice(start, start + chunk)
-            d_MV, x = head.forward(x_MK[part], needs_weight)  # d_MV: the logits, until the next line
+            d_MV, x = head.logits(x_MK[part], bias_V, needs_weight)  # d_MV: the logits, until the next line
             loss_M[part] = cross_entropy_(
                 d_MV, targets_M[part], ignore_index=ignore_index, softcap=softcap, z_loss=z_loss, gradient=any(needed)
             )
-            dx = head.backward(d_MV, x, needs_x, needs_weight)
-            if dx is not None and dx_MK is not None:
-                dx_MK[part] = dx
-            if db_sum_V is not None:
-                db_sum_V += d_MV.sum(dim=0, dtype=torch.float32)
-            del d_MV, x  # before the next chunk's logits are allocated
+            if db_V is not None:
+                db_V += d_MV.sum(dim=0, dtype=torch.float32)
+            d = head.gradient(d_MV, x, needs_x, needs_weight)
+            del d_MV  # where codes replace it, before dW takes its memory
+            if dx_MK is not None:
+                dx_MK[part] = head.dgrad(d)
+            if needs_weight:
+                head.add_wgrad(d, x)
+            del d, x  # before the next chunk's logits are allocated
     dw_VK = None
     if needs_weight:
         dw_VK = _like(x_MK, weight_VK).zero_() if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
-    return [loss_M, dx_MK, dw_VK, None if db_sum_V is None or db_V is None else db_sum_V.to(db_V.dtype)]
-
-
-def _empty(
-    x: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return uninitialised memory for the results."""
-    dx, dw, db = (
-        _like(x, of) if is_needed and of is not None else None
-        for of, is_needed in zip((x, weight, bias), needed, strict=True)
-    )
-    return x.new_empty(x.shape[0], dtype=torch.float32), dx, dw, db
+    return [loss_M, dx_MK, dw_VK, None if db_V is None or bias_V is None else db_V.to(bias_V.dtype)]
 
 
 def _like(x: Tensor, of: Tensor) -> Tensor:
@@ -276,9 +287,13 @@ def _like(x: Tensor, of: Tensor) -> Tensor:
 
 def _linear_cross_entropy_shape(
     x_MK: Tensor, weight: Tensor | list[Any], bias_V: Tensor | None, _targets_M: Tensor, options: _Options
-) -> tuple[Tensor | None, ...]:
+) -> list[Tensor | None]:
     like = weight if isinstance(weight, Tensor) else weight[0].codes.new_empty(weight[0].codes.shape, dtype=weight[1])
-    return _empty(x_MK, like, bias_V, _Options(*options).needed)
+    gradients = (
+        _like(x_MK, of) if is_needed and of is not None else None
+        for of, is_needed in zip((x_MK, like, bias_V), _Options(*options).needed, strict=True)
+    )
+    return [x_MK.new_empty(x_MK.shape[0], dtype=torch.float32), *gradients]
 
 
 _GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scaling", "rounding")
