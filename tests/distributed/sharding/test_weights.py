@@ -93,7 +93,14 @@ def test_a_gather_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPa
     step(model, optimizer, 0)
     made: list[int] = []
     plain = weights.quantize_scattered_rows
-    counted = lambda w, *others: (made.append(len(w)), plain(w, *others))[1]  # noqa: E731
+    memory: set[int] = set()
+
+    def counted(shards: list[Tensor], *others: object) -> weights.ScatteredRows:
+        result = plain(shards, *others)
+        made.append(len(shards))
+        memory.add(result.quantized.codes.data_ptr())
+        return result
+
     monkeypatch.setattr(weights, "quantize_scattered_rows", counted)
     monkeypatch.setattr(kernels, "quantize", None)  # none is quantised by itself
     optimizer.step()
@@ -101,6 +108,7 @@ def test_a_gather_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPa
         for unit in units(model):
             unit.unshard()
         assert sorted(made) == sorted([6, 1] * SHAPE.layers)
+        assert len(memory) == 2  # one block after the other writes to it
         made.clear()
         for unit in units(model):
             unit.reshard()

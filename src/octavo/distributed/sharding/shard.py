@@ -25,7 +25,7 @@ from octavo.distributed.plans import ParameterUse, ShardPlan, gather_plan, uses_
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
 from octavo.distributed.sharding.embedding import send_rows
-from octavo.distributed.sharding.weights import GatherSpec, UnitCodes, WeightShard
+from octavo.distributed.sharding.weights import GatherSpec, Memory, UnitCodes, WeightShard
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
@@ -199,7 +199,8 @@ def _prepare(
     """Wrap the weights of FP8 layers so that they are gathered in FP8, and return the plan of all parameters."""
     rows, plain, ranks = [], 0, mesh.size(mesh.ndim - 1)
     groups, owners = _groups(model), _gather_units(model, blocks)
-    units = {owner: UnitCodes() for owner in owners.values()}
+    memory: Memory = {}
+    units = {owner: UnitCodes(memory) for owner in owners.values()}
     for parameter, uses in uses_of(model):
         if parameter in ignored:
             continue

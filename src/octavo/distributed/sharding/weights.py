@@ -173,6 +173,11 @@ def _padded_rows(x: Tensor, rows: int) -> Tensor:
     return full
 
 
+Memory = dict[Hashable, Quantized]
+"""Codes to be sent, by kind of shard, number of rows and stream. The gather units of a model write them in turn:
+FSDP2 copies what one unit sends before it asks the next, on the stream on which both are quantised."""
+
+
 class UnitCodes:
     """Makes the codes of all shards of a gather unit that are quantised in one way, when the first is asked for.
 
@@ -181,10 +186,11 @@ class UnitCodes:
     out once: the next gather makes them again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._members: list[_Member] = []
+        self._memory = memory
         self._launches: dict[Hashable, _Launch] = {}
-        """Result of the last launch by kind of shard; the next one writes into its memory."""
+        """The last launch by kind of shard; the next one writes to the same memory."""
 
     def add(self, module: nn.Module, attribute: str, group: Hashable) -> None:
         """Add the weight of a module. Weights of one group, which a GEMM reads as one, share a per-tensor scale."""
@@ -203,30 +209,42 @@ class UnitCodes:
         """Quantise a shard and those that are quantised in the same way."""
         found = [(member.group, own) for member in self._members if (own := member.find()) is not None]
         alike = [(group, own) for group, own in found if own.kind == shard.kind]
-        if not any(own is shard for _, own in alike):
+        is_member = any(own is shard for _, own in alike)
+        if not is_member:
             alike = [(None, shard)]
         peers = [own for _, own in alike]
-        whole = shard.spec.target.tile.rows is None
-        parts = _per_tensor(alike, mesh) if whole else self._by_rows(peers)
+        if shard.spec.target.tile.rows is None:
+            parts = _per_tensor(alike, mesh)
+        else:
+            parts = (is_member and self._in_one_launch(peers)) or _one_by_one(peers)
         for own, part in zip(peers, parts, strict=True):
             own.pending = part
 
-    def _by_rows(self, shards: Sequence[WeightShard]) -> Sequence[Quantized]:
+    def _in_one_launch(self, shards: Sequence[WeightShard]) -> Sequence[Quantized] | None:
+        """Quantise by rows, all members of a kind; return None where one launch cannot."""
         values, target, kind = [shard.wrapped for shard in shards], shards[0].spec.target, shards[0].kind
         places = [(held.data_ptr(), held.shape, held.stride()) for held in values]
         known = self._launches.get(kind)
-        is_known = known is not None and known.places == places
-        if not (is_known or scattered_rows.is_supported(values, target)):
-            return [kernels.quantize(held, *target) for held in values]
-        # Into the memory of the gather before, which FSDP2 has copied: it copies on the stream that this runs on, or
-        # on one that this waits for.
-        into, table = (None, None) if known is None else known.made
-        made = quantize_scattered_rows(values, target, into, table if is_known else None)
-        if known is None or not is_known:
+        table = known.made.table if known is not None and known.places == places else None
+        if table is None and not scattered_rows.is_supported(values, target):
+            return None
+        key = kind, sum(map(len, values)), _stream(values[0].device)
+        into = self._memory.get(key)
+        made = quantize_scattered_rows(values, target, into, table)
+        if known is None or made.quantized is not known.made.quantized or table is None:
+            self._memory[key] = made.quantized
             parts = split_rows(made.quantized, [len(held) for held in values])
             assert parts is not None  # row-wise scales are always separable
             known = self._launches[kind] = _Launch(places, made, parts)
         return known.parts
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _one_by_one(shards: Sequence[WeightShard]) -> Sequence[Quantized]:
+    return [kernels.quantize(shard.wrapped, *shard.spec.target) for shard in shards]
 
 
 class _Launch(NamedTuple):
