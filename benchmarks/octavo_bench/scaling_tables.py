@@ -88,17 +88,23 @@ def wire(rows: Sequence[Row]) -> str:
 
 
 def check(directory: Path) -> str:
-    """Return the point of 4 GPUs as computed, beside results of kind `distributed`."""
-    found = [row for result in results.newest("distributed", directory) for row in result.rows]
-    points = [row for row in found if (row["workload"], row["layout"], row["ranks"]) == (*CHECKED_BY, CHECK[1])]
-    measured = {row["implementation"]: row for row in points if "error" not in row}
-    return by_result("scaling", partial(_beside_measured, measured))(directory)
+    """Return the point of 4 GPUs as computed, beside results of kind `distributed` of one machine."""
+    machines: dict[str, dict[str, Row]] = {}
+    for result in results.newest("distributed", directory):
+        for row in result.rows:
+            if (row["workload"], row["layout"], row["ranks"]) == (*CHECKED_BY, CHECK[1]) and "error" not in row:
+                machines.setdefault(result.hardware, {}).setdefault(row["implementation"], row)
+    return by_result("scaling", partial(_beside_measured, machines))(directory)
 
 
-def _beside_measured(measured: Mapping[str, Row], rows: Sequence[Row]) -> str:
+def _beside_measured(machines: Mapping[str, Mapping[str, Row]], rows: Sequence[Row]) -> str:
+    """Show the machine that has most of the schemes: rows of two are not compared with each other."""
     checked, schemes, body = _checked(rows), _assumed(rows)["schemes"], list[Sequence[str]]()
     if not checked:
         return ""
+    names = {schemes[row["scheme"]]["measured_as"] for row in checked}
+    machine = max(machines, key=lambda name: len(names & machines[name].keys()), default=None)
+    measured = {} if machine is None else machines[machine]
     for row in checked:
         real = measured.get(schemes[row["scheme"]]["measured_as"], {})
         pairs = [("tokens_per_s_per_gpu", "{:,.0f}"), ("ratio_to_bf16", "{:.2f}"), ("peak_gib", "{:.1f}")]
@@ -106,7 +112,7 @@ def _beside_measured(measured: Mapping[str, Row], rows: Sequence[Row]) -> str:
         body.append((row["scheme"], *(cell for pair in cells for cell in pair)))
     titles = ("tokens/s/GPU", "times BF16's speed", "peak GiB")
     header = ("scheme", *(name for title in titles for name in (f"{title}, computed", "measured")))
-    return "\n\n".join([table(header, body), *([] if measured else ["Not measured yet."])])
+    return "\n\n".join([table(header, body), f"Measured on {machine}." if machine else "Not measured yet."])
 
 
 def assumptions(rows: Sequence[Row]) -> str:

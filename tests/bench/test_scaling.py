@@ -183,7 +183,20 @@ def test_the_check_shows_what_was_measured(directory):
     keys = {"date": "2026-11-21", "hardware": "gpu", "versions": {}, "command": "x"}
     results.write(results.Result(kind="distributed", rows=(row, cut), **keys), directory)
     text = TABLES["scaling-check"](directory)
-    assert "12,345 |" in text and "| 1.30 |" in text and "Not measured yet." not in text and "54,321" not in text
+    assert "12,345 |" in text and "| 1.30 |" in text and text.count("Measured on gpu.") == 1 and "54,321" not in text
+
+
+def test_the_check_shows_one_machine(directory):
+    """That with most of the schemes, though another is newer."""
+    names = ("bf16", "octavo folded, bf16 gradients, fp8 states")
+    for day, hardware, speed, count in ((21, "old", 111.0, 2), (22, "new", 222.0, 1)):
+        row = {"workload": "llama-3-8b", "layout": "data", "ranks": 4, "ratio_to_bf16": 1.0, "peak_gib": 40.0}
+        row |= {"tokens_per_s_per_gpu": speed, "wire_bytes": 1}
+        rows = tuple(row | {"implementation": name} for name in names[:count])
+        keys = {"date": f"2026-11-{day}", "hardware": hardware, "versions": {}, "command": "x"}
+        results.write(results.Result(kind="distributed", rows=rows, **keys), directory)
+    text = TABLES["scaling-check"](directory)
+    assert text.count("| 111 |") == 2 and "222" not in text and "Measured on old." in text
 
 
 def test_assumptions_are_all_there(directory):

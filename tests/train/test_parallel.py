@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import faults
 import numpy as np
@@ -31,7 +32,7 @@ from octavo.train.config import ParallelConfig, RunConfig, assemble, load_preset
 from octavo.train.files import read_metrics
 from octavo.train.parallel import SINGLE_PROCESS, Launch, Ranks, ranks_of
 from octavo.train.parallel_checks import two_level_sizes
-from octavo.train.sharding import make_reduction
+from octavo.train.sharding import make_reduction, shard_model
 
 HERE = Path(__file__).parent
 ERROR = 3e-5
@@ -128,9 +129,10 @@ def test_the_losses_are_those_of_one_process_that_takes_as_large_parts(
     assert "e4m3 row" in {parameter["sent"] for parameter in sharding["parameters"]}
 
 
-def test_a_sharded_run_begins_in_bf16_and_ends_by_another_recipe(make: Configure) -> None:
-    run = {"bf16_first_steps": 1, "last_share": 0.5}
-    config, alone = make("ending", run=run), make("one that ends so", run={**run, "accumulate": 2})
+def test_a_sharded_run_that_gathers_once_begins_in_bf16_and_ends_by_another_recipe(make: Configure) -> None:
+    run = {"bf16_first_steps": 1, "last_share": 0.5, "eval_every": 2}  # what is gathered stays gathered after these
+    config = make("ending", run=run, parallel={"reshard": False})
+    alone = make("one that ends so", run={**run, "accumulate": 2})
     ended = two_ranks("kill", 1, 6, config, restarts=1)
     assert ended.code == 0, ended.errors
     assert "resumed after step 4" in ended.errors  # by the last recipe
@@ -168,6 +170,17 @@ def test_a_sharded_run_of_two_gpus_is_replayed(make: Configure) -> None:
         assert "kernel by kernel" not in ended.errors
         found.append(losses(config))
     assert found[1] == pytest.approx(found[0], rel=ERROR)
+
+
+@pytest.mark.parametrize(("parallel", "expected"), [({}, None), ({"reshard": False}, False), ({"pipeline": 2}, False)])
+def test_what_is_gathered_is_kept_if_the_run_says_so(
+    parallel: dict[str, Any], expected: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("octavo.distributed.shard", lambda *_, **options: given.update(options))
+    ranks = MagicMock(mesh=MagicMock(mesh_dim_names=("shard",)), is_greedy=False, parallel=ParallelConfig(**parallel))
+    shard_model(ranks, torch.nn.Linear(2, 2))
+    assert given["reshard_after_forward"] is expected
 
 
 def copied(two: tuple[RunConfig, Ended], make: Configure, name: str, *, step: int, **sections: Any) -> RunConfig:

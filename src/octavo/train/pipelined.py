@@ -34,7 +34,7 @@ class PipelinedTrainState(TrainState):
         self.model = Stage(model, [block for part in own.values() for block in part.blocks])
         self.tensor_plan = _join_tensor_plans([shard_tp(self.ranks, part, sequence=False) for part in own.values()])
         self.reduction = make_reduction(self.ranks)
-        sharded = [shard_model(self.ranks, part, self.reduction, reshard=False) for part in own.values()]
+        sharded = [shard_model(self.ranks, part, self.reduction) for part in own.values()]
         self.shard_plan = _join_shard_plans(sharded)
         for part in own.values():  # around forward only: the schedule runs backward too
             autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)

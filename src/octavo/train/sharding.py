@@ -52,15 +52,12 @@ def make_reduction(ranks: Ranks) -> Scheme | None:
     return distributed.reduction(name, _two_level_mesh(ranks) if name == "two-level" else None)
 
 
-def shard_model(
-    ranks: Ranks, model: nn.Module, reduction: Scheme | None = None, *, reshard: bool | None = None
-) -> ShardPlan | None:
+def shard_model(ranks: Ranks, model: nn.Module, reduction: Scheme | None = None) -> ShardPlan | None:
     """Shard a converted model, or a stage of it, in place; return how it is gathered. None with one rank.
 
     Args:
         model: converted model, or a stage of it.
         reduction: result of `make_reduction`.
-        reshard: free gathered parameters after forward and gather them again for backward.
     """
     if ranks.mesh is None or ranks.is_greedy:
         return None
@@ -79,7 +76,7 @@ def shard_model(
         _copies(ranks.mesh),
         mp_policy=policy,
         by_rows=by_rows,
-        reshard_after_forward=reshard,
+        reshard_after_forward=None if ranks.parallel.reshard and ranks.parallel.pipeline == 1 else False,
         reduce=reduction,
     )
 
