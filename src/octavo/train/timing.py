@@ -41,6 +41,8 @@ def milliseconds(
         return [_by_clock(call) for _ in range(repeats)]
     filler = torch.zeros(EVICTING // 4, device=device) if cold else None
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    if filler is not None:
+        filler.sum()  # loads its kernel, which may take longer than the host is given to get ahead
     if queued:
         torch.cuda._sleep(CYCLES_A_CALL * repeats)
     for start, end in events:
