@@ -147,6 +147,14 @@ def test_a_sharded_run_has_a_share_of_what_belongs_to_parameters() -> None:
         shares(0)
 
 
+@pytest.mark.parametrize(("convert", "size"), [(False, 2), (True, 1)])
+def test_a_sharded_run_may_keep_what_it_has_gathered(convert: bool, size: int) -> None:
+    twice, once = (forecast(mlp(convert=convert), gpus=4, reshard=reshard).by_kind for reshard in (True, False))
+    more = {kind: once[kind] - twice[kind] for kind in once}
+    assert more.pop("workspace") == pytest.approx(2 * 2 * size * DIM * DIM / 2, rel=0.02)  # the other two blocks
+    assert not any(more.values())
+
+
 def test_a_sharded_run_keeps_no_codes_of_weights_that_it_gathers_in_fp8() -> None:
     bf16, fp8 = (forecast(mlp(convert=convert), gpus=4) for convert in (False, True))
     assert fp8.by_kind["weights"] == pytest.approx(bf16.by_kind["weights"], rel=0.01)

@@ -8,7 +8,7 @@ from octavo import Policy, convert, scales
 from octavo.memory import Forecast
 from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
-from octavo.train.config import assemble, load_preset
+from octavo.train.config import ParallelConfig, assemble, load_preset
 from octavo.train.memory import forecast_run, largest_of, peaks, scaled
 from octavo.train.setup import make_states
 
@@ -51,6 +51,11 @@ def test_a_forecast_is_of_the_steps_that_need_most() -> None:
         forecast_run(config.with_run(**run), gpus=2).peak for run in ({}, {"last_share": 0.1, "last_recipe": "folded"})
     ]
     assert sharded[0] < sharded[1]  # which gathers values in all steps
+    deep = replace(config, model=replace(config.model, layers=3))  # of which FSDP2 has two blocks at a time
+    assert (
+        forecast_run(replace(deep, parallel=ParallelConfig(reshard=False)), gpus=2).peak
+        > forecast_run(deep, gpus=2).peak
+    )
     assert shares[:6] == sorted(shares[:6]) and shares[0] == 0.0 and 0.5 < shares[5] < 1.0
 
 

@@ -75,6 +75,7 @@ def forecast(
     gpus: int = 1,
     steady: bool = False,
     gathers_codes: bool = True,
+    reshard: bool = True,
     report: Report = silent,
 ) -> Forecast:
     """Return the predicted peak of a program.
@@ -83,6 +84,7 @@ def forecast(
         build: makes the program, with tensors on the CPU. It is called in a mode in which all tensors are fake.
         gpus: number of GPUs that FSDP2 shards the program over; `build` makes the work of one.
         gathers_codes: whether weights of FP8 layers are gathered as codes, where the model is sharded.
+        reshard: whether gathered weights are freed after forward, and gathered again for backward.
         steady: exclude building and the first step, like a measurement after a warm-up.
         report: called before building and before each step.
 
@@ -104,7 +106,7 @@ def forecast(
         timeline = recorder.timeline
         timeline.settle()
         parameters = sum(p.numel() for model in program.models for p in model.parameters())
-        return _at_peak(timeline, Shards.of(program.models, gpus, gathers_codes), parameters, steady)
+        return _at_peak(timeline, Shards.of(program.models, gpus, gathers_codes, reshard), parameters, steady)
 
 
 def largest(peak_of: Callable[[int], int], budget: int, *, start: int = 32) -> int:
@@ -151,8 +153,9 @@ def _at_peak(timeline: Timeline, shards: Shards, parameters: int, steady: bool) 
 
 # Memory under FSDP2: shards of weights, gradients and states, plus what is gathered temporarily. Each block is gathered
 # before it computes, forward and backward, while the next one is prefetched: the weights of two blocks are whole at a
-# time, and so are the gradients of two. Parameters outside of blocks (embedding, head, last norm) stay whole through
-# forward and backward. Source: PyTorch FSDP2, `fully_shard` on each block and on the model, prefetching one block.
+# time, and so are the gradients of two. Without `reshard` the weights of all blocks are. Parameters outside of blocks
+# (embedding, head, last norm) stay whole through forward and backward. Source: PyTorch FSDP2, `fully_shard` on each
+# block and on the model, prefetching one block.
 IN_FLIGHT = 2
 """Number of blocks that are gathered at a time."""
 
@@ -168,7 +171,7 @@ class Shards:
     """Bytes of unreduced gradients at a time."""
 
     @classmethod
-    def of(cls, models: Sequence[nn.Module], gpus: int, gathers_codes: bool) -> Shards:
+    def of(cls, models: Sequence[nn.Module], gpus: int, gathers_codes: bool, reshard: bool) -> Shards:
         """Return the sharding of models.
 
         Raises:
@@ -186,7 +189,7 @@ class Shards:
             whole = [sum(_sent(p, fp8) for p in block.parameters()) for block in blocks]
             grads = [sum(p.numel() * min(p.element_size(), 4) for p in block.parameters()) for block in blocks]
             outside = [p for p in model.parameters() if id(p) not in inside]
-            gathered += sum(sorted(whole)[-IN_FLIGHT:]) + sum(_sent(p, fp8) for p in outside)
+            gathered += sum(sorted(whole)[-IN_FLIGHT:] if reshard else whole) + sum(_sent(p, fp8) for p in outside)
             reduced += sum(sorted(grads)[-IN_FLIGHT:])
         return cls(gpus, gathered, reduced)
 

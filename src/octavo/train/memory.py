@@ -36,6 +36,7 @@ def forecast_run(config: RunConfig, *, gpus: int = 1, report: Report = silent) -
             partial(_program, planned, phases[number]),
             gpus=gpus,
             gathers_codes=not config.run.leaves_recipe,
+            reshard=config.parallel.reshard,
             report=lambda doing, done: report(doing, (number + done) / len(phases)),
         )
 
