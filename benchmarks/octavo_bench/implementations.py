@@ -18,6 +18,8 @@ from octavo_bench import engine
 TORCHAO = "torchao tensorwise"
 BF16 = "bf16"
 """The baseline: of the implementations, and of the precisions of a GEMM."""
+ONCE = ", gathered once"
+"""End of the name of a sharded implementation that keeps gathered weights until backward has read them."""
 HEAD = "lm_head"
 
 

@@ -24,14 +24,12 @@ from octavo.models.llama import Llama
 from octavo.models.stages import Stage, stages
 from octavo.tensor import is_distributed
 from octavo.train.replay import Replay
-from octavo_bench.implementations import BF16, TORCHAO, convert_torchao, is_no_head
+from octavo_bench.implementations import BF16, ONCE, TORCHAO, convert_torchao, is_no_head
 
 Sharded = Llama | Stage
 """A whole model, or a stage of one."""
 LEARNING_RATE = 1e-4
-ONCE = ", gathered once"
-_ONCE: dict[str, Any] = {"reshard_after_forward": False}
-"""Gathered weights stay until they have been read in backward, too: codes take half of BF16's memory."""
+_KEEP: dict[str, Any] = {"reshard_after_forward": False}
 
 
 def _leave(model: nn.Module) -> None:
@@ -67,7 +65,7 @@ class Implementation:
 
 def implementations() -> dict[str, Implementation]:
     """Return every implementation by name, the baseline first. torchao's is there when it is installed."""
-    found = [Implementation(name=BF16), Implementation(name=f"{BF16}{ONCE}", shard=partial(_fsdp, **_ONCE))]
+    found = [Implementation(name=BF16), Implementation(name=f"{BF16}{ONCE}", shard=partial(_fsdp, **_KEEP))]
     if importlib.util.find_spec("torchao") is not None:
         found.append(
             Implementation(
@@ -92,7 +90,7 @@ def implementations() -> dict[str, Implementation]:
     fastest = {"convert": partial(with_head, **keeps_least)}
     found.append(_octavo("folded_fast", ", fp8 head, fp8-block (lean)", **sends_least, **fastest))
     for suffix, how in ((", bf16 gradients", by_default), (", fp8-block", sends_least)):
-        once = how | {"shard": partial(how["shard"], **_ONCE)}
+        once = how | {"shard": partial(how["shard"], **_KEEP)}
         found.append(_octavo("folded", f"{suffix}{ONCE}", **once))
         found.append(_octavo("folded_fast", f", fp8 head{suffix}{ONCE}", **once, convert=with_head))
     return {implementation.name: implementation for implementation in found}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from octavo_bench import ladder, readme, results
+from octavo_bench.implementations import ONCE
 
 MakeResult = Callable[..., results.Result]
 
@@ -116,6 +117,7 @@ def test_sharded_steps_are_beside_those_over_as_many_ranks(directory: Path, resu
         sharded(4, readme.FOLDED, 3, 9),
     )
     two = sharded(2, "bf16", 1, 80), sharded(2, readme.FOLDED, 1.5, 60)
+    two += (sharded(2, f"{readme.FOLDED}{ONCE}", 9, 70),)  # beside a BF16 that gathers twice
     results.write(replace(result("distributed", *four), date="2026-11-20"), directory)
     results.write(result("distributed", *two), directory)
     assert "| Llama-3-8B, FSDP2, 2 GPUs |  |  | 1.50 x | 1.50 x, `folded` |" in readme.speed(directory)
