@@ -98,7 +98,7 @@ def check(directory: Path) -> str:
 
 
 def _beside_measured(machines: Mapping[str, Mapping[str, Row]], rows: Sequence[Row]) -> str:
-    """Show the machine that has most of the schemes: rows of two are not compared with each other."""
+    """Show the machine with the most schemes measured; rows of different machines cannot be compared."""
     checked, schemes, body = _checked(rows), _assumed(rows)["schemes"], list[Sequence[str]]()
     if not checked:
         return ""

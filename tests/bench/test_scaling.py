@@ -187,7 +187,7 @@ def test_the_check_shows_what_was_measured(directory):
 
 
 def test_the_check_shows_one_machine(directory):
-    """That with most of the schemes, though another is newer."""
+    """The one with the most schemes, even if another is newer."""
     names = ("bf16", "octavo folded, bf16 gradients, fp8 states")
     for day, hardware, speed, count in ((21, "old", 111.0, 2), (22, "new", 222.0, 1)):
         row = {"workload": "llama-3-8b", "layout": "data", "ranks": 4, "ratio_to_bf16": 1.0, "peak_gib": 40.0}

@@ -228,7 +228,7 @@ def test_the_weights_gradient_is_summed_over_chunks_in_fp32(recipe: str) -> None
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_the_sum_over_chunks_is_rounded_once(chunks: int) -> None:
-    """Also that of two, which are added in BF16."""
+    """Also for two chunks, which are added in BF16."""
     x, weight = torch.randn(chunks * 32, K).bfloat16(), (torch.randn(V, K) / 4).bfloat16().requires_grad_()
     targets = torch.randint(V, (len(x),))
 
@@ -406,7 +406,7 @@ def test_on_a_gpu(recipe: str) -> None:
 
 @pytest.mark.gpu
 def test_the_memory_of_two_chunks_in_fp8() -> None:
-    """While dW of the second is added: two of them, and codes of weight and gradient in both layouts."""
+    """Peak: dW twice, and the codes of weight and gradient, each in two layouts."""
     width = chunk = 1024
     x = torch.randn(2 * chunk, width, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(65536, width, device="cuda") / 32).bfloat16().requires_grad_()

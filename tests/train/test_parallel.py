@@ -130,7 +130,7 @@ def test_the_losses_are_those_of_one_process_that_takes_as_large_parts(
 
 
 def test_a_sharded_run_that_gathers_once_begins_in_bf16_and_ends_by_another_recipe(make: Configure) -> None:
-    run = {"bf16_first_steps": 1, "last_share": 0.5, "eval_every": 2}  # what is gathered stays gathered after these
+    run = {"bf16_first_steps": 1, "last_share": 0.5, "eval_every": 2}  # weights stay gathered after these
     config = make("ending", run=run, parallel={"reshard": False})
     alone = make("one that ends so", run={**run, "accumulate": 2})
     ended = two_ranks("kill", 1, 6, config, restarts=1)

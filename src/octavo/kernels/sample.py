@@ -165,7 +165,7 @@ def warm_up() -> Iterator[None]:
 
 
 def is_idle(rows: Tensor) -> bool:
-    """Return whether kernels that would sample into the buffer of these rows need no launch now."""
+    """Return whether sampling kernels for the buffer of these rows need not be launched now."""
     if _warming_up or rows.untyped_storage() not in _idle:
         return False
     return not (rows.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -175,7 +175,7 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 class _Gradient(NamedTuple):
-    """The gradient of a chunk's logits as the GEMMs read it."""
+    """Gradient of a chunk's logits, as the GEMMs read it."""
 
     values_MV: Tensor | None
     """None where no GEMM reads them: the codes replace them."""
@@ -191,7 +191,7 @@ class _Head:
         self.weight_VK = weight_VK if recipe.is_fp8 else values(weight_VK, dtype)
         self.dw_VK: Tensor | None = None
         """Sum over the chunks so far, FP32 or in the dtype of the weight."""
-        # Two results that are added in their own dtype are rounded once, as an FP32 sum would be, in half its memory.
+        # The sum of two results is rounded once in their own dtype too: the same bits as in FP32, in half the memory.
         self._sum_dtype = dtype if chunks <= 2 and weight_VK.dtype == dtype else torch.float32
         self._w = read_weights([weight_VK], recipe)
         self._saved = save_weights(self._w, [weight_VK], recipe, are_codes_kept=True)
@@ -205,7 +205,7 @@ class _Head:
         return logits_MV if bias_V is None else logits_MV.add_(bias_V.to(self.dtype)), x.saved
 
     def gradient(self, d_MV: Tensor, x: SavedInput, needs_x: bool, needs_weight: bool) -> _Gradient:
-        """Return the gradient of the logits as the GEMMs read it that are needed."""
+        """Return the gradient of the logits as the needed GEMMs read it."""
         saved = self._saved if needs_x else None
         g, h = read_gradient([d_MV], x.scale, saved, self.recipe, needs_weight)
         are_values_read = (needs_x and g is None) or (needs_weight and h is None)
@@ -268,7 +268,7 @@ def _linear_cross_entropy(
             if db_V is not None:
                 db_V += d_MV.sum(dim=0, dtype=torch.float32)
             d = head.gradient(d_MV, x, needs_x, needs_weight)
-            del d_MV  # where codes replace it, before dW takes its memory
+            del d_MV  # freed before dW is allocated, where codes replace it
             if dx_MK is not None:
                 dx_MK[part] = head.dgrad(d)
             if needs_weight:

@@ -61,8 +61,8 @@ class SampledLayer(Protocol):
 def stats_buffer_of(layers: Sequence[SampledLayer]) -> Tensor | None:
     """Return the buffer of layers that are computed together; None without telemetry, or without gradients.
 
-    In eager mode it is None in a step that is not measured, too: those launch, and record, what they would without
-    telemetry. Compiled code has the sampling operators in every step, which ask when they run.
+    In eager mode also None in steps that are not measured: they launch, and record, the same kernels as without
+    telemetry. Compiled code calls the sampling operators in every step; they check for themselves.
     """
     slot = layers[0].stats_slot
     if slot is None or not torch.is_grad_enabled():

@@ -267,8 +267,8 @@ class ParallelConfig:
     gather: Literal["bf16", "stored"] = "bf16"
     """Format in which parameters that are not FP8 codes are gathered; `stored`: as in a single process."""
     reshard: bool = True
-    """Free gathered weights after forward, and gather them again for backward. `false` keeps them, an FP8 weight at a
-    byte per element, which sends less and is faster. A pipeline always keeps them."""
+    """Free gathered weights after forward and gather them again for backward. `false` keeps them: faster, with less
+    communication, but a block in FP8 then takes one byte per weight until its backward. Pipelines always keep them."""
     embedding: Literal["whole", "rows"] = "whole"
     """How the token embedding is gathered: `rows` sends only the looked-up rows, which is less for few tokens."""
     timeout: float = 600.0

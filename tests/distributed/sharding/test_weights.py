@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 import octavo
 from octavo import kernels
 from octavo.distributed import shard
+from octavo.distributed.sharding.weights import GatherSpec, Memory, UnitCodes, WeightShard
+from octavo.kernels import QuantSpec
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo_bench.ranks import join_alone
@@ -112,6 +114,17 @@ def test_a_gather_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPa
         made.clear()
         for unit in units(model):
             unit.reshard()
+
+
+@on_both
+def test_a_shard_that_its_unit_does_not_know_is_quantised_by_itself(device: str) -> None:
+    memory: Memory = {}
+    values = torch.randn(16, 32, device=device)
+    spec = GatherSpec(len(values), len(values), QuantSpec("e4m3", "row", "power_of_two"), UnitCodes(memory))
+    codes, scale = WeightShard(values, spec).fsdp_pre_all_gather(init_device_mesh(device, (RANKS,)))[0]
+    whole = kernels.quantize(values, "e4m3", "row")
+    assert torch.equal(codes.view(torch.uint8), whole.codes.view(torch.uint8)) and torch.equal(scale, whole.scale)
+    assert not memory
 
 
 @on_both

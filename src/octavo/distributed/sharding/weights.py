@@ -174,8 +174,8 @@ def _padded_rows(x: Tensor, rows: int) -> Tensor:
 
 
 Memory = dict[Hashable, Quantized]
-"""Codes to be sent, by kind of shard, number of rows and stream. The gather units of a model write them in turn:
-FSDP2 copies what one unit sends before it asks the next, on the stream on which both are quantised."""
+"""Buffers for codes to be sent, by kind of shard, number of rows and stream. All gather units of a model share them: on
+that stream, FSDP2 copies the codes of one unit before it asks for those of the next."""
 
 
 class UnitCodes:
@@ -221,17 +221,18 @@ class UnitCodes:
             own.pending = part
 
     def _in_one_launch(self, shards: Sequence[WeightShard]) -> Sequence[Quantized] | None:
-        """Quantise by rows, all members of a kind; return None where one launch cannot."""
+        """Return the row-wise codes of all members of a kind; None where one launch cannot make them."""
         values, target, kind = [shard.wrapped for shard in shards], shards[0].spec.target, shards[0].kind
         places = [(held.data_ptr(), held.shape, held.stride()) for held in values]
         known = self._launches.get(kind)
-        table = known.made.table if known is not None and known.places == places else None
-        if table is None and not scattered_rows.is_supported(values, target):
+        if known is not None and known.places != places:
+            known = None
+        if known is None and not scattered_rows.is_supported(values, target):
             return None
         key = kind, sum(map(len, values)), _stream(values[0].device)
-        into = self._memory.get(key)
-        made = quantize_scattered_rows(values, target, into, table)
-        if known is None or made.quantized is not known.made.quantized or table is None:
+        table = None if known is None else known.made.table
+        made = quantize_scattered_rows(values, target, self._memory.get(key), table)
+        if known is None or made.quantized is not known.made.quantized:
             self._memory[key] = made.quantized
             parts = split_rows(made.quantized, [len(held) for held in values])
             assert parts is not None  # row-wise scales are always separable
