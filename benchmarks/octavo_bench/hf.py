@@ -52,7 +52,7 @@ KIND = Kind(
     ),
     names=3,
     told=(("loss", "{loss:.4f}"),),
-    session=("model", "mode"),  # each beside BF16 of its own
+    session=("hardware", "model", "mode"),  # each beside BF16 of its own
 )  # fmt: skip
 
 

@@ -117,6 +117,7 @@ KIND = Kind(
         ("when timed again at the end", "{drift:+z.1%}"),
     ),
     names=2,
+    session=("hardware", "workload"),  # one machine replaces nothing of another
     show=by_workload,
 )
 
