@@ -56,15 +56,6 @@ def test_each_workload_has_its_newest_session(tmp_path: Path) -> None:
 
     session("2026-11-20", "a", "b", "c")
     session("2026-11-21", "b")
-    results.write(
-        parity(
-            kind="step",
-            date="2026-11-19",
-            hardware="cpu",
-            rows=results.load(tmp_path / "2026-11-21-nvidia-h200-step.json").rows,
-        ),
-        tmp_path,
-    )
     found = [(result.date, [row["workload"] for row in result.rows]) for result in results.newest("step", tmp_path)]
     assert found == [("2026-11-21", ["b"]), ("2026-11-20", ["a", "c"])]
     assert results.newest("hf", tmp_path) == []
@@ -105,11 +96,16 @@ def shown(directory: Path) -> list[tuple[str, str, int]]:
 def test_a_partial_session_hides_no_whole_one(tmp_path: Path) -> None:
     results.write(measured("2026-11-20", *ARMS), tmp_path)
     results.write(measured("2026-11-21", *ARMS[:2]), tmp_path)
-    results.write(measured("2026-11-22", *ARMS[1:], hardware="nvidia-h100"), tmp_path)
     results.write(measured("2026-11-22", "bf16", workload="b"), tmp_path)
     assert shown(tmp_path) == [("2026-11-22", "nvidia-h200", 1), ("2026-11-20", "nvidia-h200", 4)]
     results.write(measured("2026-11-23", *ARMS), tmp_path)
     assert shown(tmp_path) == [("2026-11-23", "nvidia-h200", 4), ("2026-11-22", "nvidia-h200", 1)]
+
+
+def test_a_session_replaces_none_of_another_machine(tmp_path: Path) -> None:
+    results.write(measured("2026-11-20", *ARMS), tmp_path)
+    results.write(measured("2026-11-21", *ARMS, hardware="nvidia-h100"), tmp_path)
+    assert shown(tmp_path) == [("2026-11-21", "nvidia-h100", 4), ("2026-11-20", "nvidia-h200", 4)]
 
 
 def test_a_session_with_another_case_is_not_partial(tmp_path: Path) -> None:
