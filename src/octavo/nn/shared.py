@@ -91,7 +91,7 @@ class SharedInput:
 
     def _joins(self, layer: Linear, other: Linear) -> bool:
         """Return whether a layer is computed together with another one of its group."""
-        if vars(layer).get("shared") is not self:  # reverted or converted by itself since
+        if getattr(layer, "shared", None) is not self:  # reverted or converted by itself since
             return False
         # The first two are DeepSpeed's ZeRO-3 and the offloading of accelerate, the last a weight that is computed.
         brings_weight = layer._forward_pre_hooks or "forward" in vars(layer) or "parametrizations" in layer._modules
