@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from octavo._util.lazy import lazy
 
 if TYPE_CHECKING:
+    from octavo._util.compiler import skip_own_guards
     from octavo.calibration import Calibration, calibrate
     from octavo.conversion import Operators, Plan, Policy, autocast, convert, disabled, offload, recompute, revert
     from octavo.conversion import make_plan as plan
@@ -53,10 +54,12 @@ __all__ = [
     "recompute",
     "revert",
     "scales",
+    "skip_own_guards",
 ]
 
 
 _HOMES = {
+    "_util.compiler": "skip_own_guards",
     "calibration": "Calibration calibrate",
     "conversion": "Operators Plan Policy autocast convert disabled offload plan=make_plan recompute revert",
     "monitor.monitor": "Monitor",

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
-from octavo._util.compiler import assume_constant_result, traced_version
+import octavo
+from octavo._util.compiler import assume_constant_result, skip_own_guards, traced_version
 
 CALLS = []
 
@@ -50,3 +54,31 @@ def test_it_is_marked_as_pytorch_marks_it() -> None:
 def test_who_compiles_nothing_does_not_wait_for_the_compiler() -> None:
     code = "import sys, octavo; octavo.convert, octavo.autocast; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_guards_on_own_code_are_skipped_and_those_on_settings_are_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    octavo.convert(model, policy=octavo.Policy(min_gain=0))
+    all_guards: list[Any] = []
+    skipped: list[Any] = []
+
+    def filtered(guards: Sequence[Any]) -> list[bool]:
+        kept = skip_own_guards(guards)
+        all_guards.extend(guards)
+        skipped.extend(guard for guard, keeps in zip(guards, kept, strict=True) if not keeps)
+        return kept
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, options={"guard_filter_fn": filtered})
+    x = torch.randn(16, 32)
+    assert torch.equal(compiled(x), model(x))
+    assert len(skipped) > len(all_guards) / 3
+    kept = {guard.name for guard in all_guards} - {guard.name for guard in skipped}
+    assert any(name.endswith("ledger']._open") for name in kept)  # state of a module of Octavo
+    with octavo.disabled(model):
+        plain = compiled(x)
+        assert torch.equal(plain, model(x))
+    assert not torch.equal(compiled(x), plain)  # in FP8 again
+    octavo.convert(model, "tensorwise", policy=octavo.Policy(min_gain=0))
+    assert torch.equal(compiled(x), model(x))
+    torch._dynamo.reset()

@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def skip_own_guards(guards: Sequence[Any]) -> list[bool]:
+    """Filter for `torch.compile`: keep all guards but those on Octavo's own code and constants.
+
+        block.compile(fullgraph=True, options={"guard_filter_fn": octavo.skip_own_guards})
+
+    In every call Dynamo checks that each function it has traced through is still the same: for a block in FP8 several
+    hundred checks, more than all others. Those on tensors, layers, recipes and settings remain. Do not pass it to code
+    that replaces functions or constants of Octavo between calls.
+
+    Args:
+        guards: PyTorch's `GuardFilterEntry` of each guard.
+
+    Returns:
+        For each guard, whether to keep it.
+    """
+    return [not _is_on_own_code(guard.name) for guard in guards]
+
+
+_OWN = re.compile(r"G\['__import_(octavo(?:_dot_\w+)?)'\](?:\.(\w+))?")
+"""How Dynamo names a module of Octavo, and the variable of that module that a guard is on or behind."""
+
+
+def _is_on_own_code(name: str) -> bool:
+    """Return whether a guard is on a function, class or import of Octavo, on a constant, or on a part of one.
+
+    Constants and classes have names with a capital. Other variables of a module are state, which may change.
+    """
+    found = _OWN.search(name)
+    if found is None or found[2] is None:
+        return found is not None
+    value = getattr(sys.modules.get(found[1].replace("_dot_", ".")), found[2], None)
+    return found[2].lstrip("_")[:1].isupper() or isinstance(value, FunctionType | ModuleType)
 
 
 def assume_constant_result(function: Function) -> Function:

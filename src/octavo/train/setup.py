@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from octavo import recipes
+from octavo._util.compiler import skip_own_guards
 from octavo.conversion import Plan, Policy, convert, make_plan, revert
 from octavo.conversion.weights import Weights
 from octavo.data import (
@@ -209,7 +210,7 @@ def _state(
     compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
     if compiled:
         for block in model.get_submodule("layers").children():
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, options={"guard_filter_fn": skip_own_guards})
     seed = config.run.seed + ranks.pipeline_rank  # stages must not draw the same rounding bits
     if parallel.pipeline == 1:
         return TrainState(name, model, config.optimizer, seed=seed, ranks=ranks, graphs=graphs)
