@@ -1,4 +1,4 @@
-"""`run.weights`: what the weights of a run are stored in, and who keeps their master."""
+"""`run.weights`, what the weights of a run are stored in and who keeps their master; `run.compile`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import octavo
 from octavo import optim
 from octavo.errors import ConfigError
 from octavo.tensor import FP8Tensor
@@ -53,6 +54,16 @@ def test_the_optimizer_keeps_an_fp32_master_where_they_are_not(configure: Config
     assert {lane.optimizer.states_of(entry).name for entry in lane.optimizer.entries()} == {"fp32"}
     assert set(kinds(twin).values()) == {"float32"} and type(twin.optimizer) is torch.optim.AdamW
     assert lane.model.rope_cos.dtype == torch.float32
+
+
+def test_each_block_is_compiled_without_guards_on_own_code(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled.append((type(self).__name__, given)))
+    lanes(configure, "fp32", run={"compile": "on"})
+    given = {"fullgraph": True, "options": {"guard_filter_fn": octavo.skip_own_guards}}
+    assert compiled == [("Block", given)] * 2  # one block in FP8, one in BF16
 
 
 def test_a_small_update_is_not_lost(configure: Configure) -> None:
