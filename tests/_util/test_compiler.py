@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,3 +83,12 @@ def test_guards_on_own_code_are_skipped_and_those_on_settings_are_not() -> None:
     octavo.convert(model, "tensorwise", policy=octavo.Policy(min_gain=0))
     assert torch.equal(compiled(x), model(x))
     torch._dynamo.reset()
+
+
+def test_state_of_a_module_is_guarded_however_it_is_reached() -> None:
+    module = "G['__import_octavo_dot_nn_dot_functional']"
+    code = ["", ".fprop", ".fprop.__defaults__[0]", ".kernels", ".kernels.gemm.__code__", "._X", ".SavedInput.__new__"]
+    state = [".kernels.ledger._open", ".no_such_variable"]
+    own = [SimpleNamespace(name=module + path) for path in code]
+    others = [SimpleNamespace(name=name) for name in (*(module + path for path in state), "L['x']", "G['torch'].F")]
+    assert skip_own_guards([*own, *others]) == [False] * len(own) + [True] * len(others)

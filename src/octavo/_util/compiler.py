@@ -33,20 +33,24 @@ def skip_own_guards(guards: Sequence[Any]) -> list[bool]:
     return [not _is_on_own_code(guard.name) for guard in guards]
 
 
-_OWN = re.compile(r"G\['__import_(octavo(?:_dot_\w+)?)'\](?:\.(\w+))?")
-"""How Dynamo names a module of Octavo, and the variable of that module that a guard is on or behind."""
+_OWN = re.compile(r"G\['__import_(octavo(?:_dot_\w+)?)'\]((?:\.\w+)*)")
+"""How Dynamo names a module of Octavo, and what a guard is on in it."""
 
 
 def _is_on_own_code(name: str) -> bool:
-    """Return whether a guard is on a function, class or import of Octavo, on a constant, or on a part of one.
+    """Return whether a guard is on a module, function or class of Octavo, on a constant, or on a part of one.
 
     Constants and classes have names with a capital. Other variables of a module are state, which may change.
     """
     found = _OWN.search(name)
-    if found is None or found[2] is None:
-        return found is not None
-    value = getattr(sys.modules.get(found[1].replace("_dot_", ".")), found[2], None)
-    return found[2].lstrip("_")[:1].isupper() or isinstance(value, FunctionType | ModuleType)
+    if found is None:
+        return False
+    value: Any = sys.modules.get(found[1].replace("_dot_", "."))
+    for part in found[2].split(".")[1:]:
+        if part.lstrip("_")[:1].isupper() or isinstance(value, FunctionType):
+            return True
+        value = getattr(value, part, None)
+    return isinstance(value, FunctionType | ModuleType)
 
 
 def assume_constant_result(function: Function) -> Function:
