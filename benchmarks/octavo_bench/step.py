@@ -117,7 +117,7 @@ KIND = Kind(
         ("when timed again at the end", "{drift:+z.1%}"),
     ),
     names=2,
-    session=("hardware", "workload"),  # one machine replaces nothing of another
+    session=("hardware", "workload"),  # a machine's results do not replace another's
     show=by_workload,
 )
 

@@ -102,10 +102,14 @@ def test_a_partial_session_hides_no_whole_one(tmp_path: Path) -> None:
     assert shown(tmp_path) == [("2026-11-23", "nvidia-h200", 4), ("2026-11-22", "nvidia-h200", 1)]
 
 
-def test_a_session_replaces_none_of_another_machine(tmp_path: Path) -> None:
-    results.write(measured("2026-11-20", *ARMS), tmp_path)
-    results.write(measured("2026-11-21", *ARMS, hardware="nvidia-h100"), tmp_path)
-    assert shown(tmp_path) == [("2026-11-21", "nvidia-h100", 4), ("2026-11-20", "nvidia-h200", 4)]
+@pytest.mark.parametrize("kind", ["step", "hf"])
+def test_a_session_replaces_none_of_another_machine(tmp_path: Path, kind: str) -> None:
+    trainer = {"model": "a", "mode": "eager", "tokens_per_s": 1.0}
+    for date, hardware in (("2026-11-20", "nvidia-h200"), ("2026-11-21", "nvidia-h100")):
+        result = measured(date, *ARMS, hardware=hardware)
+        results.write(replace(result, kind=kind, rows=tuple(row | trainer for row in result.rows)), tmp_path)
+    found = [(result.hardware, len(result.rows)) for result in results.newest(kind, tmp_path)]
+    assert found == [("nvidia-h100", 4), ("nvidia-h200", 4)]
 
 
 def test_a_session_with_another_case_is_not_partial(tmp_path: Path) -> None:
