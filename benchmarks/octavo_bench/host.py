@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo import skip_own_guards
 from octavo.errors import UnsupportedError
 from octavo.train.timing import Kernel, busy
 from octavo_bench.implementations import BF16, TORCHAO, Implementation, implementations
@@ -32,6 +33,8 @@ from octavo_bench.timing import attempt
 
 DIM, FFN, HEADS, HEAD_DIM, BLOCKS, TOKENS = 1024, 4096, 8, 128, 8, 128
 MODES = ("eager", "compiled")
+SKIPPED = "compiled, own guards skipped"
+"""Octavo's blocks alone: compiled with `octavo.skip_own_guards`, as `octavo train` compiles them."""
 WARM_UP_STEPS = 10
 STEPS = 50
 """Timed steps; the median counts."""
@@ -121,10 +124,10 @@ class Stack:
         implementation.convert(self.blocks, TOKENS)
         self.parameters: list[Tensor] = list(self.blocks.parameters())
 
-    def compile(self) -> None:
+    def compile(self, options: dict[str, Any] | None = None) -> None:
         """Compile each block by itself. Graph breaks are allowed: they are part of the measurement."""
         for block in self.blocks:
-            block.compile()
+            block.compile(options=options)
 
     def change_weights(self) -> None:
         """Drop the gradients, and modify all weights in place, as an optimizer does; their values stay."""
@@ -174,7 +177,7 @@ def bench_host(recipes: Sequence[str] = ("folded",), *, steps: int = STEPS) -> I
     timed = {
         (name, mode): attempt({"implementation": name, "mode": mode}, partial(_times, found[name], mode, steps), "cuda")
         for name in names
-        for mode in MODES
+        for mode in ((*MODES, SKIPPED) if name in own else MODES)
     }
     for (name, mode), row in timed.items():
         yield row if "error" in row else attempt(row, partial(_launch_figures, found[name], mode), "cuda")
@@ -182,8 +185,8 @@ def bench_host(recipes: Sequence[str] = ("folded",), *, steps: int = STEPS) -> I
 
 def _stack(implementation: Implementation, mode: str) -> Stack:
     stack = Stack(implementation, "cuda")
-    if mode == "compiled":
-        stack.compile()
+    if mode != "eager":
+        stack.compile({"guard_filter_fn": skip_own_guards} if mode == SKIPPED else None)
     return stack
 
 

@@ -11,8 +11,8 @@ Shapes: B sequences of a batch, T tokens of a sequence, S held-out sequences.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -122,6 +122,28 @@ class Snapshot:
     at: Tensor
 
 
+class GraphMemory:
+    """Stream and memory pool of graphs. Lanes that share one use the same memory, and must not replay at the same time.
+
+    PyTorch's allocator reuses memory only within one pool and one stream, and captures empty its cache: what uncaptured
+    steps need beside a pool would be allocated twice.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.MemPool()
+        self.handle: Any = self.pool.id
+        """What `torch.cuda.graph` takes."""
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Allocate from the pool, also without a capture. Backward runs in the calling thread: a pool is a thread's."""
+        with torch.cuda.use_mem_pool(self.pool), torch.autograd.set_multithreading_enabled(False):
+            yield
+
+
 class Lane:
     """One arm: `start` a seed, `step` to its end, then read `losses` and `heldout`.
 
@@ -131,7 +153,7 @@ class Lane:
         text: the text, which lanes share if it is on the device already.
         device: device of the lane.
         compiled: compile every block.
-        pool: memory pool of the graphs, shared by lanes that never replay at the same time.
+        memory: memory of the graphs, its own by default; on a GPU only.
     """
 
     def __init__(
@@ -142,11 +164,11 @@ class Lane:
         device: torch.device,
         *,
         compiled: bool = False,
-        pool: Any = None,
+        memory: GraphMemory | None = None,
     ) -> None:
         self.arm, self.training, self.device = arm, training, device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = pool or (torch.cuda.graph_pool_handle() if self.stream else None)
+        self._memory = GraphMemory(device) if memory is None and device.type == "cuda" else memory
+        self.stream = self._memory.stream if self._memory else None
         self.model = build(training.model, 0).to(device)
         self._buffers = {name: (own, own.clone()) for name, own in self.model.named_buffers()}
         self._schedule = schedule_of(arm, training.steps)
@@ -245,20 +267,23 @@ class Lane:
         return in_bf16
 
     def _capture(self, name: str, work: Callable[[], None], warm_up: int) -> None:
-        if self.stream is None:
+        memory = self._memory
+        if memory is None:
             self._graphs[name] = work
             return
-        for _ in range(warm_up):
-            self._at.zero_()  # a training may have fewer steps than these
-            work()
-            self._clear()
+        with memory.allocating():
+            for _ in range(warm_up):
+                self._at.zero_()  # a training may have fewer steps than these
+                work()
+                self._clear()
         self._at.zero_()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # On its own stream: a BLAS workspace belongs to a stream, and lanes that share one would overwrite it.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+        # On the stream that replays: a BLAS workspace belongs to a stream, and lanes beside each other would share one.
+        with torch.cuda.graph(graph, pool=memory.handle, stream=memory.stream, capture_error_mode="thread_local"):
             work()
         self._graphs[name] = graph.replay
+        self._clear()  # replays write gradients again: the next graph may have their memory
 
     def _step(self) -> None:
         starts_B = self._order.index_select(0, self._at).squeeze(0)

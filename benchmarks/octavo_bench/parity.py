@@ -35,6 +35,7 @@ from octavo_bench.lanes import (
     BF16,
     CONTROL,
     WARM,
+    GraphMemory,
     Lane,
     Snapshot,
     Training,
@@ -100,8 +101,8 @@ class _Size:
     condition: str
     training: Training
     seeds: int
-    pool: Any = None
-    """Memory pool of the graphs of all arms, if they run one by one."""
+    memory: GraphMemory | None = None
+    """Memory of the graphs of all arms, if they run one by one."""
     spent: float = 0.0
     """Seconds of training in this session."""
     block: float | None = None
@@ -309,11 +310,11 @@ class Study:
         for arm in [arm for arm, place in places.items() if place not in self._made]:
             began = time.monotonic()
             on_gpu = self.device.type == "cuda"
-            if on_gpu and not size.training.together and size.pool is None:
-                size.pool = torch.cuda.graph_pool_handle()
+            if on_gpu and not size.training.together and size.memory is None:
+                size.memory = GraphMemory(self.device)
             compiled = self.session.compiled and on_gpu
             try:
-                self._made[places[arm]] = Lane(arm, size.training, text, self.device, compiled=compiled, pool=size.pool)
+                lane = Lane(arm, size.training, text, self.device, compiled=compiled, memory=size.memory)
             except Exception as error:
                 rest = [other for other in self.arms if other != arm]
                 if arm == BF16 or {*rest} <= {BF16, CONTROL}:
@@ -321,7 +322,9 @@ class Study:
                 self.arms = rest
                 self.say(f"{size.name}, {arm}: left out: {results.failure(error)}")
             else:
-                self.say(f"{size.name}, {arm}: ready after {time.monotonic() - began:.1f} s")
+                self._made[places[arm]] = lane
+                held = f", {torch.cuda.memory_reserved(self.device) / 2**30:.1f} GiB held" if on_gpu else ""
+                self.say(f"{size.name}, {arm}: ready after {time.monotonic() - began:.1f} s{held}")
         lanes = [self._made[place] for place in places.values() if place in self._made]
         for lane in lanes:
             lane.training = size.training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from octavo_bench.lanes import (
     BF16,
     CONTROL,
     OUTLIERS_EVERY,
+    GraphMemory,
     Lane,
     Snapshot,
     add_outliers,
@@ -416,6 +418,28 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
                 assert torch.equal(lane.losses, expected[0]) and lane.heldout() == expected[1], lane.arm
                 assert bool(lane.losses.isfinite().all()) and bool((lane.losses > 0).all())
         assert torch.equal(together[0][0], finish(lanes[0], 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+def test_lanes_one_by_one_share_the_memory_of_their_graphs() -> None:
+    """Three arms need little more memory than one, and each run is that of a lane with memory of its own."""
+    device = torch.device("cuda")
+    size, own = replace(ladder.SIZES["3m"], branch=0.5, together=False).of_steps(8), long_text().on(device)
+    arms = [BF16, "folded", "folded+run.last_share=0.5"]
+    alone = {arm: finish(Lane(arm, size, own, device), 0) for arm in arms}
+    memory, lanes, held = GraphMemory(device), list[Lane](), list[int]()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for arm in arms:
+        lanes.append(Lane(arm, size, own, device, memory=memory))
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_reserved() - before)
+    assert held[2] < 1.6 * held[0], held
+    for _ in range(2):
+        for lane in lanes:
+            assert torch.equal(finish(lane, 0), alone[lane.arm]), lane.arm
 
 
 @pytest.mark.gpu
