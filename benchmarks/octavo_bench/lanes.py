@@ -3,7 +3,8 @@
 A small model's step is a few milliseconds of small kernels, so that neither Python nor compilation may be paid per run.
 A `Lane` keeps a model, its optimizer, the text and the order of its windows on the device. A step reads its batch and
 its learning rate there, by a step counter, so that a replay needs nothing of the host. Another seed overwrites weights,
-moments and order in place. Lanes replay at the same time, each on a stream of its own with its own memory.
+moments and order in place. Lanes replay at the same time, each on a stream of its own with its own memory; those of a
+large model replay one by one, on one stream and in one memory.
 
 Shapes: B sequences of a batch, T tokens of a sequence, S held-out sequences.
 """
