@@ -4,7 +4,7 @@ A small model's step is a few milliseconds of small kernels, so that neither Pyt
 A `Lane` keeps a model, its optimizer, the text and the order of its windows on the device. A step reads its batch and
 its learning rate there, by a step counter, so that a replay needs nothing of the host. Another seed overwrites weights,
 moments and order in place. Lanes replay at the same time, each on a stream of its own with its own memory; those of a
-large model replay one by one, on one stream and in one memory.
+large model replay one by one, and share a stream and its memory.
 
 Shapes: B sequences of a batch, T tokens of a sequence, S held-out sequences.
 """
@@ -126,8 +126,8 @@ class Snapshot:
 class GraphMemory:
     """Stream and memory pool of graphs. Lanes that share one use the same memory, and must not replay at the same time.
 
-    PyTorch's allocator reuses memory only within one pool and one stream, and captures empty its cache: what uncaptured
-    steps need beside a pool would be allocated twice.
+    PyTorch's allocator reuses memory only within one pool and one stream. Warm-up steps allocate from the pool as well:
+    outside it they would need the same memory a second time.
 
     Args:
         device: a GPU.
@@ -140,7 +140,7 @@ class GraphMemory:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Allocate from the pool, also without a capture. Backward runs in the calling thread: a pool is a thread's."""
+        """Allocate from the pool without a capture, in the calling thread only; backward runs in that thread too."""
         with torch.cuda.use_mem_pool(self.pool), torch.autograd.set_multithreading_enabled(False):
             yield
 
@@ -280,11 +280,11 @@ class Lane:
         self._at.zero_()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # On the stream that replays: a BLAS workspace belongs to a stream, and lanes beside each other would share one.
+        # On the lane's stream: a BLAS workspace is a stream's, and concurrent replays would overwrite a shared one.
         with torch.cuda.graph(graph, pool=memory.handle, stream=memory.stream, capture_error_mode="thread_local"):
             work()
         self._graphs[name] = graph.replay
-        self._clear()  # replays write gradients again: the next graph may have their memory
+        self._clear()  # each replay writes its gradients anew, so the next graph may reuse their memory
 
     def _step(self) -> None:
         starts_B = self._order.index_select(0, self._at).squeeze(0)

@@ -25,6 +25,7 @@ import torch
 from cyclopts import Parameter
 
 from octavo.errors import ConfigError
+from octavo.memory.forecast import GIB
 from octavo.models.factory import model_name
 from octavo_bench import ladder, ladder_plots, results, spreads
 from octavo_bench.evidence import stored_curve
@@ -323,7 +324,7 @@ class Study:
                 self.say(f"{size.name}, {arm}: left out: {results.failure(error)}")
             else:
                 self._made[places[arm]] = lane
-                held = f", {torch.cuda.memory_reserved(self.device) / 2**30:.1f} GiB held" if on_gpu else ""
+                held = f", {torch.cuda.memory_reserved(self.device) / GIB:.1f} GiB held" if on_gpu else ""
                 self.say(f"{size.name}, {arm}: ready after {time.monotonic() - began:.1f} s{held}")
         lanes = [self._made[place] for place in places.values() if place in self._made]
         for lane in lanes:

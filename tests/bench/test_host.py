@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo import skip_own_guards
 from octavo.errors import UnsupportedError
 from octavo_bench import host
 
@@ -33,6 +34,15 @@ def test_kernels_copies_and_compiled_pieces_are_counted_apart() -> None:
     )
     assert (found.kernels, found.copies, found.pieces, found.busy_ms) == (2, 1, 1, 3.0)
     assert found.names["gemm"] == 2
+
+
+def test_own_guards_are_skipped_in_the_mode_of_that_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    stack = SimpleNamespace(compile=lambda options: given.append(options))
+    monkeypatch.setattr(host, "Stack", lambda implementation, device: stack)
+    for mode in (*host.MODES, host.SKIPPED):
+        host._stack(host.implementations()["octavo folded"], mode)
+    assert given == [None, {"guard_filter_fn": skip_own_guards}]
 
 
 def test_all_weights_change_in_place_and_all_have_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

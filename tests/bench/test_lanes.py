@@ -425,7 +425,7 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
 def test_lanes_one_by_one_share_the_memory_of_their_graphs() -> None:
     """Three arms need little more memory than one, and each run is that of a lane with memory of its own."""
     device = torch.device("cuda")
-    size, own = replace(ladder.SIZES["3m"], branch=0.5, together=False).of_steps(8), long_text().on(device)
+    size, own = replace(ladder.SIZES["3m"], together=False).of_steps(8), long_text().on(device)
     arms = [BF16, "folded", "folded+run.last_share=0.5"]
     alone = {arm: finish(Lane(arm, size, own, device), 0) for arm in arms}
     memory, lanes, held = GraphMemory(device), list[Lane](), list[int]()
