@@ -285,3 +285,18 @@ def test_a_method_of_that_name_that_wants_arguments_says_nothing():
             return which
 
     assert find_heads(nn.Sequential(Other(8, 8))) == set()
+
+
+class WithLogits(nn.Module):
+    """A language model whose head has a name of its own; positions have the shape of the layer `up` in its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(96, 32), nn.Embedding(64, 32)
+        self.block = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})])
+        self.to_logits = nn.Linear(32, 96, bias=False)
+
+
+def test_a_layer_with_the_shape_of_an_embedding_is_a_head_outside_of_the_blocks():
+    plan = make_plan(WithLogits(), policy=Policy(min_features=16))
+    assert [(layer.name, layer.reason) for layer in plan.layers if not layer.is_fp8] == [("to_logits", HEAD)]

@@ -263,11 +263,18 @@ def find_heads(model: nn.Module) -> set[int]:
 
     - the layer that `get_output_embeddings()` returns (transformers), or `get_classifier()` (timm);
     - a layer that shares its weight with an embedding;
+    - outside of the blocks, a layer with the shape of an embedding that has more rows than columns, whatever its name;
     - in a model of transformers, every layer outside of its base model (`base_model_prefix`), such as classifiers.
     """
     found = {id(part) for module in model.modules() for head in _heads_of(module) for part in head.modules()}
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return found | {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in embeddings}
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    own, shapes = set(map(id, embeddings)), {weight.shape for weight in embeddings if weight.shape[0] > weight.shape[1]}
+    inside = {id(part) for name in blocks_of(model) for part in model.get_submodule(name).modules()}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            is_vocabulary = module.weight.shape in shapes and id(module) not in inside
+            found |= {id(module)} if is_vocabulary or id(module.weight) in own else set()
+    return found
 
 
 def _heads_of(module: nn.Module) -> Iterator[nn.Module]:
