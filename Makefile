@@ -82,14 +82,14 @@ wheel: $(VENV)/installed-dev ## build the wheel, check it, and train ten steps w
 check: lint types layers test site wheel ## what .ci/run runs besides the clients
 
 wheels: $(VENV)/installed ## wheels/: what an offline machine with its own PyTorch needs beside it
-	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts jinja2 numpy rich safetensors
+	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts jinja2 numpy rich safetensors plotly starlette uvicorn
 
 clean: ## remove the virtual environment and the caches; runs/ stays
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 $(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
 	@echo "octavo: installing into $(VENV) (the first time this downloads PyTorch)"
-	@$(PIP_INSTALL) -e .
+	@$(PIP_INSTALL) -e '.[dashboard]'
 	@touch $@
 
 $(VENV)/installed-dev: $(BIN)/python pyproject.toml constraints.txt

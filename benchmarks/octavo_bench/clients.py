@@ -564,7 +564,7 @@ def command(
     resume: bool | None = None,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Train by the loops of other libraries, in BF16 and FP8: loss, resumed runs, compiled graphs, time per step.
+    """Train with other libraries' training loops, in BF16 and FP8: loss, resumed runs, compiled graphs, time per step.
 
     Clients that are not installed are left out. Exits with 1 if one failed; the others are measured all the same.
 

@@ -401,7 +401,7 @@ def command(
     out: Path | None = None,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Strike a small trained model with faults, with guardrails that watch and that act, and make clean runs.
+    """Inject faults into a small trained model, with guardrails that watch and that act, and make clean runs too.
 
     The model is trained once and kept. Exits with 1 if a fault that costs 1 % of the loss was not noted, or an alarm
     was false.

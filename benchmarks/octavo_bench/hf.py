@@ -1,4 +1,4 @@
-"""Train a Qwen3-shaped model by transformers' own Trainer: BF16, torchao and Octavo, eager and compiled.
+"""Train a Qwen3-shaped model with transformers' Trainer: BF16, torchao and Octavo, eager and compiled.
 
 The Trainer is left as users have it: `bf16=True`, weights in FP32 under autocast, fused AdamW, `torch_compile` for the
 whole model. Octavo and torchao each change the model by one call before it. Time is by the clock, from the end of the
@@ -227,7 +227,7 @@ def command(
     steps: int = 12,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Train a Qwen3-shaped model by transformers' own Trainer, eager and compiled: BF16, torchao if present, Octavo.
+    """Train a Qwen3-shaped model with transformers' Trainer, eager and compiled: BF16, torchao if present, Octavo.
 
     Exits with 1 if an implementation failed; the others are measured all the same.
 

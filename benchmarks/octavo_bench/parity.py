@@ -127,7 +127,7 @@ def command(
     plots: Path | None = None,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Train pairs of small models, in BF16 and by FP8 recipes, and say what they show by now.
+    """Train pairs of small models, in BF16 and by FP8 recipes, and report the results so far.
 
     Blocks are added to those in the result files, until the minutes are over. `--minutes 0` only reports.
 

@@ -1,4 +1,4 @@
-"""`octavo bench pilot`: the recommendation of `octavo pilot` for models of others, against a full measurement.
+"""`octavo bench pilot`: the recommendation of `octavo pilot` for public models, against a full measurement.
 
 Nothing is downloaded: the models have random weights.
 """
@@ -114,7 +114,7 @@ def command(
     reports: Annotated[Path | None, Parameter(negative=())] = None,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Check `octavo pilot` on a GPU: its recommendation for three models of others, against a full measurement.
+    """Check `octavo pilot` on a GPU: its recommendation for three public models, against a full measurement.
 
     Examples:
 

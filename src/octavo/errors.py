@@ -56,7 +56,7 @@ class Interrupted(KeyboardInterrupt):
         self.exit_code = 128 + signal
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the closest choice, or `""` if none is close."""
-    near = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.5)
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return `" Did you mean 'x'?"` for the closest choice, or `""` if none is as close as `cutoff` (1: equal)."""
+    near = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=cutoff)
     return f" Did you mean '{near[0]}'?" if near else ""

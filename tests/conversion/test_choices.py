@@ -39,14 +39,14 @@ def test_the_gain_is_that_of_all_products_heads_in_bf16_included() -> None:
 @pytest.mark.parametrize("recipe", ["folded", "block", "bf16"])
 def test_whatever_is_planned_the_advice_is_the_same(recipe: str) -> None:
     *_, free, priced = str(_plan(recipe)).splitlines()
-    assert free.startswith("fastest at the usual accuracy of FP8: folded 1.2")
-    assert priced.startswith("faster at a cost in accuracy: folded_fast with heads in FP8 1.68") and "bits" in priced
+    assert free.startswith("fastest at the accuracy usual for FP8: folded 1.2")
+    assert priced.startswith("faster, but less accurate: folded_fast with heads in FP8 1.68") and "bits" in priced
 
 
 def test_layers_too_small_to_gain_are_counted_in_bf16() -> None:
     plan = _plan(dim=256)
     assert plan.fp8_layers == 0 and str(plan).endswith(
-        "no recipe is predicted to gain with 16,384 tokens per forward: more, or wider layers, would"
+        "no recipe is predicted to beat BF16 at 16,384 tokens per forward: use more tokens or wider layers"
     )
     assert {choice.gain for choice in choices(*_inputs(plan)) if choice.recipe == "block"} == {1.0}
     assert min(choice.gain for choice in choices(*_inputs(plan))) >= 1.0

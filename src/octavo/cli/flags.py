@@ -36,7 +36,7 @@ Switch = Annotated[bool, Parameter(negative=())]
 JsonOutput = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON on stdout, progress on stderr.")]
 Output = Annotated[Path | None, Parameter(name=("--out", "-o", "--output"))]
 
-ALIASES = {"run.start_from": ("from",), "optimizer.lr": ("learning_rate",)}
+ALIASES = {"run.start_from": ("--from",), "optimizer.lr": ("--learning-rate",), "run.out": ("-o", "--output")}
 """Further names of flags."""
 
 
@@ -84,8 +84,8 @@ def _flags(cls: type, taken: Collection[str], shown: Collection[str]) -> Any:
             full = f"{name}.{f.name}"
             if full in taken or typing.get_origin(hints[f.name]) is dict:  # tables are for run files
                 continue
-            stems = [full, *([f.name] if seen[f.name] == 1 and f.name not in taken else []), *ALIASES.get(full, ())]
-            names = [f"--{stem.replace('_', '-')}" for stem in stems]
+            stems = [full, *([f.name] if seen[f.name] == 1 and f.name not in taken else [])]
+            names = [*(f"--{stem.replace('_', '-')}" for stem in stems), *ALIASES.get(full, ())]
             described = Parameter(
                 name=names,
                 negative=f"--no-{names[-1][2:]}" if hints[f.name] is bool else (),
@@ -149,6 +149,8 @@ def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]
     if preset is not None:
         device = settings.get("run", {}).get("device", "auto")
         layers.append(load_preset(preset, cuda=preset == "demo" and _wants_cuda(device)))
+    if file is not None and not file.exists() and str(file) in ("demo", *presets()):
+        raise ConfigError(f"{file}: no such file or directory. The preset of that name is --preset {file}.")
     if file is not None:
         layers.append(load_file(file / "config.json" if file.is_dir() else file))
         layers += [(str(file), {"run": {"out": str(file)}})] if file.is_dir() else []

@@ -13,7 +13,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownCommandError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from octavo import __version__
 from octavo._util.terminal import printable, say
@@ -113,7 +121,17 @@ def _usage(error: CycloptsError) -> str:
         case UnknownCommandError(unused_tokens=[name, *_], command_chain=None | () | []):
             known = (*COMMANDS, "bench")
             return f"there is no command '{name}'.{did_you_mean(name, known)} Commands: {', '.join(known)}."
+        case UnknownOptionError(token=token, argument_collection=arguments):
+            option = (token.keyword or token.value).partition("=")[0]
+            names = [name for argument in arguments if argument.parse for name in argument.names]
+            return f"{command}: unknown option {option}.{_instead(option, names)}"
     return str(error)
+
+
+def _instead(option: str, names: Sequence[str]) -> str:
+    """Return which options were meant: those of any section with this name, or the one that is spelt most alike."""
+    of_sections = [f"'{name}'" for name in names if name.rpartition(".")[2] == option.lstrip("-")]
+    return f" Did you mean {' or '.join(of_sections)}?" if of_sections else did_you_mean(option, names, cutoff=0.8)
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from octavo._util.terminal import program, say
-from octavo.cli.flags import JsonOutput, Switch
+from octavo.cli.flags import JsonOutput, Output, Switch
 from octavo.errors import ConfigError
 
 
@@ -90,7 +90,7 @@ def dump(
     /,
     *,
     to: Literal["parquet", "csv", "tensorboard"],
-    out: Path | None = None,
+    out: Output = None,
     json_output: JsonOutput = False,
 ) -> int:
     """Write the measurements of a run as Parquet, CSV or TensorBoard files. It may still be training.
@@ -127,7 +127,7 @@ def export(
     run: Path,
     /,
     *,
-    out: Path | None = None,
+    out: Output = None,
     format: Literal["auto", "compressed-tensors", "fp8", "plain"] = "auto",
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     overwrite: Switch = False,

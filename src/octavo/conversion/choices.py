@@ -67,11 +67,11 @@ def advice(layers: Sequence[LayerPlan], device: str, tokens: int) -> list[str]:
     if not found:
         return []
     if found[0].gain < GAINS:
-        return [f"no recipe is predicted to gain with {tokens:,} tokens per forward: more, or wider layers, would"]
+        return [f"no recipe is predicted to beat BF16 at {tokens:,} tokens per forward: use more tokens or wider layers"]
     free = next(choice for choice in found if not choice.price)
     gemms = "the GEMMs of linear layers" if any(layer.is_experts for layer in layers) else "all GEMMs"
-    lines = [f"fastest at the usual accuracy of FP8: {free} times BF16 in {gemms} (predicted)"]
-    return lines if found[0] is free else [*lines, f"faster at a cost in accuracy: {found[0]}"]
+    lines = [f"fastest at the accuracy usual for FP8: {free} times BF16 over {gemms} (predicted)"]
+    return lines if found[0] is free else [*lines, f"faster, but less accurate: {found[0]}"]
 
 
 def price_of(recipe: Recipe, head: bool = False) -> str:

@@ -182,14 +182,14 @@ def _batch(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
         for times in (1, 2, 4):
             rows = times * pilot.rows
             gains[times] = products_ms(plan, rows, rates, in_bf16=True) / products_ms(plan, rows, rates)
-        said = ", ".join(f"{gain:.2f} at {times} times" for times, gain in gains.items())
-        reason = f"predicted gain of the linear layers by tokens: {said}"
+        said = ", ".join(f"{gain:.2f} at {times}x" for times, gain in gains.items())
+        reason = f"predicted gain of the linear layers by tokens per step: {said}"
     if found.peak_gib is None:
         return Advice("batch", f"{pilot.samples}", f"{reason}; memory not known", "a measurement on the GPU")
     resident = found.resident_gib if found.resident_gib is not None else 16 * pilot.parameters / 2**30
     each = max(found.peak_gib - resident, 1e-3) / pilot.samples
     largest = max(1, int((ROOM * pilot.capacity_gib - resident) / each))
-    reason += f"; {each:.2f} GiB per sequence or image beside {resident:.1f} GiB that stay"
+    reason += f"; {each:.2f} GiB per sequence or image, and {resident:.1f} GiB whatever the batch"
     grows = gains[4] > ALIKE * gains[1] or largest < pilot.samples
     decision = f"{largest}, the largest that fits" if grows else f"{pilot.samples}, up to {largest}"
     return Advice("batch", decision, reason, "octavo.recompute or octavo.offload, which free activations")
@@ -214,7 +214,7 @@ def _transfers(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
     computes = found.parts["gemm"] + found.parts["attention"]
     first = max(moves, key=lambda name: moves[name])
     said = ", ".join(f"{name} {ms:.2f}" for name, ms in moves.items() if ms)
-    reason = f"ms per step: products and attention {computes:.2f}, bound by transfers {said}"
+    reason = f"ms per step: GEMMs and attention {computes:.2f}; bound by memory or a link: {said}"
     decision = f"they dominate, {first} first" if sum(moves.values()) > computes else "products dominate"
     return Advice("transfers", decision, reason, "more tokens per forward, fused kernels (--compile), larger layers")
 
@@ -230,7 +230,7 @@ def _energy(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
 def _host(pilot: Pilot) -> Advice | None:
     found = pilot.measured[pilot.best or "bf16"]
     if pilot.predicted_for:
-        reason = "a prediction has no host: launches, waiting and data loading are not in it"
+        reason = "launches, waiting and data loading cannot be predicted"
         return Advice("host", "not known here", reason, "octavo pilot on that GPU")
     if not found.step_ms or "idle" not in found.phases:
         return None

@@ -100,7 +100,7 @@ def _notes(pilot: Pilot) -> Iterator[str]:
     if pilot.elsewhere is None:
         yield "FLOPs are not known: the model cannot be traced without values"
     else:
-        yield f"{1 - pilot.elsewhere:.0%} of the FLOPs are in linear layers; the others, as attention, gain nothing"
+        yield f"{1 - pilot.elsewhere:.0%} of the FLOPs are in linear layers; the rest, such as attention, gains nothing"
     for name, found in pilot.measured.items():
         if found.failed:
             yield f"{name} failed: {found.failed}"

@@ -97,7 +97,7 @@ def block() -> Recipe:
 
 
 def served() -> Recipe:
-    """`folded` with codes and scales as vLLM and SGLang make them per channel and token: no mismatch of rounding."""
+    """`folded` with the codes and scales that vLLM and SGLang compute, so that training and serving round alike."""
     recipe = folded()
     row, column = (replace(each, scaling="engine") for each in (recipe.fprop.input, recipe.wgrad.input))
     return replace(

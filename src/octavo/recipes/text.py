@@ -63,8 +63,9 @@ def _load(recipe: Any, where: str, users: tuple[Path | None, ...]) -> Recipe:
         return _from_mapping({"name": path.stem, **config_reader.read_file(path)}, str(path), (*users, path))
     name = ALIASES.get(str(recipe), str(recipe))
     if name not in PRESETS:
+        near = " The default in FP8 is 'folded'." if name == "fp8" else did_you_mean(name, [*PRESETS, *ALIASES])
         raise ConfigError(
-            f"unknown {where} {config_reader.shown(name)}.{did_you_mean(name, [*PRESETS, *ALIASES])} "
+            f"unknown {where} {config_reader.shown(name)}.{near} "
             f"Recipes: {', '.join(PRESETS)}, or a .toml or .json file."
         )
     return PRESETS[name]()

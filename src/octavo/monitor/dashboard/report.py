@@ -79,7 +79,7 @@ def _readable(known: RunCollection) -> list[str]:
     if not readable:
         raise failures[0]
     for failure in failures:
-        warnings.warn(f"{failure} The report says so in its place.", stacklevel=3)
+        warnings.warn(f"{failure} The report shows this message instead.", stacklevel=3)
     return readable
 
 

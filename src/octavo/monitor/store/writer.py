@@ -231,8 +231,8 @@ class RunWriter:
                 self._empty()
             elif self._execute("SELECT 1 FROM sessions LIMIT 1").fetchone():
                 raise StoreError(
-                    f"{self.path}: contains a run already. Append to it (keep_until=), replace it (overwrite=True), or"
-                    " name another directory."
+                    f"{self.path}: contains a run already. Continue it with resume_from=STEPS, replace it with"
+                    " resume_from=0, or name another directory."
                 )
             row = (time.time(), self.first_step, os.getpid())
             new = "INSERT INTO sessions (started, first_step, pid) VALUES (?, ?, ?)"
