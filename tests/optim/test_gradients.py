@@ -1,8 +1,10 @@
 """One-byte gradients: stored once, never accumulated as codes, clipped and checked for overflow by their codes."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
+import ranks
 import torch
 from network import backward, model
 from torch import nn
@@ -227,6 +229,103 @@ def test_an_optimizer_that_is_no_more_takes_no_gradients(settings):
     del optimizer
     backward(net, 0)
     assert net[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("shape", [(5, 0), (0, 5), (0,), (4, 0, 3)], ids=str)
+@pytest.mark.parametrize("states", ["fp32", "fp8", "fp8-lm"])
+def test_an_empty_parameter_is_stepped_to_nothing(states, shape):
+    empty, other = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.ones(8, 128))
+    optimizer = AdamW([empty, other], states=states, **FP8)
+    for _ in range(2):
+        (empty.sum() + other.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(optimizer.grad_norm) == pytest.approx(32.0) and (other < 1).all()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def ddp(rank, world, accumulates, settings, own):
+    """Return the weights after two steps; or what is said when they are refused, and whether weights have changed."""
+    net = nn.parallel.DistributedDataParallel(model(), **settings)
+    optimizer = AdamW(net.module.named_parameters(), lr=1e-2, **own)
+    try:
+        for step in range(2):
+            with optimizer.accumulating() if accumulates else nullcontext():
+                backward(net, 10 * step + rank)
+            optimizer.step()
+            optimizer.zero_grad()
+    except UnsupportedError as error:
+        return str(error), same(net, model())
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("own", [{"release": True}, {"gradients": "fp8"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_gradients_are_not_taken_before_they_are_reduced(settings, own):
+    """With these settings DDP writes gradients back, or not."""
+    for said, is_unchanged in ranks.run(ddp, 2, False, settings, own):
+        assert "before DistributedDataParallel" in said and "accumulating()" in said and next(iter(own)) in said
+        assert is_unchanged
+    one, other = ranks.run(ddp, 2, True, settings, own)
+    assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+def beside_ddp(rank, world):
+    """Parameters that DDP leaves alone, and a model that was wrapped before."""
+    wrapped = nn.parallel.DistributedDataParallel(model())
+    own, inside = AdamW(model().parameters(), release=True), wrapped.module
+    backward_of(own)
+    wrapped.itself = [wrapped]  # garbage for the collector
+    del wrapped
+    backward_of(AdamW(inside.parameters(), release=True))
+    net = nn.ModuleDict({"reduced": model(), "expert": model()})
+    ignored = [f"expert.{name}" for name, _ in net["expert"].named_parameters()]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+    outer = nn.parallel.DistributedDataParallel(net)
+    backward_of(AdamW(net["expert"].parameters(), release=True))
+    return isinstance(outer, nn.Module)
+
+
+def backward_of(optimizer):
+    sum(p.square().sum() for p in optimizer.param_groups[0]["params"]).backward()
+    optimizer.step()
+
+
+def test_ddp_over_other_parameters_is_no_obstacle():
+    assert ranks.run(beside_ddp, 2) == [True, True]
+
+
+@pytest.mark.parametrize("then", [
+    lambda optimizer: optimizer.step(),
+    lambda optimizer: optimizer.zero_grad(),
+    lambda optimizer: optimizer.accumulating().__enter__(),
+], ids=["step", "zero_grad", "accumulating"])  # fmt: skip
+def test_a_gradient_written_after_its_release_is_not_dropped_in_silence(then):
+    net = model()
+    optimizer = AdamW(net.parameters(), release=True)
+    backward(net, 0)
+    optimizer.step()
+    net[0].weight.grad = torch.ones_like(net[0].weight)  # set by hand after a step, and stepped by the next
+    optimizer.step()
+    backward(net, 1)
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    before = net[0].weight.detach().clone()
+    with pytest.raises(UnsupportedError, match="has a gradient again"):
+        then(optimizer)
+    assert torch.equal(net[0].weight, before)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_gradient_scaler_that_comes_after_the_release_is_refused(unscales):
+    net = model()
+    optimizer = AdamW(net.parameters(), release=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    backward(net, 0, 1024.0)
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(UnsupportedError, match="release=True has stepped the weights"):
+        scaler.step(optimizer)
 
 
 def test_bad_input():

@@ -228,6 +228,16 @@ def test_released_gradients_make_the_same_step():
     assert distance(a, b, Net()) < 0.01
 
 
+def test_a_copy_goes_on_bit_for_bit():
+    net = Net(torch.bfloat16)
+    optimizer = Muon(net.named_parameters(), lr=1e-3, states="fp8", keep=keep_none)
+    train(net, [optimizer], 2)
+    other, copied = copy.deepcopy((net, optimizer))
+    train(net, [optimizer], 2, first=2), train(other, [copied], 2, first=2)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+    copied.add_param_group({"params": [("more", nn.Parameter(torch.zeros(8, 8)))]})
+
+
 def test_bad_input():
     net = Net()
     named = list(net.named_parameters())
@@ -245,3 +255,10 @@ def test_bad_input():
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             Muon(named, **wrong)
+    for unknown in ({"fused": True}, {"ns_step": 3}, {"betas": (0.9, 0.95)}):
+        with pytest.raises(ConfigError, match="there is no setting"):
+            Muon(named, **unknown)
+    with pytest.raises(ConfigError, match="Did you mean 'ns_steps'"):
+        Muon([{"params": named, "ns_step": 3}])
+    shared = {"betas": (0.9, 0.9), "momentum": 0.9, "use_muon": True, "max_momentum": 0.95}
+    Muon([{"params": named, **shared}])

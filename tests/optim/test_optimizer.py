@@ -1,6 +1,7 @@
 """The optimizers as PyTorch sees them: updates, clipping, skipped steps, released gradients, state dicts, bad input."""
 
 import copy
+import io
 import json
 import math
 from functools import partial
@@ -579,6 +580,248 @@ def test_states_converted_to_a_tier_without_masters_follow_no_writes(monkeypatch
     optimizer.convert_states("fp8")
     monkeypatch.setattr(convert, "follow_weight", lambda *_: pytest.fail("a weight without a master was followed"))
     optimizer.step()
+
+
+def _two_of_which_one_has_stepped(**settings):
+    net = nn.ParameterList([torch.randn(16, 256).bfloat16() for _ in range(2)])
+    optimizer = AdamW(net.parameters(), states="fp8-lm", keep=keep_none, **settings)
+    net[0].grad = torch.ones_like(net[0])
+    optimizer.step()
+    return net, optimizer
+
+
+def _step_the_other(net, optimizer):
+    optimizer.zero_grad()
+    net[1].grad = torch.ones_like(net[1])
+    optimizer.step()
+
+
+def test_a_loaded_dict_replaces_all_states():
+    net, optimizer = _two_of_which_one_has_stepped()
+    saved = copy.deepcopy(optimizer.state_dict())
+    _step_the_other(net, optimizer)
+    optimizer.load_state_dict(saved)
+    assert list(optimizer.state) == [net[0]]
+    with torch.no_grad():
+        net[1].fill_(2.0)
+    assert torch.equal(optimizer.master_weights()[1], torch.full((16, 256), 2.0))
+
+
+def test_an_imported_dict_replaces_all_states():
+    net, optimizer = _two_of_which_one_has_stepped()
+    saved = copy.deepcopy(optimizer.export_state_dict())
+    _step_the_other(net, optimizer)
+    optimizer.import_state_dict(saved)
+    assert list(optimizer.state) == [net[0]]
+    with torch.no_grad():
+        net[1].fill_(2.0)
+    assert torch.equal(optimizer.master_weights()[1], torch.full((16, 256), 2.0))
+
+
+def test_parameters_without_states_are_saved_and_loaded_without():
+    net, optimizer = _two_of_which_one_has_stepped()
+    optimizer.master_weights()  # PyTorch's `state` is a defaultdict: looking makes an entry
+    optimizer.state[net[1]]
+    other = AdamW(net.parameters(), states="fp8-lm", keep=keep_none)
+    other.load_state_dict(optimizer.state_dict())
+    other.import_state_dict(optimizer.export_state_dict())
+    theirs = torch.optim.AdamW(net.parameters())
+    theirs.load_state_dict(optimizer.export_state_dict())
+    theirs.state[net[1]]
+    other.import_state_dict(theirs.state_dict())
+    assert list(other.state) == [net[0]]
+
+
+@pytest.mark.parametrize("move", [
+    lambda one, other: other.load_state_dict(one.state_dict()),
+    lambda one, other: other.import_state_dict(one.export_state_dict()),
+    lambda one, other: other.import_state_dict(torch.optim.AdamW.state_dict(one)),
+], ids=["load", "import", "import_torch"])  # fmt: skip
+def test_what_is_loaded_is_not_shared(move):
+    net, other = model(), model()
+    one = AdamW(net.parameters(), lr=torch.tensor(1e-3), betas=[0.9, 0.99], states="fp32")
+    two = AdamW(other.parameters(), states="fp32")
+    train(net, one, 1)
+    move(one, two)
+    one.param_groups[0]["lr"].fill_(0.5)
+    one.param_groups[0]["betas"][0] = 0.5
+    for state in one.state.values():
+        for tensor in state.values():
+            tensor.fill_(7.0)
+    (group,) = two.param_groups
+    assert float(group["lr"]) == pytest.approx(1e-3) and tuple(group["betas"]) == (0.9, 0.99)
+    assert all(not (tensor == 7.0).any() for state in two.state.values() for tensor in state.values())
+
+
+@pytest.mark.parametrize("states", ["fp32", "exact"])
+def test_a_contiguous_state_is_loaded_into_a_parameter_in_another_order(states):
+    weight = nn.Parameter(torch.randn(6, 5, 3, 3).to(memory_format=torch.channels_last))
+    optimizer = AdamW([weight], states=states, keep=keep_none)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0] = {name: tensor.contiguous() for name, tensor in saved["state"][0].items()}
+    optimizer.load_state_dict(saved)
+    before = optimizer.state[weight]["exp_avg"].clone()
+    optimizer.step()
+    assert not torch.equal(optimizer.state[weight]["exp_avg"], before)  # what is stepped is what is stored
+
+
+def test_the_dicts_of_groups_are_left_as_they_are():
+    net = model()
+    groups = [{"params": list(net.parameters())}]
+    tiers = []
+    for _ in range(2):
+        optimizer = AdamW(groups, states="fp8")
+        tiers.append([optimizer.states_of(entry).name for entry in optimizer.entries()])
+    assert tiers[0] == tiers[1] and set(tiers[0]) == {"fp32", "fp8"}
+    assert set(groups[0]) == {"params"}
+    over_groups = AdamW(optimizer.param_groups, states="fp8")
+    assert [over_groups.states_of(entry).name for entry in over_groups.entries()] == tiers[0]
+
+
+def _pickled(both):
+    with io.BytesIO() as file:
+        torch.save(both, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("settings", [
+    {"states": "fp8"}, {"states": "fp8-lm"}, {"states": "fp8", "gradients": "fp8"}, {"states": "fp8", "release": True},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_bit_for_bit(duplicate, dtype, settings):
+    net = model(dtype)
+    optimizer = AdamW(net.named_parameters(), lr=1e-3, seed=7, keep=keep_none, **settings)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # it replaces `step`, here only
+    train(net, optimizer, 2)
+    with torch.no_grad():
+        net[0].weight.mul_(2.0)
+    other, copied = duplicate((net, optimizer))
+    assert all(p is q for p, q in zip(copied.param_groups[0]["params"], other.parameters(), strict=True))
+    train(net, optimizer, 2, first=2), train(other, copied, 2, first=2)
+    assert same(weights(net), weights(other)) and not same(weights(net), weights(model(dtype)))
+    with torch.no_grad():
+        for each in (net, other):
+            each[0].weight.fill_(0.5)
+    train(net, optimizer, 1), train(other, copied, 1)
+    assert same(weights(net), weights(other))
+    assert copied.state_dict()["seed"] == 7 and schedule.last_epoch == 0
+
+
+def test_a_copy_between_backward_and_step_has_the_stored_gradients():
+    net = model()
+    optimizer = AdamW(net.parameters(), gradients="fp8", keep=keep_none)
+    backward(net, 0)
+    other, copied = copy.deepcopy((net, optimizer))
+    optimizer.step(), copied.step()
+    assert same(weights(net), weights(other))
+
+
+def test_an_optimizer_that_steps_for_zero_is_not_copied():
+    optimizer = AdamW(model().parameters())
+    optimizer.over_ranks = lambda squares: squares
+    with pytest.raises(UnsupportedError, match="GreedyZeRO"):
+        copy.deepcopy(optimizer)
+
+
+def _convert(dtype):
+    def change(weight, optimizer):
+        weight.data = weight.data.to(dtype)
+
+    return change
+
+
+def _transpose(weight, optimizer):
+    weight.data = weight.data.T.contiguous().T
+
+
+def _reshape(weight, optimizer):
+    weight.data = weight.data[:8].clone()
+
+
+def _set_the_tier(weight, optimizer):
+    optimizer.param_groups[0]["states"] = "exact"
+
+
+@pytest.mark.parametrize("read", [
+    lambda optimizer: optimizer.step(),
+    lambda optimizer: optimizer.master_weights(),
+    lambda optimizer: optimizer.export_state_dict(),
+    lambda optimizer: optimizer.convert_states("fp8-min"),
+], ids=["step", "master_weights", "export", "convert"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change", [_convert(torch.float32), _convert(torch.float16), _transpose, _reshape, _set_the_tier]
+)
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+def test_a_parameter_that_no_longer_fits_its_state_is_named(states, change, read):
+    weight = nn.Parameter(torch.randn(16, 256).bfloat16())
+    optimizer = AdamW([("mine", weight)], states=states, keep=keep_none)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    weight.grad = None
+    change(weight, optimizer)
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(UnsupportedError, match="parameter 'mine': its state has"):
+        read(optimizer)
+
+
+def test_a_parameter_of_a_dtype_that_no_kernel_steps_is_named():
+    weight = nn.Parameter(torch.randn(16, 256))
+    optimizer = AdamW([("mine", weight)], states="fp32")
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    weight.data, weight.grad = weight.data.double(), None
+    with pytest.raises(ConfigError, match=r"parameter 'mine': the dtype torch\.float64"):
+        optimizer.master_weights()
+
+
+@pytest.mark.parametrize(("setting", "said"), [
+    ({"fused": True}, "fused"), ({"foreach": None}, "fused"), ({"capturable": True}, "captured"),
+    ({"maximize": True}, "parameter group"), ({"amsgrad": False}, "does not implement"),
+    ({"differentiable": False}, "does not implement"), ({"decoupled_weight_decay": True}, "Adam adds"),
+    ({"weight_decy": 0.1}, "Did you mean 'weight_decay'"), ({"stats": "fp8"}, "Did you mean 'states'"),
+    ({"qqq": 1}, "Settings: lr, betas"),
+], ids=str)  # fmt: skip
+def test_settings_that_there_are_not_are_named(setting, said):
+    with pytest.raises(ConfigError, match=f"there is no setting '{next(iter(setting))}'") as error:
+        AdamW(model().parameters(), **setting)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "setting", "said"), [
+    (AdamW, {"weight_decy": 0.1}, "'weight_decay'"), (AdamW, {"lrr": 1}, "'lr'"), (AdamW, {"LR": 1}, "'lr'"),
+    (AdamW, {"beta": (0.9, 0.9)}, "'betas'"), (AdamW, {"state": "fp8"}, "'states'"), (Lion, {"eps": 1e-8}, "'lion'"),
+    (AdamW, {"momentum": 0.9}, "'adamw'"), (Adam, {"nesterov": True}, "'adam'"),
+    (Adam, {"decoupled_weight_decay": True, "weight_decay": 0.1}, "Adam adds"),
+], ids=str)  # fmt: skip
+def test_keys_of_a_group_that_are_meant_as_settings_are_refused(kind, setting, said):
+    with pytest.raises(ConfigError, match=said):
+        kind([{"params": model().parameters(), **setting}])
+
+
+def test_keys_of_others_in_a_group_are_kept():
+    others = (
+        "initial_lr",
+        "name",
+        "max_momentum",
+        "base_momentum",
+        "max_lr",
+        "min_lr",
+        "swa_lr",
+        "lr_scale",
+        "lr_mult",
+    )
+    others += ("weight_decay_mult", "wd_mult", "layer_decay", "use_muon", "layer", "no_decay", "group_name", "tag")
+    (group,) = AdamW([{"params": model().parameters(), **dict.fromkeys(others, 1.0)}]).param_groups
+    assert all(group[name] == 1.0 for name in others)
+    for kind in (torch.optim.AdamW, torch.optim.Adam):
+        theirs = kind(model().named_parameters())
+        torch.optim.lr_scheduler.OneCycleLR(theirs, 0.1, 10)
+        assert AdamW(theirs.param_groups).param_groups[0]["max_lr"] == 0.1
+    AdamW(AdamW(model().parameters()).param_groups)
 
 
 @pytest.mark.parametrize("setting", [{"rounding": "nearest"}, {"release": True}, {"amsgrad": True}, {"rule": "lion"}])

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, UnsupportedError
 from octavo.kernels.optimizer import Layout, Slot
 from octavo.kernels.reference import optimizer as reference
 from octavo.kernels.reference import storage as codec
 from octavo.kernels.storage import Storage
 from octavo.optim.sharded import spread, unspread
 from octavo.optim.states import RuleName, States
-from octavo.optim.tensors import as_matrix, like, matrix_shape, slot_of, value_of
+from octavo.optim.tensors import as_matrix, check, like, like_state, matrix_shape, slot_of, stored_weight, value_of
 from octavo.tensor import local
 
 if TYPE_CHECKING:
@@ -55,10 +56,10 @@ def follow_weight(optimizer: Optimizer, entry: Entry) -> None:
 
 def values(optimizer: Optimizer, entry: Entry) -> dict[str, Tensor]:
     """Return a parameter's state in FP32: `step`, the moments, and `master`."""
-    state = optimizer.state[entry.parameter]
+    held, state = master(optimizer, entry), optimizer.state[entry.parameter]
     stored = {name: _moment(optimizer, entry, name) for name in MOMENTS if name in state}
     moments = {name: _from_groups(reference.read(*moment), entry) for name, moment in stored.items()}
-    return {"step": state["step"].clone(), "master": master(optimizer, entry), **moments}
+    return {"step": state["step"].clone(), "master": held, **moments}
 
 
 def set_values(optimizer: Optimizer, entry: Entry, known: Mapping[str, Tensor]) -> None:
@@ -87,11 +88,15 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     entries = _matched(optimizer, state_dict, range(len(optimizer.param_groups)))
     for entry, saved in entries:
         check_state(optimizer, entry, saved)
+    optimizer.forget(optimizer.entries())
+    optimizer.state.clear()  # of parameters, too, that its groups no longer have
     for entry, saved in entries:
-        device = entry.parameter.device
-        optimizer.state[entry.parameter] = {name: t.detach().to(device, copy=True) for name, t in saved.items()}
+        optimizer.state[entry.parameter] = {
+            name: like_state(name, tuple(t.shape), t.dtype, entry.parameter).copy_(t) for name, t in saved.items()
+        }
     for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        group.update({key: value for key, value in other.items() if key not in ("params", "param_names", *_OWN)})
+        loaded = {key: value for key, value in other.items() if key not in ("params", "param_names", *_OWN)}
+        group.update(copy.deepcopy(loaded))
     optimizer.record_versions(entry for entry, saved in entries if "master" in saved)
     optimizer.seed = state_dict.get("seed", optimizer.seed)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -122,7 +127,10 @@ def export(optimizer: Optimizer, groups: Sequence[int]) -> dict[str, Any]:
 def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int]) -> None:
     """See `Optimizer.import_state_dict`; for these groups."""
     check_import(optimizer, state_dict, groups)
-    for entry, saved in _matched(optimizer, state_dict, groups):
+    entries = _matched(optimizer, state_dict, groups)
+    found = {entry.number for entry, _ in entries}
+    optimizer.forget(e for e in optimizer.entries() if e.group in groups and e.number not in found)
+    for entry, saved in entries:
         names = _exported_names(optimizer.rule_of(entry))
         state = optimizer.state[entry.parameter]
         known = {ours: torch.as_tensor(saved[theirs]) for ours, theirs in names.items() if theirs in saved}
@@ -130,7 +138,7 @@ def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequenc
         known.setdefault("step", state["step"].clone() if state else torch.zeros((), dtype=torch.float32))
         set_values(optimizer, entry, {**known, **({"master": master(optimizer, entry)} if state else {})})
     for index, other in zip(groups, state_dict["param_groups"], strict=True):
-        optimizer.param_groups[index].update({key: other[key] for key in _EXPORTED if key in other})
+        optimizer.param_groups[index].update(copy.deepcopy({key: other[key] for key in _EXPORTED if key in other}))
 
 
 def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int]) -> None:
@@ -146,7 +154,7 @@ def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Se
         )
     for entry, saved in _matched(optimizer, state_dict, groups):
         names = _exported_names(optimizer.rule_of(entry))
-        moments = [names[name] for name in optimizer.fresh(entry) if name in MOMENTS]
+        moments = [names[name] for name in optimizer.form(entry) if name in MOMENTS]
         needed = {*moments, *(("step",) if "step" in names.values() else ())}
         if missing := needed - set(saved):
             raise CheckpointError(f"optimizer state of parameter '{entry.name}': {sorted(missing)} missing.")
@@ -186,7 +194,7 @@ def _matched(
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     saved = state_dict["state"]
     entries = [entry for entry in optimizer.entries() if entry.group in groups]
-    found = [(entry, saved[n]) for entry, n in zip(entries, numbers, strict=True) if n in saved]
+    found = [(entry, saved[n]) for entry, n in zip(entries, numbers, strict=True) if saved.get(n)]
     return [(entry, unspread(state, optimizer, entry)) for entry, state in found]
 
 
@@ -196,7 +204,7 @@ def check_state(optimizer: Optimizer, entry: Entry, saved: Mapping[str, Any]) ->
     Raises:
         CheckpointError: tier, rule or shape differs.
     """
-    here = optimizer.fresh(entry)
+    here = optimizer.form(entry)
     tier = optimizer.states_of(entry).name
     where = f"optimizer state of parameter '{entry.name}'"
     if any(not isinstance(value, Tensor) for value in saved.values()) or set(saved) != set(here):
@@ -205,16 +213,52 @@ def check_state(optimizer: Optimizer, entry: Entry, saved: Mapping[str, Any]) ->
             "Load it into an optimizer with the states it was saved with, then call convert_states(); or, from "
             "torch.optim.AdamW, import_state_dict()."
         )
-    for name, tensor in here.items():
-        if saved[name].shape != tensor.shape:
+    for name, (shape, dtype) in here.items():
+        if saved[name].shape != shape:
             raise CheckpointError(
-                f"{where}: '{name}' has the shape {list(saved[name].shape)} there and {list(tensor.shape)} here."
+                f"{where}: '{name}' has the shape {list(saved[name].shape)} there and {list(shape)} here."
             )
-        if saved[name].dtype != tensor.dtype:
+        if saved[name].dtype != dtype:
             raise CheckpointError(
-                f"{where}: '{name}' is {saved[name].dtype} there and {tensor.dtype} here, as '{tier}' keeps it. Load it"
+                f"{where}: '{name}' is {saved[name].dtype} there and {dtype} here, as '{tier}' keeps it. Load it"
                 " into an optimizer with the states it was saved with, then call convert_states()."
             )
+
+
+def check_form(optimizer: Optimizer, entry: Entry) -> None:
+    """Check that the state of a parameter is of the form that the parameter, as it is now, needs.
+
+    Raises:
+        ConfigError: the parameter is of a dtype or in an order that the kernels do not step.
+        UnsupportedError: dtype, shape, device or memory order of the parameter has changed, or its tier was.
+    """
+    parameter, state = entry.parameter, optimizer.state[entry.parameter]
+    where = f"optimizer: parameter '{entry.name}'"
+    check(parameter, where)
+    needed = {name: (*form, parameter.device) for name, form in optimizer.form(entry).items()}
+    found = {name: (tuple(tensor.shape), tensor.dtype, tensor.device) for name, tensor in state.items()}
+    for name in (*needed, *found):
+        here, there = needed.get(name), found.get(name)
+        if here != there or not _is_aligned(name, state[name], parameter):
+            raise UnsupportedError(
+                f"{where}: its state has '{name}' as {_described(there)}, the parameter as it is now"
+                f" ({stored_weight(parameter).dtype}, states '{optimizer.states_of(entry).name}') needs"
+                f" {_described(here)} in the parameter's memory order. Convert a model before its optimizer makes a"
+                " step, and a tier by convert_states(); or make a new optimizer for the parameters as they are, and"
+                " import what export_state_dict() returned before the change."
+            )
+
+
+def _described(form: tuple[tuple[int, ...], torch.dtype, torch.device] | None) -> str:
+    return "none" if form is None else f"{list(form[0])} {form[1]} on {form[2]}"
+
+
+def _is_aligned(name: str, tensor: Tensor, parameter: Tensor) -> bool:
+    """Return whether a state tensor is a matrix in the memory order of its parameter: others would step a copy."""
+    if name == "step" or name.endswith("_scale") or not tensor.numel():
+        return True
+    matrix = as_matrix(tensor, parameter)
+    return matrix.is_contiguous() and matrix.data_ptr() == tensor.data_ptr()
 
 
 def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -245,6 +289,7 @@ def _plain(value: Any) -> Any:
 
 
 def _slot(optimizer: Optimizer, entry: Entry) -> tuple[Slot, Layout]:
+    check_form(optimizer, entry)
     layout, parameter = optimizer.layout_of(entry), entry.parameter
     nothing = torch.empty(0, dtype=torch.float32)
     return slot_of(0, entry.number, parameter, nothing, optimizer.state[parameter], layout), layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot, moment
 from octavo.optim import convert
 from octavo.optim.matrix_all_to_all import ShardLayout, gather_full, scatter_full, shard_layouts
 from octavo.optim.optimizer import Entry, Optimizer
+from octavo.optim.settings import check_settings
 from octavo.optim.states import RuleName, hidden_matrix
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -111,6 +112,7 @@ class Muon(Optimizer):
         for name in adamw or {}:
             if name not in known:
                 raise ConfigError(f"Muon adamw: unknown setting '{name}'.{did_you_mean(name, known)}")
+        check_settings(settings, ("lr", "weight_decay", "adamw", "matrices", *_MUON))
         super().__init__(params, {}, **settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -134,6 +136,13 @@ class Muon(Optimizer):
         for rule, members in chosen.items():
             if members:
                 self._add(rule, {**param_group, "params": members})
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: vars(self)[name] for name in ("matrices", "_settings", "_lr_is_shared")}
+        return {**super().__getstate__(), **own}
+
+    def _known_settings(self, group: Mapping[str, Any]) -> Collection[str]:
+        return {**self.defaults, **self._settings[group["rule"]]}
 
     def _add(self, rule: RuleName, group: dict[str, Any]) -> None:
         left_out = _MUON.keys() - {"eps"} if rule == "adamw" else {"betas"}

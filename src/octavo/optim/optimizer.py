@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,10 +25,20 @@ from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
 from octavo.kernels.transfers import PinnedStaging
 from octavo.optim import convert
 from octavo.optim.gradients import GradientStore, StoredGradient
-from octavo.optim.settings import OptimizerOptions, check_group, group_table, largest_update
+from octavo.optim.reducers import is_under_ddp
+from octavo.optim.settings import OptimizerOptions, check_group, check_settings, group_table, largest_update
 from octavo.optim.sharded import spread, sum_over_ranks
 from octavo.optim.states import RuleName, States, kind_of, state_tensors, states_named
-from octavo.optim.tensors import as_matrix, check, gradient_of, like, matrix_shape, slot_of, stored_weight, value_of
+from octavo.optim.tensors import (
+    as_matrix,
+    check,
+    gradient_of,
+    like_state,
+    matrix_shape,
+    slot_of,
+    stored_weight,
+    value_of,
+)
 from octavo.tensor import is_distributed, local
 
 
@@ -61,14 +71,18 @@ class Optimizer(torch.optim.Optimizer):
         skipped: int32 (1,), number of skipped steps; with `release`, of skipped parameters.
         clamped: int64 (1,), number of updates clamped to `max_update`.
 
+    `copy.deepcopy` and pickle work as for PyTorch's optimizers: copy the model in the same call.
+
     Raises:
-        ConfigError: a setting out of range, an unknown tier, a parameter of an unsupported dtype, parameters on several
-            devices, or `release` with a global `clip` or with FP8 gradients.
+        ConfigError: a setting unknown or out of range, an unknown tier, a parameter of an unsupported dtype, parameters
+            on several devices, or `release` with a global `clip` or with FP8 gradients.
     """
 
     rule: RuleName = "adamw"
+    _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, defaults: dict[str, Any], **settings: Any) -> None:
+        check_settings(settings, defaults)
         options = OptimizerOptions(**settings)
         self.keep, self.rounding, self.seed = options.keep, options.rounding, options.seed
         self.clip, self.skip_nonfinite, self.max_update = options.clip, options.skip_nonfinite, options.max_update
@@ -76,20 +90,43 @@ class Optimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
         """Sums squares of gradients, FP64 (G,), over ranks that step other parameters (`GreedyZeRO`)."""
-        self._step_supports_amp_scaling = True
-        self._uploads = PinnedStaging()
         self._gradients = GradientStore()
+        self._start()
+        shared = {"maximize": False, "clip": None, "states": options.states, "gradients": options.gradients}
+        super().__init__(params, {**defaults, **shared})
+        self.skipped = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.clamped = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+    def _start(self) -> None:
+        """Set what belongs to this object alone, and is not copied with it."""
+        self._uploads = PinnedStaging()
         self._accumulates = False
+        self._may_take = False
+        """Whether no reducer was found that hooks would come before."""
+        self._released: set[int] = set()
+        """Parameters that backward has stepped since the last `step`."""
         self._entries: list[Entry] = []
         self._placed: dict[int, CachedSlot] = {}
         self._versions: dict[int, tuple[int, StorageWeakRef]] = {}
         """Version and storage of each weight that has a separate master, when the two were last known to agree."""
         self._layouts: dict[Layout, Layout] = {}
         """Interned layouts, compared by identity: hashing each one in every step is slow."""
-        shared = {"maximize": False, "clip": None, "states": options.states, "gradients": options.gradients}
-        super().__init__(params, {**defaults, **shared})
-        self.skipped = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.clamped = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.over_ranks is not None:
+            raise UnsupportedError(
+                "optimizer: it steps the parameters of one rank for a GreedyZeRO, and cannot be copied or pickled. Make"
+                " a new optimizer for the other model, and load the state dict of this one."
+            )
+        self.follow_writes(self.entries())
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in _COPIED if name in vars(self)}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.over_ranks = None
+        self._start()
+        self._register_hooks(self.entries())
+        self.record_versions(entry for entry in self.entries() if "master" in self.state.get(entry.parameter, ()))
 
     @property
     def device(self) -> torch.device:
@@ -99,23 +136,32 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. The `states` of a group apply to all its parameters, without asking `keep`."""
-        param_group["keeps"] = "states" not in param_group
-        super().add_param_group(param_group)
+        # A copy, as the dict is the caller's; one of `param_groups` has settings filled in, and knows whether it keeps.
+        super().add_param_group({"keeps": "states" not in param_group, **param_group})
         group = self.param_groups[-1]
         states_named(group["states"])
-        check_group(group, self.rule)
+        check_group(group, self.rule, self._known_settings(group))
         if self.release and group["gradients"] != "wide":
             raise ConfigError("optimizer: release=True frees every gradient at once: none is left to store in FP8.")
-        for entry in self.entries():
-            if entry.group == len(self.param_groups) - 1:
-                check(entry.parameter, f"optimizer: parameter '{entry.name}'")
-                if entry.parameter.device != self.device:
-                    raise ConfigError(
-                        f"optimizer: parameter '{entry.name}' is on {entry.parameter.device}, others on {self.device}."
-                        " Make an optimizer for each device."
-                    )
-                if (self.release or self.keeps_codes(entry)) and entry.parameter.requires_grad:
-                    entry.parameter.register_post_accumulate_grad_hook(self._hook(entry))
+        entries = [entry for entry in self.entries() if entry.group == len(self.param_groups) - 1]
+        for entry in entries:
+            check(entry.parameter, f"optimizer: parameter '{entry.name}'")
+            if entry.parameter.device != self.device:
+                raise ConfigError(
+                    f"optimizer: parameter '{entry.name}' is on {entry.parameter.device}, others on {self.device}."
+                    " Make an optimizer for each device."
+                )
+        self._register_hooks(entries)
+
+    def _known_settings(self, group: Mapping[str, Any]) -> Collection[str]:
+        """Return the settings that a group may have."""
+        return self.defaults
+
+    def _register_hooks(self, entries: Iterable[Entry]) -> None:
+        """Register the hooks that take gradients in backward, where settings ask for it."""
+        for entry in entries:
+            if (self.release or self.keeps_codes(entry)) and entry.parameter.requires_grad:
+                entry.parameter.register_post_accumulate_grad_hook(self._hook(entry))
 
     def entries(self) -> list[Entry]:
         """Return all parameters in order, with their names, or numbers where names are not known."""
@@ -183,12 +229,16 @@ class Optimizer(torch.optim.Optimizer):
             closure: computes the loss and its gradients; called first.
 
         Raises:
-            UnsupportedError: a gradient is sparse or of another dtype than FP32, BF16 and FP16.
+            UnsupportedError: a gradient is sparse or of another dtype than FP32, BF16 and FP16; a parameter has changed
+                its dtype or shape since its state was made; or gradients were taken in backward that a `GradScaler` or
+                `DistributedDataParallel` should have seen first.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.release and getattr(self, "found_inf", None) is not None:
+            raise UnsupportedError(_RELEASED_SCALED)
         self._collect()
         self._update([e for e in self.entries() if e.parameter.grad is not None or e.number in self._gradients.stored])
         return loss
@@ -215,6 +265,7 @@ class Optimizer(torch.optim.Optimizer):
                 "optimizer.accumulating(): gradients of an earlier backward pass are stored in FP8, where accumulation"
                 " would round. Call optimizer.zero_grad() after each step, and run all passes of a step inside."
             )
+        self._refuse_returned()
         self._accumulates = True
         try:
             yield
@@ -228,6 +279,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             set_to_none: free their memory; otherwise the next FP8 gradients reuse it.
         """
+        self._refuse_returned()
         super().zero_grad(set_to_none)
         self._gradients.clear(keep_memory=not set_to_none)
 
@@ -255,12 +307,44 @@ class Optimizer(torch.optim.Optimizer):
         def ready(parameter: Tensor) -> None:
             optimizer = known()
             if optimizer is not None and not optimizer._accumulates:
+                optimizer._refuse_ddp()
                 optimizer._take(entry)
+                if optimizer.release:
+                    optimizer._released.add(entry.number)
 
         return ready
 
+    def _refuse_ddp(self) -> None:
+        """Refuse to take gradients that are to be reduced; searched for once, when the first is taken."""
+        if self._may_take:
+            return
+        if is_under_ddp(e.parameter for e in self.entries() if self.release or self.keeps_codes(e)):
+            taken = "release=True steps a parameter" if self.release else "gradients='fp8' stores a gradient"
+            raise UnsupportedError(
+                f"optimizer: {taken} in backward, before DistributedDataParallel has reduced the gradient: each rank"
+                " would step on its own. Run all forward and backward passes of a step in `with"
+                " optimizer.accumulating():`, at the end of which the reduced gradients are taken."
+            )
+        self._may_take = True
+
+    def _refuse_returned(self) -> None:
+        """Refuse gradients that were written after `release` has stepped their parameters, then forget the latter.
+
+        So do reducers that `_refuse_ddp` does not find.
+        """
+        for entry in self.entries() if self._released else ():
+            if entry.number in self._released and entry.parameter.grad is not None:
+                raise UnsupportedError(
+                    f"optimizer: parameter '{entry.name}' has a gradient again, after release=True has stepped it in"
+                    " backward. DistributedDataParallel and other reducers write one when they have reduced gradients:"
+                    " each rank has stepped on its own, and their weights differ. Run backward in `with"
+                    " optimizer.accumulating():`, and start again from equal weights. Before setting one, call step()."
+                )
+        self._released.clear()
+
     def _collect(self) -> None:
         """Take the gradients that no hook has seen: accumulated ones, and those set by hand."""
+        self._refuse_returned()
         for entry in self.entries():
             if entry.parameter.grad is not None and (self.release or self.keeps_codes(entry)):
                 self._take(entry)
@@ -351,6 +435,7 @@ class Optimizer(torch.optim.Optimizer):
         key = (gradient.dtype, settings, stored_weight(parameter).data_ptr(), [t.data_ptr() for t in state.values()])
         known = self._placed.get(entry.number)
         if known is None or known.key != key:
+            convert.check_form(self, entry)
             layout = self.layout_of(entry, gradient.dtype)
             layout = self._layouts.setdefault(layout, layout)
             slot = slot_of(row, entry.number, parameter, gradient.new_empty(0), state, layout)
@@ -388,22 +473,28 @@ class Optimizer(torch.optim.Optimizer):
             self.initialise_master(entry)
         return state
 
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Drop the states of parameters: their next step is their first."""
+        for entry in entries:
+            self.state.pop(entry.parameter, None)
+            self._versions.pop(entry.number, None)
+            self._placed.pop(entry.number, None)
+
     def initialise_master(self, entry: Entry) -> None:
         """Set a separate master to the value of its weight."""
         if "master" in self.state[entry.parameter]:
             convert.set_master(self, entry, value_of(entry.parameter))
 
+    def form(self, entry: Entry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each state tensor of a parameter."""
+        parts = state_tensors(self.layout_of(entry), *matrix_shape(entry.parameter))
+        whole = tuple(local(entry.parameter).shape)
+        tensors = {name: (size if name.endswith("_scale") else whole, dtype) for name, (size, dtype) in parts.items()}
+        return {"step": ((), torch.float32), **tensors}
+
     def fresh(self, entry: Entry) -> dict[str, Tensor]:
         """Return the state of a parameter before its first step, with the master not initialised."""
-        parameter = entry.parameter
-        rows, cols = matrix_shape(parameter)
-        state = {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
-        for name, (shape, dtype) in state_tensors(self.layout_of(entry), rows, cols).items():
-            if name.endswith("_scale"):
-                state[name] = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            else:
-                state[name] = like(parameter, dtype)
-        return state
+        return {name: like_state(name, *form, entry.parameter) for name, form in self.form(entry).items()}
 
     @torch.no_grad()
     def master_weights(self) -> list[Tensor]:
@@ -423,7 +514,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`. Nothing is changed unless everything fits.
+        """Load the result of `state_dict`, in place of all states. Nothing is changed unless everything fits.
 
         Raises:
             CheckpointError: tier, rule, number of parameters or a tensor's shape differs.
@@ -442,7 +533,8 @@ class Optimizer(torch.optim.Optimizer):
     def import_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Import moments, steps and settings of an exported state dict, or of one of `torch.optim.AdamW`.
 
-        Tiers stay those of this optimizer; moments are rounded to nearest.
+        Tiers stay those of this optimizer; moments are rounded to nearest. A parameter without a state there has none
+        afterwards; a master is kept otherwise.
 
         Raises:
             CheckpointError: the number of parameters or a tensor's shape differs.
@@ -481,6 +573,16 @@ def _version(parameter: Tensor) -> tuple[int, StorageWeakRef]:
     return parameter._version + stored._version, StorageWeakRef(stored.untyped_storage())
 
 
+_COPIED = (
+    *("keep", "rounding", "seed", "clip", "skip_nonfinite", "max_update", "release", "grad_norm", "skipped", "clamped"),
+    *("grad_scale", "_gradients"),
+)
+"""Attributes that a copy or a pickle has, beside PyTorch's."""
+_RELEASED_SCALED = (
+    "optimizer: release=True has stepped the weights in backward, on gradients that a torch.amp.GradScaler had yet to"
+    " unscale and to search for overflows: this step's weights are wrong. Take release=False with it; or no scaler, as"
+    " BF16 and FP32 need none. For a constant loss scale set optimizer.grad_scale, a tensor: the step divides by it."
+)
 _SCALED = (
     "optimizer: a torch.amp.GradScaler cannot see gradients that are stored in FP8: it would neither unscale them nor"
     " find an overflow. Take gradients='wide' with it; or no scaler, as BF16 and FP32 need none. For a constant loss"

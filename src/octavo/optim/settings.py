@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -19,6 +20,20 @@ GRADIENTS = ("wide", "fp8")
 """Storage of gradients, see `OptimizerOptions.gradients`."""
 Keep = Callable[[str, Tensor], str | States | None]
 """(name, parameter) -> the tier of a parameter that overrides its group's, or None."""
+_OF_RULES = ("betas", "eps", "momentum", "dampening", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+"""Settings of a group with which some rules compute something else."""
+_MISSING = "octavo.optim does not implement it. Leave it out."
+_FUSED = "Every step of octavo.optim is fused, by one kernel for all parameters. Leave it out."
+_PYTORCHS = {
+    "amsgrad": _MISSING,
+    "differentiable": _MISSING,
+    "foreach": _FUSED,
+    "fused": _FUSED,
+    "capturable": "Every step of octavo.optim can be captured, with lr as a tensor on the GPU. Leave it out.",
+    "maximize": "Set the key 'maximize' of a parameter group.",
+    "decoupled_weight_decay": "Adam adds weight decay to the gradient, the others decouple it: choose by name.",
+}
+"""What to do in place of PyTorch's options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +62,7 @@ class OptimizerOptions:
     exact ones reach. None: `largest_update`."""
     release: bool = False
     """Step each parameter as soon as backward has its gradient, and free the gradient. `step` then steps the rest, and
-    counts."""
+    counts. A `GradScaler` is refused, and `DistributedDataParallel` needs `accumulating`: both come after the step."""
     gradients: Literal["wide", "fp8"] = "wide"
     """`wide`: the dtype in which backward computes them. `fp8`: each gradient is stored as E4M3 codes with the scales
     of the tier as soon as it is complete, and `grad` is None again. Clipping and overflow detection read the codes.
@@ -72,12 +87,32 @@ def _check_clip(value: float | None) -> None:
         raise ConfigError(f"optimizer clip: {value} is not a positive number. None leaves gradients as they are.")
 
 
-def check_group(group: Mapping[str, Any], rule: str) -> None:
-    """Check the settings of a parameter group of an optimizer with this rule.
+def check_settings(settings: Mapping[str, Any], others: Iterable[str]) -> None:
+    """Check that keyword arguments are fields of `OptimizerOptions`.
+
+    Args:
+        others: other arguments of the optimizer, to suggest.
 
     Raises:
-        ConfigError: one is unknown, out of range, valid for the whole optimizer only, or an option of PyTorch's that
-            Octavo does not implement.
+        ConfigError: one is unknown.
+    """
+    own = [field.name for field in fields(OptimizerOptions)]
+    for name in settings:
+        if name not in own:
+            known = (*others, *own)
+            hint = _PYTORCHS.get(name) or did_you_mean(name, known).strip() or f"Settings: {', '.join(known)}."
+            raise ConfigError(f"optimizer: there is no setting '{name}'. {hint}")
+
+
+def check_group(group: Mapping[str, Any], rule: str, known: Collection[str]) -> None:
+    """Check the settings of a parameter group of an optimizer with this rule.
+
+    Args:
+        known: settings that the group may have. Others, as schedulers and the user's own code add, are ignored.
+
+    Raises:
+        ConfigError: one is misspelt, out of range, valid for the whole optimizer or another rule only, or an option of
+            PyTorch's that Octavo does not implement.
     """
     of_all = {field.name for field in fields(OptimizerOptions)} - {"states", "clip", "gradients"}
     for name in group:
@@ -85,6 +120,11 @@ def check_group(group: Mapping[str, Any], rule: str) -> None:
             raise ConfigError(f"optimizer: '{name}' applies to all parameters and cannot be set per group.")
         if name in ("amsgrad", "differentiable") and group[name]:
             raise ConfigError(f"optimizer {name}: octavo.optim does not implement it. Remove it from the group.")
+        if name not in known:
+            _check_unknown(name, group.get("rule", rule), known)
+    is_decoupled = group.get("rule", rule) != "adam"
+    if group["weight_decay"] and group.get("decoupled_weight_decay", is_decoupled) != is_decoupled:
+        raise ConfigError(f"optimizer decoupled_weight_decay: {_PYTORCHS['decoupled_weight_decay']}")
     if group["gradients"] not in GRADIENTS:
         near = did_you_mean(group["gradients"], GRADIENTS)
         raise ConfigError(f"optimizer gradients: '{group['gradients']}' is none of {', '.join(GRADIENTS)}.{near}")
@@ -100,6 +140,19 @@ def check_group(group: Mapping[str, Any], rule: str) -> None:
         if not 0 <= group.get(name, 0) < math.inf:
             raise ConfigError(f"optimizer {name}: {group[name]} is not at least 0.")
     _check_clip(group["clip"])
+
+
+def _check_unknown(name: str, rule: str, known: Collection[str]) -> None:
+    """Refuse a key of a group that was probably meant as a setting. `lr` has `max_lr` beside it: lengths are compared.
+
+    Raises:
+        ConfigError: it is one of another rule, or a misspelling.
+    """
+    if name in _OF_RULES:
+        raise ConfigError(f"optimizer {name}: a setting of a group that the rule '{rule}' does not have. Remove it.")
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.8)
+    if near and abs(len(near[0]) - len(name)) < 3:
+        raise ConfigError(f"optimizer: there is no setting '{name}' of a group. Did you mean '{near[0]}'?")
 
 
 def group_table(

@@ -59,8 +59,9 @@ def matrix_shape(parameter: Tensor) -> tuple[int, int]:
     sizes = [parameter.shape[dim] for dim in order]
     if len(sizes) < 2:
         return 1, prod(sizes)
-    cols = sizes[-1] if len(sizes) == 2 or sizes[-1] >= GROUP else prod(sizes[1:])
-    return prod(sizes) // max(cols, 1), cols
+    if len(sizes) == 2 or sizes[-1] >= GROUP:
+        return prod(sizes[:-1]), sizes[-1]
+    return sizes[0], prod(sizes[1:])
 
 
 def as_matrix(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -74,6 +75,13 @@ def like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return zeros with the shape and strides of a parameter."""
     zeros: Tensor = torch.zeros_like(stored_weight(parameter), dtype=dtype, memory_format=torch.preserve_format)
     return zeros
+
+
+def like_state(name: str, shape: tuple[int, ...], dtype: torch.dtype, parameter: Tensor) -> Tensor:
+    """Return zeros for a state tensor of a parameter: with its strides, unless they are scales or the step."""
+    if name == "step" or name.endswith("_scale"):
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    return like(parameter, dtype)
 
 
 def gradient_of(parameter: Tensor, name: str) -> Tensor:
