@@ -145,6 +145,16 @@ def test_compiled_code_keeps_the_codes_once(recipe):
 # --- where it is not ------------------------------------------------------------------------------------------------
 
 
+def test_the_result_can_be_written_to():
+    attention = module.ScaledDotProduct("o")
+    attention.keep_codes(load("folded"))
+    q, k, v = (torch.randn(2, 5, 4, 16, requires_grad=True) for _ in range(3))
+    found = []
+    for y in (attention(q, k, v) * 2, attention(q, k, v).mul_(2)):
+        found.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_nothing_is_kept_without_gradients_or_when_disabled():
     plain, codes, x = both()
     with torch.no_grad():

@@ -99,6 +99,16 @@ def test_channels_last_in_is_channels_last_out():
     assert layer.weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("recipe", ["folded", "rowwise_bf16_fprop"])
+def test_the_result_can_be_written_to(recipe):
+    layer, x = Conv2d(32, 40, 3, bias=False, recipe=recipe), images(2, 32, 6, 5)  # channels last: no copy is made
+    found = []
+    for activation in (nn.ReLU(), nn.ReLU(inplace=True)):
+        y = activation(layer(x))
+        found.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_backward_keeps_the_input_a_scale_per_patch_the_weight_and_its_codes(kernel):
     kept: list[torch.Tensor] = []

@@ -3,6 +3,7 @@
 import copy
 import io
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from octavo.kernels import record
 from octavo.kernels.experts import route
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.nn import GroupedLinear, reuse_weight_codes
-from octavo.nn.experts import ExpertOptions, ExpertRoles, adopt, experts
+from octavo.nn.experts import ExpertOptions, ExpertRoles, adopt, experts, unfused_reason
 from octavo.nn.functional import Quantizer
 from octavo.nn.mlp import mlp
 from octavo.nn.telemetry import Telemetry
@@ -125,7 +126,7 @@ def test_what_is_kept_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         module(x.bfloat16(), ids, weights)
     mine = [t for t in kept if t.shape[:1] not in ((E,), (E * 2 * H,))]
-    codes = [t for t in mine if t.element_size() == 1 and t.dim() == 2]
+    codes = [t for t in mine if t.dtype == torch.float8_e4m3fn and t.dim() == 2]
     assert [tuple(t.shape) for t in codes] == [(64, D)]
     assert [tuple(t.shape) for t in mine if t.dtype == torch.bfloat16] == [(64 * 4, 2 * H)]
     assert sum(t.nbytes for t in mine if t.element_size() == 4) <= 64 * (4 + 4 * 20) + 4 * E
@@ -216,8 +217,73 @@ def test_what_does_not_fit():
     stacks, routing = (torch.randn(E, 2 * H, D), torch.randn(E, D, H)), route(torch.zeros(5, 1).long(), E)
     with pytest.raises(ConfigError, match=r"as many routed tokens, got \(4, 48\) and 5 tokens"):
         experts(x, None, stacks, routing, options)
-    with pytest.raises(ConfigError, match="must be the number of tokens, 4, and is 3"):
-        fp8()(x, torch.tensor([[0], [E], [1], [1]]), torch.ones(4, 1))
+    with pytest.raises(TypeError, match="takes the arguments x, ids, weights, got 1 by position and wights by name"):
+        fp8()(x, wights=torch.ones(4, 1))
+
+
+SKIPPED = [0, 1, 5, 30]
+"""Slots of `skipping` without an expert; 0 and 1 are all slots of one token."""
+
+
+def skipping(tokens, experts, no_expert):
+    """Routed tokens, some slots of which have the id `no_expert`."""
+    torch.manual_seed(0)
+    ids = torch.rand(tokens, experts).topk(2).indices
+    ids.view(-1)[SKIPPED] = no_expert
+    return torch.randn(tokens, D), ids, torch.rand(tokens, 2)
+
+
+@pytest.mark.parametrize("run", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])  # fused, and product by product
+@pytest.mark.parametrize("experts", [E, 255, 256, 257])
+def test_a_slot_without_an_expert_adds_nothing_anywhere(experts, recipe, run):
+    plain, (x, ids, weights) = Plain(experts), skipping(33, experts, experts)
+    module = fp8(plain, recipe)
+    if run == "compiled":
+        torch._dynamo.reset()
+        module.compile(backend="aot_eager", fullgraph=True)
+    found, wide = gradients(module, x, ids, weights), gradients(plain, x, ids, weights)  # a loop leaves it out
+    assert min(sqnr_db(a, b) for a, b in zip(wide, found, strict=True)) > 18.0
+    assert not found[0][0].any() and not found[1][0].any()
+    assert not found[2].view(-1)[SKIPPED].any() and found[2].count_nonzero() == 66 - len(SKIPPED)
+    idle = sorted(set(range(experts)) - set(ids.flatten().tolist()))
+    assert not found[3][idle].any() and not found[4][idle].any()
+
+
+@pytest.mark.parametrize("wrong", [-1, E + 1, 256, 261, 1 << 16, (1 << 32) + 1])
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+def test_an_id_of_no_expert_is_an_error_that_names_it(wrong, recipe):
+    given = skipping(33, E, wrong)
+    with pytest.raises(ConfigError, match=rf"routed to expert {wrong}, and the ids of 5 experts are 0 to 4"):
+        fp8(recipe=recipe)(*given)
+    torch._dynamo.reset()
+    with pytest.raises(ConfigError, match=r"tokens, 66, and is 62\. If a router gave the ids .* out of range"):
+        torch.compile(fp8(recipe=recipe), backend="aot_eager", fullgraph=True)(*given)
+
+
+@pytest.mark.parametrize("experts", [1, 255, 256, 257, (1 << 15) - 1, 1 << 15, (1 << 16) + 2])
+def test_rows_are_sorted_for_any_number_of_experts(experts):
+    ids = torch.tensor([[experts - 1, 0], [experts // 2, experts - 1]])
+    source, place, ends = route(ids, experts)
+    order = torch.sort(ids.flatten(), stable=True).indices
+    assert torch.equal(source, (order // 2).int()) and torch.equal(ids.flatten()[order[place.long()]], ids)
+    assert torch.equal(ends, torch.bincount(ids.flatten(), minlength=experts).cumsum(0).int())
+
+
+def test_scales_that_backward_cannot_use_again_are_not_fused():
+    folded = load("folded")
+    for scaling, expected in (("power_of_two", None), ("engine", None), ("float32", "FP32 scales")):
+        gemms = {
+            gemm: replace(each, **{role: replace(getattr(each, role), scaling=scaling) for role in roles})
+            for gemm, each, roles in (
+                ("fprop", folded.fprop, ("input", "weight")),
+                ("dgrad", folded.dgrad, ("weight",)),
+                ("wgrad", folded.wgrad, ("input",)),
+            )
+        }
+        recipe = replace(folded, **gemms)
+        reason = unfused_reason(ROLES, recipe, recipe)
+        assert reason is expected or expected in reason
 
 
 @pytest.mark.gpu

@@ -11,7 +11,9 @@ from torch import nn
 import octavo
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, build
+from octavo.nn.linear import TransposedLinear
 from octavo.nn.lora import LoRA, add_lora, merge_lora
+from octavo.recipes import load
 from octavo.tensor import FP8Tensor
 
 SHAPE = ModelConfig(vocab=272, dim=64, layers=2, heads=4, ffn=128, sequence=32)
@@ -82,6 +84,22 @@ def test_a_merge_into_codes_is_the_sum_rounded_once() -> None:
     expected = FP8Tensor.from_tensor(total)
     assert torch.equal(layer.weight.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(layer.weight.scale, expected.scale)
+
+
+def test_a_merge_into_a_weight_that_is_stored_transposed() -> None:
+    """As of `Conv1D` of transformers, (K, N)."""
+    for inputs, outputs in ((64, 64), (64, 48)):
+        layer = nn.Linear(inputs, outputs)
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
+        none = dict.fromkeys(("shared", "scaling_state", "scaling_slot"))
+        TransposedLinear.take(layer, recipe=load("bf16"), enabled=True, keeps_input=False, **none)
+        model = nn.Sequential(layer)
+        assert add_lora(model, 4, 8.0) == ["0"]
+        nn.init.normal_(layer.lora.B, std=0.3)  # type: ignore[arg-type]
+        x = torch.randn(5, inputs)
+        expected = model(x)
+        assert merge_lora(model) == 1
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_copies_have_updates_of_their_own() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from octavo import kernels
+from octavo.errors import ConfigError
 from octavo.nn.functional import linear
 from octavo.nn.matmul import matmul, quantize_batch_both_ways
 from octavo.numerics import sqnr_db
@@ -42,6 +43,16 @@ def test_values_against_float64(shapes, name):
     found = gradients(lambda a, b: matmul(a, b, load(name)), a, b, dy)
     assert [x.shape for x in found] == [x.shape for x in exact]
     assert min(sqnr_db(x, y) for x, y in zip(exact, found, strict=True)) >= 27
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((2, 16), (16,)), ((16,), (2, 16, 3)), ((4, 16), (8, 5)), ((2, 4, 16), (2, 8, 5)), ((), (16, 3))],
+    ids=str,
+)
+def test_shapes_that_do_not_fit(shapes):
+    with pytest.raises(ConfigError, match=r"takes a \(\.\.\., M, K\) and b \(\.\.\., K, N\), got \("):
+        matmul(*map(torch.randn, shapes), load("folded"))
 
 
 def test_dtypes():

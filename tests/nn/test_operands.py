@@ -15,7 +15,7 @@ from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.functional import linear
 from octavo.nn.fused import FusedMLP
 from octavo.nn.matmul import matmul
-from octavo.nn.operands import dtype_note
+from octavo.nn.operands import autocast_dtype, dtype_note
 from octavo.recipes import load
 
 POLICY = octavo.Policy(min_gain=0.0, min_features=16)
@@ -179,3 +179,46 @@ def test_fp32_is_said_once_on_a_gpu(said):
     for _ in range(2):
         layer(torch.ones(16, 64, device="cuda"))
     assert len(said()) == 1 and "return FP32" in said()[0]
+
+
+def on_meta(*shape: int) -> Tensor:
+    return torch.randn(shape, device="meta", requires_grad=True)
+
+
+def converted_on_meta(model: nn.Module) -> nn.Module:
+    octavo.convert(model, policy=POLICY)
+    return model.to("meta")
+
+
+META: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
+    "linear": lambda: (Linear(64, 40, device="meta"), [on_meta(3, 64)]),
+    "shared": lambda: (converted_on_meta(Pair()), [on_meta(3, 64)]),
+    "mlp": lambda: (converted_on_meta(MLP()), [on_meta(3, 64)]),
+    "block": lambda: (Linear(64, 40, device="meta", recipe="block"), [on_meta(3, 64)]),
+    "conv": lambda: (Conv2d(16, 24, 3, device="meta"), [on_meta(2, 16, 8, 8)]),
+    "grouped": lambda: (GroupedLinear(2, 32, 16, device="meta"), [on_meta(4, 32), ENDS.to("meta")]),
+    "matmul": lambda: (lambda a, b: matmul(a, b, load("folded")), [on_meta(2, 3, 32), on_meta(2, 32, 16)]),
+    "cross entropy": lambda: (
+        linear_cross_entropy,
+        [on_meta(3, 64), on_meta(50, 64), torch.zeros(3, dtype=torch.int64, device="meta")],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", META)
+def test_on_the_meta_device_layers_give_shapes(kind: str) -> None:
+    run, given = META[kind]()
+    y = run(*given)
+    y.sum().backward()
+    assert y.is_meta and all(x.grad is not None and x.grad.shape == x.shape for x in given if x.requires_grad)
+
+
+def test_autocast_of_a_device_that_has_none() -> None:
+    def doubled(x: Tensor) -> Tensor:
+        return x if autocast_dtype(x.device.type) is None else x * 2
+
+    assert autocast_dtype("meta") is None is autocast_dtype("cpu")
+    compiled = torch.compile(doubled, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast_dtype("cpu") == torch.bfloat16 and autocast_dtype("meta") is None
+        assert torch.equal(compiled(torch.ones(1)), torch.full((1,), 2.0))

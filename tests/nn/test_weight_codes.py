@@ -15,6 +15,7 @@ from octavo.kernels import QuantSpec
 from octavo.kernels.operator import pack
 from octavo.nn import Conv2d, GroupedLinear, Linear, reuse_weight_codes
 from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.nn.functional import Quantizer, linears
 from octavo.nn.weight_codes import (
     join_rows,
     multiply,
@@ -23,6 +24,7 @@ from octavo.nn.weight_codes import (
     split_rows,
 )
 from octavo.numerics import PER_ROW, Quantized, dequantize, quantize
+from octavo.recipes import load
 from octavo_bench.writes import (
     ALL_FP8_WAYS,
     EAGER_WAYS,
@@ -138,6 +140,27 @@ def test_each_weight_gets_its_own_columns(target, rows):
     for y, z in zip(outputs, expected, strict=True):
         assert y.is_contiguous()
         torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_outputs_of_layers_that_are_computed_together_can_be_written_to(tokens):
+    weights = [parameter(64, 128) for _ in range(3)]  # a tile of `block` spans two of them
+    quantizer = Quantizer(load("block"), torch.float32)
+    q, k, v = linears(torch.randn(tokens, 128), weights, [None] * 3, quantizer)
+    kept = k.detach().clone()
+    (q.mul_(0.125) * k + v.relu_()).sum().backward()
+    assert torch.equal(k, kept) and all(weight.grad.any() for weight in weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise", "block"])
+@pytest.mark.parametrize("features", [48, 40])  # 40: PyTorch's products are padded
+def test_outputs_on_a_gpu_can_be_written_to(recipe, features):
+    layer = Linear(128, features, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe)
+    for tokens in (1, 2, 128):
+        x = torch.randn(tokens, 128, device="cuda", dtype=torch.bfloat16)
+        layer(x).mul_(2).sum().backward()
+    assert layer.weight.grad.any()
 
 
 @pytest.mark.parametrize("target", [ROW, BLOCK], ids=str)

@@ -284,4 +284,21 @@ def test_data_is_what_was_assigned():
     for value in (torch.randn(4, 32), FP8Tensor.from_tensor(torch.randn(8, 32))):
         with pytest.raises(UnsupportedError, match=r"Use \.copy_"):
             weight.data = value
+    for value in (other.to(torch.bfloat16), other.to("meta")):
+        with pytest.raises(UnsupportedError, match=r"on cpu, got .* on .*\. .* module\.to\(dtype\)"):
+            weight.data = value
     assert torch.equal(weight.dequantize(), other.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64])
+def test_it_represents_real_numbers_only(x, dtype):
+    with pytest.raises(UnsupportedError, match=rf"cannot represent {dtype}.*dequantize\(\)\.to\({dtype}\)"):
+        FP8Tensor.from_tensor(x).to(dtype)
+
+
+def test_processes_share_codes_and_scales(layer):
+    assert not layer.weight.is_shared()
+    before = layer.weight.detach().clone()
+    weight = layer.share_memory().weight
+    assert weight is layer.weight and weight.is_shared() and same(weight, before)
+    assert weight.codes.is_shared() and weight.scale.is_shared()

@@ -81,7 +81,7 @@ def _grouped(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
         y = fused.grouped_gemm(
             a.codes.flatten(0, 1), _row_scale(a).flatten(), b.codes.contiguous(), _row_scale(b), ends, out_dtype, fast
         )
-    return y.view(batch, rows, -1)
+    return y.view(batch, rows, -1).detach()  # autograd refuses a write to a view that an autograd function made
 
 
 def _row_scale(x: Batch) -> Tensor:

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.kernels.activation import Factors, Targets
 from octavo.kernels.dispatch import run_twin
 from octavo.kernels.grouped import Padded
-from octavo.kernels.operator import call, define_packed
+from octavo.kernels.operator import call, define_packed, is_direct
 from octavo.kernels.padding import padded_length
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.numerics import PER_ROW, Quantized
@@ -48,14 +49,35 @@ def route(ids: Tensor, experts: int) -> Routing:
     Args:
         ids: any integers (T, S), from 0 to E - 1.
         experts: E.
+
+    Raises:
+        ConfigError: an id is out of range. On a GPU and in compiled code its rows lie behind all groups, which the
+            grouped GEMMs refuse.
     """
-    small = ids.reshape(-1).to(torch.uint8 if experts <= 256 else torch.int16)  # a radix sort reads each byte once
-    found, order = torch.sort(small, stable=True)
+    if ids.device.type == "cpu" and is_direct(ids):
+        _check_ids(ids, experts)
+    inside = ids.reshape(-1).long().clamp(-1, experts).remainder(experts + 1)  # E: out of range
+    found, order = torch.sort(inside.to(_narrowest(experts)), stable=True)
     place = torch.empty_like(order, dtype=torch.int32)
     place[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
     every = torch.arange(experts, dtype=torch.int32, device=ids.device)
     ends = torch.searchsorted(found.int(), every, right=True, out_int32=True)
     return Routing((order // max(ids.shape[1], 1)).int(), place.view(ids.shape), ends)
+
+
+def _check_ids(ids: Tensor, experts: int) -> None:
+    """Raise if an id is out of range, and name it."""
+    wrong = ids[(ids < 0) | (ids >= experts)]
+    if len(wrong):
+        raise ConfigError(
+            f"a token is routed to expert {int(wrong[0])}, and the ids of {experts} experts are 0 to {experts - 1}. "
+            "Correct the router; a slot without an expert has an id in this range and the routing weight 0."
+        )
+
+
+def _narrowest(largest: int) -> torch.dtype:
+    """Return the dtype of the fewest bytes for integers from 0 to `largest`: a radix sort reads each byte once."""
+    return torch.uint8 if largest < 1 << 8 else torch.int16 if largest < 1 << 15 else torch.int32
 
 
 def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> tuple[Quantized, Quantized]:

@@ -204,9 +204,17 @@ def _check_ends(ends: Tensor, tokens: int) -> None:
     if not ends.shape[0]:
         return
     if ends.is_cuda:
-        torch._assert_async(ends[-1] == tokens, "grouped: the last of `ends` must be the number of tokens")
-    elif int(ends[-1]) != tokens:
-        raise ConfigError(f"the last of `ends` must be the number of tokens, {tokens}, and is {int(ends[-1])}.")
+        message = "grouped: the last of `ends` is not the number of tokens, or a token's expert does not exist"
+        torch._assert_async(ends[-1] == tokens, message)
+        return
+    found = ends.tolist()
+    if found[-1] != tokens:
+        raise ConfigError(
+            f"the last of `ends` must be the number of tokens, {tokens}, and is {found[-1]}. If a router gave the ids "
+            "of the experts, one of them is out of range."
+        )
+    if found != sorted(found) or found[0] < 0:
+        raise ConfigError(f"`ends` says where the groups end, one after another, and must not fall; got {found}.")
 
 
 def _transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:

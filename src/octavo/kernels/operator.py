@@ -65,11 +65,11 @@ def _decompose(name: str, run: Callable[..., Any], in_graph: Callable[..., bool]
 
 
 def is_direct(x: Tensor) -> bool:
-    """Return whether to call a kernel's function itself: eager code on a plain tensor."""
+    """Return whether to call a kernel's function itself: eager code on a plain tensor with data."""
     if torch.compiler.is_compiling():
         ledger.is_open()  # read here, so that compiled code is specialised on it
         return False
-    return type(x) in PLAIN
+    return type(x) in PLAIN and not x.is_meta
 
 
 def composite(operator: Any) -> Callable[..., Any] | None:

@@ -22,6 +22,7 @@ from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.attached_codes import attach_codes
+from octavo.nn.operands import autocast_dtype
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
 
@@ -87,8 +88,8 @@ class ScaledDotProduct(nn.Module):
                 q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped
             )
             return y.transpose(1, 2).flatten(2)
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        if (dtype := autocast_dtype(q.device.type)) is not None:
+            q, k, v = (x.to(dtype) for x in (q, k, v))
         refuse_transforms()
         y_BTD, codes, scale = _Function.apply(q, k, v, self.causal, self.target)  # type: ignore[no-untyped-call]
         if self.shares:
@@ -136,7 +137,7 @@ class _Function(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, target: QuantSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, lse = attention(q, k, v, causal=causal)
-        y_BTD = y.flatten(2)
+        y_BTD = y.flatten(2).detach()  # a view made here could not be written to
         codes, scale, _ = kernels.quantize_matrix(y_BTD.flatten(0, 1), target)
         ctx.save_for_backward(q, k, v, codes, scale, lse)
         ctx.causal, ctx.target = causal, target

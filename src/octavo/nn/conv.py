@@ -98,7 +98,7 @@ class _Convolution(torch.autograd.Function):
         ctx.window, ctx.recipe, ctx.dtype, ctx.stats = window, recipe, dtype, stats
         if not recipe.fprop.is_fp8:
             ctx.save_for_backward(x, weight, None, None, None)
-            return _high_precision(x, weight, window, dtype)
+            return _high_precision(x, weight, window, dtype).detach()
         patches = _quantize(x, window, recipe.fprop.input)
         w = functional.read_weights([weight], recipe)
         assert w is not None
@@ -108,7 +108,8 @@ class _Convolution(torch.autograd.Function):
         scale = patches.scale if recipe.folds("wgrad.input") else None
         ctx.save_for_backward(x, weight, scale, saved.codes, saved.scale)
         y_MN = functional.fprop([x], patches, w, [weight], recipe, dtype, stats, patches_of(window))[0]
-        return y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
+        y = y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
+        return y.detach()  # a view made here could not be written to, as `nn.ReLU(inplace=True)` does
 
     @staticmethod
     @first_order

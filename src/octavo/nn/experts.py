@@ -87,8 +87,11 @@ def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | N
         return "biases"
     if first != second:
         return "two recipes"
-    folds = first.folds("dgrad.weight") and first.folds("wgrad.input")
-    return None if folds else f"recipe '{first.name}' does not fold its scales"
+    if not (first.folds("dgrad.weight") and first.folds("wgrad.input")):
+        return f"recipe '{first.name}' does not fold its scales"
+    if first.fprop.input.scaling == "float32":
+        return f"recipe '{first.name}' has FP32 scales, from which backward would not make the same codes again"
+    return None
 
 
 class ExpertLinear(GroupedLinear):
@@ -171,8 +174,7 @@ class Experts(Recognised):
                     " Change it before the conversion."
                 )
             return cast(Tensor, super().forward(*args, **kwargs))
-        names = self.expert_roles.arguments
-        given = [*args, *(kwargs[name] for name in names[len(args) :])]
+        given = self._arguments(args, kwargs)
         if self.expert_roles.is_sorted:
             rows, counts = given
             order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
@@ -182,11 +184,21 @@ class Experts(Recognised):
             raise UnsupportedError("experts that transformers itself shards over ranks cannot compute in FP8.")
         x, ids, weights = given
         flat, ids = x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1])
-        weights = weights.reshape(ids.shape)
+        ids, weights = without_skipped(ids, weights.reshape(ids.shape), self.products[0].parts[0].shape[0])
         if self.exchange is not None:
             return self.exchange(self, flat, ids, weights).to(x.dtype).view(x.shape)
         routing = route(ids, self.products[0].parts[0].shape[0])
         return self.compute(flat, routing, weights).to(x.dtype).view(x.shape)
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the arguments of a call in the order of `expert_roles.arguments`, each of which must be given once."""
+        names = self.expert_roles.arguments
+        if {*names[len(args) :]} != {*kwargs} or len(args) > len(names):
+            raise TypeError(
+                f"{type(self).__name__} takes the arguments {', '.join(names)}, got {len(args)} by position"
+                + (f" and {', '.join(kwargs)} by name." if kwargs else ".")
+            )
+        return [*args, *(kwargs[name] for name in names[len(args) :])]
 
     def release(self) -> None:
         """Turn this module back into its original class, in place, without its GEMMs."""
@@ -275,6 +287,15 @@ def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe,
     Experts.take(module, expert_roles=roles, expert_inputs=inputs)
     module.add_module(FIRST, ExpertLinear(module, roles.inner, roles, recipe))
     module.add_module(SECOND, ExpertLinear(module, (roles.down,), roles, second))
+
+
+def without_skipped(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return ids and routing weights (T, S) without the id E, by which transformers says that a slot has no expert.
+
+    Such a slot gets the last expert and the weight 0: it adds 0 to the results and to all gradients.
+    """
+    skipped = ids == experts
+    return ids.masked_fill(skipped, experts - 1), weights.masked_fill(skipped, 0)
 
 
 def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

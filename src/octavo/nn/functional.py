@@ -42,7 +42,7 @@ from octavo.nn import telemetry_ops
 from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.needed_grads import needed_grads
-from octavo.nn.operands import check_operands, note_dtype
+from octavo.nn.operands import autocast_dtype, check_operands, note_dtype
 from octavo.nn.weight_codes import WeightCodes, multiply, quantize_weights, quantize_weights_transposed
 from octavo.numerics import Quantized
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
@@ -270,10 +270,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
         UnsupportedError: inside a transform of `torch.func`, or forward-mode differentiation.
     """
     refuse_transforms()
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = autocast_dtype(x.device.type) or x.dtype
     if dtype is not torch.bfloat16:
-        note_dtype(dtype, device)
+        note_dtype(dtype, x.device.type)
     return dtype
 
 

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
+from octavo.nn.linear import is_transposed
+from octavo.nn.operands import autocast_dtype
 from octavo.tensor import FP8Tensor
 
 
@@ -32,7 +34,7 @@ class LoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the update's output (..., N) for x (..., K), in autocast's dtype or in FP32."""
-        if not torch.is_autocast_enabled(x.device.type):
+        if autocast_dtype(x.device.type) is None:
             x = x.to(self.A.dtype)
         return F.linear(F.linear(x, self.A), self.B) * self.scale
 
@@ -77,7 +79,7 @@ def merge_lora(model: nn.Module) -> int:
         weight, update = layer.weight, layer.lora
         assert isinstance(weight, Tensor) and isinstance(update, LoRA)
         values = weight.dequantize(torch.float32) if isinstance(weight, FP8Tensor) else weight.float()
-        weight.copy_(values + update.delta())
+        weight.copy_(values + (update.delta().t() if is_transposed(layer) else update.delta()))
         hooks = layer._forward_hooks
         for key in [key for key, hook in hooks.items() if hook is _add]:
             del hooks[key]

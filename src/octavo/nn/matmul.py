@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo._util.autograd import first_order
+from octavo.errors import ConfigError
 from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
 from octavo.kernels.product import product
@@ -36,9 +37,14 @@ def matmul(a: Tensor, b: Tensor, recipe: Recipe, dtype: torch.dtype | None = Non
         dtype: dtype of every GEMM's result, and in which a GEMM in high precision computes; default that of a.
 
     Raises:
-        ConfigError: an operand is an integer or complex.
+        ConfigError: an operand is an integer or complex, or the shapes do not fit.
     """
     check_dtypes(a, b)
+    if b.dim() < 2 or a.dim() < (1 if b.dim() == 2 else 2) or a.shape[-1] != b.shape[-2]:
+        raise ConfigError(
+            f"matmul takes a (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}. "
+            "Make a matrix of a vector: b[:, None]."
+        )
     dtype = dtype or a.dtype
     if b.dim() == 2:
         a_BMK, b_BKN = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1]), b[None]

@@ -37,6 +37,7 @@ from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.modules import has_own_tensors
+from octavo.nn.operands import autocast_dtype
 from octavo.nn.probe import computes, shallow_copy
 from octavo.nn.recognised import Recognised
 from octavo.numerics import Quantized
@@ -115,7 +116,7 @@ class Norm(Recognised):
         if any((p.dtype, p.device) != (x.dtype, x.device) or not is_plain(p) for p in parameters):
             return False
         # Whether autocast runs a norm in FP32 depends on its class, the version and the device. FP32 input stays FP32.
-        return x.dtype == torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype in _DTYPES
+        return x.dtype in _DTYPES if autocast_dtype(x.device.type) is None else x.dtype == torch.float32
 
     def _is_recomputed(self, x: Any) -> bool:
         """Return whether compiled readers of y make their codes of x, which backward saves."""

@@ -15,6 +15,11 @@ REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 integers."""
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a type of device; None where it is off. `meta` has none, and PyTorch raises."""
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
 def check_operands(x: Tensor, weight: Tensor) -> None:
     """Check an input (..., K), empty or not, and a weight (N, K).
 

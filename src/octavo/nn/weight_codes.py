@@ -115,4 +115,5 @@ def multiply(x: Quantized, w: WeightCodes, dtype: torch.dtype, accumulate: str) 
     if parts is not None:
         return [kernels.gemm(x, part, dtype, accumulate) for part in parts]
     y = kernels.gemm(x, w.matrices[0], dtype, accumulate)  # a tile of scales spans two weights
-    return [part.contiguous() for part in y.split(list(w.rows), dim=1)]
+    # Copies, also of one row: users may write to an output, and not to one of several views.
+    return [part.clone(memory_format=torch.contiguous_format) for part in y.split(list(w.rows), dim=1)]

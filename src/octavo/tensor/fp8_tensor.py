@@ -45,6 +45,11 @@ class FP8Tensor(Tensor):
         dtype: torch.dtype,
         scaling: Scaling = "power_of_two",
     ) -> FP8Tensor:
+        if not dtype.is_floating_point:
+            raise UnsupportedError(
+                f"an FP8Tensor cannot represent {dtype}: its values are real numbers with fractions. To convert them, "
+                f"call .dequantize().to({dtype})."
+            )
         tensor: FP8Tensor = Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
@@ -83,7 +88,7 @@ class FP8Tensor(Tensor):
         """Codes and scale, detached. Assign another FP8 tensor of this shape to take over its codes and scale.
 
         Raises:
-            UnsupportedError: a plain tensor, or one of another shape, is assigned.
+            UnsupportedError: a plain tensor, or one of another shape, dtype or device, is assigned.
         """
         return self.detach()  # type: ignore[return-value]
 
@@ -95,6 +100,12 @@ class FP8Tensor(Tensor):
                 f"{self!r}.data = ... takes an FP8Tensor of the same shape, got {type(value).__name__} "
                 f"{tuple(value.shape)}. Use .copy_(values), which quantises them."
             )
+        if (value.dtype, value.device) != (self.dtype, self.device):
+            raise UnsupportedError(
+                f"{self!r}.data = ... takes an FP8Tensor that represents {self.dtype} on {self.device}, got "
+                f"{value.dtype} on {value.device}. To change the dtype or the device of a parameter, move its module: "
+                "module.to(dtype) or module.to(device)."
+            )
         self.codes, self.scale = value.codes, value.scale
         self.granularity, self.scaling = value.granularity, value.scaling
 
@@ -105,6 +116,16 @@ class FP8Tensor(Tensor):
         """
         values: Tensor = _Values.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
         return values
+
+    def share_memory_(self) -> FP8Tensor:
+        """Move codes and scale to memory that processes share, as PyTorch moves a plain tensor."""
+        self.codes.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether codes and scale are in memory that processes share."""
+        return bool(self.codes.is_shared() and self.scale.is_shared())
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return `codes` and `scale` as plain tensors, for a checkpoint without pickle."""

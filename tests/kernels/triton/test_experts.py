@@ -20,10 +20,11 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
+@pytest.mark.parametrize("scaling", ["power_of_two", "float32", "engine"])
 def test_tokens_are_quantised_once_and_copied(scaling, device):
     x = (torch.randn(9, 100, device=device) * torch.logspace(-3, 3, 9, device=device)[:, None]).bfloat16()
     x[0, 0], x[3, 1] = torch.nan, torch.inf
+    x[4], x[5] = 0, x[5] * 1e-9
     routing = route(torch.randint(5, (9, 3), device=device), 5)
     target = ROWS._replace(scaling=scaling)
     made, want = (twin.quantize_tokens(x, routing.place, target) for twin in (fast, reference))

@@ -240,3 +240,9 @@ def test_block_scales_of_a_single_column_say_their_strides():
     one = Quantized(a.codes.cuda(), torch.as_strided(a.scale.cuda(), (256, 1), (1, 1)), a.granularity)
     got = kernels.gemm(one, one, torch.float32)
     assert apart(got, kernels.gemm(a, a, torch.float32)) < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (3, 48), (16, 40), (16, 48)], ids=str)
+def test_a_product_without_its_padding_is_no_view_to_autograd(shape):
+    y = scaled_mm._cropped(torch.randn(16, 48), *shape)
+    assert y.shape == shape and not y._is_view()

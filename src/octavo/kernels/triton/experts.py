@@ -52,7 +52,7 @@ def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantiz
     made = [empty(target, rows, cols, x.device) for rows in (tokens, place.numel())]
     _quantize_kernel[(tokens,)](
         x, x.stride(0), cols, place.contiguous(), *made[0][:2], *made[1][:2],
-        COPIES=place.shape[1], POWER_OF_TWO=target.scaling == "power_of_two", **_meta(cols),
+        COPIES=place.shape[1], SCALING=target.rule, **_meta(cols),
     )  # fmt: skip
     return made
 
@@ -112,7 +112,7 @@ def _meta(cols: int) -> dict[str, object]:
 @triton.jit
 def _quantize_kernel(
     x_ptr, stride, total_c, place_ptr, token_codes, token_scale, row_codes, row_scale,
-    COPIES: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr,
+    COPIES: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The codes of one token, written once as it lies and once for each expert that it is sent to."""
     FORMAT: tl.constexpr = token_codes.dtype.element_ty
@@ -120,7 +120,7 @@ def _quantize_kernel(
     cols = tl.arange(0, SIZE)
     there = cols < total_c
     x = tl.load(x_ptr + token * stride + cols, mask=there, other=0.0).to(tl.float32)
-    scale, inverse = scale_of(amax(x, 0), FORMAT, POWER_OF_TWO)
+    scale, inverse = scale_of(amax(x, 0), FORMAT, SCALING)
     codes = to_codes(x * inverse, FORMAT)
     tl.store(token_scale + token, scale)
     tl.store(token_codes + token * total_c + cols, codes, mask=there)

@@ -76,7 +76,7 @@ def scaled_mm_tensor(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: b
         out_dtype=out_dtype,
         use_fast_accum=fast,
     )
-    return y_MN[:rows, :cols]
+    return _cropped(y_MN, rows, cols)
 
 
 def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
@@ -95,7 +95,7 @@ def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
         scale_b = F.pad(scale_b, (0, 0, 0, missing), value=1.0)
     scale_b = _aligned(scale_b).view(1, -1)
     y_MN = torch._scaled_mm(a_MK, b_NK.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
-    return (y_MN[:, :cols] if missing else y_MN).to(out_dtype)
+    return _cropped(y_MN, rows, cols).to(out_dtype)
 
 
 def _of_rows(scale: Tensor, rows: int) -> Tensor:
@@ -116,7 +116,7 @@ def scaled_mm_block(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bo
         _BLOCKS[b.granularity],
         output_dtype=out_dtype,
     )
-    return y_MN[:rows, :cols]
+    return _cropped(y_MN, rows, cols)
 
 
 def _block_scale(x: Quantized, rows: int, cols: int) -> Tensor:
@@ -147,7 +147,7 @@ def scaled_mm_mx(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool)
         swizzle_b=SwizzleType.SWIZZLE_32_4_4,
         output_dtype=torch.bfloat16,
     )
-    return y_MN[:rows, :cols].to(out_dtype)
+    return _cropped(y_MN, rows, cols).to(out_dtype)
 
 
 def swizzled_mx_scale(x: Quantized) -> Tensor:
@@ -169,6 +169,11 @@ def _aligned(scale: Tensor) -> Tensor:
         return scale
     offset = scale.data_ptr() if type(scale) in PLAIN else 4 * scale.storage_offset()
     return scale if offset % 16 == 0 else scale.clone()
+
+
+def _cropped(y_MN: Tensor, rows: int, cols: int) -> Tensor:
+    """Return a product without padding. Detached: autograd refuses a write to a view that an autograd function made."""
+    return y_MN if y_MN.shape == (rows, cols) else y_MN[:rows, :cols].detach()
 
 
 def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
