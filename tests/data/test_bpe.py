@@ -47,6 +47,16 @@ def test_a_long_text_is_cut_without_loss(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(list(bpe._pieces(TEXTS[1]))) > 5
 
 
+def test_a_file_that_cuts_or_fills_up_texts_does_neither_here() -> None:
+    backend = bpe._package().Tokenizer.from_str(TOKENIZER.to_json())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=1000)
+    found = BPETokenizer(bpe._package().Tokenizer.from_str(backend.to_str()))
+    assert found.encode_batch(TEXTS)[0].tolist() == TOKENIZER.encode_batch(TEXTS)[0].tolist()
+    assert found.encode_template(TEXTS[0]).tolist() == TOKENIZER.encode_template(TEXTS[0]).tolist()
+    assert found.fingerprint == TOKENIZER.fingerprint
+
+
 def test_training_is_deterministic() -> None:
     assert BPETokenizer.train(TEXTS, vocab=320).fingerprint == TOKENIZER.fingerprint
 

@@ -22,6 +22,12 @@ CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+FORGETTING = (
+    "{% for m in messages %}<|{{m.role}}|>{% if m.role=='assistant' and not loop.last %}LEFT"
+    "{{ m.content.split('</think>')[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Drops the thoughts of earlier answers, in place of which there is LEFT."""
 THINKING = (
     "{% for m in messages %}{{ m.role }}>{% if loop.last and m.role == 'assistant' %}[]{% endif %}{{ m.content }};"
     "{% endfor %}{% if add_generation_prompt %}assistant>{% endif %}"
@@ -45,6 +51,30 @@ def test_answers_end_with_their_turn() -> None:
     assert answers(ChatFormat(sequence=64, template=THINKING), "a", "b", "c", "d") == ["b;", "[]d;"]
 
 
+@pytest.mark.parametrize("left", ["", " ", "<think></think>\n", "<think>\n\n</think>\n\n"])
+def test_an_earlier_answer_whose_thoughts_the_template_drops_is_what_is_left(left: str) -> None:
+    chat = ChatFormat(sequence=64, template=FORGETTING.replace("LEFT", left))
+    found = answers(chat, "q", "<think>a1 or hm</think>\n\na1", "a1 q2", "<think>so</think>a2", "q3", "a3")
+    assert found == [f"{left}a1<|end|>", f"{left}a2<|end|>", "a3<|end|>"]
+
+
+@pytest.mark.parametrize("rewritten", ["{{ m.content | upper }}", "{{ m.content[1:] }}", "a2", ""])
+@pytest.mark.parametrize("thoughts", ["<think>hm</think>", ""])
+def test_an_answer_that_the_template_rewrites_is_named(rewritten: str, thoughts: str, tmp_path: Path) -> None:
+    kept = "LEFT{{ m.content.split('</think>')[-1].lstrip() }}"
+    chat = ChatFormat(sequence=256, template=FORGETTING.replace(kept, rewritten))
+    lines = [turns("a", "b"), turns("q", f"{thoughts}one", f"not {thoughts}one", "a2")]
+    source = write(tmp_path / "chat.jsonl", [{"messages": messages} for messages in lines])
+    with pytest.raises(DataError, match=r"chat\.jsonl:2: .*rewrites the content of message 1 \(role 'assistant'\)"):
+        prepare(source, BYTES, tmp_path / "cache", chat=chat)
+
+
+def test_an_expression_of_a_template_that_fails_is_no_bare_error() -> None:
+    for expression in ("{{ 1 / 0 }}", "{{ messages[0].content + 1 }}", "{{ messages[0].content.index('z') }}"):
+        with pytest.raises(DataError, match="template refuses"):
+            ChatFormat(sequence=64, template=expression).spans(turns("a", "b"))
+
+
 def test_templates_that_cannot_be_trained_on_are_refused() -> None:
     counting = ChatFormat(sequence=64, template="{{ messages | length }}{{ messages[-1].content }}")
     with pytest.raises(DataError, match="changes the messages before answer 1"):
@@ -65,6 +95,9 @@ def test_a_template_lies_beside_its_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("new")
     assert ChatFormat.of(str(tmp_path / "tokenizer.json"), 64).template == "new"
     assert ChatFormat.of("bytes", 64) == ChatFormat(sequence=64)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"id": 1}}))
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: .*'content'"):
+        ChatFormat.of(str(tmp_path / "tokenizer.json"), 64)
 
 
 def test_only_answers_are_targets() -> None:
@@ -134,6 +167,20 @@ def test_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match=r"data\.format 'text'"):
         prepare(tmp_path, BYTES, tmp_path / "cache", chat=ChatFormat(sequence=64))
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens": {"bos_token": "<BOS>"}}, {"template": CHATML.replace("}<", "} <")}, {"sequence": 96}]
+)
+def test_another_format_gives_other_files(change: dict[str, Any], tmp_path: Path) -> None:
+    source = write(tmp_path / "chat.jsonl", [{"messages": turns(f"q{i}", f"a{i}")} for i in range(20)])
+    base: dict[str, Any] = {"sequence": 128, "template": CHATML, "tokens": {"bos_token": "<s>"}}
+    first, other = (
+        prepare(source, BYTES, tmp_path / "cache", 0.2, chat=ChatFormat(**settings))
+        for settings in (base, base | change)
+    )
+    assert first.directory != other.directory
+    assert prepare(source, BYTES, tmp_path / "cache", 0.2, chat=ChatFormat(**base)) == first
 
 
 class WideTokenizer(ByteTokenizer):

@@ -626,3 +626,121 @@ def test_a_monitor_follows_a_loop_that_rolls_back(tmp_path: Path) -> None:
     run = RunReader(tmp_path)
     assert len(run.scalar("loss")) == STEPS
     assert any(event.text.startswith("transient: ") for event in run.events())
+
+
+def norms_of(loop: Loop, steps: int) -> list[float]:
+    """Return the gradient norms that the guardrails see in the next steps, and that of a probe after them."""
+    seen: list[float] = []
+    after = loop.guard.after
+    loop.guard.after = lambda lr, loss, norm: seen.append(float(norm)) or after(lr, loss, norm)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(steps):
+        loop.step()
+    return [*seen, loop.probe().gradient_norm]
+
+
+def loop_with(update: Any, model: nn.Module, **settings: Any) -> Loop:
+    """Return a loop that reports nothing."""
+    return Loop(model, update, loss_of, batches(), on_event=lambda _: None, config=GuardConfig(**settings))
+
+
+def test_gradients_that_the_optimizer_stores_in_fp8_are_measured() -> None:
+    found = []
+    for gradients in ("wide", "fp8"):
+        torch.manual_seed(0)
+        model = MLP()
+        optimizer = AdamW(model.named_parameters(), lr=1e-3, keep=lambda *_: None, gradients=gradients)
+        found.append(norms_of(loop_with(optimizer, model), 3))
+        assert not optimizer.stored_gradients
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
+def test_an_optimizer_that_leaves_no_gradients_to_a_loop_is_refused() -> None:
+    model = MLP()
+    with pytest.raises(ConfigError, match=r"release=True.*gradients='fp8'"):
+        loop_with(AdamW(model.parameters(), release=True), model)
+    optimizer = AdamW(model.named_parameters(), keep=lambda *_: None, gradients="fp8")
+    with pytest.raises(ConfigError, match=r"Update\(clip=1.0\).*clip of the optimizer"):
+        loop_with(Update(optimizer, clip=1.0), model)
+
+
+class Counting(MLP):
+    """Keeps statistics of what it computes: written in place, replaced, and not part of checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        self.passes += 1
+        return super().forward(self.norm(x)) + 0 * self.passes
+
+
+def counting(**config: Any) -> Loop:
+    """Return a loop over a model with statistics."""
+    torch.manual_seed(0)
+    model = Counting()
+    return loop_with(AdamW(model.parameters(), lr=1e-3, states="fp32"), model, **config)
+
+
+def test_probes_leave_running_statistics_as_they_are() -> None:
+    probed, plain = counting(mode="watch", shadow_every=1), counting(mode="off")
+    for _ in range(4):
+        assert torch.equal(probed.step(), plain.step())  # type: ignore[arg-type]
+    assert probed.locate() == ""
+    assert probed.model.passes == probed.model.norm.num_batches_tracked == 4  # type: ignore[union-attr]
+    for (name, buffer), expected in zip(probed.model.named_buffers(), plain.model.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+
+
+def test_all_buffers_go_back_in_a_rollback() -> None:
+    loop = counting(mode="act")
+    loop.step()
+    snapshot = loop.snapshot()
+    kept = {name: buffer.clone() for name, buffer in loop.model.named_buffers()}
+    losses_then = [loop.step() for _ in range(2)]
+    loop.restore(snapshot)
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in loop.model.named_buffers())
+    assert [loop.step() for _ in range(2)] == losses_then
+
+
+def test_a_parameter_that_had_no_gradient_before_a_snapshot_has_no_state_after_a_rollback() -> None:
+    loop, _ = make_loop()
+    loop.model.second.weight.requires_grad_(False)  # type: ignore[union-attr]
+    loop.step()
+    snapshot = loop.snapshot()
+    loop.model.second.weight.requires_grad_(True)  # type: ignore[union-attr]
+    first = [loop.step() for _ in range(3)]
+    loop.restore(snapshot)
+    assert [loop.step() for _ in range(3)] == first
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW])
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(kind: Any) -> None:
+    model, lr = MLP(), torch.tensor(1e-2)
+    loop = loop_with(kind(model.parameters(), lr=lr), model, mode="act")
+    seen: list[Any] = []
+    optimizer = loop.update.optimizer
+    optimizer.register_step_pre_hook(lambda *_: seen.append((optimizer.param_groups[0]["lr"], float(lr))))
+    loop.step()
+    snapshot = loop.snapshot()
+    loop.guard._lr_limit = 1e-3
+    loop.step()
+    assert [rate for _, rate in seen] == pytest.approx([1e-2, 1e-3])
+    assert float(lr) == pytest.approx(1e-2)
+    lr.fill_(5e-3)
+    loop.restore(snapshot)
+    assert float(lr) == pytest.approx(1e-2)
+    loop.step()
+    assert all(used is lr for used, _ in seen)
+
+
+def test_a_step_that_fails_leaves_the_learning_rate_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _ = make_loop(lr=1e-2)
+    loop.guard._lr_limit = 1e-3
+    monkeypatch.setattr(loop, "_loss_of", lambda *_: pytest.fail("no loss"))
+    with pytest.raises(pytest.fail.Exception, match="no loss"):
+        loop.step()
+    assert loop.update.optimizer.param_groups[0]["lr"] == 1e-2

@@ -336,3 +336,15 @@ def test_bad_input():
         AdamW([weight], gradients="fp8", release=True)
     with pytest.raises(ConfigError, match="frees every gradient"):
         AdamW([{"params": [weight], "gradients": "fp8"}], release=True)
+
+
+def test_gradients_of_many_parameters_are_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    optimizer = AdamW(net.parameters(), gradients="fp8")
+    net(torch.ones(2, 8)).sum().backward()
+    expected = [optimizer.gradient(parameter) for parameter in net.parameters()]
+    passes, entries = [], optimizer.entries
+    monkeypatch.setattr(optimizer, "entries", lambda: passes.append(1) or entries())
+    for found, known in zip(optimizer.gradients(net.parameters()), expected, strict=True):
+        assert found is not None and torch.equal(found, known)
+    assert len(passes) == 1, "the host's time per step is not to grow with the square of their number"

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import pickle
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,109 @@ def test_the_newest_are_kept_in_the_order_of_steps_not_of_names(tmp_path: Path) 
         save(tmp_path, step)
     assert [p.name for p in checkpoint.find(tmp_path)] == ["step-999999", "step-1000000"]
     assert checkpoint.latest(tmp_path) == tmp_path / "step-1000000"
+
+
+def test_the_one_before_is_that_of_the_step_before_not_of_the_name(tmp_path: Path) -> None:
+    save(tmp_path, 999_999)
+    path = save(tmp_path, 1_000_000)
+    (path / "fp8.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"Remove .*step-1000000 to resume from step-999999"):
+        checkpoint.load(path)
+    (tmp_path / "step-999999/fp8.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read \([^)]*\)\.$"):
+        checkpoint.load(tmp_path / "step-999999")
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("back_to", "left"), [(12, [5, 10]), (10, [5, 10]), (9, [5]), (5, [5]), (4, [5]), (0, [5])], ids=str
+)
+def test_a_rollback_removes_later_checkpoints_but_never_the_only_one(
+    tmp_path: Path, back_to: int, left: list[int]
+) -> None:
+    assert not checkpoint.roll_back(tmp_path / "nowhere", back_to)
+    for step in (5, 10):
+        save(tmp_path, step)
+    assert checkpoint.roll_back(tmp_path, back_to) == (back_to < 5)
+    assert names(tmp_path) == [checkpoint.name_of(step) for step in left]
+
+
+def test_what_is_saved_stays_and_replaces_checkpoints_of_later_steps(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 10)
+    assert checkpoint.load(save(tmp_path, 8, keep=1)).step == 8
+    assert names(tmp_path) == ["step-000008"]
+
+
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_a_kill_while_a_checkpoint_of_the_same_step_is_written_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+) -> None:
+    save(tmp_path, 1, 1.0, keep=1)
+    rename, calls = Path.rename, []
+
+    def killed(self: Path, target: Path) -> Path:
+        calls.append(self)
+        if len(calls) == killed_at:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 1, 2.0, keep=1)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.name == ("step-000001", ".old-step-000001")[killed_at - 1]
+    assert checkpoint.load(found).tensors["fp8"]["model.w"][0, 0] == 1
+    assert checkpoint.load(save(tmp_path, 1, 3.0, keep=1)).tensors["fp8"]["model.w"][0, 0] == 3
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_an_old_checkpoint_counts_like_any_other_until_its_replacement_is_there(tmp_path: Path) -> None:
+    save(tmp_path, 1).rename(tmp_path / ".old-step-000001")
+    save(tmp_path, 2, keep=3)
+    assert [path.name for path in checkpoint.find(tmp_path)] == [".old-step-000001", "step-000002"]
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-000003"]
+    (tmp_path / ".old-step-000003").mkdir()
+    (tmp_path / ".writing-step-000002").mkdir()
+    save(tmp_path, 4, keep=2)
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_a_checkpoint_that_someone_else_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    found = checkpoint.find(tmp_path)
+    shutil.rmtree(found[0])
+    monkeypatch.setattr(checkpoint, "find", lambda _: found)
+    checkpoint.roll_back(tmp_path, 0)
+    checkpoint._remove(found[0])
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("prune", [lambda path: save(path, 3, keep=1), lambda path: checkpoint.roll_back(path, 1)])
+def test_a_kill_while_checkpoints_are_removed_leaves_no_partial_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prune: Callable[[Path], object]
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+
+    def half(path: Path, **_: Any) -> None:
+        if path.is_dir():
+            (path / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("octavo.train.checkpoint.shutil.rmtree", half)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path)
+    assert all(checkpoint.load(path) for path in checkpoint.find(tmp_path))
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -167,6 +272,8 @@ def test_leftovers_of_a_killed_process_are_in_nobodys_way(tmp_path: Path) -> Non
 def test_discard_removes_all_of_it_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / ".writing-step-000002").mkdir()
+    (tmp_path / ".old-step-000001").mkdir()
+    (tmp_path / ".old-step-000003").mkdir()
     (tmp_path / "notes").mkdir()
     checkpoint.discard(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["notes"]

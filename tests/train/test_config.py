@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import typing
 from collections.abc import Sequence
@@ -100,9 +101,11 @@ def test_impossible_values_are_named(section: str, key: str, value: Any, message
         with_settings(**{section: {key: value}})
 
 
-def test_section_that_is_no_table() -> None:
-    with pytest.raises(ConfigError, match=r"run.toml: data"):
-        with_settings(data=3)
+@pytest.mark.parametrize("section", [each.name for each in dataclasses.fields(RunConfig)])
+@pytest.mark.parametrize("others", [{}, {"run": {"start_from": "somewhere"}}])
+def test_section_that_is_no_table(section: str, others: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"run.toml: {section}: expected a table of settings, got 3"):
+        with_settings(**others | {section: 3})
 
 
 def test_the_data_decides_vocabulary_and_sequence_of_the_model() -> None:
@@ -175,8 +178,8 @@ def test_defaults_of_guides_are_set_where_no_other_layer_sets_them() -> None:
 
 
 def test_a_level_that_is_none_is_refused() -> None:
-    for wrong in (4, "three"):
-        with pytest.raises(ConfigError, match="run: level"):
+    for wrong in (4, "three", True, False, 1.0):
+        with pytest.raises(ConfigError, match=r"run(: |\.)level"):
             with_settings(run={"level": wrong})
 
 

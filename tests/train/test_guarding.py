@@ -92,9 +92,22 @@ def row_times_1000(run: Struck) -> None:
         {"run": {"weights": "fp8"}, "optimizer": {"states": "fp8-min", "gradients": "fp8"}},
         {"optimizer": {"name": "muon"}, "run": {"accumulate": 2}},
         {"run": {"last_share": 0.4}},  # it goes back from the last recipe to its own
+        {"run": {"recipe": "delayed", "last_share": 0.4}},
+        {"run": {"recipe": "tensorwise", "last_share": 0.5, "last_recipe": "delayed"}},
+        {"model": {"architecture": "moe"}, "run": {"recipe": "delayed"}, "guard": {"shadow_every": 2}},
         {"optimizer": {"lr_schedule": "plateau", "patience": 1, "lr": 1e-9, "warmup": 0.0}, "run": {"eval_every": 3}},
     ],
-    ids=["stored scales", "master, states and loss scale", "all fp8", "muon", "last recipe", "plateau"],
+    ids=[
+        "stored scales",
+        "master, states and loss scale",
+        "all fp8",
+        "muon",
+        "last recipe",
+        "scales end",
+        "scales begin",
+        "moe",
+        "plateau",
+    ],
 )
 def test_a_fault_that_does_not_come_back_leaves_no_trace(configure: Configure, tmp_path: Any, settings: Any) -> None:
     plain, _ = carry_out(guarded(configure, str(tmp_path / "plain"), **{k: {**v} for k, v in settings.items()}))
@@ -299,3 +312,42 @@ def test_a_resumed_run_goes_on_with_the_recipes_that_layers_had(configure: Confi
     assert steps["whole"] == steps["parts"]
     for key in ("heldout_loss_fp8", "heldout_loss_bf16"):
         assert resumed[key] == whole[key]
+
+
+def test_a_probe_counts_no_tokens_of_experts(configure: Configure) -> None:
+    trainer = Trainer(set_up(guarded(configure, "probed", model={"architecture": "moe"})), [])
+    before = [(name, buffer.clone()) for name, buffer in trainer._state.model.named_buffers()]
+    trainer.probe()
+    trainer.locate()
+    for (name, old), new in zip(before, trainer._state.model.buffers(), strict=True):
+        assert torch.equal(new, old), name
+
+
+def test_layers_go_back_to_the_rungs_that_they_had_before_the_last_recipe(configure: Configure, tmp_path: Any) -> None:
+    """A rollback to before the switch of recipes makes the same steps again, with the same refinements."""
+    layer = "layers.0.feed_forward.w2"
+
+    def recipes_of(trainer: Trainer) -> dict[str, str]:
+        assert trainer.setup.plan is not None
+        return {row.name: row.recipe for row in trainer.setup.plan.layers if row.name.startswith("layers.0")}
+
+    run = {"recipe": "delayed", "last_share": 0.4, "twin": False}
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(set_up(guarded(configure, str(tmp_path / "run"), run=run)), [])
+    for _ in range(6):
+        trainer._step()
+    assert trainer.guard._refinement.up(layer, Alarm(6, "flushed", layer, "input", 1.0, 0.5))
+    refined, snapshot = recipes_of(trainer), trainer.snapshot()
+    assert refined[layer] == "folded"
+    state = trainer.guard.state_dict()["ladder"]
+    while trainer.recipe == "delayed":
+        trainer._step()
+    assert recipes_of(trainer) != refined
+    trainer.restore(snapshot)
+    assert recipes_of(trainer) == refined
+    assert trainer.guard.state_dict()["ladder"] == state
+    for name, stored in octavo.scales(trainer._state.model).state_dict().items():  # type: ignore[union-attr]
+        assert torch.equal(stored, snapshot.scales[0][name]), name
+    while trainer.recipe == "delayed":
+        trainer._step()
+    assert set(recipes_of(trainer).values()) == {LAST}

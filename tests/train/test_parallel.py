@@ -408,6 +408,9 @@ def test_guardrails_take_all_ranks_back(two: tuple[RunConfig, Ended], make: Conf
     assert struck.code == 0, struck.errors
     assert losses(config) == losses(two[0])
     assert struck.errors.count("back to step 0") == 1  # the first rank alone says it
+    # That of step 2, the only one, was replaced as soon as possible, and written again.
+    kept = [path.name for path in checkpoint.find(config.run.out / "checkpoints")]
+    assert kept == [checkpoint.name_of(step) for step in (1, 2, 4, 6)]
     assert len(re.findall(r"\[transient\] nonfinite.* did not come back", struck.errors)) == 1
 
 

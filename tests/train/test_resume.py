@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from reporters import Listener, interrupt
 
 from octavo._util import config_reader
 from octavo.errors import CheckpointError
+from octavo.guard import Alarm, GuardEvent
+from octavo.guard.rules import AlarmRules
+from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig, assemble, load_preset
+from octavo.train.events import Event, Logged, Started
+from octavo.train.files import read_metrics
 from octavo.train.resume import FREE, check_same_run
+from octavo.train.train_state import TrainState
 
 
 def tiny(**run: object) -> RunConfig:
@@ -51,3 +60,69 @@ def test_a_key_that_the_checkpoint_does_not_know_had_its_default(section: str, k
 def test_every_free_key_exists() -> None:
     settings = config_reader.to_dict(tiny())
     assert {f"{section}.{key}" for section, keys in settings.items() for key in keys} >= FREE
+
+
+class Killed(Listener):
+    """Kills a run in the retry after a rollback, when it logs a step."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def report(self, event: Event) -> None:
+        super().report(event)
+        if isinstance(event, Logged) and event.step == self._at and self.of(GuardEvent):
+            interrupt()
+
+
+@pytest.mark.parametrize(
+    ("keep", "killed_at", "left"),
+    [(2, 7, [5]), (1, 7, [10]), (1, 8, [7])],
+    ids=["from before", "none from before yet", "none from before"],
+)
+def test_a_run_that_was_rolled_back_resumes_without_the_fault(
+    configure: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keep: int,
+    killed_at: int,
+    left: list[int],
+) -> None:
+    """Weights are struck in step 9 and saved after step 10; an alarm of step 12 rolls the run back to step 6."""
+
+    def make(name: str) -> RunConfig:
+        run = {"steps": 14, "checkpoint_every": 5, "log_every": 1, "twin": False, "keep": keep}
+        return configure(
+            run={**run, "out": str(tmp_path / name)}, guard={"mode": "act", "snapshot_every": 3, "shadow_every": 0}
+        )
+
+    clean, check, whole = train(make("clean")), AlarmRules.check, TrainState.step
+    struck: list[int] = []
+
+    def alarmed(self: AlarmRules, seen: Any) -> Alarm | None:
+        if seen.step == 12 and 12 not in struck:
+            struck.append(12)
+            return Alarm(12, "loss drift", "", "", 9.0, 1.0)
+        return None if len(struck) < 2 else check(self, seen)  # no rule finds the fault earlier
+
+    def strike(self: TrainState, *batch: Any, step: int, **more: Any) -> Any:
+        result = whole(self, *batch, step=step, **more)
+        if step == 9 and 9 not in struck:
+            struck.append(9)
+            next(iter(self.parameters.values())).data[:64].add_(0.05)
+        return result
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(AlarmRules, "check", alarmed)
+        patched.setattr(TrainState, "step", strike)
+        train(make("struck"), reporters=[killed := Killed(killed_at)])
+    assert [event.back_to for event in killed.of(GuardEvent)] == [6]
+    found = [path.name for path in checkpoint.find(tmp_path / "struck/checkpoints")]
+    assert found == [checkpoint.name_of(step) for step in left]
+    if left == [10]:
+        return  # better than none
+    summary = train(make("struck"), reporters=[resumed := Listener()], resume=True)
+    assert [event.first_step for event in resumed.of(Started)] == left
+    assert summary["heldout_loss_fp8"] == clean["heldout_loss_fp8"]
+    steps = [line["step"] for line in read_metrics(tmp_path / "struck/metrics.jsonl") if "lr" in line]
+    assert steps == [*range(1, 15)]

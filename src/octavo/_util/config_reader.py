@@ -65,7 +65,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _union(arguments, value, where)
     if origin is typing.Literal:
-        if value not in arguments:
+        if (type(value), value) not in [(type(a), a) for a in arguments]:  # True and 1.0 equal 1
             near = did_you_mean(str(value), [str(a) for a in arguments])
             raise ConfigError(f"{where}: {shown(value)} is none of {', '.join(map(repr, arguments))}.{near}")
         return value

@@ -45,6 +45,8 @@ class BPETokenizer:
         self.vocab = -(-size // 16) * 16
         self.end_of_document: int = found[0][0]
         self.end_token: str = found[0][1]
+        backend.no_truncation()  # a tokenizer's file may say how its model was once called
+        backend.no_padding()
         self.fingerprint = hashlib.sha256(backend.to_str().encode()).hexdigest()
         backend.encode_special_tokens = True  # special tokens spelled out in a text are plain text
         self._backend = backend

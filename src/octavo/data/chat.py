@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo._util.config_reader import parse, read_file, read_text
+from octavo._util.config_reader import blaming, parse, read_file, read_text
 from octavo.data.corpus import Corpus
 from octavo.data.encode import SideTotals, SplitTotals, digest, threshold
 from octavo.data.loader import FIRST, IDS, NO_TARGET
@@ -33,6 +34,8 @@ TEMPLATE = (
 TASKS = "tasks.json"
 """File with the task of each held-out conversation, in the order of the rows."""
 _OPEN_ROWS = 256
+_WITHOUT_THOUGHTS = re.compile(r"\s*(?:<think>\s*</think>\s*)?")
+"""What a template may leave of the thoughts of an earlier answer."""
 
 Ids = NDArray[np.uint32]
 
@@ -57,23 +60,26 @@ class ChatFormat:
         config = folder / "tokenizer_config.json"
         known = read_file(config, DataError) if config.is_file() else {}
         jinja = folder / "chat_template.jinja"
-        template = read_text(jinja, DataError) if jinja.is_file() else known.get("chat_template") or TEMPLATE
-        if isinstance(template, list):  # several by name
-            template = next((each["template"] for each in template if each.get("name") == "default"), TEMPLATE)
-        values = {name: known.get(name) or "" for name in ("bos_token", "eos_token")}
-        tokens = {name: value if isinstance(value, str) else value["content"] for name, value in values.items()}
+        given = read_text(jinja, DataError) if jinja.is_file() else ""
+        with blaming(config, DataError):
+            template = given or known.get("chat_template") or TEMPLATE
+            if isinstance(template, list):  # several by name
+                template = next((each["template"] for each in template if each.get("name") == "default"), TEMPLATE)
+            values = {name: known.get(name) or "" for name in ("bos_token", "eos_token")}
+            tokens = {name: value if isinstance(value, str) else value["content"] for name, value in values.items()}
         return cls(sequence=sequence, template=template, tokens=tokens)
 
     @property
     def fingerprint(self) -> str:
         """A text that differs between formats that could give different rows."""
-        return f"{self.sequence} {hashlib.sha256(self.template.encode()).hexdigest()}"
+        decisive = json.dumps([self.template, dict(self.tokens)], sort_keys=True)
+        return f"{self.sequence} {hashlib.sha256(decisive.encode()).hexdigest()}"
 
     def spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[tuple[str, bool]]:
         """Return the text of a conversation in parts, each with whether it is an answer, its end of turn included.
 
         Raises:
-            DataError: the template refuses the messages, or rewrites those before an answer.
+            DataError: the template refuses the messages, or rewrites an answer or those before it.
         """
         whole, done = self.text(messages, tools), 0
         found: list[tuple[str, bool]] = []
@@ -83,19 +89,15 @@ class ChatFormat:
             before = self.text(messages[:index], tools, add_generation_prompt=True)
             if not whole.startswith(before):
                 raise DataError(f"the chat template changes the messages before answer {index}")
-            end = self._end(whole, len(before), self.text(messages[: index + 1], tools), message["content"])
+            end = _end(whole, len(before), self.text(messages[: index + 1], tools), message["content"])
+            if end is None:
+                raise DataError(
+                    f"the chat template rewrites the content of message {index} (role 'assistant'), so that its answer"
+                    " cannot be found in the text. Write it as the template does, or change the template"
+                )
             found += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
             done = end
         return [*found, (whole[done:], False)]
-
-    def _end(self, whole: str, start: int, until: str, content: str) -> int:
-        """Return the end of the answer that begins at `start`; `until` is the text up to it, rendered alone."""
-        if whole.startswith(until):
-            return len(until)
-        content = content.strip()  # templates that reason render only the last answer with its thoughts
-        end = whole.index(content, start) + len(content)
-        turn = until[until.rindex(content) + len(content) :]
-        return end + len(turn) if whole.startswith(turn, end) else end
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False
@@ -118,7 +120,7 @@ class ChatFormat:
         try:
             template = environment.from_string(self.template, {"raise_exception": refuse})
             return template.render(**values) if messages else ""
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise DataError(f"the chat template refuses the messages ({error})") from error
 
     def encode(self, line: Mapping[str, Any], tokenizer: Tokenizer) -> Ids:
@@ -137,6 +139,29 @@ class ChatFormat:
             found = np.append(found, end if not parts[-1].size else end | NO_TARGET)
         found[0] |= FIRST | NO_TARGET
         return found[: self.sequence]
+
+
+def _end(whole: str, start: int, until: str, content: str) -> int | None:
+    """Return the end of the answer that begins at `start`, None if it is not there.
+
+    Args:
+        whole: text of the conversation.
+        start: where the generation prompt ends.
+        until: text up to the answer, which is then the last.
+        content: content of the answer. Templates that reason render only the last answer with its thoughts, if those
+                are in the content itself without them: what follows `</think>`.
+    """
+    if whole.startswith(until):
+        return len(until)
+    content = content.strip()
+    at, last = whole.find(content, start), until.rfind(content)
+    if not 0 <= at <= last:  # beyond `last` a later message quotes it
+        _, is_thinking, content = (part.strip() for part in content.rpartition("</think>"))
+        at, last = _WITHOUT_THOUGHTS.match(whole, start).end(), until.rfind(content)  # type: ignore[union-attr]
+        if not is_thinking or last < 0 or not whole.startswith(content, at):
+            return None
+    end, turn = at + len(content), until[last + len(content) :]
+    return end + len(turn) if whole.startswith(turn, end) else end
 
 
 def encode_chat(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, chat: ChatFormat) -> SplitTotals:

@@ -20,6 +20,7 @@ from octavo._util.rng import generator_states, restore_generators, untouched_gen
 from octavo.conversion import disabled
 from octavo.errors import ConfigError, OctavoError
 from octavo.guard.alarms import GuardEvent, Row
+from octavo.guard.buffers import untouched_buffers
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff
 from octavo.guard.parameters import ParameterCheck
@@ -170,6 +171,8 @@ class Guarded(ABC):
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot, which stays unchanged."""
         self._values.clear()
+        if self.telemetry is not None:  # first: what was measured after the snapshot is not to arrive any more
+            self.telemetry.restart(snapshot.step)
         self._load_state(snapshot.step, snapshot.state)
         self._seek(snapshot.position)
         for model, stored in zip(self.models, snapshot.scales, strict=False):  # the twin may be gone
@@ -177,8 +180,6 @@ class Guarded(ABC):
         restore_generators(snapshot.generators)
         if self.parameter_check is not None:
             self.parameter_check.restart(snapshot.step)
-        if self.telemetry is not None:
-            self.telemetry.restart(snapshot.step)
 
     def skip(self) -> None:
         """Skip the next batch."""
@@ -269,11 +270,11 @@ class Guarded(ABC):
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Restore random generators, stored scales and telemetry after the block."""
+        """Restore random generators, buffers, stored scales and telemetry after the block."""
         stored = stored_scales(self.models[0])
         self._collect_telemetry(wait=True)
         try:
-            with untouched_generators():
+            with untouched_generators(), untouched_buffers(self.models[0]):
                 yield
         finally:
             restore_scales(self.models[0], stored)

@@ -49,15 +49,15 @@ class _Standing:
 
 
 class Ladder:
-    """The positions of all layers that have left the recipe of the run."""
+    """The positions of all layers that have left the recipe of the run, `base`."""
 
     def __init__(self, base: Recipe, quiet: int) -> None:
-        self._base, self._quiet = base, quiet
+        self.base, self._quiet = base, quiet
         self._standing: dict[str, _Standing] = {}
 
     def rungs(self, layer: str, is_flushed: bool = False) -> list[Recipe]:
         """Return the recipes available to a layer, from its own to BF16; without a wider window if it is flushed."""
-        own = replace(self._base.for_layer(layer), modules={})
+        own = replace(self.base.for_layer(layer), modules={})
         if not own.is_fp8:
             return [own]
         finer = [recipe for recipe in map(load, ("folded", "block")) if _coarseness(recipe) < _coarseness(own)]
@@ -86,9 +86,10 @@ class Ladder:
         return [layer for layer, recipe in found.items() if not recipe.is_fp8]
 
     def stay_in_bf16(self, layers: Sequence[str], step: int) -> None:
-        """Put layers on their last rung, as by an alarm of `step`."""
+        """Put layers that are not there on their last rung, as by an alarm of `step`."""
+        already = self.in_bf16()
         for layer in layers:
-            if (last := len(self.rungs(layer)) - 1) > 0:
+            if layer not in already and (last := len(self.rungs(layer)) - 1) > 0:
                 self._standing[layer] = _Standing(last, step, self._quiet)
 
     def down(self, step: int) -> list[Move]:
@@ -106,7 +107,7 @@ class Ladder:
         standing = {layer: now for layer, now in self._standing.items() if now.rung}
         moved = {layer: self.rungs(layer, now.is_flushed)[now.rung] for layer, now in standing.items()}
         everything = {layer: moved.pop(layer) for layer in [EVERYTHING] if layer in moved}
-        return replace(self._base, modules={**self._base.modules, **moved, **everything})
+        return replace(self.base, modules={**self.base.modules, **moved, **everything})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions as JSON values."""

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion import Plan, convert
+from octavo.errors import ConfigError
 from octavo.guard.alarms import GuardEvent
+from octavo.guard.buffers import overwrite, tensors_of
 from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import Probe
 from octavo.guard.guard import Guard
@@ -28,6 +30,7 @@ from octavo.guard.guarded import BatchesEnd, Guarded
 from octavo.guard.locate import clip
 from octavo.guard.parameters import ParameterCheck
 from octavo.nn.telemetry import Telemetry
+from octavo.optim import Optimizer
 from octavo.recipes import Recipe
 
 LossOf = Callable[[nn.Module, Any], Tensor]
@@ -48,7 +51,7 @@ class Update:
     optimizer: torch.optim.Optimizer
     """Optimizer of all parameters of the model."""
     clip: float | None = None
-    """Limit of the global gradient norm; None: not clipped."""
+    """Limit of the global gradient norm; None: not clipped. With FP8 gradients, set `clip` of the optimizer."""
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     """Stepped after each update."""
 
@@ -73,7 +76,8 @@ class Loop(Guarded):
         on_event: called with each event; by default events become Python warnings.
 
     Raises:
-        ConfigError: another `Loop` or `Monitor` measures the model.
+        ConfigError: another `Loop` or `Monitor` measures the model; an optimizer of `octavo.optim` steps during
+            backward (`release`), or stores gradients in FP8 where `Update.clip` cannot reach them.
     """
 
     done = 0
@@ -97,6 +101,7 @@ class Loop(Guarded):
         super().__init__()
         self.model, self.models, self.plan = model, (model,), plan
         self.update = update if isinstance(update, Update) else Update(update)
+        _check_update(self.update)
         self._loss_of, self._batches, self._buffer = loss_of, iter(batches), deque[Any]()
         self._first = 0  # index of the first buffered batch
         self._on_event = on_event
@@ -127,7 +132,7 @@ class Loop(Guarded):
         with self._limited_lr() as lr:
             loss = self._loss_of(self.model, batch)
             loss.backward()
-            norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+            norm = self._norm()
             clip([*self.model.parameters()], self.update.clip or float("inf"), norm)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -155,19 +160,21 @@ class Loop(Guarded):
             self._first += 1
         scheduler = self.update.scheduler
         return _State(
-            {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()},
+            {name: tensor.detach().clone() for name, tensor in tensors_of(self.model).items()},
             copy.deepcopy(self.update.optimizer.state_dict()),
             None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
         )
 
     def _load_state(self, step: int, state: _State) -> None:
         self.done = step
-        with torch.no_grad():
-            for name, tensor in self.model.state_dict().items():
-                tensor.copy_(state.model[name])
-        if not state.optimizer["state"]:  # a copy from before the first step
-            self.update.optimizer.state.clear()
-        self.update.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
+        overwrite(tensors_of(self.model), state.model)
+        optimizer = self.update.optimizer
+        optimizer.state.clear()  # a parameter without a gradient until then had none
+        settings = [{**group} for group in optimizer.param_groups]
+        optimizer.load_state_dict(copy.deepcopy(state.optimizer))
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            kept = {key: tensor for key, tensor in before.items() if isinstance(tensor, Tensor)}
+            group.update({key: tensor.copy_(group[key]) for key, tensor in kept.items()})
         if self.update.scheduler is not None and state.scheduler is not None:
             self.update.scheduler.load_state_dict(state.scheduler)
 
@@ -194,8 +201,7 @@ class Loop(Guarded):
             loss = self._loss_of(self.model, batch)
             if backward:
                 loss.backward()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        probe = Probe(float(loss.detach()), float(nn.utils.get_total_norm(gradients)))
+        probe = Probe(float(loss.detach()), float(self._norm()))
         self.update.optimizer.zero_grad(set_to_none=True)
         return probe
 
@@ -215,13 +221,55 @@ class Loop(Guarded):
         """Call `on_event`."""
         self._on_event(event)
 
+    def _norm(self) -> Tensor:
+        """Return the norm of all gradients, also of those that the optimizer stores in FP8, shape ()."""
+        parameters, optimizer = [*self.model.parameters()], self.update.optimizer
+        parts = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if isinstance(optimizer, Optimizer) and optimizer.stored_gradients:
+            stored = optimizer.gradients(p for p in parameters if p.requires_grad and p.grad is None)
+            parts += [nn.utils.get_total_norm([each]) for each in stored if each is not None]  # one FP32 copy at a time
+        return nn.utils.get_total_norm(parts)
+
     @contextmanager
     def _limited_lr(self) -> Iterator[float]:
         """Limit the learning rates of the optimizer inside the block; yield the largest."""
         groups = self.update.optimizer.param_groups
         scheduled = [float(group["lr"]) for group in groups]
-        for group, lr in zip(groups, scheduled, strict=True):
-            group["lr"] = self.guard.lr(lr)
-        yield self.guard.lr(max(scheduled))
-        for group, lr in zip(groups, scheduled, strict=True):
-            group["lr"] = lr
+        above = [(group, lr) for group, lr in zip(groups, scheduled, strict=True) if self.guard.lr(lr) < lr]
+        try:
+            for group, lr in above:
+                _set_lr(group, self.guard.lr(lr))
+            yield self.guard.lr(max(scheduled))
+        finally:
+            for group, lr in above:
+                _set_lr(group, lr)
+
+
+def _check_update(update: Update) -> None:
+    """Check that a loop can measure and clip the gradients of an optimizer.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    optimizer = update.optimizer
+    if not isinstance(optimizer, Optimizer):
+        return
+    if optimizer.release:
+        raise ConfigError(
+            "octavo.guard.Loop: the optimizer has release=True and updates each parameter during backward: a probe"
+            " would train the model, and no gradient is left to measure. Make the optimizer without release;"
+            " gradients='fp8' saves most of the same memory."
+        )
+    if update.clip and any(group["gradients"] == "fp8" for group in optimizer.param_groups):
+        raise ConfigError(
+            f"octavo.guard.Loop: Update(clip={update.clip}) cannot clip gradients that the optimizer stores in FP8."
+            f" Set clip of the optimizer instead: AdamW(..., gradients='fp8', clip={update.clip})."
+        )
+
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    """Set the learning rate of a group; a tensor, which compiled code and CUDA graphs read, in place."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr

@@ -34,17 +34,21 @@ class Refinement:
     def __init__(self, run: Guarded, rules: AlarmRules, recipe: Recipe | None, config: GuardConfig) -> None:
         self._run, self._rules, self._config = run, rules, config
         self._ladder = Ladder(recipe or load("bf16"), config.quiet)
+        self._ladders = [self._ladder]
+        """One for each recipe that the run has had, should a rollback come back to it."""
 
     def change_recipe(self, recipe: Recipe) -> str:
         """Convert the model to another recipe of the run, from which layers are refined from now on.
 
-        Layers that have left FP8 stay in BF16.
+        Layers that have left FP8 stay in BF16. A rollback to an earlier recipe finds its refinements as they were.
 
         Returns:
             Why that is impossible, or an empty string.
         """
         in_bf16 = self._ladder.in_bf16()
-        self._ladder = Ladder(recipe, self._config.quiet)
+        known = next((each for each in self._ladders if each.base == recipe), None)
+        self._ladder = known or Ladder(recipe, self._config.quiet)
+        self._ladders += [] if known else [self._ladder]
         self._ladder.stay_in_bf16(in_bf16, self._run.done)
         return self._run.change_recipe(self._ladder.recipe())
 

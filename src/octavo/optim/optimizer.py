@@ -201,9 +201,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of a parameter that the next step uses, dequantised to FP32 if stored in FP8; or None."""
-        entry = next((entry for entry in self.entries() if entry.parameter is parameter), None)
-        codes = None if entry is None else self._gradients.stored.get(entry.number)
-        return parameter.grad if codes is None else codes.dequantize(parameter)
+        return next(self.gradients([parameter]))
+
+    def gradients(self, parameters: Iterable[Tensor]) -> Iterator[Tensor | None]:
+        """Yield `gradient` of each parameter; all of them take the time of one."""
+        numbers = {id(entry.parameter): entry.number for entry in self.entries()}
+        for parameter in parameters:
+            codes = self._gradients.stored.get(numbers.get(id(parameter), -1))
+            yield parameter.grad if codes is None else codes.dequantize(parameter)
 
     @property
     def stored_gradients(self) -> dict[int, StoredGradient]:

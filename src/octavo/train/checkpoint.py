@@ -12,16 +12,19 @@ A run on several ranks writes one such file per rank, `fp8.rank-0.safetensors`, 
 
 Any number of ranks can read it. Nothing is pickled.
 
-A checkpoint is written under a name that starts with a dot, flushed to disk, then renamed: every `step-*` directory is
-complete.
+A checkpoint is written under a name that starts with a dot, flushed to disk, then renamed, and renamed before it is
+removed: every `step-*` directory is complete. One of the same step is renamed to `.old-step-*` first, and counts until
+the new one is in place.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from torch import Tensor
 
 from octavo._util.checksums import check_file, check_names, file_entry, flush
 from octavo._util.config_reader import blaming, read_file
+from octavo._util.files import os_errors
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.tensor import is_distributed, local, non_finite
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
@@ -40,7 +44,8 @@ from octavo.train.parallel import SINGLE_PROCESS, Ranks
 FORMAT = 2
 """Format 1 had sizes in place of checksums; it can be read."""
 _PREFIX = "step-"
-_TEMPORARY = ".writing-"
+_TEMPORARY, _OLD = ".writing-", ".old-"
+_NAME = re.compile(rf"({re.escape(_OLD)})?{_PREFIX}(\d+)")
 _SHARDED = "sharded"
 
 Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
@@ -78,9 +83,10 @@ def save(
     keep: int,
     ranks: Ranks = SINGLE_PROCESS,
 ) -> Path:
-    """Write `directory/step-XXXXXX`, then remove all but the newest `keep` checkpoints. Return its path.
+    """Write `directory/step-XXXXXX`, then remove all but the newest `keep` checkpoints up to it. Return its path.
 
-    All ranks call it, with a shared directory.
+    Those of later steps are removed, too: the run has gone back since (`roll_back`). All ranks call it, with a shared
+    directory.
 
     Raises:
         CheckpointError: it could not be written (disk full, for example). No partial checkpoint remains, and earlier
@@ -99,9 +105,28 @@ def save(
         # Also on Ctrl-C; after the rename there is nothing to remove.
         if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
-    for old in find(directory)[:-keep] if ranks.is_first else ():
-        shutil.rmtree(old, ignore_errors=True)
+    if ranks.is_first:
+        earlier, later = _split(directory, step)
+        for path in [*earlier[:-keep], *later]:
+            _remove(path)
     return final
+
+
+def roll_back(directory: Path, step: int) -> bool:
+    """Remove the checkpoints after `step`, to which a run goes back: a resumed run is not to find the fault in one.
+
+    The newest one up to `step` is then the one to resume from. If there is none up to `step`, the oldest one, which is
+    the least likely to have the fault, stays until `save` has written another: to resume from it is better than to
+    start over, although the log lacks the steps before it.
+
+    Returns:
+        True if one stays for that reason, so that another should be saved soon.
+    """
+    earlier, later = _split(directory, step)
+    only_later = bool(later) and not earlier
+    for path in reversed(later[1:] if only_later else later):
+        _remove(path)
+    return only_later
 
 
 def name_of(step: int) -> str:
@@ -110,9 +135,15 @@ def name_of(step: int) -> str:
 
 
 def find(directory: Path) -> list[Path]:
-    """Return the checkpoints in `directory`, oldest first."""
-    numbered = [p for p in directory.glob(f"{_PREFIX}*") if p.is_dir() and p.name[len(_PREFIX) :].isdigit()]
-    return sorted(numbered, key=lambda path: int(path.name[len(_PREFIX) :]))
+    """Return the checkpoints in `directory`, oldest first.
+
+    An `.old-step-*` is one if a process was killed before its replacement was in place.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(directory.glob(f"*{_PREFIX}*")):  # `.old-step-*` comes before `step-*`, which counts
+        if (name := _NAME.fullmatch(path.name)) and path.is_dir():
+            found[int(name[2])] = path
+    return [found[step] for step in sorted(found)]
 
 
 def latest(directory: Path) -> Path | None:
@@ -167,13 +198,40 @@ def _must_be_finite(name: str) -> bool:
 
 
 def discard(directory: Path) -> None:
-    """Remove every checkpoint in `directory`, and partial ones of killed processes."""
-    for path in [*find(directory), *directory.glob(f"{_TEMPORARY}*")]:
+    """Remove every checkpoint in `directory`, and what killed processes left."""
+    for path in [*find(directory), *_leftovers(directory)]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _split(directory: Path, step: int) -> tuple[list[Path], list[Path]]:
+    """Return the checkpoints up to `step`, and those after it."""
+    found = find(directory)
+    count = sum(_step_of(path) <= step for path in found)
+    return found[:count], found[count:]
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; a process that is killed meanwhile leaves no partial one under its name."""
+    hidden = path.with_name(f"{_TEMPORARY}{name_of(_step_of(path))}")
+    shutil.rmtree(hidden, ignore_errors=True)  # left by a process that was killed
+    with os_errors(path, CheckpointError, "cannot be removed"), suppress(FileNotFoundError):
+        path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _leftovers(directory: Path) -> list[Path]:
+    """Return what killed processes left: partial checkpoints, and old ones whose replacement is in place."""
+    hidden, found = (directory.glob(f"{prefix}{_PREFIX}*") for prefix in (_TEMPORARY, _OLD)), find(directory)
+    return [path for paths in hidden for path in paths if path not in found]
+
+
 def _begin(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+    for path in _leftovers(temporary.parent):
+        shutil.rmtree(path, ignore_errors=True)
     temporary.mkdir(parents=True)
 
 
@@ -209,10 +267,12 @@ def _finish(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({**plain, "sha256": _digest(plain)}, indent=2) + "\n", encoding="utf-8")
     flush(path)
     flush(temporary)
+    old = final.with_name(f"{_OLD}{final.name}")
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(old)
     temporary.rename(final)
     flush(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _digest(state: Mapping[str, Any]) -> str:
@@ -278,7 +338,8 @@ def _read_sharded(directory: Path, place: Place | None) -> dict[str, Tensor]:
 
 def _remedy(path: Path) -> str:
     """Return advice to resume from the checkpoint before `path`, if there is one."""
-    before = [p for p in find(path.parent) if p.name < path.name]
+    found = find(path.parent)
+    before = found[: found.index(path)] if path in found else []
     return f" Remove {path} to resume from {before[-1].name}." if before else ""
 
 

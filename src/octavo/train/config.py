@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from octavo._util import config_reader
-from octavo._util.config_reader import merge
+from octavo._util.config_reader import merge, shown
 from octavo.errors import ConfigError, did_you_mean
 from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
@@ -426,8 +426,11 @@ GUIDES: dict[str, dict[str, Any]] = {
 
 def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fill in the keys of `run.level` and `run.defaults`, and those of the model that data or `start_from` decide."""
+    for section in fields(RunConfig):
+        if not isinstance(value := settings.get(section.name, {}), Mapping):
+            raise ConfigError(f"{where}: {section.name}: expected a table of settings, got {shown(value)}.")
     run = settings.get("run", {})
-    level, defaults = (run.get("level", 0), run.get("defaults")) if isinstance(run, Mapping) else (0, None)
+    level, defaults = run.get("level", 0), run.get("defaults")
     for each in sorted((each for each in LEVELS if each <= level), reverse=True) if isinstance(level, int) else ():
         settings = merge(LEVELS[each], settings)
     settings = merge(GUIDES, settings) if defaults == "guides" else settings

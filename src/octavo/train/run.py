@@ -82,11 +82,29 @@ class Trainer(GuardedRun):
         """The recipe of the schedule that the FP8 model is converted to."""
         self._precision = self.recipe
         """What the FP8 model computed its last step in: `recipe`, or `bf16`."""
+        self._owes_checkpoint = False
+        """Whether the run has gone back to before its only checkpoint, so that another is due."""
+
+    def _copy_state(self) -> Any:
+        return self.recipe, super()._copy_state()
 
     def _load_state(self, step: int, state: Any) -> None:
-        super()._load_state(step, state)
+        recipe, tensors = state
+        super()._load_state(step, tensors)
+        if recipe != self.recipe:  # the stored scales, which are restored next, are those of this recipe
+            self.switch_recipe(recipe)
         self._precision = self.config.run.precision_of(step - 1)
         self.heldout = {at: loss for at, loss in self.heldout.items() if at <= step}
+
+    def _saved_weight(self, state: Any, name: str) -> Tensor | None:
+        return super()._saved_weight(state[1], name)
+
+    def emit(self, event: GuardEvent) -> None:
+        """Emit an event; a rollback removes checkpoints first, so that none is of steps that the log has lost."""
+        if event.back_to is not None:
+            stays = self.ranks.is_first and checkpoint.roll_back(self.checkpoints, event.back_to)
+            self._owes_checkpoint = self.ranks.broadcast(stays)
+        super().emit(event)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run besides its tensors, as JSON values."""
@@ -167,7 +185,7 @@ class Trainer(GuardedRun):
         if log or self.ranks.count == 1:  # on several ranks only at steps in which all of them ask
             self._check_directory()
             stop = max(self.ranks.gather(self._signals.asked))
-        save = last or self._due(run.checkpoint_every) or stop > 0
+        save = last or self._due(run.checkpoint_every) or stop > 0 or self._owes_checkpoint
         evaluate = self._due(run.eval_every) and not last
         first, *twin = (metrics[state.name] for state in self.setup.states)
         if self.guard.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
@@ -182,6 +200,7 @@ class Trainer(GuardedRun):
         if save:
             self._check_directory()
             self._save(self.checkpoints)
+            self._owes_checkpoint = False
         if stop:
             raise Interrupted(stop)
         if evaluate:

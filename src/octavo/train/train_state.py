@@ -178,7 +178,7 @@ class TrainState:
 
     def _gradients(self) -> list[Tensor | None]:
         if isinstance(self.optimizer, Optimizer):
-            return [self.optimizer.gradient(parameter) for parameter in self._trained]
+            return [*self.optimizer.gradients(self._trained)]
         return [parameter.grad for parameter in self._trained]
 
     def _accumulating(self, parts: int) -> AbstractContextManager[None]:
