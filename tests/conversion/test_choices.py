@@ -46,7 +46,7 @@ def test_whatever_is_planned_the_advice_is_the_same(recipe: str) -> None:
 def test_layers_too_small_to_gain_are_counted_in_bf16() -> None:
     plan = _plan(dim=256)
     assert plan.fp8_layers == 0 and str(plan).endswith(
-        "no recipe is predicted to beat BF16 at 16,384 tokens per forward: use more tokens or wider layers"
+        "no recipe is predicted to beat BF16 at 16,384 tokens per forward: use more, or wider layers"
     )
     assert {choice.gain for choice in choices(*_inputs(plan)) if choice.recipe == "block"} == {1.0}
     assert min(choice.gain for choice in choices(*_inputs(plan))) >= 1.0

@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import math
+from functools import partial
 
 import pytest
 import torch
@@ -112,6 +114,58 @@ class Other(Ungated):
         return super().forward(tokens, experts, scores) + tokens
 
 
+class Dropping(Interleaved):
+    """Not a mixture of experts: each expert drops the tokens over its capacity."""
+
+    def __init__(self, factor=1.25, least=0):
+        super().__init__()
+        self.factor, self.least = factor, least
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        capacity = max(self.least, math.ceil(self.factor * ids.numel() / 4))
+        for e in range(4):
+            t, k = (each[:capacity] for each in torch.where(ids == e))
+            h = x[t] @ self.up[e]
+            y = y.index_add(0, t, (F.gelu(h[:, ::2]) * h[:, 1::2]) @ self.down[e] * weights[t, k, None])
+        return y
+
+
+class OfTwo(Interleaved):
+    """For two experts per token only."""
+
+    top_k = 2
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(4):
+            (places,) = torch.where(ids.flatten() == e)
+            t, h = places // self.top_k, x[places // self.top_k] @ self.up[e]
+            h = (F.gelu(h[:, ::2]) * h[:, 1::2]) @ self.down[e]
+            y = y.index_add(0, t, h * weights.flatten()[places, None])
+        return y
+
+
+class LargestHidden(Ungated):
+    """Not a mixture of experts: only the 20 largest hidden numbers count, of 48."""
+
+    def forward(self, tokens, experts, scores):
+        hidden = F.relu(torch.einsum("td,ehd->teh", tokens, self.up)).square()
+        least = hidden.topk(min(20, hidden.shape[-1]), -1).values[..., -1:]
+        hidden = torch.where(hidden >= least, hidden, 0)
+        every = torch.einsum("teh,edh->ted", hidden, self.down)
+        dense = torch.zeros(len(tokens), 4).scatter(1, experts, scores)
+        return (every * dense[:, :, None]).sum(1)
+
+
+class LargestInput(Ungated):
+    """Not a mixture of experts: only the 16 largest numbers of a token count, of 32."""
+
+    def forward(self, tokens, experts, scores):
+        least = tokens.topk(min(16, tokens.shape[-1]), -1).values[..., -1:]
+        return super().forward(torch.where(tokens >= least, tokens, 0), experts, scores)
+
+
 def compare(model, converted, run, floor):
     """Compare outputs and gradients of a model before and after conversion."""
     wide, fp8 = run(model), run(converted)
@@ -149,7 +203,23 @@ def routed():
     return torch.randn(40, 32), ids, weights
 
 
-@pytest.mark.parametrize("kind", [Interleaved, Biased, Ungated])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(Dropping, factor) for factor in (1.0, 1.25, 2.0, 3.0)),
+        partial(Dropping, 1.25, 8),
+        LargestHidden,
+        LargestInput,
+    ],
+)
+def test_experts_that_drop_something_are_none(make):
+    model = nn.ModuleDict({"experts": make()})
+    plan = octavo.convert(model)
+    assert plan.fp8_layers == 0 and not isinstance(model["experts"], Experts)
+    assert "no mixture of experts that is known" in plan.unconverted[0].reason
+
+
+@pytest.mark.parametrize("kind", [Interleaved, Biased, Ungated, OfTwo])
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])
 def test_of_a_reader(kind, recipe):
     model = nn.ModuleDict({"experts": kind()})

@@ -282,6 +282,30 @@ class Mixes(Gated):
         return super().forward(x + torch.roll(x, 1, dims=-2))
 
 
+class LargestHidden(Gated):
+    """Only the 32 largest hidden numbers count: of 24 in a tiny copy, all."""
+
+    def forward(self, x):
+        h = F.silu(self.gate(x)) * self.up(x)
+        return self.down(torch.where(h >= h.topk(min(32, h.shape[-1]), -1).values[..., -1:], h, 0))
+
+
+class LargestInput(Gated):
+    def forward(self, x):
+        return super().forward(torch.where(x >= x.topk(min(32, x.shape[-1]), -1).values[..., -1:], x, 0))
+
+
+class LargestResult(Gated):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.where(y >= y.topk(min(32, y.shape[-1]), -1).values[..., -1:], y, 0)
+
+
+class LargestInTraining(LargestHidden):
+    def forward(self, x):
+        return super().forward(x) if self.training else Gated.forward(self, x)
+
+
 class OtherInEvaluation(Gated):
     def forward(self, x):
         return super().forward(x) if self.training else self.down(F.relu(self.gate(x)) * self.up(x))
@@ -454,6 +478,7 @@ class WithoutGradients(Gated):
 
 NOT = [
     Dropout, NestedDropout, FunctionalDropout, Scaled, LayerScale, Buffered, Normed, NormedWithoutWeights, Residual,
+    LargestHidden, LargestInput, LargestResult, LargestInTraining,
     Clamped, Offset, Mixes, OtherInEvaluation, NoisyInTraining, TwoResults, TwoArguments, Double, Summed, Raises, Twice,
     ThirdUnused, TanhGate, ReluGate, QuickGelu, SigmoidGate, LayerDrop, LayerDropInPython, LayerDropInNumPy,
     LayerDropOfItsOwn, LayerDropOfPythonsOwn, LayerDropOfNumPysOwn, Counts, CountsInADictionary, Collects,

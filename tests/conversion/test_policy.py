@@ -4,7 +4,9 @@ import dataclasses
 from collections import OrderedDict
 
 import pytest
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import octavo
 from octavo.conversion import Policy, make_plan
@@ -300,3 +302,74 @@ class WithLogits(nn.Module):
 def test_a_layer_with_the_shape_of_an_embedding_is_a_head_outside_of_the_blocks():
     plan = make_plan(WithLogits(), policy=Policy(min_features=16))
     assert [(layer.name, layer.reason) for layer in plan.layers if not layer.is_fp8] == [("to_logits", HEAD)]
+
+
+class Int8Tensor(Tensor):
+    """A quantised weight of another library, such as torchao's: it says that it is in FP32, and holds codes."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        raise NotImplementedError(function)
+
+
+def int8(*shape):
+    return nn.Parameter(Int8Tensor(torch.zeros(shape, dtype=torch.int8)), requires_grad=False)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(64, 64), lambda: nn.Conv1d(64, 64, 1)])
+def test_a_weight_that_another_library_has_quantised_stays(make):
+    model = nn.Sequential(make(), make())
+    model[0].weight = int8(*model[0].weight.shape)
+    plan = octavo.convert(model)
+    reason = "its weight is an Int8Tensor, a tensor of another library: quantised already, for example"
+    assert (plan.layers[0].is_fp8, plan.layers[0].reason) == (False, reason)
+    assert plan.layers[1].is_fp8 and type(model[0]) is type(make())
+
+
+def test_a_plain_subclass_of_parameter_is_converted():
+    class Named(nn.Parameter):
+        pass
+
+    model = nn.Sequential(nn.Linear(64, 64))
+    model[0].weight = Named(model[0].weight.detach())
+    assert octavo.convert(model).fp8_layers == 1
+    model(torch.randn(4, 64)).sum().backward()
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 48, 32)), nn.Parameter(torch.randn(4, 32, 48))
+
+    def forward(self, x, ids, weights):
+        y = torch.zeros_like(x)
+        for e in range(4):
+            t, k = torch.where(ids == e)
+            y = y.index_add(0, t, F.silu(x[t] @ self.up[e].T) @ self.down[e].T * weights[t, k, None])
+        return y
+
+
+def test_experts_that_another_library_has_quantised_stay():
+    model = nn.Sequential(Mixture())
+    assert octavo.plan(model).fp8_layers == 2
+    model[0].up = int8(4, 48, 32)
+    plan = octavo.convert(model)
+    assert plan.fp8_layers == 0 and "one of its weights is an Int8Tensor" in plan.layers[0].reason
+
+
+@pytest.mark.parametrize("call", [octavo.plan, octavo.convert])
+def test_a_lazy_layer_has_to_run_first(call):
+    model = nn.Sequential(nn.LazyLinear(64), nn.Linear(64, 64))
+    with pytest.raises(ConfigError, match=r"0\.weight has no shape yet.*LazyLinear.*one batch first"):
+        call(model)
+    model(torch.randn(2, 64))
+    assert call(model).fp8_layers == 2

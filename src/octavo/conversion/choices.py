@@ -67,7 +67,7 @@ def advice(layers: Sequence[LayerPlan], device: str, tokens: int) -> list[str]:
     if not found:
         return []
     if found[0].gain < GAINS:
-        return [f"no recipe is predicted to beat BF16 at {tokens:,} tokens per forward: use more tokens or wider layers"]
+        return [f"no recipe is predicted to beat BF16 at {tokens:,} tokens per forward: use more, or wider layers"]
     free = next(choice for choice in found if not choice.price)
     gemms = "the GEMMs of linear layers" if any(layer.is_experts for layer in layers) else "all GEMMs"
     lines = [f"fastest at the accuracy usual for FP8: {free} times BF16 over {gemms} (predicted)"]

@@ -2,6 +2,7 @@
 
 They are recognised by their results, as MLPs are (`octavo.conversion.fusion_patterns`): a copy with tiny weights is run
 on random tokens, experts and routing weights, and compared with the formula of every reading that the shapes allow.
+Some calls send all tokens to the same experts, to tell a forward that drops tokens over a capacity.
 Neither names nor the form of the loop over experts matter: Mixtral, Qwen3-MoE, DeepSeek-V3, OLMoE and GPT-OSS of
 Transformers, GroupedExperts of torchtitan, and hand-written modules are found.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -24,11 +27,13 @@ from octavo.kernels.reference.activation import value
 from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
 from octavo.nn.modules import has_own_tensors
-from octavo.nn.probe import computes, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, random_tensor, shallow_copy
 
-_WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 6, 2
+_WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 48, 2
 _IDS, _SORTED = 3, 2
 """Arguments of a forward that takes tokens, experts and weights, and of one that takes sorted rows and counts."""
+Routing = tuple[tuple[int, ...], ...]
+"""Experts of each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +142,20 @@ def _biases(biases: dict[str, nn.Parameter], first: int, second: int) -> Iterato
 class _Call(nn.Module):
     """A module of experts as a function of tokens alone, with fixed experts and routing weights."""
 
-    def __init__(self, experts: nn.Module, forward: Callable[..., Tensor], roles: ExpertRoles) -> None:
+    def __init__(
+        self, experts: nn.Module, forward: Callable[..., Tensor], roles: ExpertRoles, routing: Routing
+    ) -> None:
         super().__init__()
         self.experts, self.call, self.is_sorted = experts, forward, roles.is_sorted
         self.count = cast(Tensor, experts.get_parameter(roles.down)).shape[0]
-        self.weights = nn.Parameter(random_tensor(9, _TOKENS, _PER_TOKEN).abs() + 0.1) if not roles.is_sorted else None
+        self.routing = routing
+        shape = len(routing), len(routing[0])
+        self.weights = nn.Parameter(random_tensor(9, *shape).abs() + 0.1) if not roles.is_sorted else None
 
     @property
     def ids(self) -> Tensor:
         """Experts of each token, (T, S), distinct per token; sorted rows have one each."""
-        first = torch.arange(_TOKENS) * self.count // _TOKENS
-        return first[:, None] if self.is_sorted else torch.stack([(first + 1) % self.count, first], dim=1)
+        return torch.tensor(self.routing)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_sorted:
@@ -155,26 +163,67 @@ class _Call(nn.Module):
         return self.call(self.experts, x, self.ids, self.weights)
 
 
+def _routings(count: int, per_token: int, is_sorted: bool) -> list[Routing]:
+    """Return experts of each token: the same for all tokens, random ones, and every expert alike."""
+    slots = min(per_token, count)
+    same = [range(count - slots, count)] * _TOKENS
+    drawn = [random.Random(token).sample(range(count), slots) for token in range(_TOKENS)]
+    alike = [[(token * count // _TOKENS + slot) % count for slot in range(slots)] for token in range(_TOKENS)]
+    routings = [tuple(map(tuple, routing)) for routing in (same, drawn, alike)]
+    return [tuple(sorted((ids[0],) for ids in routing)) for routing in routings] if is_sorted else routings
+
+
 def _computes(module: nn.Module, forward: Callable[..., Tensor], roles: ExpertRoles) -> bool:
+    """Return whether a forward is the mixture of experts of these roles, whatever the routing and the widths."""
+    down = module.get_parameter(roles.down)
+    width, hidden = sorted_shape(down, roles)
+    gives_mixture = partial(_gives_mixture, module, forward, roles)
+    same, drawn, alike = _routings(down.shape[0], _PER_TOKEN, roles.is_sorted)
+    if not gives_mixture([same, drawn, alike]):
+        return False
+    if not all(gives_mixture([same], widths, 1) for widths in ((width, _HIDDEN), (_WIDTH, hidden))):
+        return False
+    if roles.is_sorted:
+        return True
+    # With one expert per token, all tokens exceed a capacity that they fit in with two. Some modules are for two only.
+    same, _, alike = _routings(down.shape[0], 1, roles.is_sorted)
+    return gives_mixture([same], calls=1) or not gives_mixture([alike], calls=1)
+
+
+def _gives_mixture(
+    module: nn.Module,
+    forward: Callable[..., Tensor],
+    roles: ExpertRoles,
+    routings: list[Routing],
+    widths: tuple[int, int] = (_WIDTH, _HIDDEN),
+    calls: int = CALLS,
+) -> bool:
+    """Return whether a copy of these widths, of tokens and hidden, is a mixture of experts. Each call has a routing."""
+    turns = itertools.cycle(routings)
+
     def make(training: bool) -> nn.Module:
-        return _Call(_tiny_copy(module, roles, training), forward, roles)
+        return _Call(_random_copy(module, roles, training, widths), forward, roles, next(turns))
 
-    x = random_tensor(0, _TOKENS, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu")[:, None]
-    return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), x, 1e-4)
+    scale = torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu").repeat(_TOKENS // 6)
+    x = random_tensor(0, _TOKENS, widths[0]) * scale[:, None]
+    return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), x, 1e-4, calls)
 
 
-def _tiny_copy(module: nn.Module, roles: ExpertRoles, training: bool) -> nn.Module:
-    """Return a copy of a module whose weights are small and random."""
+def _random_copy(module: nn.Module, roles: ExpertRoles, training: bool, widths: tuple[int, int]) -> nn.Module:
+    """Return a copy of a module with random weights of these widths; all experts share them unless they are tiny."""
     probe = shallow_copy(module, training)
     if isinstance(module, Experts):
         cast(Experts, probe).release()
-    hidden = 2 * _HIDDEN if roles.is_gated and len(roles.inner) == 1 else _HIDDEN
-    shapes = dict.fromkeys(roles.inner, (hidden, _WIDTH)) | {roles.down: (_WIDTH, _HIDDEN)}
+    width, inner = widths
+    hidden = 2 * inner if roles.is_gated and len(roles.inner) == 1 else inner
+    shapes = dict.fromkeys(roles.inner, (hidden, width)) | {roles.down: (width, inner)}
     count, tensors = module.get_parameter(roles.down).shape[0], {}
+    different = count if widths == (_WIDTH, _HIDDEN) else 1
     for seed, (name, (n, k)) in enumerate(shapes.items()):
-        tensors[name] = random_tensor(1 + seed, count, *((k, n) if roles.is_transposed else (n, k))) / 2
-    for name, width in zip(roles.biases, (hidden, _WIDTH), strict=False):
-        tensors[name] = random_tensor(len(tensors), count, width)
+        weight = random_tensor(1 + seed, different, *((k, n) if roles.is_transposed else (n, k))) / 2
+        tensors[name] = weight.expand(count, -1, -1)
+    for name, length in zip(roles.biases, (hidden, width), strict=False):
+        tensors[name] = random_tensor(len(tensors), count, length)
     probe._parameters = {name: nn.Parameter(tensors[name]) if name in tensors else None for name in module._parameters}
     return probe
 
@@ -183,7 +232,7 @@ def _formula(probe: _Call, roles: ExpertRoles, x: Tensor) -> Tensor:
     """Return the result of a mixture of experts by a loop over its experts."""
     y = torch.zeros_like(x)
     weights = torch.ones(probe.ids.shape, dtype=x.dtype, device=x.device) if probe.weights is None else probe.weights
-    for e in range(probe.count):
+    for e in sorted(set(itertools.chain(*probe.routing))):
         tokens, places = torch.where(probe.ids == e)
         y = y.index_add(0, tokens, _expert(probe.experts, roles, e, x[tokens]) * weights[tokens, places, None])
     return y

@@ -1,7 +1,8 @@
 """Fusible parts of a user's modules, beyond single linear layers: layers that share an input, MLPs, norms, attention.
 
 An MLP is recognised by its results. A copy with tiny layers is run on random numbers and compared with the formula of
-every kind of MLP, so that neither its names nor its form matter. Layers that share an input are found in the source of
+every kind of MLP, so that neither its names nor its form matter. What matches is compared again with layers as wide as
+its own: it may do something that has no effect on a few numbers. Layers that share an input are found in the source of
 `forward`: calls `self.a(x)`, `self.b(x)` of the same name without an assignment in between. A mistake there costs time,
 never correctness: a layer that receives another tensor than its group computes alone.
 """
@@ -30,7 +31,7 @@ from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.mlp import unsupported_reason
 from octavo.nn.modules import full_name, has_own_tensors
 from octavo.nn.norm import adopts
-from octavo.nn.probe import computes, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, random_tensor, shallow_copy
 from octavo.recipes import Precision, Recipe
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
@@ -240,21 +241,36 @@ def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
 
 
 def _is_mlp(module: nn.Module, roles: MLPRoles) -> bool:
-    """Return whether the forward of a module is the MLP of these roles."""
-    x = random_tensor(0, 2, 4, _WIDTH) * torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
+    """Return whether the forward of a module is the MLP of these roles.
+
+    Its own widths are probed one at a time: that needs little memory and time, and no values of its weights.
+    """
+    down = cast(nn.Linear, module.get_submodule(roles.down))
+    wide = (down.out_features, _HIDDEN), (_WIDTH, down.in_features)
+    is_one = _gives_mlp(module, roles, (_WIDTH, _HIDDEN), 1e-5, CALLS)
+    return is_one and all(_gives_mlp(module, roles, widths, 1e-4, 1) for widths in wide)
+
+
+def _gives_mlp(module: nn.Module, roles: MLPRoles, widths: tuple[int, int], tolerance: float, calls: int) -> bool:
+    """Return whether a copy of these widths, of x and hidden, computes the MLP. Long sums need a larger tolerance."""
+    rows = torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
     return computes(
-        lambda training: _tiny_copy(module, roles, training), lambda probe, x: _formula(probe, roles, x), x, 1e-5
+        lambda training: _random_copy(module, roles, training, widths),
+        lambda probe, x: _formula(probe, roles, x),
+        random_tensor(0, 2, 4, widths[0]) * rows,
+        tolerance,
+        calls,
     )
 
 
-def _tiny_copy(module: nn.Module, roles: MLPRoles, training: bool) -> nn.Module:
-    """Return a copy of a module whose linear layers are small and random; it holds no other tensors."""
+def _random_copy(module: nn.Module, roles: MLPRoles, training: bool, widths: tuple[int, int]) -> nn.Module:
+    """Return a copy of a module whose linear layers are random and of these widths; it holds no other tensors."""
     probe = shallow_copy(module, training)
     if isinstance(module, FusedMLP):
         cast(FusedMLP, probe).release()
     for seed, name in enumerate((*roles.inner, roles.down)):
-        shape = (_WIDTH, _HIDDEN) if name == roles.down else (_HIDDEN, _WIDTH)
-        layer = nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float32)
+        shape = widths if name == roles.down else widths[::-1]
+        layer = nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float32, device="meta")
         layer.weight = nn.Parameter(random_tensor(1 + seed, *shape))
         if module.get_submodule(name).bias is not None:
             layer.bias = nn.Parameter(random_tensor(4 + seed, shape[0]))

@@ -51,9 +51,9 @@ def make_plan(
             present.
 
     Raises:
-        ConfigError: an argument of another type, an unknown recipe or device, no tokens, a pattern of a recipe that
-            matches no linear layer and no convolution, one of the policy that matches no module, or weights in FP8 with
-            a recipe that cannot compute with their codes.
+        ConfigError: an argument of another type, a lazy module that has not run, an unknown recipe or device, no
+            tokens, a pattern of a recipe that matches no linear layer and no convolution, one of the policy that
+            matches no module, or weights in FP8 with a recipe that cannot compute with their codes.
         UnsupportedError: `device` is not present, so its kernels are unknown.
     """
     if str(device) in GPUS:
@@ -92,6 +92,13 @@ def _check_arguments(model: object, policy: object, tokens: int) -> None:
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     if not isinstance(policy, Policy | None):
         raise ConfigError(f'policy: expected an octavo.Policy, such as Policy(weights="fp8"), got {policy!r}.')
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            raise ConfigError(
+                f"{name} has no shape yet: its module is a {owner}, which finds it in its first forward. Run the model "
+                "on one batch first, then convert it."
+            )
     if tokens < 1:
         raise ConfigError(f"tokens = {tokens}: expected the number of tokens of one forward, at least 1.")
 

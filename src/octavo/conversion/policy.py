@@ -21,6 +21,7 @@ from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.modules import full_name
 from octavo.nn.operands import REAL
 from octavo.recipes import Precision, Recipe
+from octavo.tensor import local
 
 HEAD = "output head: its error goes straight into the loss"
 TOO_SMALL, NO_FP8 = "too small to gain", "the recipe says bf16"
@@ -48,7 +49,7 @@ DEFAULTS = MappingProxyType(
 )
 """Name patterns of layers that stay in BF16 unless a policy says otherwise, and why."""
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Names that `torch.compile`, activation checkpointing and FSDP put between a module and its parent."""
 
 
@@ -187,8 +188,10 @@ class Policy:
             unfit = self._convolution(layer)
         if unfit is not None:
             return unfit
-        if (dtype := cast(Tensor, layer.weight).dtype) not in REAL:
-            return f"its weight is {dtype}, no real floating-point number"
+        if (kind := _foreign_class(weight := cast(Tensor, layer.weight))) is not None:
+            return f"its weight is an {kind}, a tensor of another library: quantised already, for example"
+        if weight.dtype not in REAL:
+            return f"its weight is {weight.dtype}, no real floating-point number"
         if self.filter is not None and not self.filter(name, layer):
             return "left out by the policy's filter"
         return None
@@ -202,6 +205,8 @@ class Policy:
             return f"fewer than {self.min_features} features"
         if any(size % _GROUPED for size in sizes):
             return f"{sizes} features: grouped FP8 GEMMs take multiples of {_GROUPED}"
+        if (kind := next(filter(None, map(_foreign_class, module.parameters())), None)) is not None:
+            return f"one of its weights is an {kind}, a tensor of another library: quantised already, for example"
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if not dtypes <= set(REAL):
             return f"its weights are {dtypes}, no real floating-point numbers"
@@ -256,6 +261,18 @@ class Policy:
         return None
 
 
+def _foreign_class(weight: Tensor) -> str | None:
+    """Return the class of a weight that computes its operations in another library's way, or None.
+
+    Such a class has a `__torch_dispatch__`: the weight has no values in memory that a GEMM could read. Those of PyTorch
+    are distributed or fake tensors.
+    """
+    kind = type(local(weight))
+    if kind.__module__.partition(".")[0] in ("torch", "octavo"):
+        return None
+    return None if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ else kind.__name__
+
+
 def find_heads(model: nn.Module) -> set[int]:
     """Return the `id` of each output head and of each module inside one, as the model names them.
 
@@ -304,5 +321,9 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 def _matches(name: str, pattern: str) -> bool:
     """Return whether a pattern matches a module's name, with or without the names of wrappers."""
-    own = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    return fnmatchcase(name, pattern) or fnmatchcase(own, pattern)
+    return fnmatchcase(name, pattern) or fnmatchcase(unwrapped_name(name), pattern)
+
+
+def unwrapped_name(name: str) -> str:
+    """Return a full name without the names of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

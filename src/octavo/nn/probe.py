@@ -30,7 +30,13 @@ CALLS = 3
 _CONTAINERS = (dict, list, set)
 
 
-def computes(make: Callable[[bool], nn.Module], formula: Callable[..., Tensor], x: Tensor, tolerance: float) -> bool:
+def computes(
+    make: Callable[[bool], nn.Module],
+    formula: Callable[..., Tensor],
+    x: Tensor,
+    tolerance: float,
+    calls: int = CALLS,
+) -> bool:
     """Return whether the `forward` of a module is `formula` and nothing else.
 
     Args:
@@ -38,11 +44,12 @@ def computes(make: Callable[[bool], nn.Module], formula: Callable[..., Tensor], 
         formula: `formula(copy, x)`, differentiable; a result in FP64 is compared in it.
         x: (..., D). Gradients are compared where |x| <= 10, and in FP32 only.
         tolerance: relative to the largest element of a row.
+        calls: number of calls in each mode; gradients are compared in the second.
     """
     with _as_written():
         return all(
             _computes_once(_moved(make(training), call), formula, x, tolerance, call)
-            for training, call in itertools.product((True, False), range(CALLS))
+            for training, call in itertools.product((True, False), range(calls))
         )
 
 

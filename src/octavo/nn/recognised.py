@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import cached_property, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels.ledger import warn_once
-from octavo.nn.adopted import Adopted, own_class
+from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.modules import full_name, is_position
 
 
@@ -24,40 +26,132 @@ class Recognised(Adopted):
 
     fields: tuple[str, ...] = ("recognised_with",)
     recognised_with: tuple[tuple[str, str, Any], ...] = ()
-    """(path of a child module, name of an attribute, its value at recognition)"""
+    """(path of a child module, name of an attribute, its value at recognition). `config.dropout` is a name too: that of
+    a field of an object or dictionary."""
 
     @classmethod
     def take(cls, module: nn.Module, **fields: Any) -> None:
         """Mix this class into that of a module in place, and record the attributes of the module."""
-        before = tuple(each for each in _settings(module) if each[1] not in cls.fields)
+        found = _settings(module, _names_in_code(module))
+        before = tuple(each for each in found if each[1].partition(".")[0] not in cls.fields)
         super().take(module, recognised_with=before, **fields)
 
     def is_as_recognised(self) -> bool:
         """Return whether all recorded attributes have their values still; warn of the first that has not."""
         for path, name, before in self.recognised_with:
-            if not _is_same(getattr(self.get_submodule(path), name, None), before):
+            if not _is_same(_value(self.get_submodule(path), name), before):
                 _warn_of_change(own_class(self).__name__, full_name(path, name))
                 return False
         return True
 
 
-def _settings(module: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any]]:
+def _settings(module: nn.Module, named: Collection[str], path: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yield the attributes of a module and its children that may decide what it computes.
 
     Excluded are attributes that every module has, parameters, linear layers, and the position of a module, for which
     each layer would be compiled separately. Lists, tuples and dictionaries of numbers and strings are yielded as
-    tuples. Other collections are excluded, because compilers do not preserve their identity.
+    tuples. Other collections are excluded, because compilers do not preserve their identity. Of other objects, such as
+    configurations, numbers and strings in them are yielded as well, if they are named.
+
+    Args:
+        named: names in the code of `forward`. A configuration of transformers has a hundred fields, most of which have
+            nothing to do with an MLP, and may change.
     """
     for name, value in itertools.chain(vars(module).items(), module._modules.items(), module._parameters.items()):
         contents = _contents(value)
         if name not in _OF_EVERY_MODULE and not isinstance(contents, _NOT_COMPARED) and not is_position(name, value):
             yield path, name, contents
+            yield from ((path, f"{name}.{field}", inner) for field, inner in _fields(contents, named))
     for name, child in module.named_children():
         if not isinstance(child, nn.Linear):
-            yield from _settings(child, full_name(path, name))
+            yield from _settings(child, named, full_name(path, name))
 
 
 _NOT_COMPARED = (nn.Linear, nn.Parameter, list, set, frozenset, range, slice)
+_ATOMS = (int, float, str, tuple, type, type(None), FunctionType, ModuleType, partial, nn.Module, Tensor)
+"""Values without fields of their own, or with such that are compared otherwise."""
+_HOW_IT_IS_COMPUTED = ("_attn_implementation", "_experts_implementation")
+"""Fields of transformers that change no result, and change in `generate`."""
+
+
+def _fields(value: Any, named: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and strings in an object or dictionary that are named."""
+    if isinstance(value, _ATOMS):
+        return
+    for name in named:
+        try:
+            found = value.get(name, value) if isinstance(value, dict) else getattr(value, name, value)
+        except Exception:  # a property that fails
+            continue
+        is_position_or_way = name in _HOW_IT_IS_COMPUTED or is_position(name, found)
+        if isinstance(found, int | float | str | None) and not is_position_or_way:
+            yield name, found
+
+
+def _value(module: nn.Module, name: str) -> Any:
+    """Return the value of an attribute, or of a field of one; None if there is none."""
+    owner, _, field = name.partition(".")
+    value = getattr(module, owner, None)
+    if not field:
+        return value
+    return value.get(field) if isinstance(value, dict) else getattr(value, field, None)
+
+
+def _names_in_code(module: nn.Module) -> list[str]:
+    """Return the names and strings in the code that the forward of a module may run, its linear layers excluded.
+
+    Followed are methods of its modules and of objects that they hold, functions by their names, and wrapped ones.
+    """
+    parts = [part for part in module.modules() if not isinstance(part, nn.Linear)]
+    held = [value for part in parts for value in vars(part).values()]
+    kinds = [own_class(part).parent if is_taken(part) else type(part) for part in parts]
+    kinds += [type(value) for value in held if not isinstance(value, _ATOMS)]
+    classes = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base not in (nn.Module, object))
+    waiting: list[Any] = [vars(base).get(entry) for base in classes for entry in ("forward", "__call__")]
+    waiting += held
+    functions, names = set[FunctionType](), set[str]()
+    while waiting:
+        function = _unwrapped(waiting.pop())
+        if not isinstance(function, FunctionType) or function in functions or _is_of_torch(function.__module__):
+            continue
+        functions.add(function)
+        new = set(_names_of(function.__code__))
+        names |= new
+        known = [value for name in new if (value := function.__globals__.get(name)) is not None]
+        files = [value for value in known if isinstance(value, ModuleType) and not _is_of_torch(value.__name__)]
+        waiting += [*known, *_enclosed(function)]
+        waiting += [vars(space).get(name) for space in (*files, *classes) for name in new]
+    return sorted(names)
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the function of a property, a method or a partial call; other values unchanged."""
+    if isinstance(value, property):
+        return value.fget
+    if isinstance(value, partial | cached_property):
+        return value.func
+    return value.__func__ if isinstance(value, staticmethod | classmethod | MethodType) else value
+
+
+def _enclosed(function: FunctionType) -> Iterator[Any]:
+    """Yield the values that a function has from the functions around it, such as the one that it wraps."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it has none yet
+            yield cell.cell_contents
+
+
+def _is_of_torch(name: str | None) -> bool:
+    return (name or "").partition(".")[0] == "torch"
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes, and the strings, in code and in functions defined in it."""
+    yield from (name for name in code.co_names if not name.startswith("__"))
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_of(constant)
 
 
 def _contents(value: Any) -> Any:
@@ -67,7 +161,7 @@ def _contents(value: Any) -> Any:
     found = tuple(value.items() if isinstance(value, dict) else enumerate(value))
     if all(isinstance(each, int | float | str | None) for _, each in found):
         return found
-    return list(value) if isinstance(value, tuple) else value  # lists are not compared, dictionaries by identity
+    return list(value) if isinstance(value, tuple) else value  # lists are not compared, dictionaries by named fields
 
 
 def _is_same(now: Any, before: Any) -> bool:

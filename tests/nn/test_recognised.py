@@ -1,0 +1,185 @@
+"""A change in what a recognised module holds: its own forward runs, and a warning says why."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import octavo
+from octavo.nn.fused import FusedMLP
+
+X = torch.randn(8, 64)
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    dropout: float = 0.0
+    unread: int = 1
+
+
+class WithProperty:
+    unread = 1
+
+    def __init__(self) -> None:
+        self._dropout = 0.0
+
+    @property
+    def dropout(self) -> float:
+        return self._dropout
+
+    @dropout.setter
+    def dropout(self, value: float) -> None:
+        self._dropout = value
+
+
+def transformers_config():
+    config = pytest.importorskip("transformers").LlamaConfig(hidden_size=64, intermediate_size=128)
+    config.dropout = 0.0
+    return config
+
+
+CONFIGS = {
+    "namespace": lambda: SimpleNamespace(dropout=0.0, unread=1),
+    "slots": Slots,
+    "property": WithProperty,
+    "dictionary": lambda: {"dropout": 0.0, "unread": 1, "other": object()},
+    "transformers": transformers_config,
+}
+configs = pytest.mark.parametrize("config", CONFIGS)
+
+
+def change(config, name: str, value: float) -> None:
+    if isinstance(config, dict):
+        config[name] = value
+    else:
+        setattr(config, name, value)
+
+
+class Configured(nn.Module):
+    """An MLP with a dropout whose probability is in a configuration."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
+        self.down, self.cfg = nn.Linear(128, 64, bias=False), config
+
+    @property
+    def dropout(self) -> float:
+        return self.cfg["dropout"] if isinstance(self.cfg, dict) else self.cfg.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(F.silu(self.gate(x)) * self.up(x), self.dropout, self.training))
+
+
+class Called:
+    """An activation with a number of its own."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.silu(x * self.factor)
+
+
+def activate(config, x: Tensor) -> Tensor:
+    return F.silu(x * config.factor)
+
+
+def wrapped(forward):
+    def wrapper(self, x):
+        return forward(self, x) * self.cfg.factor
+
+    return wrapper
+
+
+class ByObject(Configured):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.cfg(self.gate(x)) * self.up(x))
+
+
+class ByFunction(Configured):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(activate(self.cfg, self.gate(x)) * self.up(x))
+
+
+class ByMethod(Configured):
+    def activate(self, x: Tensor) -> Tensor:
+        (y,) = [F.silu(each * self.cfg.factor) for each in (x,)]
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activate(self.gate(x)) * self.up(x))
+
+
+class ByName(Configured):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x)) * getattr(self.cfg, "factor", 1.0)
+
+
+class ByWrapper(Configured):
+    @wrapped
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def converted(module: nn.Module) -> FusedMLP:
+    octavo.convert(module, policy=octavo.Policy(min_features=8))
+    assert isinstance(module, FusedMLP) and module.is_as_recognised()
+    return module
+
+
+@configs
+def test_a_change_inside_a_configuration_is_computed_and_said(config, caplog, monkeypatch):
+    monkeypatch.setattr("octavo.kernels.ledger._warned", set())
+    held = CONFIGS[config]()
+    module = converted(Configured(held))
+    assert torch.equal(module(X), module(X))
+    change(held, "dropout", 0.9)
+    assert not torch.equal(module(X), module(X))
+    name = "_dropout" if config == "property" else "dropout"
+    assert f"FusedConfigured.cfg.{name} has changed since octavo.convert" in caplog.text
+
+
+@configs
+def test_a_field_that_the_code_does_not_name_may_change(config):
+    held = CONFIGS[config]()
+    module = converted(Configured(held))
+    change(held, "unread", 2)
+    assert module.is_as_recognised()
+
+
+@pytest.mark.parametrize("cls", [ByObject, ByFunction, ByMethod, ByName, ByWrapper])
+def test_a_field_is_noticed_wherever_the_code_reads_it(cls):
+    held = Called()
+    module = converted(cls(held))
+    held.factor = 2.0
+    assert not module.is_as_recognised()
+
+
+def test_the_way_in_which_transformers_computes_may_change():
+    class Way(Configured):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.cfg._experts_implementation else x
+
+    held = SimpleNamespace(dropout=0.0, _experts_implementation="grouped_mm")
+    module = converted(Way(held))
+    held._experts_implementation = "batched_mm"  # as `generate` does
+    assert module.is_as_recognised()
+
+
+@configs
+def test_a_changed_field_is_noticed_in_compiled_code(config):
+    held = CONFIGS[config]()
+    module = converted(Configured(held))
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(module, backend=counter, fullgraph=True)
+    assert torch.equal(run(X), run(X)) and counter.frame_count == 1
+    change(held, "unread", 2)
+    assert torch.equal(run(X), run(X)) and counter.frame_count == 1
+    change(held, "dropout", 0.9)
+    assert not torch.equal(run(X), run(X)) and counter.frame_count == 2
+    torch._dynamo.reset()
