@@ -169,7 +169,8 @@ def _memory(measured: Measured) -> str:
     least = min(rows, key=lambda row: float(row["peak_gib"]))
     change = _percent(least["peak_gib"] / rows[0]["peak_gib"])
     what = f"a Llama of {least['parameters'] / 1e9:.1f} B parameters trains in {least['peak_gib']:.1f} GiB"
-    return f"**{change.removeprefix('-')} less memory** with weights, optimizer states and saved activations in FP8: {what}."
+    less = f"**{change.removeprefix('-')} less memory**"
+    return f"{less} with weights, optimizer states and saved activations in FP8: {what}."
 
 
 def _costs(measured: Measured) -> str:
@@ -180,7 +181,9 @@ def _costs(measured: Measured) -> str:
         said.append(f"{STEPS[BLOCKS][0]} take {step.own['peak_gib']:.1f} GiB ({beside})")
     images = measured.step(IMAGES, FOLDED)
     if images and images.own["ratio_to_bf16"] < 1:
-        said.append(f"convolutions forced into FP8 run at {images.own['ratio_to_bf16']:.2f} times the speed of BF16 (ResNet-50)")
+        said.append(
+            f"convolutions forced into FP8 run at {images.own['ratio_to_bf16']:.2f} times the speed of BF16 (ResNet-50)"
+        )
     launched, graph = _tensor_parallel(measured)
     if launched and launched["ratio_to_bf16"] < 1:
         said.append(f"tensor parallelism at {launched['ratio_to_bf16']:.2f} times")

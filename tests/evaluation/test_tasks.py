@@ -54,6 +54,9 @@ def test_scores_of_batches_are_those_of_each_pair_in_its_place() -> None:
         ({"max_gen_toks": 3}, "def"),
         ({"until": ["g", "e"]}, "d"),
         ({"until": ["fg"], "max_gen_toks": 9}, "de"),
+        ({"until": "fg"}, "de"),
+        ({"until": "fd"}, "defgh"),  # one text, not one of its characters
+        ({"until": None, "max_gen_toks": 2}, "de"),
         ({"do_sample": True, "temperature": 0, "max_gen_toks": 1}, "d"),
         ({}, "defgh"),  # to the end of the document
     ],

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def saved(kind: str, directory: Path, **changes: Any) -> Any:
+def saved(kind: str, directory: Path, shard: str = "20KB", **changes: Any) -> Any:
     name, own = KINDS[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES | own | changes)
@@ -42,7 +42,7 @@ def saved(kind: str, directory: Path, **changes: Any) -> Any:
     with torch.no_grad():
         for each in model.parameters():
             each.copy_(torch.randn_like(each) * (0.3 if each.dim() > 1 else 1))  # biases and norms that matter
-    model.save_pretrained(directory, max_shard_size="20KB")
+    model.save_pretrained(directory, max_shard_size=shard)
     return model
 
 
@@ -93,6 +93,21 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "none" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"is a run\. Export"):
         read_settings(tmp_path / "none")
+
+
+@pytest.mark.parametrize("shard", ["20KB", "1GB"])
+def test_files_beside_those_of_the_model_are_not_read(shard: str, tmp_path: Path) -> None:
+    """Repositories of Mistral have the weights a second time, by other names."""
+    saved("mistral", tmp_path, shard=shard)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, tmp_path / "consolidated.safetensors")
+    build(ModelConfig(**read_settings(tmp_path)), 0, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        build(ModelConfig(**read_settings(tmp_path)), 0, tmp_path)
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00009-of-00009.safetensors"}}))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        build(ModelConfig(**read_settings(tmp_path)), 0, tmp_path)
 
 
 @pytest.mark.parametrize("scale", ["row", "tensor", "block"])

@@ -142,6 +142,40 @@ def test_convolutions_too():
     assert all(0 < 1 - layer.cosines[gemm] < 0.1 for layer in layers for gemm in ("fprop", "wgrad"))
 
 
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+def test_experts_are_in_the_table_and_the_map_and_within_the_budget(mixture, timed, recipe):
+    model, batches, loss = mixture
+    names = ["first", "experts.gate_up_gemm", "experts.down_gemm", "last"]
+    none = octavo.localize(model, batches, recipe, loss=loss, autocast=None, budget=0)
+    assert [layer.name for layer in none.layers] == names == [*none.map.modules]
+    all_ = octavo.localize(model, batches, recipe, loss=loss, autocast=None, budget="100%")
+    assert all(layer.chosen == ("fprop", "dgrad", "wgrad") and layer.cost(layer.all) > 0 for layer in all_.layers)
+    assert all(0 < 1 - layer.cosines[gemm] < 0.1 for layer in all_.layers[1:] for gemm in layer.cosines)
+    in_fp8 = [row.name for row in octavo.plan(model, none.map).layers if row.is_fp8]
+    assert in_fp8 == (["first"] if recipe == "rowwise" else [])  # its dgrad, which nothing reads
+    with torch.no_grad():
+        before = [model(*batch) for batch in batches]
+        octavo.convert(model, none.map)
+        assert [model(*batch) for batch in batches] == before
+        octavo.convert(model, all_.map)
+        assert [model(*batch) for batch in batches] != before
+
+
+def test_a_layer_that_is_not_called_where_it_is_measured_stays_in_high_precision(case, timed):
+    model, batches, loss = case
+
+    def skipping(model, batch):
+        short = (model.last(model.first(batch[0])) - batch[1]).square().mean((1, 2))
+        return loss(model, batch) if batch is batches[3] else short
+
+    localised = octavo.localize(model, batches, "tensorwise", loss=skipping, autocast=None, few=3, budget="100%")
+    assert [layer.name for layer in localised.layers] == ["first", "second", "last"] == [*localised.map.modules]
+    second = localised.layers[1]
+    assert second.chosen == () and "not called in the batches" in second.reason and "second" in str(localised)
+    assert localised.layers[0].chosen and second.saved(second.all) == 0
+    assert [row.is_fp8 for row in octavo.plan(model, localised.map).layers] == [True, False, True]
+
+
 @pytest.mark.parametrize(("text", "nats"), [("0.1%", 0.002), ("2 %", 0.04), (0.5, 0.5), ("1e-3", 1e-3), (0, 0)])
 def test_budgets(text, nats):
     assert parse_budget(text)(2.0) == pytest.approx(nats)

@@ -10,11 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import octavo
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.nn.lora import add_lora, merge_lora
 from octavo.numerics import E4M3, granularity_named, quantize
 from octavo.serving import export
+from octavo.serving.exporting import served_tensors
 
 BLOCKS = [("block", "compressed-tensors", "128x128"), ("block", "fp8", "128x128")]
 FITTING = [("folded", "compressed-tensors", "row"), ("tensorwise", "compressed-tensors", "tensor"), *BLOCKS]
@@ -179,6 +182,92 @@ def test_plain_writes_the_weights_that_are_trained(make_llama, tmp_path):
     tensors, _ = read(tmp_path / "out")
     assert torch.equal(tensors["model.layers.0.mlp.gate_proj.weight"], model.layers[0].feed_forward.w1.weight)
     assert not exported.fp8_layers and len(tensors) == 2 * 9 + 3
+
+
+def same_files(first: Path, second: Path) -> bool:
+    return all((first / name).read_bytes() == (second / name).read_bytes() for name in STORED)
+
+
+STORED = ("model.safetensors", "config.json")
+WRAPPED = {
+    "a checkpointed block": lambda model: model.layers.__setitem__(0, checkpoint_wrapper(model.layers[0])),
+    "a checkpointed layer": lambda model: setattr(
+        model.layers[1].attention, "wo", checkpoint_wrapper(model.layers[1].attention.wo)
+    ),
+    "a compiled block": lambda model: model.layers.__setitem__(0, torch.compile(model.layers[0], backend="eager")),
+    "a compiled head": lambda model: setattr(model, "lm_head", torch.compile(model.lm_head, backend="eager")),
+    "a compiled model": lambda model: torch.compile(model, backend="eager"),
+    "a checkpointed model": checkpoint_wrapper,
+}
+
+
+@pytest.mark.parametrize("keep_defaults", [True, False])
+@pytest.mark.parametrize(
+    ("recipe", "format"), [("folded", "compressed-tensors"), ("block", "fp8"), ("folded", "plain")]
+)
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_wrappers_change_nothing_of_what_is_written(make_llama, tmp_path, wrapped, recipe, format, keep_defaults):
+    model = make_llama(recipe, octavo.Policy(keep_defaults=keep_defaults))
+    expected = export(model, tmp_path / "out", format)
+    pushed = dict(served_tensors(model, format))
+    whole = WRAPPED[wrapped](model)
+    model = model if whole is None else whole
+    exported = export(model, tmp_path / "wrapped", format)
+    assert exported.fp8_layers == expected.fp8_layers and exported.other_layers == expected.other_layers
+    assert same_files(tmp_path / "out", tmp_path / "wrapped")
+    assert [*dict(served_tensors(model, format))] == [*pushed]
+
+
+def test_a_compiled_model_of_transformers_keeps_its_class_and_names(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 80}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    octavo.convert(model)
+    names = ["model.layers.0", "lm_head"]
+    for name in names:
+        model.set_submodule(name, torch.compile(model.get_submodule(name), backend="eager"))
+    exported = export(torch.compile(model, backend="eager"), tmp_path / "out")
+    tensors, config = read(tmp_path / "out")
+    assert config["architectures"] == ["LlamaForCausalLM"] and "model.layers.0.mlp.down_proj.weight_scale" in tensors
+    assert len(exported.fp8_layers) == 7 and [*exported.other_layers] == ["lm_head"]
+    assert not any("_orig_mod" in name for name in [*tensors, *exported.fp8_layers])
+
+
+def test_codes_that_would_not_be_written_are_refused(make_llama, tmp_path):
+    model = make_llama()
+
+    def rename(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        state[f"{prefix}other"] = state.pop(f"{prefix}weight")
+
+    model.layers[0].attention.wo._register_state_dict_hook(rename)
+    with pytest.raises(UnsupportedError, match=r"'layers\.0\.attention\.wo\.weight' is computed in FP8 and is not in"):
+        export(model, tmp_path / "out")
+
+
+def test_adapters_that_are_not_merged_are_refused(make_llama, tmp_path):
+    model = make_llama()
+    add_lora(model, 4, 8.0, "layers.0.attention.wo")
+    with pytest.raises(UnsupportedError, match=r"wo\.lora\.[AB]' is not merged .*merge_lora\(model\)"):
+        export(model, tmp_path / "out")
+    merge_lora(model)
+    export(model, tmp_path / "out")
+    model.layers[0].attention.wo = nn.ModuleDict({"base_layer": model.layers[0].attention.wo})  # as PEFT does
+    with pytest.raises(UnsupportedError, match=r"base_layer.*merge_and_unload\(\)"):
+        export(model, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_weight_of_two_layers_is_written_for_both(make_llama, tmp_path):
+    model = make_llama("bf16")
+    first, second = (block.attention.wo for block in model.layers)
+    second.weight = first.weight
+    octavo.convert(model)
+    exported, tensors = export(model, tmp_path / "out"), read(tmp_path / "out")[0]
+    assert len(exported.fp8_layers) == 14
+    names = [f"model.layers.{number}.self_attn.o_proj.weight" for number in range(2)]
+    assert torch.equal(*(tensors[name].view(torch.uint8) for name in names))
+    assert all(f"{name}_scale" in tensors for name in names)
 
 
 def test_a_tied_head_is_written_once(make_llama, tmp_path):

@@ -225,7 +225,7 @@ def continuation(
     """Return the greedy continuation of a prompt.
 
     Args:
-        options: the harness's `until`, the texts that end it, and `max_gen_toks`.
+        options: the harness's `until`, the text or texts that end it, and `max_gen_toks`.
         longest: length of the context in ids.
 
     Raises:
@@ -233,7 +233,8 @@ def continuation(
     """
     if options.get("do_sample") and options.get("temperature", 1) > 0:
         raise UnsupportedError("octavo eval: tasks are answered by greedy decoding; the task asks for samples.")
-    stops, known, text = options.get("until") or [], [*ids], ""
+    until, known, text = options.get("until") or [], [*ids], ""
+    stops = [until] if isinstance(until, str) else until
     for _ in range(options.get("max_gen_toks", 256)):
         recent = torch.tensor([known[-longest:]], device=device)
         known.append(int(logits(recent)[0, -1].argmax()))

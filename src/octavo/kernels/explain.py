@@ -68,5 +68,7 @@ def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Qua
             codes = torch.empty(128, 128, dtype=format_named(fmt).dtype, device="cuda")
             return Quantized(codes, torch.empty(tile.scale_shape(128, 128), device="cuda", dtype=torch.float32), tile)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(f"no CUDA device is available. Plan for the CPU, or for a GPU by name: {', '.join(GPUS)}.")
+        raise UnsupportedError(
+            f"no CUDA device is available. Plan for the CPU, or for a GPU by name: {', '.join(GPUS)}."
+        )
     return quantize(torch.ones(128, 128, device=device, dtype=torch.float32), format_named(fmt), tile)

@@ -28,9 +28,7 @@ def load_weights(model: Llama, directory: Path) -> None:
     Raises:
         CheckpointError: there are none, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{directory}: contains no .safetensors.")
+    files = _files(directory)
     blocks = _blocks(directory)
     with ExitStack() as stack:
         try:
@@ -50,6 +48,20 @@ def load_weights(model: Llama, directory: Path) -> None:
                 parameter.copy_(values)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{directory}: cannot be read ({error}).") from error
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files of the model: those that its index names, or else model.safetensors, or else all."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.is_file():
+        homes = read_file(index, CheckpointError).get("weight_map")
+        if not isinstance(homes, dict) or not homes:
+            raise CheckpointError(f"{index}: has no weight_map, the file of each tensor. Download it again.")
+        return [directory / name for name in sorted(set(homes.values()))]
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory}: contains no .safetensors.")
+    return files
 
 
 def _parameters(model: Llama) -> Iterator[tuple[str, Tensor]]:

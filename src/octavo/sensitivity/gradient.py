@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.nn.experts import ExpertLinear
 from octavo.numerics import cosine_of, inner_products
 from octavo.sensitivity.loss import FORWARD_BACKWARD, Loss, ReportPasses
 from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch, alone
@@ -77,7 +78,9 @@ def _all_wgrads(switch: PrecisionSwitch, plain: Gradients, batches: Sequence[Any
     names = {id(parameter): name for name, parameter in switch.model.named_parameters()}
     found = {}
     for name in chosen:
-        own = products.get(names[id(switch.layers[name].weight)], torch.zeros(3, dtype=torch.float64))
+        layer, own = switch.layers[name], torch.zeros(3, dtype=torch.float64)
+        for part in layer.parts if isinstance(layer, ExpertLinear) else [layer.weight]:
+            own = own + products.get(names[id(part)], 0)
         found[name] = cosine_of(whole - own[2] + own)  # all other gradients are unchanged
     return found
 

@@ -111,7 +111,7 @@ def localize(
         before, changes = loss_changes(switch, batches, few, loss, report, times.autocast(device, how.autocast))
         _check_finite(before, changes)
         turned = cosines(switch, batches[:few], loss, report)
-        calls = times.calls_of(switch, batches[0], loss, how.autocast, how.tokens)
+        calls = times.calls_of(switch, batches[:few], loss, how.autocast, how.tokens)
         ms = times.measured(switch, calls, how.autocast, report) if measure else times.predicted(switch, calls)
         progress = EXPONENT * before if how.progress is None else how.progress
         layers = _choose(switch, changes, turned, ms, allowed(before), progress)
@@ -148,7 +148,7 @@ def _choose(
     budget: float,
     progress: float,
 ) -> tuple[Sensitivity, ...]:
-    """Return every layer that is called, with its choice."""
+    """Return every layer with its choice; one without times was not called, and stays in high precision."""
     found = {
         name: Sensitivity(
             name=name,
@@ -156,16 +156,17 @@ def _choose(
             recipes=switch.offered[name],
             change=changes.get(name, UNCHANGED),
             cosines=turned[name],
-            ms=ms[name],
+            ms=ms.get(name, {}),
             costs={
                 gemm: _cost(gemm, changes.get(name, UNCHANGED), value, progress) for gemm, value in turned[name].items()
             },
             chosen=(),
         )
-        for name in ms
+        for name in switch.layers
     }
-    options = {name: [Option(s.cost(choice), s.saved(choice)) for choice in s.recipes] for name, s in found.items()}
-    places = solve(options, budget)
+    measured = {name: s for name, s in found.items() if s.ms}
+    options = {name: [Option(s.cost(choice), s.saved(choice)) for choice in s.recipes] for name, s in measured.items()}
+    places = dict.fromkeys(found, 0) | solve(options, budget)
     return tuple(replace(s, chosen=list(s.recipes)[places[name]]) for name, s in found.items())
 
 

@@ -21,9 +21,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from octavo.nn import Linear
+from octavo.nn.conv import Convolution
 from octavo.nn.modules import hooked
 from octavo.recipes import Recipe
-from octavo.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch
+from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch
 from octavo.train.evaluate import standard_error
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -137,7 +139,7 @@ def _products(switch: PrecisionSwitch) -> Iterator[dict[str, list[Tensor]]]:
 def _hook(switch: PrecisionSwitch, name: str, choice: Choice, products: list[Tensor]) -> Callable[..., None]:
     recipe = switch.offered[name][choice]
 
-    def hook(layer: Layer, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+    def hook(layer: Linear | Convolution, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         if not y.requires_grad:
             return
         change = _in_fp8(layer, recipe, inputs[0].detach()) - y.detach()
@@ -147,7 +149,7 @@ def _hook(switch: PrecisionSwitch, name: str, choice: Choice, products: list[Ten
 
 
 @torch.no_grad()
-def _in_fp8(layer: Layer, recipe: Recipe, x: Tensor) -> Tensor:
+def _in_fp8(layer: Linear | Convolution, recipe: Recipe, x: Tensor) -> Tensor:
     before = layer.recipe
     layer.recipe, layer.enabled = recipe, True
     try:

@@ -16,6 +16,7 @@ from octavo.conversion.policy import SAVED, Policy
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.conv import Convolution
+from octavo.nn.experts import ExpertLinear
 from octavo.recipes import GEMMS, Recipe, RecipeLike, load
 
 Choice = tuple[str, ...]
@@ -59,7 +60,7 @@ def alone(gemm: str, offered: dict[Choice, Recipe]) -> tuple[Choice, Choice]:
     raise ConfigError(f"{gemm} cannot be measured: no recipe has it in FP8 and is valid without it.")
 
 
-Layer = Linear | Convolution
+Layer = Linear | Convolution | ExpertLinear
 
 
 class PrecisionSwitch:

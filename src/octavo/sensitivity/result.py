@@ -112,7 +112,7 @@ class Sensitivity:
     cosines: Mapping[str, float]
     """GEMM -> cosine between the model's gradients with it in FP8 and without."""
     ms: Mapping[Choice, float]
-    """Choice -> milliseconds of forward and backward."""
+    """Choice -> milliseconds of forward and backward; empty if the layer was not called."""
     costs: Mapping[str, float]
     """GEMM -> cost against the budget, nats per token."""
     chosen: Choice
@@ -123,7 +123,7 @@ class Sensitivity:
 
     def saved(self, choice: Choice) -> float:
         """Return the milliseconds per step that a choice saves over high precision."""
-        return self.ms[()] - self.ms[choice]
+        return self.ms[()] - self.ms[choice] if self.ms else 0.0
 
     @property
     def all(self) -> Choice:
@@ -133,6 +133,8 @@ class Sensitivity:
     @property
     def reason(self) -> str:
         """The reason for the choice, in few distinct texts."""
+        if not self.ms:
+            return "not called in the batches that layers are switched on"
         if self.chosen == self.all:
             return "within the loss budget"
         if max(self.saved(choice) for choice in self.recipes) <= self.saved(self.chosen):

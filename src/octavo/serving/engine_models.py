@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from octavo.conversion.policy import WRAPPERS, unwrapped_name
 from octavo.errors import UnsupportedError
 from octavo.models.hugging_face import stored_config, stored_name
 from octavo.models.llama import Llama
@@ -27,17 +28,25 @@ class EngineModel(NamedTuple):
     config: dict[str, Any]
     """config.json, without its quantisation."""
     head: str
-    """Full name of the head in the model; empty without one. Engines always compute it in high precision."""
+    """Full name of the head in the model, without wrappers; empty without one. Engines always compute it in high
+    precision."""
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of the layers of an expert, of which engines expect one tensor each."""
     rename_with_experts: Callable[[str], str] | None = None
     """`rename` where experts are stored so; None: the same."""
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of `torch.compile` and other wrappers, which have its attributes but not its names."""
+    inner = next((module for name, module in model.named_children() if name in WRAPPERS), None)
+    return model if inner is None else unwrapped(inner)
+
+
 def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
     """Return the exported form of a model.
 
     Args:
+        model: without wrappers around it; its blocks may have some.
         dtype: dtype of its values in high precision.
 
     Raises:
@@ -55,7 +64,7 @@ def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
     known = json.loads(config.to_json_string())
     known.pop("quantization_config", None)  # from the checkpoint it was loaded from
     last = getattr(model, "get_output_embeddings", lambda: None)()
-    head = next((name for name, module in model.named_modules() if module is last), "")
+    head = next((unwrapped_name(name) for name, module in model.named_modules() if module is last), "")
     settings = {**known, "architectures": [type(model).__name__], "dtype": name}
     if known.get("model_type") == "mixtral":
         return EngineModel(

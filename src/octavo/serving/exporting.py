@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.policy import unwrapped_name
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.numerics import dequantize
 from octavo.serving import files
-from octavo.serving.engine_models import engine_model
+from octavo.serving.engine_models import engine_model, unwrapped
 from octavo.serving.formats import COMPRESSED_TENSORS, FORMATS, Format
 from octavo.serving.layers import ServedLayer, served_experts, served_layers, unserved_layers
 from octavo.serving.notes import notes
 from octavo.tensor import FP8Tensor, is_distributed
+
+_OF_PEFT = {"base_model", "base_layer", "original_module", "modules_to_save"}
+"""Names that PEFT puts between a module and its parent, besides those that begin with `lora_`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,7 @@ def export(
     target, layers = stored.target, stored.layers
     coded = [layer for layer in layers.values() if layer.name != target.head]
     renamed = [replace(layer, name=target.rename(layer.name)) for layer in coded]
-    left = unserved_layers(model, coded) if layers else {}
+    left = unserved_layers(stored.model, coded) if layers else {}
     if len(coded) < len(layers):
         left[target.head] = "engines compute the head in high precision, from the values of its codes"
     others = {target.rename(name): reason for name, reason in left.items()}
@@ -136,8 +140,11 @@ class _Stored:
     def __init__(self, model: nn.Module, format: str, dtype: torch.dtype) -> None:
         if format not in FORMATS:
             raise ConfigError(f"format: '{format}' is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
-        self.model, self.dtype, self.writer = model, dtype, FORMATS[format]
+        self.model = model = unwrapped(model)
+        self.dtype, self.writer = dtype, FORMATS[format]
         self.target = engine_model(model, dtype)
+        names = [unwrapped_name(name) for name in model.state_dict(keep_vars=True)]
+        _check_merged(names)
         self.layers: dict[str, ServedLayer] = {}
         """FP8 layers by their name in the model."""
         self.experts: dict[str, list[ServedLayer]] = {}
@@ -147,17 +154,22 @@ class _Stored:
         self.experts = served_experts(model, self.target.experts)
         if self.experts and self.target.rename_with_experts is not None:
             self.target = self.target._replace(rename=self.target.rename_with_experts)
-        layers = [*served_layers(model), *(layer for parts in self.experts.values() for layer in parts)]
+        linear = served_layers(model)
+        layers = [*linear, *(layer for parts in self.experts.values() for layer in parts)]
         _check_stores(self.writer, format, layers)
+        _check_found([*(f"{layer.name}.weight" for layer in linear), *self.experts], names)
         self.layers = {layer.name: layer for layer in layers}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors by their exported names; a tensor with two names by its first."""
+        """Yield all tensors by their exported names; values with two names by the first, codes of layers by each."""
         seen = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
+        for full, tensor in self.model.state_dict(keep_vars=True).items():
+            name = unwrapped_name(full)
+            module, _, last = name.rpartition(".")
+            is_coded = last == "weight" and module in self.layers and module != self.target.head
+            if not is_coded and id(tensor) in seen:
                 continue
-            seen.add(id(tensor))
+            seen |= set() if is_coded else {id(tensor)}
             if is_distributed(tensor):
                 raise UnsupportedError(
                     f"export: '{name}' is sharded over ranks. Export a checkpoint: octavo export RUN."
@@ -167,7 +179,6 @@ class _Stored:
                     for part, stored in self.writer.tensors(expert).items():
                         yield f"{self.target.rename(expert.name)}.{part}", stored.detach().cpu()
                 continue
-            module = name.rpartition(".")[0]
             for part, stored in self._parts(name, tensor).items():
                 yield f"{self.target.rename(module)}.{part}", stored.detach()
 
@@ -181,6 +192,31 @@ class _Stored:
             return self.writer.tensors(layer)
         values = tensor.dequantize(self.dtype) if isinstance(tensor, FP8Tensor) else tensor
         return {last: values.to(self.dtype) if values.is_floating_point() else values}
+
+
+def _check_merged(names: Collection[str]) -> None:
+    """Check that no tensor has a name that adapters gave it, or belongs to them: no engine would find it."""
+    for name in names:
+        parts = name.split(".")
+        if "lora" in parts:
+            raise UnsupportedError(
+                f"export: '{name}' is not merged into the weight of its layer. Call octavo.nn.lora.merge_lora(model) "
+                "first."
+            )
+        if not _OF_PEFT.isdisjoint(parts) or any(part.startswith("lora_") for part in parts):
+            raise UnsupportedError(
+                f"export: '{name}' is a name of PEFT, which no engine knows. Merge the adapters first: "
+                "model = model.merge_and_unload()."
+            )
+
+
+def _check_found(coded: Sequence[str], names: Collection[str]) -> None:
+    """Check that all tensors that are written as codes are in the state_dict, from which names are taken."""
+    if missing := sorted({*coded} - {*names}):
+        raise UnsupportedError(
+            f"export: '{missing[0]}' is computed in FP8 and is not in the state_dict of the model, so that its codes "
+            "would not be written. Export the model without the wrapper or hook that renames it."
+        )
 
 
 def _check_stores(writer: Format, format: str, layers: Sequence[ServedLayer]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from octavo.conversion.policy import unwrapped_name
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import spec_of
@@ -26,7 +27,7 @@ class ServedLayer:
     """A linear layer to be served in FP8."""
 
     name: str
-    """Full name in the model."""
+    """Full name in the model, without the names of wrappers."""
     weight: Quantized
     """Codes and scales, (N, K), as fprop reads them."""
     target: QuantSpec
@@ -43,6 +44,11 @@ class ServedLayer:
         return f"weights by {weight}, inputs by {inputs}" + ("" if self.input_scale is None else ", static")
 
 
+def modules_by_own_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules with their full names, without the names of wrappers, each of which has the name of its module."""
+    return ((unwrapped_name(name), module) for name, module in model.named_modules())
+
+
 def served_layers(model: nn.Module) -> list[ServedLayer]:
     """Return the linear layers with fprop in FP8; fused layers with their shared codes.
 
@@ -51,7 +57,7 @@ def served_layers(model: nn.Module) -> list[ServedLayer]:
     """
     layers = {
         name: layer
-        for name, layer in model.named_modules()
+        for name, layer in modules_by_own_name(model)
         if is_adopted(layer) and not is_transposed(layer) and layer.recipe.fprop.is_fp8
     }
     names = {id(layer): name for name, layer in layers.items()}
@@ -68,7 +74,7 @@ def served_experts(model: nn.Module, names: tuple[str, str, str]) -> dict[str, l
         names: of gate, up and down of an expert, as engines call them.
     """
     found: dict[str, list[ServedLayer]] = {}
-    for owner, module in model.named_modules():
+    for owner, module in modules_by_own_name(model):
         if not isinstance(module, Experts) or module.expert_roles.biases or not module.expert_roles.is_gated:
             continue
         for product, parts in zip(module.products, (names[:2], names[2:]), strict=True):
@@ -97,7 +103,7 @@ def unserved_layers(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str
     coded = {name.rpartition(".")[0].rpartition(".")[0] for name in known}
     others = {
         name: layer
-        for name, layer in model.named_modules()
+        for name, layer in modules_by_own_name(model)
         if name not in known and isinstance(layer, nn.Linear | AnyConvolution | GroupedLinear)
         if not (isinstance(layer, ExpertLinear) and name.rpartition(".")[0] in coded)
     }
