@@ -77,7 +77,7 @@ Layer = Linear | Conv1d | Conv2d
 @check(
     "shapes",
     symptom="a small model, or a small batch, is slower in FP8",
-    remedy='Convert on the GPU, or with device="cuda", and leave min_gain at 1: such layers stay in BF16. Or use more tokens.',
+    remedy="Convert on the GPU or with device='cuda', and leave min_gain at 1: they stay in BF16. Or use more tokens.",
     needs=fp8_layers,
 )
 def shapes(trial: Trial) -> Finding:
