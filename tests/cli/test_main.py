@@ -130,6 +130,7 @@ def test_help_has_a_flag_for_every_field_in_the_words_of_the_field() -> None:
         (["train", "--preset", "tiny", "--stepz", "3"], "--stepz.*Did you mean '--steps'"),
         (["train", "--preset", "tiny", "--layers=3"], "--layers. Did you mean '--model.layers' or '--lora.layers'?"),
         (["train", "--preset", "tiny", "--epochs", "3"], "octavo train: unknown option --epochs.$"),
+        (["train", "--preset", "tiny", "--lora.layers", "3"], "lora.layers: has no effect while lora.rank is 0"),
         (["train", "--preset", "tiny", "--recipe", "fp8"], "The default in FP8 is 'folded'"),
         (["train", "--preset", "tiny", "--steps", "many"], "--steps.*many"),
         (["train", "--preset", "tiny", "--steps", "0"], "run.steps: 0 is not a positive number"),
@@ -196,6 +197,8 @@ def test_a_run_from_end_to_end_and_on_from_there(octavo: Octavo, tiny: list[str]
     assert longer.returncode == 0, longer.stderr
     assert json.loads(longer.stdout)["steps"] == 5
     assert "resumed after step 3" in longer.stderr
+    once_more = octavo("train", str(tmp_path / "run"), "--resume")
+    assert "resumed after step 5 of a complete run: --steps N makes it longer" in once_more.stderr
 
 
 def test_errors_of_the_data_exit_with_1_and_leave_nothing(octavo: Octavo, tiny: list[str], tmp_path: Path) -> None:

@@ -241,6 +241,9 @@ class LoraConfig:
     def __post_init__(self) -> None:
         _within("lora", self, "rank", low=0, high=2**31)
         _positive("lora", self, "alpha")
+        for name in ("alpha", "layers") if self.rank == 0 else ():
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(f"lora.{name}: has no effect while lora.rank is 0, which trains all weights.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,7 +109,8 @@ class ConsoleReporter:
         if event.plan is not None and event.plan.device == "cpu":
             self._say(SLOW_ON_A_CPU)
         if event.first_step:
-            self._say(f"resumed after step {event.first_step}")
+            done = " of a complete run: --steps N makes it longer" if event.first_step >= run.steps else ""
+            self._say(f"resumed after step {event.first_step}{done}")
         losses = [f"loss {events.MODELS[model]}" for model in event.models]
         gap = ["gap %"] if len(losses) == 2 else []
         self._columns = ["step", *losses, *gap, "tokens/s", "lr", "grad norm", "left"]

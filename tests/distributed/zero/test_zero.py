@@ -252,6 +252,7 @@ def errors(rank: int) -> list[str]:
         (ConfigError, lambda: GreedyZeRO(octavo.optim.AdamW([weight], gradients="fp8"))),
         (ConfigError, lambda: GreedyZeRO(octavo.optim.AdamW([weight]), bucket_mb=0)),
         (UnsupportedError, zero.step),
+        (UnsupportedError, lambda: copy.deepcopy(zero)),
         (CheckpointError, lambda: zero.load_state_dict({**part, "rank": (rank + 1) % 4})),
         (CheckpointError, lambda: zero.load_state_dict({**part, "ranks": 8})),
     ]
@@ -430,7 +431,7 @@ def test_weights_travel_as_they_are_stored(results):
 
 def test_errors_say_what_to_do(results):
     words = ("octavo.optim", "states already", "release=True", "release=True", "bucket_mb")
-    words += ("sparse=False", "merge_state_dicts", "merge_state_dicts")
+    words += ("sparse=False", "copied", "merge_state_dicts", "merge_state_dicts")
     for said, word in zip(results[0]["errors"], words, strict=True):
         assert word in said
     with pytest.raises(ConfigError, match="init_process_group"):

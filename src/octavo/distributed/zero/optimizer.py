@@ -137,6 +137,12 @@ class GreedyZeRO(torch.optim.Optimizer):
                 gather_from_owners(self._streams(trained, _stored), self._wire, self.group, piece)
         return loss
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "GreedyZeRO: a rank's part of the states cannot be copied or pickled. Make a new optimizer for the other"
+            " model, and load the state dict of this one."
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""
         self.optimizer.zero_grad(set_to_none)
