@@ -653,6 +653,21 @@ def test_what_is_loaded_is_not_shared(move):
     assert all(not (tensor == 7.0).any() for state in two.state.values() for tensor in state.values())
 
 
+@pytest.mark.parametrize("move", [
+    lambda one, other: other.load_state_dict(one.state_dict()),
+    lambda one, other: other.import_state_dict(one.export_state_dict()),
+    lambda one, other: other.import_state_dict(torch.optim.AdamW.state_dict(one)),
+], ids=["load", "import", "import_torch"])  # fmt: skip
+def test_a_tensor_of_a_group_keeps_its_memory(move):
+    net, other = model(), model()
+    one = AdamW(net.parameters(), lr=1e-3, states="fp32")
+    two = AdamW(other.parameters(), lr=torch.tensor(0.5), states="fp32")
+    train(net, one, 1)
+    lr = two.param_groups[0]["lr"]
+    move(one, two)
+    assert two.param_groups[0]["lr"] is lr and float(lr) == pytest.approx(1e-3)
+
+
 @pytest.mark.parametrize("states", ["fp32", "exact"])
 def test_a_contiguous_state_is_loaded_into_a_parameter_in_another_order(states):
     weight = nn.Parameter(torch.randn(6, 5, 3, 3).to(memory_format=torch.channels_last))

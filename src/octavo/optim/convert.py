@@ -95,8 +95,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             name: like_state(name, tuple(t.shape), t.dtype, entry.parameter).copy_(t) for name, t in saved.items()
         }
     for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        loaded = {key: value for key, value in other.items() if key not in ("params", "param_names", *_OWN)}
-        group.update(copy.deepcopy(loaded))
+        _set(group, {key: value for key, value in other.items() if key not in ("params", "param_names", *_OWN)})
     optimizer.record_versions(entry for entry, saved in entries if "master" in saved)
     optimizer.seed = state_dict.get("seed", optimizer.seed)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
@@ -138,7 +137,17 @@ def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequenc
         known.setdefault("step", state["step"].clone() if state else torch.zeros((), dtype=torch.float32))
         set_values(optimizer, entry, {**known, **({"master": master(optimizer, entry)} if state else {})})
     for index, other in zip(groups, state_dict["param_groups"], strict=True):
-        optimizer.param_groups[index].update(copy.deepcopy({key: other[key] for key in _EXPORTED if key in other}))
+        _set(optimizer.param_groups[index], {key: other[key] for key in _EXPORTED if key in other})
+
+
+def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set settings of a group to copies. A tensor is overwritten in place: CUDA graphs and compiled code read it."""
+    for key, value in settings.items():
+        held = group.get(key)
+        if isinstance(held, Tensor):
+            held.copy_(torch.as_tensor(value))
+        else:
+            group[key] = copy.deepcopy(value)
 
 
 def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int]) -> None:
