@@ -198,7 +198,7 @@ def test_a_run_from_end_to_end_and_on_from_there(octavo: Octavo, tiny: list[str]
     assert json.loads(longer.stdout)["steps"] == 5
     assert "resumed after step 3" in longer.stderr
     once_more = octavo("train", str(tmp_path / "run"), "--resume")
-    assert "resumed after step 5 of a complete run: --steps N makes it longer" in once_more.stderr
+    assert "resumed after step 5 of a complete run: --steps N makes it longer" in once_more.stdout
 
 
 def test_errors_of_the_data_exit_with_1_and_leave_nothing(octavo: Octavo, tiny: list[str], tmp_path: Path) -> None:
