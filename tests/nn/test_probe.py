@@ -78,6 +78,13 @@ def test_anything_else_is_refused(also):
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
 
 
+def test_generators_of_gpus_are_not_seeded(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.manual_seed(0)
+    assert is_doubled(Doubled()) and seeded == [0]
+
+
 def test_results_in_bf16_are_compared_with_exact_ones():
     def exact(module: nn.Module, x: Tensor) -> Tensor:
         return 2 * module.weight.double() * x.double()

@@ -105,7 +105,7 @@ def _computes_once(probe: nn.Module, formula: Callable[..., Tensor], x: Tensor, 
     differentiates = call == 1 and x.dtype == torch.float32
     if differentiates:
         x = x.clamp(-10, 10).requires_grad_()  # beyond this a user's formula may have infinite gradients
-    torch.manual_seed(call)
+    torch.default_generator.manual_seed(call)  # `torch.manual_seed` seeds the GPUs, too, whose states are not restored
     random.seed(call)
     np.random.seed(call)
     before = list(_state(probe))
