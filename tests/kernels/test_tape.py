@@ -70,6 +70,32 @@ def assert_equal(found: tape.Result, expected: tape.Result) -> None:
                 assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
+def test_a_view_that_the_function_detaches_is_detached_in_a_replay() -> None:
+    def cropped(options: tuple[Any, ...], x: Tensor) -> tape.Result:
+        return (x.add(1)[:2].detach(),), ()
+
+    _, recording = tape.record(cropped, (), [torch.zeros(4)])
+    assert recording is not None
+    replay = recording.replay
+
+    class Cropped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            (y,), _ = replay([x], 0)
+            assert y is not None
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return torch.cat([dy, torch.zeros_like(dy)])
+
+    x = torch.ones(4, requires_grad=True)
+    y: Tensor = Cropped.apply(x)  # type: ignore[no-untyped-call]
+    y.mul_(3)  # autograd refuses it on a view that an autograd function made
+    y.sum().backward()
+    assert y.tolist() == [6, 6] and x.grad is not None and x.grad.tolist() == [3, 3, 0, 0]
+
+
 def test_an_in_place_operator_writes_to_the_input_of_the_replay() -> None:
     def add(options: tuple[Any, ...], x: Tensor) -> tape.Result:
         return (x.add_(1),), ()

@@ -228,7 +228,7 @@ class _Recorder(TorchDispatchMode):
         return Recording(self.slots, steps, tuple(map(_getter, groups)), holds)
 
     def _operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        if func is _aten.detach.default:
+        if func is _aten.detach.default and not args[0]._is_view():  # nobody may write to an undetached view
             self.known[id(result)] = self._slot(args[0])
             self.alive.append(result)
             return
@@ -286,6 +286,7 @@ _FAST: dict[Any, Callable[..., Any]] = {
     _aten.split_with_sizes.default: Tensor.split_with_sizes,
     _aten.expand.default: Tensor.expand,
     _aten.clone.default: Tensor.clone,
+    _aten.detach.default: Tensor.detach,
     _aten.copy_.default: Tensor.copy_,
     _aten.reciprocal.default: Tensor.reciprocal,
     _aten.new_ones.default: Tensor.new_ones,
