@@ -8,7 +8,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.monitor.system import versions
-from octavo.train.device import WARM_UP_STEPS, describe, gc_frozen, resolve
+from octavo.train.device import WARM_UP_STEPS, describe, gc_frozen, resolve, use
 
 
 def test_names() -> None:
@@ -22,6 +22,16 @@ def test_names() -> None:
 def test_unknown_devices(name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.device"):
         resolve(name)
+
+
+@pytest.mark.parametrize(("name", "current"), [("cpu", []), ("cuda", [0]), ("cuda:1", [1])])
+def test_a_gpu_in_use_is_the_current_one(monkeypatch: pytest.MonkeyPatch, name: str, current: list[int]) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.append(device.index))
+    assert use(name) == resolve(name)
+    assert made == current
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -408,6 +409,32 @@ def test_gradients_that_a_replay_would_overwrite_are_an_error() -> None:
     own.replay(*batch(0), 1)
     with pytest.raises(ConfigError, match=r"optimizer.zero_grad\(\) after each step"):
         own.replay(*batch(1), 1)
+
+
+def test_it_is_captured_and_replayed_on_the_gpu_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [torch.device("cuda", 0)]
+    seen: list[torch.device] = []
+
+    @contextmanager
+    def launches_on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Watched(GraphsOnCPU):
+        def capture(self, work: Callable[[], Tensor]) -> Captured:
+            seen.append(current[-1])
+            graph = super().capture(work)
+
+            def replay() -> None:
+                seen.append(current[-1])
+                graph.replay()
+
+            return graph._replace(replay=replay)
+
+    monkeypatch.setattr("octavo.train.replay.launches_on", launches_on)
+    trained(lane(Watched()), WARM + 2)
+    assert seen == [torch.device("cpu")] * 3  # one capture and two replays
 
 
 def test_a_user_is_warned_where_nothing_is_captured() -> None:

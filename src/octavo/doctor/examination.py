@@ -141,7 +141,7 @@ def examination(
     Raises:
         ConfigError: there is no such file, preset, device, recipe or check.
     """
-    where = devices.resolve(device)
+    where = devices.use(device)
     if target is not None and target.is_dir():
         return Examination(_of_run(target, _flags(recipe, str(where)), trace), only)
     if target is not None and not is_run_file(target):

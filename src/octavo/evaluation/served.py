@@ -51,7 +51,7 @@ def evaluate_served(
         DataError: the tokenizer is missing, or see `evaluate_run`.
         UnsupportedError: transformers, or its requirement for the format, is not installed.
     """
-    device = devices.resolve(settings.device)
+    device = devices.use(settings.device)
     known = _config(directory / "config.json")
     check_installed(known)
     loaded = None if run is None else LoadedRun(run, settings)

@@ -121,7 +121,7 @@ def _in_high_precision(state: TrainState, ids_BT: Tensor) -> Tensor:
 
 
 def _served(model: Path, settings: EvalSettings) -> Iterator[tuple[str, Any]]:
-    device = devices.resolve(settings.device)
+    device = devices.use(settings.device)
     known = json.loads((model / "config.json").read_text(encoding="utf-8"))
     check_installed(known)
     loaded: Any = load(model, device)

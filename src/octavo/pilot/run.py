@@ -50,7 +50,7 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         ConfigError: an unknown recipe, precision, device or GPU, or a batch without a tensor.
     """
     _check(settings)
-    device = devices.resolve(settings.device)
+    device = devices.use(settings.device)
     is_gpu = device.type == "cuda"
     if is_gpu and not settings.steps:
         raise ConfigError("--steps 0: predicts, on a CPU alone. On a GPU give it a few steps.")

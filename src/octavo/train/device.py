@@ -37,6 +37,18 @@ def resolve(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
+def use(name: str) -> torch.device:
+    """Return the device called `name`, and make a GPU the current one: timers, profilers and CUDA graphs take that.
+
+    Raises:
+        ConfigError: see `resolve`.
+    """
+    device = resolve(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
 def describe(device: torch.device) -> str:
     """Return the name of the GPU, or of the processor and its number of threads in use."""
     if device.type == "cuda":

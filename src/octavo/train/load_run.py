@@ -75,7 +75,7 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
     Raises:
         CheckpointError: it is of another model.
     """
-    states, plan = make_states(config, devices.resolve(config.run.device))
+    states, plan = make_states(config, devices.use(config.run.device))
     _restore(found, config, states[0], plan)
     for baseline in states[1:]:
         restore_tensors(baseline, found.tensors[baseline.name], found.path, optimizer=False)

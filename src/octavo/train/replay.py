@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.kernels import ledger, sample
+from octavo.kernels.dispatch import launches_on
 from octavo.optim import Optimizer
 from octavo.tensor import FP8Tensor, local
 
@@ -175,6 +176,10 @@ class Replay:
                 "graph: a parameter has a gradient already, which a replay overwrites. Call optimizer.zero_grad() after"
                 " each step, and run all micro-batches of a step within the captured function."
             )
+        with launches_on(self._parameters[0].device):  # a graph is captured on a stream of the current GPU
+            return self._call(arguments)
+
+    def _call(self, arguments: Sequence[Any]) -> Tensor:
         found = [
             ledger.is_open(),
             *map(_described, arguments),

@@ -71,7 +71,7 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
     """
     recipe = recipes.load(config.run.recipe)
     recipes.load(config.run.last_recipe, "run.last_recipe")
-    device = ranks.device or devices.resolve(config.run.device)
+    device = ranks.device or devices.use(config.run.device)
     policy_of(config, recipe)  # checks first: preparing the text takes longer
     replays(config, device, ranks)
     if device.type == "cuda":
