@@ -632,11 +632,14 @@ def test_parameters_without_states_are_saved_and_loaded_without():
     assert list(other.state) == [net[0]]
 
 
-@pytest.mark.parametrize("move", [
+every_move = pytest.mark.parametrize("move", [
     lambda one, other: other.load_state_dict(one.state_dict()),
     lambda one, other: other.import_state_dict(one.export_state_dict()),
     lambda one, other: other.import_state_dict(torch.optim.AdamW.state_dict(one)),
 ], ids=["load", "import", "import_torch"])  # fmt: skip
+
+
+@every_move
 def test_what_is_loaded_is_not_shared(move):
     net, other = model(), model()
     one = AdamW(net.parameters(), lr=torch.tensor(1e-3), betas=[0.9, 0.99], states="fp32")
@@ -653,11 +656,7 @@ def test_what_is_loaded_is_not_shared(move):
     assert all(not (tensor == 7.0).any() for state in two.state.values() for tensor in state.values())
 
 
-@pytest.mark.parametrize("move", [
-    lambda one, other: other.load_state_dict(one.state_dict()),
-    lambda one, other: other.import_state_dict(one.export_state_dict()),
-    lambda one, other: other.import_state_dict(torch.optim.AdamW.state_dict(one)),
-], ids=["load", "import", "import_torch"])  # fmt: skip
+@every_move
 def test_a_tensor_of_a_group_keeps_its_memory(move):
     net, other = model(), model()
     one = AdamW(net.parameters(), lr=1e-3, states="fp32")

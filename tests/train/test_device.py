@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
+from octavo.doctor.examination import examination
 from octavo.errors import ConfigError
+from octavo.evaluation.run import EvalSettings
+from octavo.evaluation.served import evaluate_served
 from octavo.monitor.system import versions
+from octavo.pilot.run import Settings, run_pilot
+from octavo.train import device as devices
+from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.device import WARM_UP_STEPS, describe, gc_frozen, resolve, use
+from octavo.train.load_run import states_of
+from octavo.train.setup import set_up
 
 
 def test_names() -> None:
@@ -32,6 +42,35 @@ def test_a_gpu_in_use_is_the_current_one(monkeypatch: pytest.MonkeyPatch, name: 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.append(device.index))
     assert use(name) == resolve(name)
     assert made == current
+
+
+def on(name: str) -> RunConfig:
+    return assemble(load_preset("tiny", cuda=False), ("test", {"run": {"device": name}}))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda: set_up(on("cuda:1")),
+        lambda: states_of(cast(Any, None), on("cuda:1")),
+        lambda: run_pilot(cast(Any, None), Settings(device="cuda:1")),
+        lambda: examination(device="cuda:1"),
+        lambda: evaluate_served(Path(), EvalSettings(device="cuda:1")),
+    ],
+    ids=["train", "eval", "pilot", "doctor", "eval of an export"],
+)
+def test_what_a_command_computes_on_is_the_current_gpu(
+    monkeypatch: pytest.MonkeyPatch, command: Callable[[], object]
+) -> None:
+    class Used(Exception):
+        pass
+
+    def used(name: str) -> torch.device:
+        raise Used(name)
+
+    monkeypatch.setattr(devices, "use", used)
+    with pytest.raises(Used, match="cuda:1"):
+        command()
 
 
 @pytest.fixture

@@ -437,6 +437,37 @@ def test_it_is_captured_and_replayed_on_the_gpu_of_the_model(monkeypatch: pytest
     assert seen == [torch.device("cpu")] * 3  # one capture and two replays
 
 
+def test_each_run_captures_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's stream for captures is one per process, of the GPU that it captured on first."""
+    used: list[object] = []
+
+    class Capture:
+        replay = None
+
+        def __init__(self, *arguments: Any, stream: object = None, **_: Any) -> None:
+            used.append(arguments[2] if len(arguments) > 2 else stream)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Capture)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+
+    def refused() -> Tensor:
+        raise RuntimeError("operation not permitted")
+
+    for own in (Graphs(), Graphs()):
+        own.capture(lambda: torch.zeros(()))
+        with pytest.raises(RuntimeError, match="not permitted"):
+            own.capture(refused)  # twice: the refused one, and an empty one
+    first, second = used[0], used[3]
+    assert used == [first] * 3 + [second] * 3 and None not in used and first is not second
+
+
 def test_a_user_is_warned_where_nothing_is_captured() -> None:
     own = lane(RefusesToCapture(warns=True))
     with pytest.warns(UserWarning, match="launched one by one.*not permitted") as seen:

@@ -228,7 +228,7 @@ class _Recorder(TorchDispatchMode):
         return Recording(self.slots, steps, tuple(map(_getter, groups)), holds)
 
     def _operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        if func is _aten.detach.default and not args[0]._is_view():  # nobody may write to an undetached view
+        if func is _aten.detach.default and not args[0]._is_view():  # autograd refuses writes to undetached views
             self.known[id(result)] = self._slot(args[0])
             self.alive.append(result)
             return

@@ -38,7 +38,7 @@ def resolve(name: str) -> torch.device:
 
 
 def use(name: str) -> torch.device:
-    """Return the device called `name`, and make a GPU the current one: timers, profilers and CUDA graphs take that.
+    """Return the device called `name`; a GPU becomes the current one, which timers, profilers and CUDA graphs use.
 
     Raises:
         ConfigError: see `resolve`.

@@ -229,8 +229,6 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
     timeout = config.parallel.timeout
     # Longer than the heartbeat's timeout, so that the heartbeat, which can name the missing rank, fires first.
     patient = timedelta(seconds=2 * timeout + 60)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     common, _, _ = next(rendezvous("env://", timeout=patient))
     # Unique prefix: a process group would read addresses left in the store by an earlier one.
     run = f"octavo/{launch.restarts}/{next(_runs)}"
@@ -263,7 +261,7 @@ def _device(name: str, launch: Launch) -> torch.device:
     if ":" in name:
         raise ConfigError(f"run.device: '{name}' is one device, but {launch.ranks} ranks were started. Use 'cuda'.")
     device = devices.resolve(name)
-    return device if device.type == "cpu" else devices.resolve(f"cuda:{launch.local_rank}")
+    return device if device.type == "cpu" else devices.use(f"cuda:{launch.local_rank}")
 
 
 def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceMesh:

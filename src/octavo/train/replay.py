@@ -61,6 +61,7 @@ class Graphs:
         self.refusal = ""
         self._warns = warns
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._replays: list[Replay] = []
 
     def replay(
@@ -73,15 +74,19 @@ class Graphs:
     def capture(self, work: Work) -> Captured:
         """Capture work. Other threads, which copy telemetry, continue meanwhile."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._stream = self._stream or torch.cuda.Stream()  # PyTorch's own is of the GPU that it first captured on
         graph = torch.cuda.CUDAGraph()
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 result = work()
         except Exception:
-            with warnings.catch_warnings(action="ignore"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with (
+                warnings.catch_warnings(action="ignore"),
+                torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream),
+            ):
                 pass  # an empty one: PyTorch's generator takes itself to be captured until a capture ends well
             raise
         return Captured(graph.replay, result, torch.cuda.memory_reserved() - before)
