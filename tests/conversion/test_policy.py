@@ -304,6 +304,14 @@ def test_a_layer_with_the_shape_of_an_embedding_is_a_head_outside_of_the_blocks(
     assert [(layer.name, layer.reason) for layer in plan.layers if not layer.is_fp8] == [("to_logits", HEAD)]
 
 
+def test_a_head_whose_weight_is_partitioned():
+    """As by DeepSpeed's ZeRO-3: weights have no elements before they are gathered."""
+    model = WithLogits()
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    assert find_heads(model) == {id(model.to_logits)}
+
+
 class Int8Tensor(Tensor):
     """A quantised weight of another library, such as torchao's: it says that it is in FP32, and holds codes."""
 

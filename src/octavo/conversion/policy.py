@@ -284,12 +284,16 @@ def find_heads(model: nn.Module) -> set[int]:
     - in a model of transformers, every layer outside of its base model (`base_model_prefix`), such as classifiers.
     """
     found = {id(part) for module in model.modules() for head in _heads_of(module) for part in head.modules()}
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    own, shapes = set(map(id, embeddings)), {weight.shape for weight in embeddings if weight.shape[0] > weight.shape[1]}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    own = {id(embedding.weight) for embedding in embeddings}
+    # Sizes of the modules, as weights that DeepSpeed's ZeRO-3 has partitioned have none.
+    shapes = {
+        (each.num_embeddings, each.embedding_dim) for each in embeddings if each.num_embeddings > each.embedding_dim
+    }
     inside = {id(part) for name in blocks_of(model) for part in model.get_submodule(name).modules()}
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            is_vocabulary = module.weight.shape in shapes and id(module) not in inside
+            is_vocabulary = (module.out_features, module.in_features) in shapes and id(module) not in inside
             found |= {id(module)} if is_vocabulary or id(module.weight) in own else set()
     return found
 
