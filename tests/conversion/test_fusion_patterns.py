@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.conversion import Policy, convert, disabled, make_plan, revert
+from octavo.conversion import Policy, convert, disabled, fusion_patterns, make_plan, revert
 from octavo.conversion.fusion_patterns import FusionPattern, find_mlp, find_shared
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.nn import Linear
+from octavo.nn import norm as norms
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.norm import Norm, adopts
 from octavo.recipes import load
@@ -198,6 +199,14 @@ def test_a_converted_mlp_is_recognised_again():
     convert(module)
     assert isinstance(module, FusedMLP) and find_mlp(module) == expected
     assert isinstance(module, FusedMLP)
+
+
+@pytest.mark.parametrize("name, value", [("activation", F.logsigmoid), ("gate", nn.Linear(WIDTH, HIDDEN))])
+def test_a_converted_mlp_that_has_changed_is_probed_again(name, value):
+    module = Gated()
+    convert(module)
+    setattr(module, name, value)
+    assert isinstance(module, FusedMLP) and find_mlp(module) is None
 
 
 # --- MLPs that are none ---------------------------------------------------------------------------------------------
@@ -1050,3 +1059,25 @@ def test_a_module_with_a_tensor_of_its_own_is_not_fused():
     del norm.factor
     norm.factor = 1.0
     assert adopts(norm)
+
+
+def test_each_kind_of_module_is_probed_once_and_a_different_one_by_itself(monkeypatch):
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps, self.factor = nn.Parameter(torch.rand(64)), 1e-6, 1.0
+
+        def forward(self, x):
+            return F.rms_norm(x, (64,), self.weight, self.eps) * self.factor
+
+    probes, computes = [], fusion_patterns.computes
+    for module in (fusion_patterns, norms):
+        monkeypatch.setattr(module, "computes", lambda *args: probes.append(args) or computes(*args))
+    model = nn.ModuleList(make() for _ in range(4) for make in (Gated, Norm))
+    assert [pattern.name for pattern in make_plan(model).structures] == [str(number) for number in range(8)]
+    assert len(probes) == 3 + 2
+    model[5].factor, model[2].activation = 2.0, F.logsigmoid
+    patterns = make_plan(model).structures
+    assert {pattern.name: pattern.kind for pattern in patterns if pattern.kind != "shared"} == {
+        **dict.fromkeys("046", "mlp"), **dict.fromkeys("137", "norm")
+    }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.probe import CALLS, computes, shallow_copy
+from octavo.nn.probe import CALLS, computes, judge_once, shallow_copy
 
 
 class Doubled(nn.Module):
@@ -102,3 +102,49 @@ def test_a_copy_has_no_hooks_and_holds_the_same_tensors():
     assert twin[0]._forward_pre_hooks == OrderedDict() and len(module[0]._forward_pre_hooks) == 1
     assert twin[0].box == module[0].box and twin[0].box is not module[0].box
     assert (twin[0].training, module[0].training) == (False, True)
+
+
+class Held(nn.Module):
+    """It holds a number, a tuple, a child and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.factor, self.layer_idx, self.shared = nn.Parameter(torch.rand(4)), 0.0, 3, DOUBLED
+        self.child, self.linear = nn.Dropout(0.0), nn.Linear(4, 8, bias=False)
+
+
+DOUBLED = Doubled()
+DIFFERENT = {
+    "a number": lambda m: setattr(m, "factor", 1.0),
+    "its sign": lambda m: setattr(m, "factor", -0.0),
+    "its type": lambda m: setattr(m, "factor", 0),
+    "a position": lambda m: setattr(m, "layer_idx", 4),
+    "a new attribute": lambda m: setattr(m, "more", None),
+    "another object": lambda m: setattr(m, "shared", Doubled()),
+    "a number of a child": lambda m: setattr(m.child, "p", 0.1),
+    "the class of a child": lambda m: setattr(m, "child", nn.AlphaDropout(0.0)),
+    "another child": lambda m: setattr(m, "other", nn.Identity()),
+    "the width of a linear layer": lambda m: setattr(m, "linear", nn.Linear(4, 9, bias=False)),
+    "its bias": lambda m: setattr(m, "linear", nn.Linear(4, 8)),
+    "the shape of a parameter": lambda m: setattr(m, "weight", nn.Parameter(torch.rand(5))),
+    "no parameter": lambda m: setattr(m, "weight", None),
+    "a buffer": lambda m: m.register_buffer("more", torch.ones(1)),
+    "a forward of its own": lambda m: setattr(m, "forward", lambda x: x),
+    "its class": lambda m: setattr(m, "__class__", type("Other", (Held,), {})),
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
+def test_modules_that_may_differ_are_judged_one_by_one(change):
+    modules, judged = [Held(), Held()], []
+    change(modules[1])
+    judge = judge_once(lambda module: judged.append(module) or len(judged))
+    assert [judge(module) for module in (*modules, *modules)] == [1, 2, 1, 2] and judged == modules
+
+
+def test_modules_alike_but_for_values_modes_and_hooks_are_judged_once():
+    first, second, judged = Held(), Held().bfloat16().eval(), []
+    second.child.register_forward_hook(lambda *_: None)
+    second.linear.weight.data.zero_()
+    judge = judge_once(judged.append)
+    assert judge(first) is judge(second) is None and judged == [first]

@@ -27,7 +27,7 @@ from octavo.kernels.reference.activation import value
 from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
 from octavo.nn.modules import has_own_tensors
-from octavo.nn.probe import CALLS, computes, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, judge_once, random_tensor, shallow_copy
 
 _WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 48, 2
 _IDS, _SORTED = 3, 2
@@ -52,13 +52,13 @@ class FoundExperts:
 
 def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
     """Return the modules of experts in a model by full name, with the roles of their parameters."""
-    found = {}
+    found, roles_of = {}, judge_once(_roles_of)
     for name, module in model.named_modules():
         stacks = _stacks(module)
         if stacks is None:
             continue
         is_known = isinstance(module, Experts) and module.is_as_recognised()
-        roles = module.expert_roles if is_known else _roles_of(module)
+        roles = module.expert_roles if is_known else roles_of(module)
         if roles is None:
             continue
         experts = next(iter(stacks.values())).shape[0]

@@ -31,7 +31,7 @@ from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.mlp import unsupported_reason
 from octavo.nn.modules import full_name, has_own_tensors
 from octavo.nn.norm import adopts
-from octavo.nn.probe import CALLS, computes, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, judge_once, random_tensor, shallow_copy
 from octavo.recipes import Precision, Recipe
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
@@ -72,7 +72,8 @@ class FusionPattern:
 
 def find_mlps(model: nn.Module) -> dict[str, MLPRoles]:
     """Return the roles of the children of each MLP in a model, by the MLP's full name."""
-    return {name: roles for name, module in model.named_modules() if (roles := find_mlp(module)) is not None}
+    roles_of = judge_once(find_mlp)
+    return {name: roles for name, module in model.named_modules() if (roles := roles_of(module)) is not None}
 
 
 class _Unapplied(NamedTuple):
@@ -103,8 +104,9 @@ def find_patterns(
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
     targets = [spec_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
     makes_codes = any(norm_unsupported_reason(target) is None for target in targets)
+    is_norm = judge_once(adopts)
     for name, module in model.named_modules():
-        if adopts(module):
+        if is_norm(module):
             if _width(module) in widths:
                 found.append(FusionPattern(name=name, kind="norm", makes_codes=makes_codes, saved=policy.norm_inputs))
         elif isinstance(module, ScaledDotProduct):
@@ -228,7 +230,10 @@ def find_mlp(module: nn.Module) -> MLPRoles | None:
         return None
     if "forward" in vars(module) or has_own_tensors(module):  # if patched, its class does not say what it computes
         return None
-    return next((roles for roles in _possible_roles(layers) if _is_mlp(module, roles)), None)
+    possible = list(_possible_roles(layers))
+    if isinstance(module, FusedMLP) and module.mlp_roles in possible and module.is_as_recognised():
+        return module.mlp_roles
+    return next((roles for roles in possible if _is_mlp(module, roles)), None)
 
 
 def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:

@@ -15,7 +15,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from octavo.nn.modules import is_position
 CALLS = 3
 """Number of calls in each mode."""
 _CONTAINERS = (dict, list, set)
+_NUMBERS_AND_STRINGS = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+T = TypeVar("T")
 
 
 def computes(
@@ -51,6 +54,44 @@ def computes(
             _computes_once(_moved(make(training), call), formula, x, tolerance, call)
             for training, call in itertools.product((True, False), range(calls))
         )
+
+
+def judge_once(judge: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
+    """Return a function that calls `judge`, which probes a module, once for all modules whose copies would act alike.
+
+    The blocks of a model hold the same settings: of all its MLPs one is probed. Two modules are alike if their classes
+    and all attributes are equal. Of parameters, and of linear layers inside, only shapes count: probes replace them.
+    The modules must not change between calls.
+    """
+    known: dict[tuple[Any, ...], T] = {}
+
+    def judged(module: nn.Module) -> T:
+        key = _probe_key(module)
+        if key not in known:
+            known[key] = judge(module)
+        return known[key]
+
+    return judged
+
+
+def _probe_key(module: nn.Module) -> tuple[Any, ...]:
+    """Return a key of the class, attributes and children that a module shares with its copies."""
+    held = ((name, _identity(value)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+    parameters = ((name, None if p is None else p.shape) for name, p in module._parameters.items())
+    buffers = ((name, id(buffer)) for name, buffer in module._buffers.items())
+    children = ((name, _child_key(child)) for name, child in module._modules.items())
+    return type(module), *map(tuple, (held, parameters, buffers, children))
+
+
+def _child_key(child: nn.Module | None) -> tuple[Any, ...] | None:
+    if isinstance(child, nn.Linear):
+        return nn.Linear, child.in_features, child.out_features, child.bias is None
+    return None if child is None else _probe_key(child)
+
+
+def _identity(value: Any) -> tuple[type, Any]:
+    """Return a key of a value: the number or string itself (0.0 is not -0.0), or the address of any other object."""
+    return type(value), repr(value) if type(value) in _NUMBERS_AND_STRINGS else id(value)
 
 
 def _moved(probe: nn.Module, call: int) -> nn.Module:
