@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache, cached_property, partial
 
 import torch
 from torch import nn
@@ -79,7 +80,7 @@ class LayerPlanner:
             kept = f"{TOO_SMALL}: predicted {gain:.2f} times BF16 at {self.tokens} {unit}"
         if kept is not None:
             recipe, gain = load("bf16"), None
-        kernels, fallback = _kernels(recipe, self.device)
+        kernels, fallback = self._kernels(recipe)
         keeps_input = kind == "linear" and self.policy.keeps_input(name, recipe)
         notes = found.reason if found else "", fallback, "keeps its input" if keeps_input else ""
         return LayerPlan(
@@ -94,6 +95,27 @@ class LayerPlanner:
             keeps_input=keeps_input,
             evidence=found,
         )
+
+    def _kernels(self, recipe: Recipe) -> tuple[list[str], str]:
+        """Return the kernel of each GEMM, and a note if the reference runs on a GPU."""
+        operands = {name: (a, b) for name, a, b in recipe.gemms()}
+        names, note = [], ""
+        for gemm in GEMMS:
+            if gemm not in operands:
+                names.append("-")
+                continue
+            name, refused = self._gemm_kernel(*((operand.format, operand.granularity) for operand in operands[gemm]))
+            names.append(name)
+            if name in EMULATED:
+                note = "emulated: no faster than BF16"
+            if name == "reference" and self.device.type == "cuda":
+                note = f"{gemm} falls back: {'; '.join(f'{kernel}: {why}' for kernel, why in refused.items())}"
+        return names, note
+
+    @cached_property
+    def _gemm_kernel(self) -> Callable[..., tuple[str, dict[str, str]]]:
+        """`gemm_kernel` on this device, asked once per kind of operands: it quantises two matrices."""
+        return cache(partial(gemm_kernel, self.device))
 
     def _experts(self, name: str, module: nn.Module, found: FoundExperts, kept: str | None) -> Iterator[LayerPlan]:
         """Yield the rows of a module of experts. kept: the reason to keep it in BF16."""
@@ -168,21 +190,3 @@ def _gemm_of(layer: Layer) -> tuple[str, tuple[int, int], int]:
     taps, kernel = math.prod(layer.kernel_size), "x".join(map(str, layer.kernel_size))
     shape = layer.out_channels, layer.in_channels // layer.groups * taps
     return f"{type(layer).__name__.lower()} {kernel}", shape, taps
-
-
-def _kernels(recipe: Recipe, device: torch.device) -> tuple[list[str], str]:
-    """Return the kernel of each GEMM, and a note if the reference runs on a GPU."""
-    operands = {name: (a, b) for name, a, b in recipe.gemms()}
-    names, notes = [], ""
-    for gemm in GEMMS:
-        if gemm not in operands:
-            names.append("-")
-            continue
-        a, b = operands[gemm]
-        name, refused = gemm_kernel(device, (a.format, a.granularity), (b.format, b.granularity))
-        names.append(name)
-        if name in EMULATED:
-            notes = "emulated: no faster than BF16"
-        if name == "reference" and device.type == "cuda":
-            notes = f"{gemm} falls back: {'; '.join(f'{kernel}: {why}' for kernel, why in refused.items())}"
-    return names, notes
