@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.probe import CALLS, computes, judge_once, shallow_copy
+from octavo.nn.norm import Norm
+from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, shallow_copy
 
 
 class Doubled(nn.Module):
@@ -102,6 +103,20 @@ def test_a_copy_has_no_hooks_and_holds_the_same_tensors():
     assert twin[0]._forward_pre_hooks == OrderedDict() and len(module[0]._forward_pre_hooks) == 1
     assert twin[0].box == module[0].box and twin[0].box is not module[0].box
     assert (twin[0].training, module[0].training) == (False, True)
+
+
+def test_a_copy_of_a_converted_module_is_one_of_its_own_class():
+    module = nn.Sequential(nn.RMSNorm(4))
+    Norm.take(module[0], target=None, enabled=True, input_format="bf16")
+    twin = shallow_copy(module, training=True)
+    assert type(twin[0]) is nn.RMSNorm and vars(twin[0]).keys() == vars(nn.RMSNorm(4)).keys() | {"_compiled_call_impl"}
+    assert isinstance(module[0], Norm)
+
+
+def test_a_patched_forward_or_a_tensor_as_an_attribute_makes_a_module_unlike_its_class():
+    plain, patched, holding, inside = Doubled(), Doubled(), Doubled(), nn.Sequential(Doubled())
+    patched.forward, holding.factor, inside[0].factor = lambda x: x, torch.ones(()), torch.ones(())
+    assert [is_as_its_class(each) for each in (plain, patched, holding, inside)] == [True, False, False, False]
 
 
 class Held(nn.Module):

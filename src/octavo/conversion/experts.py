@@ -26,8 +26,7 @@ from octavo.kernels.dispatch import architecture, on_gpu
 from octavo.kernels.reference.activation import value
 from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
-from octavo.nn.modules import has_own_tensors
-from octavo.nn.probe import CALLS, computes, judge_once, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
 
 _WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 48, 2
 _IDS, _SORTED = 3, 2
@@ -99,7 +98,7 @@ def sorted_shape(weight: Tensor, roles: ExpertRoles) -> tuple[int, int]:
 
 def _roles_of(module: nn.Module) -> ExpertRoles | None:
     """Return roles of a module's parameters with which its forward is a mixture of experts, or None."""
-    if "forward" in vars(module) or has_own_tensors(module):  # if patched, its class does not say what it computes
+    if not is_as_its_class(module):
         return None
     forward = inspect.unwrap(own_class(module).parent.forward if isinstance(module, Experts) else type(module).forward)
     arguments = tuple(list(inspect.signature(forward).parameters)[1:])
@@ -212,8 +211,6 @@ def _gives_mixture(
 def _random_copy(module: nn.Module, roles: ExpertRoles, training: bool, widths: tuple[int, int]) -> nn.Module:
     """Return a copy of a module with random weights of these widths; all experts share them unless they are tiny."""
     probe = shallow_copy(module, training)
-    if isinstance(module, Experts):
-        cast(Experts, probe).release()
     width, inner = widths
     hidden = 2 * inner if roles.is_gated and len(roles.inner) == 1 else inner
     shapes = dict.fromkeys(roles.inner, (hidden, width)) | {roles.down: (width, inner)}

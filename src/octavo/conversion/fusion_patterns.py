@@ -29,9 +29,9 @@ from octavo.nn.attention import ScaledDotProduct, shares_codes
 from octavo.nn.attention import unsupported_reason as attention_unsupported_reason
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.mlp import unsupported_reason
-from octavo.nn.modules import full_name, has_own_tensors
+from octavo.nn.modules import full_name
 from octavo.nn.norm import adopts
-from octavo.nn.probe import CALLS, computes, judge_once, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
 from octavo.recipes import Precision, Recipe
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
@@ -228,7 +228,7 @@ def find_mlp(module: nn.Module) -> MLPRoles | None:
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     if len(layers) not in (2, 3) or any(name.rpartition(".")[0] not in layers for name, _ in tensors):
         return None
-    if "forward" in vars(module) or has_own_tensors(module):  # if patched, its class does not say what it computes
+    if not is_as_its_class(module):
         return None
     possible = list(_possible_roles(layers))
     if isinstance(module, FusedMLP) and module.mlp_roles in possible and module.is_as_recognised():
@@ -271,8 +271,6 @@ def _gives_mlp(module: nn.Module, roles: MLPRoles, widths: tuple[int, int], tole
 def _random_copy(module: nn.Module, roles: MLPRoles, training: bool, widths: tuple[int, int]) -> nn.Module:
     """Return a copy of a module whose linear layers are random and of these widths; it holds no other tensors."""
     probe = shallow_copy(module, training)
-    if isinstance(module, FusedMLP):
-        cast(FusedMLP, probe).release()
     for seed, name in enumerate((*roles.inner, roles.down)):
         shape = widths if name == roles.down else widths[::-1]
         layer = nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float32, device="meta")

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+"""Attributes that PyTorch gives every module."""
 
 
 def full_name(module: str, name: str) -> str:
@@ -20,15 +23,6 @@ def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks, or an instance's own `forward`, as with accelerate, that only a call runs."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(own) or "forward" in vars(module)
-
-
-def has_own_tensors(module: nn.Module) -> bool:
-    """Return whether a module, or one in it, has a tensor as a plain attribute: writes to it cannot be noticed.
-
-    Linear layers do not count.
-    """
-    held = (value for each in module.modules() if not isinstance(each, nn.Linear) for value in vars(each).values())
-    return any(isinstance(value, Tensor) for value in held)
 
 
 _POSITION = re.compile(r"((layer|block)_?)?(id|idx|index|num|number|name)")

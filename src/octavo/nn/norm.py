@@ -36,9 +36,8 @@ from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
-from octavo.nn.modules import has_own_tensors
 from octavo.nn.operands import autocast_dtype
-from octavo.nn.probe import computes, shallow_copy
+from octavo.nn.probe import computes, is_as_its_class, shallow_copy
 from octavo.nn.recognised import Recognised
 from octavo.numerics import Quantized
 from octavo.recipes import Precision
@@ -204,9 +203,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
         return False
     if not parameters["weight"].numel():  # partitioned by DeepSpeed's ZeRO-3: it cannot run
         return False
-    if "forward" in vars(module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
-        return False
-    if has_own_tensors(module):
+    if not is_as_its_class(module) or any(True for _ in (*module.children(), *module.buffers())):
         return False
     if not isinstance(module, Norm) and any(hasattr(module, name) for name in Norm.fields):  # they stay the user's
         return False

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import set_stance
 
-from octavo.nn.adopted import own_class
-from octavo.nn.modules import is_position
+from octavo.nn.adopted import is_taken, own_class
+from octavo.nn.modules import OF_EVERY_MODULE, is_position
+from octavo.nn.recognised import Recognised
 
 CALLS = 3
 """Number of calls in each mode."""
 _CONTAINERS = (dict, list, set)
 _NUMBERS_AND_STRINGS = (bool, int, float, str, type(None))
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 T = TypeVar("T")
 
 
@@ -56,6 +56,15 @@ def computes(
         )
 
 
+def is_as_its_class(module: nn.Module) -> bool:
+    """Return whether a module does what its class says: `forward` is not patched, and no tensor is a plain attribute.
+
+    Writes to such a tensor could not be noticed later. Those of linear layers do not count.
+    """
+    held = (value for each in module.modules() if not isinstance(each, nn.Linear) for value in vars(each).values())
+    return "forward" not in vars(module) and not any(isinstance(value, Tensor) for value in held)
+
+
 def judge_once(judge: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
     """Return a function that calls `judge`, which probes a module, once for all modules whose copies would act alike.
 
@@ -76,7 +85,7 @@ def judge_once(judge: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
 
 def _probe_key(module: nn.Module) -> tuple[Any, ...]:
     """Return a key of the class, attributes and children that a module shares with its copies."""
-    held = ((name, _identity(value)) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+    held = ((name, _identity(value)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
     parameters = ((name, None if p is None else p.shape) for name, p in module._parameters.items())
     buffers = ((name, id(buffer)) for name, buffer in module._buffers.items())
     children = ((name, _child_key(child)) for name, child in module._modules.items())
@@ -129,7 +138,7 @@ def random_tensor(seed: int, *shape: int) -> Tensor:
 
 
 def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
-    """Return a copy of a tree of modules, in that mode and without hooks.
+    """Return a copy of a tree of modules as they were before conversion, in that mode and without hooks.
 
     It shares tensors and objects with the original, but has dictionaries, lists and sets of its own.
     """
@@ -139,6 +148,8 @@ def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
     hooks: dict[str, Any] = {name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
     children = {name: child and shallow_copy(child, training) for name, child in module._modules.items()}
     vars(twin).update(held | hooks, training=training, _modules=children, _compiled_call_impl=None)
+    if isinstance(twin, Recognised) and is_taken(twin):
+        twin.release()
     return twin
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels.ledger import warn_once
 from octavo.nn.adopted import Adopted, is_taken, own_class
-from octavo.nn.modules import full_name, is_position
+from octavo.nn.modules import OF_EVERY_MODULE, full_name, is_position
 
 
 class Recognised(Adopted):
@@ -59,7 +59,7 @@ def _settings(module: nn.Module, named: Collection[str], path: str = "") -> Iter
     """
     for name, value in itertools.chain(vars(module).items(), module._modules.items(), module._parameters.items()):
         contents = _contents(value)
-        if name not in _OF_EVERY_MODULE and not isinstance(contents, _NOT_COMPARED) and not is_position(name, value):
+        if name not in OF_EVERY_MODULE and not isinstance(contents, _NOT_COMPARED) and not is_position(name, value):
             yield path, name, contents
             yield from ((path, f"{name}.{field}", inner) for field, inner in _fields(contents, named))
     for name, child in module.named_children():
@@ -171,9 +171,6 @@ def _is_same(now: Any, before: Any) -> bool:
         parts = [(each.func, each.args, each.keywords) for each in (now, before) if isinstance(each, partial)]
         return len(parts) == 2 and parts[0] == parts[1]
     return now is before or (isinstance(before, int | float | str) and now == before)
-
-
-_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
 
 
 @assume_constant_result
