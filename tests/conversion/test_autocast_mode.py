@@ -369,6 +369,22 @@ def test_an_object_goes_on_counting_in_its_next_block():
     assert seen is mode.seen and seen.fp8("linear") == 3
 
 
+def test_an_object_may_be_nested_in_itself():
+    x, weight = torch.randn(32, 64), nn.Parameter(torch.randn(48, 64))
+    mode = octavo.autocast()
+    with mode as seen, octavo.disabled(nn.Linear(1, 1)):
+        F.linear(x, weight)
+        with mode:
+            F.linear(x, weight)
+        F.linear(x, weight)
+    assert seen.fp8("linear") == 1
+    with mode:
+        with mode:
+            F.linear(x, weight)
+        F.linear(x, weight)
+    assert seen.fp8("linear") == 3
+
+
 def test_a_model_is_looked_at_without_the_block():
     class Gated(nn.Module):
         def __init__(self):

@@ -62,25 +62,20 @@ class autocast(TorchFunctionMode):
             )
         self.seen = AutocastReport()
         self._watched = self.operators.watched()
-        self._active = enabled
-        self._silenced: list[list[autocast]] = []
+        self._active = False
+        """Whether this is the innermost block and enabled. Compiled code guards on it."""
         self._gains: dict[tuple[Rates, int, int, int, int, int], float] = {}
 
     def __enter__(self) -> AutocastReport:
         """Begin the block and return its report. A block that is entered again adds to the same report."""
-        self._silenced.append(_deactivate())
-        self._active = self.enabled
-        _blocks().append(self)
+        _blocks.enter(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self.seen
 
     def __exit__(self, *exception: Any) -> None:
         """End the block."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        _blocks().pop()
-        self._active = False
-        for mode in self._silenced.pop():
-            mode._active = True
+        _blocks.leave()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -92,10 +87,16 @@ class autocast(TorchFunctionMode):
             return func(*args, **kwargs)
         found = self._judge(name, args, kwargs)
         if isinstance(found, str):
-            _note(name, found)
+            self._note(name, found)
             return func(*args, **kwargs)
-        _note(name, "")
+        self._note(name, "")
         return found.compute(self.recipe, compute_dtype(found.tensors[0]))
+
+    def _note(self, operator: str, why: str) -> None:
+        if torch.compiler.is_compiling():
+            _note_compiled(operator, why)
+        else:
+            self.seen.calls[operator, why] += 1
 
     def _judge(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCall | str:
         """Return the product to compute in FP8, or why the call stays unchanged."""
@@ -172,49 +173,43 @@ def _no_operands(product: MatmulCall) -> str | None:
 
 
 class _Blocks(threading.local):
+    """The open blocks of this thread, the innermost last; None stands for `suspended`."""
+
     def __init__(self) -> None:
-        self.open: list[autocast] = []
+        self.open: list[autocast | None] = []
+
+    def enter(self, block: autocast | None) -> None:
+        self.open.append(block)
+        self._activate_innermost()
+
+    def leave(self) -> None:
+        if (block := self.open.pop()) is not None:
+            block._active = False
+        self._activate_innermost()
+
+    def _activate_innermost(self) -> None:
+        for block in filter(None, self.open):
+            block._active = block.enabled and block is self.open[-1]
 
 
-_all = _Blocks()
-
-
-def _blocks() -> list[autocast]:
-    """Return the open blocks of this thread, the innermost last."""
-    return _all.open
-
-
-def _deactivate() -> list[autocast]:
-    """Deactivate every open block; return those that were active."""
-    listening = [mode for mode in _blocks() if mode._active]
-    for mode in listening:
-        mode._active = False
-    return listening
+_blocks = _Blocks()
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
     """Run everything unchanged inside, whatever `autocast` blocks are open around it."""
-    silenced = _deactivate()
+    _blocks.enter(None)
     try:
         yield
     finally:
-        for mode in silenced:
-            mode._active = True
-
-
-def _note(operator: str, why: str) -> None:
-    if torch.compiler.is_compiling():
-        _note_compiled(operator, why)
-    else:
-        _blocks()[-1].seen.calls[operator, why] += 1
+        _blocks.leave()
 
 
 @assume_constant_result
 def _note_compiled(operator: str, why: str) -> None:
     """Count a call in code that is being compiled. A compiler runs this once, when it traces."""
-    if _blocks():
-        _blocks()[-1].seen.compiled[operator, why] += 1
+    if _blocks.open and (block := _blocks.open[-1]) is not None:
+        block.seen.compiled[operator, why] += 1
 
 
 @dataclass(eq=False)
