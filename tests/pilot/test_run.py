@@ -10,7 +10,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.devices import H200
 from octavo.pilot import Settings, load_workload, run_pilot
-from octavo.pilot.measuring import Conditions, count_flops, measure
+from octavo.pilot.measuring import Conditions, Flops, count_flops, measure
 from octavo.pilot.predicting import plan_for, products_ms
 from octavo.pilot.report import to_dict, to_html, to_text
 
@@ -25,11 +25,12 @@ def test_flops_are_those_of_the_layers(python_file):
 
 def test_bf16_and_a_recipe_see_the_same_batches(python_file):
     workload = load_workload(python_file)
-    how, model = Conditions(device=CPU, steps=6, lr=1e-2), workload.build()
+    how = Conditions(workload=workload, device=CPU, steps=6, lr=1e-2, flops=Flops(1e9, 0.0, 32))
+    model = workload.build()
     before = [parameter.clone() for parameter in model.parameters()]
-    base, none = measure("bf16", model, workload, how, 1e9)
-    found, plan = measure("rowwise", model, workload, how, 1e9)
-    fp16, _ = measure("fp16", model, workload, how, 1e9)
+    base, none = measure("bf16", model, how)
+    found, plan = measure("rowwise", model, how)
+    fp16, _ = measure("fp16", model, how)
     assert 0 < max(abs(one - other) for one, other in zip(fp16.losses, base.losses, strict=True)) < 0.02
     assert none is None and plan.fp8_layers == 1, "16 features are too few"
     assert len(base.losses) == len(found.losses) == 6 and base.losses[5] < base.losses[0]
@@ -43,7 +44,7 @@ def test_bf16_and_a_recipe_see_the_same_batches(python_file):
 def test_a_precision_that_fails_says_so(python_file):
     python_file.write_text(python_file.read_text().replace("model(batch[0])", "model(batch[0][:, :-1])"))
     workload = load_workload(python_file)
-    found, _ = measure("bf16", workload.build(), workload, Conditions(device=CPU, steps=2), None)
+    found, _ = measure("bf16", workload.build(), Conditions(workload=workload, device=CPU, steps=2))
     assert found.failed.startswith("RuntimeError: ") and found.losses == []
 
 
@@ -71,8 +72,7 @@ def test_no_steps_predict_from_shapes_alone(tmp_path):
     workload = load_workload(file)
     pilot = run_pilot(workload, Settings(recipes=("folded", "block"), steps=0, device="cpu"))
     assert pilot.adopts and pilot.best == "folded" and pilot.parameters == 4 * 4096 * 4097
-    how = Conditions(device=CPU, rows=16384)
-    plan = plan_for(workload, "folded", how, "h200")
+    plan = plan_for("folded", Conditions(workload=workload, device=CPU), "h200")
     base = products_ms(plan, 16384, H200, in_bf16=True)
     assert pilot.speedup("folded") == pytest.approx(1.12 * base / (products_ms(plan, 16384, H200) + 0.12 * base))
     assert pilot.base.peak_gib > 4 * 4 * 4096 * 4096 * 3 / 2**30  # weights and moments

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": tor
 """Autocast dtype of the precisions that are no recipe; a recipe computes the rest in BF16."""
 WARM_UP = 3
 """Steps before those that are timed."""
+TIMED = 10
+"""Number of timed steps, the last ones; fewer in a short run."""
 DECODED = 32
 """Tokens decoded, of which the median time counts."""
 
@@ -79,23 +81,36 @@ class Measurement:
         return {**self.phases, **{kind: ms for kind, ms in self.parts.items() if kind not in self.phases}}
 
 
+class Flops(NamedTuple):
+    """FLOPs of a training step."""
+
+    total: float
+    elsewhere: float
+    """Those outside linear layers."""
+    rows: int
+    """M of the linear layers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Settings shared by all precisions."""
+    """Workload and settings shared by all precisions."""
 
+    workload: Workload
     device: torch.device
     steps: int = 20
     """Steps whose losses are compared; the last ones are timed."""
-    timed: int = 10
     lr: float = 3e-4
     compile: bool = False
-    rows: int = 8192
-    """M of the linear layers, for the plan."""
+    flops: Flops | None = None
+    """None: unknown."""
+
+    @property
+    def rows(self) -> int:
+        """M of the linear layers, for plans."""
+        return self.workload.tokens if self.flops is None else self.flops.rows
 
 
-def measure(
-    precision: str, model: nn.Module, workload: Workload, how: Conditions, flops: float | None
-) -> tuple[Measurement, Plan | None]:
+def measure(precision: str, model: nn.Module, how: Conditions) -> tuple[Measurement, Plan | None]:
     """Train a copy of a model in one precision and return what was measured, and the plan of a recipe.
 
     A precision that fails, for example for lack of memory, says so in `failed`.
@@ -103,12 +118,11 @@ def measure(
     Args:
         precision: a key of `PRECISIONS`, or a recipe.
         model: with the initial weights, on the CPU.
-        flops: floating-point operations per step.
     """
     found = Measurement(precision=precision)
     plan = None
     try:
-        plan = _measure(copy.deepcopy(model).to(how.device), workload, how, found, flops)
+        plan = _measure(copy.deepcopy(model).to(how.device), how, found)
     except (RuntimeError, NotImplementedError, UnsupportedError) as error:  # RuntimeError includes out of memory
         found.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     torch.compiler.reset()
@@ -118,32 +132,30 @@ def measure(
     return found, plan
 
 
-def _measure(
-    model: nn.Module, workload: Workload, how: Conditions, found: Measurement, flops: float | None
-) -> Plan | None:
+def _measure(model: nn.Module, how: Conditions, found: Measurement) -> Plan | None:
     """Train and measure; a function of its own, so that its model and states are freed before the next ones."""
     plan = None
     if found.precision not in PRECISIONS:
         plan = convert(model, found.precision, tokens=how.rows)
-        _errors(model, workload, found)
-    run = _Training(model, workload, how, PRECISIONS.get(found.precision, torch.bfloat16))
-    _train(run, workload, how, found, flops)
-    if how.device.type == "cuda" and workload.decode is not None:
-        batch = next(workload.batches())
-        found.decode_ms, found.decode_batch_ms = (_decode(run, workload, each) for each in (first_sample(batch), batch))
+        _errors(model, how.workload, found)
+    run = _Training(model, how, PRECISIONS.get(found.precision, torch.bfloat16))
+    _train(run, how, found)
+    if how.device.type == "cuda" and how.workload.decode is not None:
+        batch = next(how.workload.batches())
+        found.decode_ms, found.decode_batch_ms = (_decode(run, each) for each in (first_sample(batch), batch))
     return plan
 
 
 class _Training:
     """A model in training by autocast, with AdamW and, in FP16, a loss scale."""
 
-    def __init__(self, model: nn.Module, workload: Workload, how: Conditions, dtype: torch.dtype | None) -> None:
-        self.model, self.workload, self.device, self.dtype = model, workload, how.device, dtype
+    def __init__(self, model: nn.Module, how: Conditions, dtype: torch.dtype | None) -> None:
+        self.model, self.workload, self.device, self.dtype = model, how.workload, how.device, dtype
         self.scaler = torch.amp.GradScaler(how.device.type, enabled=dtype == torch.float16)
         self.optimizer = torch.optim.AdamW(model.parameters(), how.lr, fused=how.device.type == "cuda")
         if how.compile:
             model.compile()
-        self.batches = workload.batches()
+        self.batches = how.workload.batches()
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None)
@@ -164,9 +176,9 @@ class _Training:
         return loss.detach()
 
 
-def _train(run: _Training, workload: Workload, how: Conditions, found: Measurement, flops: float | None) -> None:
-    is_gpu = how.device.type == "cuda"
-    timed = min(how.timed, max(1, how.steps - WARM_UP))
+def _train(run: _Training, how: Conditions, found: Measurement) -> None:
+    is_gpu, flops = how.device.type == "cuda", None if how.flops is None else how.flops.total
+    timed = min(TIMED, max(1, how.steps - WARM_UP))
     losses = [run.step() for _ in range(how.steps - timed)]
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -183,12 +195,12 @@ def _train(run: _Training, workload: Workload, how: Conditions, found: Measureme
     found.fallbacks = list(ledger.fallbacks)
     found.phases = {phase: ms / timed for phase, ms in total.items()}
     found.step_ms = sum(found.phases.values())
-    found.tokens_per_s = 1e3 * workload.tokens / found.step_ms
+    found.tokens_per_s = 1e3 * how.workload.tokens / found.step_ms
     found.tflops = None if flops is None else flops / found.step_ms / 1e9
     if is_gpu:
         found.peak_gib = torch.cuda.max_memory_allocated() / 2**30
         found.allocations = allocations(before, torch.cuda.memory_stats(), timed)
-        found.joules_per_token = joules / timed / workload.tokens if joules else None
+        found.joules_per_token = joules / timed / how.workload.tokens if joules else None
         found.pj_per_flop = 1e12 * joules / timed / flops if joules and flops else None
         seen = profile(run.step, 2)
         found.parts = {part: round(ms, 3) for part, ms in (seen.parts | {"quantize": seen.quantize}).items()}
@@ -203,12 +215,12 @@ def allocations(before: Mapping[str, Any], after: Mapping[str, Any], steps: int)
     return found | {"fragmentation_gib": round(beyond / 2**30, 3)}
 
 
-def _decode(run: _Training, workload: Workload, batch: Any) -> float:
+def _decode(run: _Training, batch: Any) -> float:
     """Return the median milliseconds of one step of decoding, with the codes of the weights made once."""
-    assert workload.decode is not None
+    assert run.workload.decode is not None
     run.model.eval()
     with torch.no_grad(), run.autocast(), reuse_weight_codes(run.model):
-        step = workload.decode(run.model, to_device(batch, run.device))
+        step = run.workload.decode(run.model, to_device(batch, run.device))
         warm_up(step, run.device.type, seconds=0.1)
         return statistics.median(milliseconds(step, run.device.type, DECODED))
 
@@ -229,8 +241,8 @@ def _errors(model: nn.Module, workload: Workload, found: Measurement) -> None:
         trial.loss()
 
 
-def count_flops(workload: Workload) -> tuple[float, float, int] | None:
-    """Return the FLOPs of a step, those outside linear layers, and M of the linear layers; None if untraceable.
+def count_flops(workload: Workload) -> Flops | None:
+    """Return the FLOPs of a step; None if the model cannot be traced.
 
     Counted on a model without values: products of matrices, convolutions and attention, in forward and backward.
     """
@@ -251,4 +263,4 @@ def count_flops(workload: Workload) -> tuple[float, float, int] | None:
     except (RuntimeError, NotImplementedError):  # a model that reads values
         return None
     total = float(counter.get_total_flops())
-    return total, max(total - inside, 0.0), statistics.mode(rows) if rows else workload.tokens
+    return Flops(total, max(total - inside, 0.0), statistics.mode(rows) if rows else workload.tokens)

@@ -10,7 +10,7 @@ from octavo.conversion import Plan, convert, make_plan
 from octavo.conversion.gain import predicted_ms
 from octavo.errors import ConfigError
 from octavo.kernels.devices import GPUS, H200, Rates
-from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement
+from octavo.pilot.measuring import PRECISIONS, Conditions, Flops, Measurement
 from octavo.recipes import load
 from octavo.train.workload import Workload
 
@@ -22,10 +22,10 @@ _REST = 0.12
 """Share that element-wise kernels take beside the products in BF16 on an H200; elsewhere by the rate of a copy."""
 
 
-def plan_for(workload: Workload, recipe: str, how: Conditions, gpu: str) -> Plan:
+def plan_for(recipe: str, how: Conditions, gpu: str) -> Plan:
     """Return the plan of a recipe on a GPU, with the predicted gain of each layer; makes no weights."""
     with torch.device("meta"):
-        model = workload.build()
+        model = how.workload.build()
     return make_plan(model, recipe, tokens=how.rows, device=gpu)
 
 
@@ -37,17 +37,15 @@ def products_ms(plan: Plan, rows: int, rates: Rates, *, in_bf16: bool = False) -
     return sum(predicted_ms(chosen.get(layer.name, bf16), *layer.shape, rows, rates=rates) for layer in linears)
 
 
-def predict(
-    found: Measurement, plan: Plan, workload: Workload, how: Conditions, flops: tuple[float, float, int]
-) -> None:
+def predict(found: Measurement, plan: Plan, how: Conditions, flops: Flops) -> None:
     """Replace the times in a measurement by predicted ones.
 
     Args:
         plan: of the recipe; of any recipe for BF16 and FP16.
-        flops: as `count_flops` returns it.
+        flops: per step.
     """
     is_fp8 = found.precision not in PRECISIONS
-    other = 1e3 * flops[1] / (_OTHER_TFLOPS * 1e12)
+    other = 1e3 * flops.elsewhere / (_OTHER_TFLOPS * 1e12)
     rates = GPUS[plan.device].rates
     assert rates is not None  # those of `CAPACITY_GIB` have rates
     base = products_ms(plan, how.rows, rates, in_bf16=True)
@@ -55,23 +53,23 @@ def predict(
     found.step_ms = products + other + _REST * H200.copy / rates.copy * (base + other)
     found.phases = {}
     found.parts = {"gemm": products, "attention": other, "elementwise": found.step_ms - products - other}
-    found.tokens_per_s = 1e3 * workload.tokens / found.step_ms
-    found.tflops = flops[0] / found.step_ms / 1e9
+    found.tokens_per_s = 1e3 * how.workload.tokens / found.step_ms
+    found.tflops = flops.total / found.step_ms / 1e9
 
 
-def peak_gib(workload: Workload, precision: str, how: Conditions) -> float | None:
+def peak_gib(precision: str, how: Conditions) -> float | None:
     """Return the predicted peak of a step by autocast with AdamW; None where the model cannot be traced."""
 
     def program() -> memory.Program:
-        model = _uninitialised(workload)
+        model = _uninitialised(how.workload)
         if precision != "bf16":
             convert(model, precision, tokens=how.rows)
         optimizer = torch.optim.AdamW(model.parameters(), how.lr)
-        batch = next(workload.batches())
+        batch = next(how.workload.batches())
 
         def forward_backward() -> None:
             with torch.autocast("cpu", torch.bfloat16):
-                loss = workload.loss(model, batch)
+                loss = how.workload.loss(model, batch)
             loss.backward()
 
         def update() -> None:

@@ -14,7 +14,7 @@ from octavo.kernels.devices import GPUS, rates_named
 from octavo.models.factory import count_parameters
 from octavo.pilot import predicting
 from octavo.pilot.judging import Pilot
-from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement, count_flops, measure
+from octavo.pilot.measuring import PRECISIONS, Conditions, Flops, Measurement, count_flops, measure
 from octavo.recipes import load, names
 from octavo.train import device as devices
 from octavo.train.workload import Workload, first_tensor
@@ -56,12 +56,9 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         raise ConfigError("--steps 0: predicts, on a CPU alone. On a GPU give it a few steps.")
     report("counting FLOPs")
     flops = count_flops(workload)
+    compiled = settings.compile and is_gpu
     how = Conditions(
-        device=device,
-        steps=settings.steps,
-        lr=settings.lr,
-        compile=settings.compile and is_gpu,
-        rows=flops[2] if flops else workload.tokens,
+        workload=workload, device=device, steps=settings.steps, lr=settings.lr, compile=compiled, flops=flops
     )
     precisions = dict.fromkeys(("bf16", *settings.precisions))
     if not is_gpu:
@@ -72,11 +69,11 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
     plans: dict[str, Plan | None] = {}
     for name in found if settings.steps else ():
         report(f"training in {name}")
-        found[name], plans[name] = measure(name, model, workload, how, flops[0] if flops else None)
+        found[name], plans[name] = measure(name, model, how)
     report("plans")
-    predicted = {name: predicting.plan_for(workload, name, how, settings.gpu) for name in settings.recipes}
+    predicted = {name: predicting.plan_for(name, how, settings.gpu) for name in settings.recipes}
     if not is_gpu and flops is not None:
-        _predict(found, predicted, workload, how, flops, report)
+        _predict(found, predicted, how, flops, report)
     capacity = torch.cuda.get_device_properties(device).total_memory / 2**30 if is_gpu else 0.0
     return Pilot(
         workload=workload.name,
@@ -89,7 +86,7 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         capacity_gib=capacity or predicting.CAPACITY_GIB[settings.gpu],
         parameters=count_parameters(model),
         rows=how.rows,
-        elsewhere=flops[1] / flops[0] if flops and flops[0] else None,
+        elsewhere=flops.elsewhere / flops.total if flops and flops.total else None,
         compiled=how.compile,
         rates=rates_named(torch.cuda.get_device_name(device)) if is_gpu else GPUS[settings.gpu].rates,
         measured=found,
@@ -100,19 +97,18 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
 def _predict(
     found: dict[str, Measurement],
     plans: dict[str, Plan],
-    workload: Workload,
     how: Conditions,
-    flops: tuple[float, float, int],
+    flops: Flops,
     report: Callable[[str], None],
 ) -> None:
     """Add the predicted times, and the memory of BF16 and of the fastest recipe."""
     for name in found:
         plan = plans.get(name) or next(iter(plans.values()))
-        predicting.predict(found[name], plan, workload, how, flops)
+        predicting.predict(found[name], plan, how, flops)
     fastest = min(plans, key=lambda name: found[name].step_ms or 0.0)
     for name in ("bf16", *([fastest] if plans[fastest].fp8_layers else [])):
         report(f"memory in {name}")
-        found[name].peak_gib = predicting.peak_gib(workload, name, how)
+        found[name].peak_gib = predicting.peak_gib(name, how)
 
 
 def _check(settings: Settings) -> None:
