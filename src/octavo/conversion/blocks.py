@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.conversion.policy import blocks_of
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn.adopted import Adopted
+from octavo.nn.modules import blocks_of
 
 
 class Wrapped(Adopted):

@@ -18,7 +18,7 @@ from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.conv import unsupported_reason
 from octavo.nn.linear import is_adopted, is_transposed
-from octavo.nn.modules import full_name
+from octavo.nn.modules import blocks_of, unwrapped_name
 from octavo.nn.operands import REAL
 from octavo.recipes import Precision, Recipe
 from octavo.tensor import local
@@ -48,10 +48,6 @@ DEFAULTS = MappingProxyType(
     }
 )
 """Name patterns of layers that stay in BF16 unless a policy says otherwise, and why."""
-
-WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Names that `torch.compile`, activation checkpointing and FSDP put between a module and its parent."""
-
 
 SAVED = ("activation_inputs", "norm_inputs", "attention_output")
 """Options that choose the format of a tensor saved for backward."""
@@ -315,19 +311,6 @@ def _among(which: str, count: int) -> str:
     return f"in the {which} block" if count == 1 else f"in one of the {which} {count} blocks"
 
 
-def blocks_of(model: nn.Module) -> list[str]:
-    """Return the full names of a model's blocks, in order."""
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    # Before experts in each of them, which may be more: together the blocks have more parameters than any one's.
-    name = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
-    return [] if name is None else [full_name(name, child) for child, _ in lists[name].named_children()]
-
-
 def _matches(name: str, pattern: str) -> bool:
     """Return whether a pattern matches a module's name, with or without the names of wrappers."""
     return fnmatchcase(name, pattern) or fnmatchcase(unwrapped_name(name), pattern)
-
-
-def unwrapped_name(name: str) -> str:
-    """Return a full name without the names of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from octavo._util.terminal import Report, silent
-from octavo.conversion.policy import blocks_of
 from octavo.errors import ConfigError
 from octavo.memory.recorder import Recorder, fake_mode
 from octavo.memory.timeline import KINDS, Allocation, Kind, Timeline, reserved
 from octavo.nn import Linear
+from octavo.nn.modules import blocks_of
 
 WORKSPACE_OF_CUBLAS = 2 * 32 * 2**20
 """Bytes that cuBLAS allocates on Hopper: 32 MiB per thread, for the forward thread and the backward thread."""

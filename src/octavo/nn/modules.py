@@ -1,4 +1,4 @@
-"""Modules of a model: full names of their members, and their hooks."""
+"""Modules of a model: full names, blocks, positions, and hooks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,26 @@ OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
 """Attributes that PyTorch gives every module."""
 
 
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Names that `torch.compile`, activation checkpointing and FSDP put between a module and its parent."""
+
+
 def full_name(module: str, name: str) -> str:
     """Return the full name of a child, parameter or role of a module, whose own name may be empty."""
     return f"{module}.{name}" if module else name
+
+
+def unwrapped_name(name: str) -> str:
+    """Return a full name without the names of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the full names of a model's blocks, in order."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    # Before experts in each of them, which may be more: together the blocks have more parameters than any one's.
+    name = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
+    return [] if name is None else [full_name(name, child) for child, _ in lists[name].named_children()]
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from octavo.conversion.policy import WRAPPERS, unwrapped_name
 from octavo.errors import UnsupportedError
 from octavo.models.hugging_face import stored_config, stored_name
 from octavo.models.llama import Llama
 from octavo.models.moe import MoE
+from octavo.nn.modules import WRAPPERS, unwrapped_name
 
 
 class EngineModel(NamedTuple):

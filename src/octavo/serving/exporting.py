@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.conversion.policy import unwrapped_name
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.nn.modules import unwrapped_name
 from octavo.numerics import dequantize
 from octavo.serving import files
 from octavo.serving.engine_models import engine_model, unwrapped

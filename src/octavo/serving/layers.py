@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from octavo.conversion.policy import unwrapped_name
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import spec_of
@@ -16,6 +15,7 @@ from octavo.nn.conv import AnyConvolution, Convolution
 from octavo.nn.experts import ExpertLinear, Experts
 from octavo.nn.fused import fusion_groups
 from octavo.nn.linear import is_adopted, is_transposed
+from octavo.nn.modules import unwrapped_name
 from octavo.nn.weight_codes import quantize_weights, split_rows
 from octavo.numerics import Quantized
 from octavo.recipes import Operand

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from octavo.conversion.policy import blocks_of
 from octavo.distributed.checkpoint import plain_values_hook
 from octavo.distributed.plans import ParameterUse, ShardPlan, gather_plan, uses_of, weight_codes_or_reason
 from octavo.distributed.reduce.hooks import set_reduction
@@ -30,6 +29,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
+from octavo.nn.modules import blocks_of
 from octavo.tensor import FP8Tensor, local
 from octavo.tensor.local import dtensor_like
 
