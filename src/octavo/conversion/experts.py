@@ -1,6 +1,6 @@
 """Modules of experts in a user's model: three-dimensional weights, and a `forward` that is a mixture of experts.
 
-They are recognised by their results, as MLPs are (`octavo.conversion.fusion_patterns`): a copy with tiny weights is run
+They are recognised by their results, as MLPs are (`octavo.conversion.mlps`): a copy with tiny weights is run
 on random tokens, experts and routing weights, and compared with the formula of every reading that the shapes allow.
 Some calls send all tokens to the same experts, to tell a forward that drops tokens over a capacity.
 Neither names nor the form of the loop over experts matter: Mixtral, Qwen3-MoE, DeepSeek-V3, OLMoE and GPT-OSS of

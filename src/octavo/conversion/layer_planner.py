@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from octavo.conversion.experts import FoundExperts, no_grouped_kernel
-from octavo.conversion.fusion_patterns import find_gates, reader_of
+from octavo.conversion.fusion_patterns import reader_of
 from octavo.conversion.gain import EXPERTS_FROM, predicted_gain, predicted_gain_of_experts
 from octavo.conversion.layer_plan import LayerPlan
+from octavo.conversion.mlps import find_gates
 from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy, find_heads
 from octavo.conversion.unconverted import active_share
 from octavo.conversion.weights import Layer

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from octavo.conversion.autocast_mode import suspended
 from octavo.conversion.experts import find_experts
-from octavo.conversion.fusion_patterns import find_mlps, find_patterns
+from octavo.conversion.fusion_patterns import find_patterns
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.layer_planner import LayerPlanner
+from octavo.conversion.mlps import find_mlps
 from octavo.conversion.plan import Plan, commonest_reason
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import device_unsupported_reason

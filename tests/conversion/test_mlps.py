@@ -1,0 +1,559 @@
+"""MLPs in a user's modules: every way to write one is recognised, and nothing that only looks so."""
+
+import copy
+import functools
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.conversion import convert
+from octavo.conversion.mlps import find_mlp
+from octavo.nn.fused import FusedMLP, MLPRoles
+
+WIDTH, HIDDEN = 64, 96
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+every_activation = pytest.mark.parametrize("kind", ACTIVATIONS)
+
+
+class Gated(nn.Module):
+    """`down(f(gate(x)) * up(x))`; subclasses write it in another way."""
+
+    def __init__(self, names=("gate", "up", "down"), activation=F.silu, bias=False, inner_bias=False) -> None:
+        super().__init__()
+        self.names, self.activation = names, activation
+        for name in names[:2]:
+            setattr(self, name, nn.Linear(WIDTH, HIDDEN, bias=inner_bias))
+        setattr(self, names[2], nn.Linear(HIDDEN, WIDTH, bias=bias))
+        self.start()
+
+    def start(self) -> None:
+        pass
+
+    @property
+    def layers(self):
+        return [getattr(self, name) for name in self.names]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = self.layers
+        return down(self.activation(gate(x)) * up(x))
+
+
+class Plain(Gated):
+    def __init__(self, names=("up", "down"), activation=F.gelu, bias=False, inner_bias=False) -> None:
+        super().__init__((*names[:1], "unused", names[1]), activation, bias, inner_bias)
+        del self.unused
+        self.names = names
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.layers
+        return down(self.activation(up(x)))
+
+
+# --- MLPs that are ones ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("w1", "w3", "w2"),
+        ("gate_proj", "up_proj", "down_proj"),
+        ("gate", "up", "down"),
+        ("wi_0", "wi_1", "wo"),
+        ("z", "y", "x"),
+        ("c", "a", "b"),
+    ],
+    ids=" ".join,
+)
+@every_activation
+def test_names_do_not_matter(names, kind):
+    assert find_mlp(Gated(names, ACTIVATIONS[kind])) == MLPRoles(kind, names[:2], names[2])
+
+
+@every_activation
+@pytest.mark.parametrize("names", [("c_fc", "c_proj"), ("up", "down"), ("b", "a")], ids=" ".join)
+def test_without_a_gate(kind, names):
+    assert find_mlp(Plain(names, ACTIVATIONS[kind])) == MLPRoles(kind, names[:1], names[1])
+
+
+class UpFirst(Gated):
+    def forward(self, x):
+        up = self.up(x)
+        return self.down(up * F.silu(self.gate(x)))
+
+
+class ByHand(Gated):
+    def forward(self, x):
+        gate = self.gate(x)
+        return F.linear(gate * torch.sigmoid(gate) * self.up(x), self.down.weight)
+
+
+class Modules(Gated):
+    def start(self):
+        self.activation = nn.SiLU()
+        self.dropout = nn.Dropout(0.0)
+        self.nested = nn.Sequential(nn.Identity(), nn.Dropout(0.0))
+
+    def forward(self, x):
+        return self.nested(self.dropout(self.down(self.activation(self.gate(x)) * self.up(x))))
+
+
+class Swapped(Gated):
+    """The gate is what is called up."""
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)) * self.gate(x))
+
+
+class Casts(Gated):
+    def forward(self, x):
+        return self.down((F.silu(self.gate(x).float()).to(x.dtype)) * self.up(x))
+
+
+class Chunks(Gated):
+    def forward(self, x, chunk=2):
+        parts = [self.down(F.silu(self.gate(part)) * self.up(part)) for part in x.split(chunk)]
+        return torch.cat(parts)
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Gated):
+    @decorated
+    def forward(self, hidden_states: Tensor, flag: bool = False) -> Tensor:
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("cls", [UpFirst, ByHand, Modules, Swapped, Casts, Chunks, Decorated])
+def test_neither_does_the_way_it_is_written(cls):
+    inner = ("up", "gate") if cls is Swapped else ("gate", "up")
+    assert find_mlp(cls()) == MLPRoles("silu", inner, "down")
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(("gate", "up", "down"))), ids=" ".join)
+def test_the_order_of_the_children_does_not_matter(names):
+    module = Gated()
+    children = dict(module.named_children())
+    module._modules = {name: children[name] for name in names}
+    assert find_mlp(module) == MLPRoles("silu", ("gate", "up"), "down")
+
+
+@pytest.mark.parametrize("width", [(64, 64), (7, 3)], ids=["square", "narrow"])
+def test_sizes_do_not_matter(width):
+    module = Gated()
+    module.gate, module.up = nn.Linear(*width, bias=False), nn.Linear(*width, bias=False)
+    module.down = nn.Linear(*reversed(width))
+    assert find_mlp(module) == MLPRoles("silu", ("gate", "up"), "down")
+    plain = Plain(("b", "a"))
+    plain.b, plain.a = nn.Linear(*width, bias=False), nn.Linear(*reversed(width), bias=False)
+    assert find_mlp(plain) == MLPRoles("gelu", ("b",), "a")
+
+
+def test_dtypes_devices_and_modes_do_not_matter():
+    assert find_mlp(Gated().bfloat16()) is not None
+    assert find_mlp(Gated().to("meta")) is not None
+    assert find_mlp(Gated().double()) is not None
+    assert find_mlp(Gated().eval()) is not None
+    assert find_mlp(Gated().requires_grad_(False)) is not None
+    module = Gated()
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert find_mlp(module) is not None
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert find_mlp(module) is not None
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_bias_of_the_last_layer_is_part_of_it():
+    assert find_mlp(Gated(bias=True)) is not None and find_mlp(Plain(bias=True)) is not None
+
+
+def test_a_converted_mlp_is_recognised_again():
+    module = Gated()
+    expected = find_mlp(module)
+    convert(module)
+    assert isinstance(module, FusedMLP) and find_mlp(module) == expected
+    assert isinstance(module, FusedMLP)
+
+
+@pytest.mark.parametrize("name, value", [("activation", F.logsigmoid), ("gate", nn.Linear(WIDTH, HIDDEN))])
+def test_a_converted_mlp_that_has_changed_is_probed_again(name, value):
+    module = Gated()
+    convert(module)
+    setattr(module, name, value)
+    assert isinstance(module, FusedMLP) and find_mlp(module) is None
+
+
+# --- MLPs that are none ---------------------------------------------------------------------------------------------
+
+
+class Dropout(Modules):
+    def start(self):
+        super().start()
+        self.dropout = nn.Dropout(0.1)
+
+
+class NestedDropout(Modules):
+    def start(self):
+        super().start()
+        self.nested[1].p = 0.01
+
+
+class FunctionalDropout(Gated):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class Scaled(Gated):
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+class LayerScale(Gated):
+    """It starts at 1 and is trained."""
+
+    def start(self):
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Buffered(Gated):
+    def start(self):
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Normed(Gated):
+    def start(self):
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x):
+        return self.down(self.norm(F.silu(self.gate(x)) * self.up(x)))
+
+
+class NormedWithoutWeights(Gated):
+    def forward(self, x):
+        return self.down(F.layer_norm(F.silu(self.gate(x)) * self.up(x), (self.up(x).shape[-1],)))
+
+
+class Residual(Gated):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Clamped(Gated):
+    """Only large values show it."""
+
+    def forward(self, x):
+        return self.down((F.silu(self.gate(x)) * self.up(x)).clamp(-1e5, 1e5))
+
+
+class Offset(Gated):
+    """Only small values show it."""
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * (self.up(x) + 1e-6))
+
+
+class Mixes(Gated):
+    """Tokens see each other."""
+
+    def forward(self, x):
+        return super().forward(x + torch.roll(x, 1, dims=-2))
+
+
+class LargestHidden(Gated):
+    """Only the 32 largest hidden numbers count: of 24 in a tiny copy, all."""
+
+    def forward(self, x):
+        h = F.silu(self.gate(x)) * self.up(x)
+        return self.down(torch.where(h >= h.topk(min(32, h.shape[-1]), -1).values[..., -1:], h, 0))
+
+
+class LargestInput(Gated):
+    def forward(self, x):
+        return super().forward(torch.where(x >= x.topk(min(32, x.shape[-1]), -1).values[..., -1:], x, 0))
+
+
+class LargestResult(Gated):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.where(y >= y.topk(min(32, y.shape[-1]), -1).values[..., -1:], y, 0)
+
+
+class LargestInTraining(LargestHidden):
+    def forward(self, x):
+        return super().forward(x) if self.training else Gated.forward(self, x)
+
+
+class OtherInEvaluation(Gated):
+    def forward(self, x):
+        return super().forward(x) if self.training else self.down(F.relu(self.gate(x)) * self.up(x))
+
+
+class NoisyInTraining(Gated):
+    def forward(self, x):
+        return super().forward(x) + (torch.randn(x.shape[-1]) if self.training else 0)
+
+
+class TwoResults(Gated):
+    def forward(self, x):
+        return super().forward(x), None
+
+
+class TwoArguments(Gated):
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
+
+class Double(Gated):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
+class Summed(Gated):
+    def forward(self, x):
+        return super().forward(x).sum(-1)
+
+
+class Raises(Gated):
+    def forward(self, x):
+        raise KeyError("not today")
+
+
+class Twice(Gated):
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+class ThirdUnused(Gated):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)))
+
+
+class TanhGate(Gated):
+    def forward(self, x):
+        return self.down(torch.tanh(self.gate(x)) * self.up(x))
+
+
+class ReluGate(Gated):
+    def forward(self, x):
+        return self.down(F.relu(self.gate(x)) * self.up(x))
+
+
+class QuickGelu(Gated):
+    def forward(self, x):
+        gate = self.gate(x)
+        return self.down(gate * torch.sigmoid(1.702 * gate) * self.up(x))
+
+
+class SigmoidGate(Gated):
+    def forward(self, x):
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+class LayerDrop(Gated):
+    """Computes nothing, once in many calls."""
+
+    def forward(self, x):
+        return x if self.training and torch.rand(()) < 1e-6 else super().forward(x)
+
+
+class LayerDropInPython(Gated):
+    def forward(self, x):
+        return x if self.training and random.random() < 1e-6 else super().forward(x)
+
+
+class LayerDropInNumPy(Gated):
+    def forward(self, x):
+        return x if self.training and np.random.rand() < 1e-6 else super().forward(x)
+
+
+class LayerDropOfItsOwn(Gated):
+    kind = torch.Generator
+
+    def start(self):
+        self.generator = self.kind()
+
+    def forward(self, x):
+        return x if torch.rand((), generator=self.generator) < 1e-6 else super().forward(x)
+
+
+class LayerDropOfPythonsOwn(LayerDropOfItsOwn):
+    kind = random.Random
+
+    def forward(self, x):
+        return x if self.generator.random() < 1e-6 else Gated.forward(self, x)
+
+
+class LayerDropOfNumPysOwn(LayerDropOfPythonsOwn):
+    kind = staticmethod(np.random.default_rng)
+
+
+class Counts(Gated):
+    def start(self):
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x if self.calls > 1000 else super().forward(x)
+
+
+class CountsInADictionary(Gated):
+    def start(self):
+        self.stats = {"calls": 0}
+
+    def forward(self, x):
+        self.stats["calls"] += 1
+        return super().forward(x)
+
+
+class Collects(Gated):
+    def start(self):
+        self.hidden = []
+
+    def forward(self, x):
+        self.hidden.append(self.gate(x))
+        return super().forward(x)
+
+
+class KeepsItsResult(Gated):
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+class EverySecondCall(Gated):
+    """By a counter that no attribute shows."""
+
+    def start(self):
+        calls = itertools.cycle((False, True))
+        self.drops = lambda: next(calls)
+
+    def forward(self, x):
+        return x if self.drops() else super().forward(x)
+
+
+class StopsGradients(Gated):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+class StopsOneGradient(Gated):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)).detach() * self.up(x))
+
+
+class StraightThrough(Gated):
+    def forward(self, x):
+        y = super().forward(x)
+        return x + (y - x).detach()
+
+
+class WithoutGradients(Gated):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+NOT = [
+    Dropout, NestedDropout, FunctionalDropout, Scaled, LayerScale, Buffered, Normed, NormedWithoutWeights, Residual,
+    LargestHidden, LargestInput, LargestResult, LargestInTraining,
+    Clamped, Offset, Mixes, OtherInEvaluation, NoisyInTraining, TwoResults, TwoArguments, Double, Summed, Raises, Twice,
+    ThirdUnused, TanhGate, ReluGate, QuickGelu, SigmoidGate, LayerDrop, LayerDropInPython, LayerDropInNumPy,
+    LayerDropOfItsOwn, LayerDropOfPythonsOwn, LayerDropOfNumPysOwn, Counts, CountsInADictionary, Collects,
+    KeepsItsResult, EverySecondCall, StopsGradients, StopsOneGradient, StraightThrough, WithoutGradients,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cls", NOT)
+def test_what_computes_something_else(cls, training):
+    assert find_mlp(cls().train(training)) is None
+
+
+def test_biases_of_the_inner_layers():
+    assert find_mlp(Gated(inner_bias=True)) is None and find_mlp(Plain(inner_bias=True)) is None
+    module = Gated()
+    module.up = nn.Linear(WIDTH, HIDDEN)
+    assert find_mlp(module) is None
+
+
+def test_layers_that_do_not_fit():
+    module = Gated()
+    module.up = nn.Linear(WIDTH, HIDDEN + 1, bias=False)
+    assert find_mlp(module) is None
+    assert find_mlp(nn.Sequential(nn.Linear(8, 8))) is None
+    assert find_mlp(nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 4))) is None
+    assert find_mlp(nn.Linear(8, 8)) is None
+
+
+def test_layers_that_are_parametrised():
+    module = Gated()
+    torch.nn.utils.parametrizations.weight_norm(module.up)
+    assert find_mlp(module) is None
+
+
+def test_a_forward_that_was_patched():
+    module = Gated()
+    module.forward = lambda x: x
+    assert find_mlp(module) is None
+
+
+def test_an_ordinary_sequence_is_an_mlp_too():
+    module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.SiLU(), nn.Linear(16, 8))
+    assert find_mlp(module) == MLPRoles("silu", ("0",), "2")
+
+
+def test_a_compiled_forward_is_looked_at_as_it_is_written():
+    class Compiled(Gated):
+        forward = torch.compile(Gated.forward, backend=lambda *_: pytest.fail("compiled"))
+
+    assert find_mlp(Compiled()) == MLPRoles("silu", ("gate", "up"), "down")
+
+
+# --- looking changes nothing ----------------------------------------------------------------------------------------
+
+
+def held(module):
+    skipped = ("_modules", "_parameters")
+    return {name: value for name, value in vars(module).items() if name not in skipped and "hooks" not in name}
+
+
+@pytest.mark.parametrize(
+    "cls", [Gated, Modules, Dropout, NoisyInTraining, Raises, LayerDropInNumPy, Counts, CountsInADictionary, Collects]
+)
+def test_looking_leaves_no_trace(cls):
+    module, seen = cls(), []
+    module.register_forward_hook(lambda *_: seen.append("module"))
+    for child in module.modules():
+        child.register_forward_hook(lambda *_: seen.append("child"))
+    module.compile(backend=lambda *_: pytest.fail("compiled"))
+    before = {name: (type(m), copy.deepcopy(held(m)), dict(m._modules)) for name, m in module.named_modules()}
+    parameters = {name: (id(p), p._version, p.clone()) for name, p in module.named_parameters()}
+    numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    find_mlp(module)
+    assert not seen and np.random.get_state()[1].tolist() == numbers[2]
+    assert {name: (type(m), held(m), dict(m._modules)) for name, m in module.named_modules()} == before
+    assert all(parameters[n][:2] == (id(p), p._version) for n, p in module.named_parameters())
+    assert torch.equal(torch.get_rng_state(), numbers[0]) and random.getstate() == numbers[1]
