@@ -190,6 +190,14 @@ def hopper(monkeypatch):
     dispatch.triton_unsupported_reason.cache_clear()
 
 
+def test_kernels_are_asked_for_once_per_kind_of_operands(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "gemm_kernel", lambda *operands: asked.append(operands) or ("scaled_mm.row", {}))
+    plan = make_plan(nn.Sequential(*(nn.Linear(64, 64) for _ in range(9))), "rowwise")
+    assert plan.fp8_layers == 9 and len(asked) == len(set(asked)) <= 3
+    assert {row.kernels for row in plan.layers} == {" / ".join(["scaled_mm.row"] * 3)}
+
+
 E5M2 = {"base": "rowwise", "name": "mine", "dgrad": {"grad_output": {"format": "e5m2"}}}
 
 
