@@ -133,13 +133,13 @@ def _passes(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _bytes(recipe: Recipe, gemm: str, role: str, taps: int) -> float:
     """Return bytes moved per element: a byte transpose moves two; a quantisation reads two, twice for an amax."""
+    operand = getattr(recipe.gemm(gemm), role)
     if taps > 1 and role == "input":
-        return _patch_bytes(getattr(recipe.gemm(gemm), role), taps, transposed=gemm == "wgrad")
+        return _patch_bytes(operand, taps, transposed=gemm == "wgrad")
     if taps == 1 and role == "input":  # both are made from the saved input
-        return 5.0 if getattr(recipe.gemm(gemm), role).granularity == "tensor" else 3.0
+        return 5.0 if operand.granularity == "tensor" else 3.0
     if recipe.reuses(f"{gemm}.{role}"):
         return 2.0
-    operand = getattr(recipe.gemm(gemm), role)
     return 5.0 if operand.granularity == "tensor" and not operand.has_stored_scale else 3.0
 
 
