@@ -8,6 +8,9 @@ from typing import Literal
 
 from octavo.recipes import Evidence
 
+Weights = Literal["unchanged", "fp8"]
+"""Storage of the weight of a converted linear layer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
@@ -35,7 +38,7 @@ class LayerPlan:
 
     keeps_input: bool = False
     """Whether backward quantises its input again (`Policy.requantise`)."""
-    weight: Literal["unchanged", "fp8"] = "unchanged"
+    weight: Weights = "unchanged"
     """Whether its weight is to be stored in FP8 (`Policy.weights`) or already is."""
     saves: int = 0
     """Bytes of memory saved by storing it in FP8."""

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo._util.terminal import quantity
 from octavo.conversion.experts import FoundExperts
-from octavo.conversion.weights import Weights
+from octavo.conversion.layer_plan import Weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn import Conv1d, Conv2d, Linear
 from octavo.nn.conv import unsupported_reason

@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from octavo.conversion.layer_plan import LayerPlan
+from octavo.conversion.layer_plan import LayerPlan, Weights
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import is_plain
 from octavo.nn.conv import AnyConvolution
@@ -22,8 +21,6 @@ from octavo.tensor import FP8Tensor
 
 Layer = nn.Linear | AnyConvolution
 """A layer with a GEMM. To type checkers a `Conv1D` of transformers is an `nn.Linear`."""
-Weights = Literal["unchanged", "fp8"]
-"""Storage of the weights of converted linear layers."""
 
 
 def plan_weights(
@@ -61,7 +58,7 @@ def plan_weights(
     return tuple(result)
 
 
-def store(layer: Layer, weight: Literal["unchanged", "fp8"], is_fp8: bool) -> None:
+def store(layer: Layer, weight: Weights, is_fp8: bool) -> None:
     """Change the storage of a layer's weight if it is not the planned one.
 
     Args:

@@ -12,7 +12,7 @@ from torch import nn
 from octavo import recipes
 from octavo._util.compiler import skip_own_guards
 from octavo.conversion import Plan, Policy, convert, make_plan, revert
-from octavo.conversion.weights import Weights
+from octavo.conversion.layer_plan import Weights
 from octavo.data import (
     CorpusStatistics,
     Loader,
