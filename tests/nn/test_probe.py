@@ -119,7 +119,11 @@ def test_a_patched_forward_or_a_tensor_as_an_attribute_makes_a_module_unlike_its
     assert [is_as_its_class(each) for each in (plain, patched, holding, inside)] == [True, False, False, False]
 
 
-class Held(nn.Module):
+class Slots(nn.Module):
+    __slots__ = ("slot",)
+
+
+class Held(Slots):
     """It holds a number, a tuple, a child and a linear layer."""
 
     def __init__(self) -> None:
@@ -134,6 +138,7 @@ DIFFERENT = {
     "its sign": lambda m: setattr(m, "factor", -0.0),
     "its type": lambda m: setattr(m, "factor", 0),
     "a position": lambda m: setattr(m, "layer_idx", 4),
+    "a slot": lambda m: setattr(m, "slot", 1),
     "a new attribute": lambda m: setattr(m, "more", None),
     "another object": lambda m: setattr(m, "shared", Doubled()),
     "a number of a child": lambda m: setattr(m.child, "p", 0.1),

@@ -85,7 +85,9 @@ def judge_once(judge: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
 
 def _probe_key(module: nn.Module) -> tuple[Any, ...]:
     """Return a key of the class, attributes and children that a module shares with its copies."""
-    held = ((name, _identity(value)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
+    slots = (name for base in type(module).__mro__ for name in vars(base).get("__slots__", ()))
+    state = {name: getattr(module, name, None) for name in slots} | vars(module)
+    held = ((name, _identity(value)) for name, value in state.items() if name not in OF_EVERY_MODULE)
     parameters = ((name, None if p is None else p.shape) for name, p in module._parameters.items())
     buffers = ((name, id(buffer)) for name, buffer in module._buffers.items())
     children = ((name, _child_key(child)) for name, child in module._modules.items())
