@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.nn.experts import ExpertLinear
 from octavo.numerics import cosine_of, inner_products
 from octavo.sensitivity.loss import FORWARD_BACKWARD, Loss, ReportPasses
-from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch, alone
+from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch, alone, fullest
 
 Gradients = Mapping[str, Tensor]
 
@@ -49,7 +49,7 @@ def cosines(
     for name, value in _all_wgrads(switch, plain, batches, loss).items():
         found[name]["wgrad"] = value
     for name, offered in switch.offered.items():
-        pairs = {gemm: alone(gemm, offered) for gemm in max(offered, key=len) if gemm not in found[name]}
+        pairs = {gemm: alone(gemm, offered) for gemm in fullest(offered) if gemm not in found[name]}
         known: dict[Choice, Gradients] = {(): plain}  # only those needed again: each is as large as the model
         for gemm, (before, after) in pairs.items():
             report(f"gradient, {name} {gemm}", passes)
@@ -64,13 +64,12 @@ def cosines(
 
 def backward_passes(switch: PrecisionSwitch) -> int:
     """Return the number of passes that `cosines` makes over its batches, but for those that few recipes add."""
-    shared = switch.all("wgrad")
-    most = {name: max(offered, key=len) for name, offered in switch.offered.items()}
-    return 2 + sum(gemm != "wgrad" or name not in shared for name, gemms in most.items() for gemm in gemms)
+    gemms = sum(len(fullest(offered)) for offered in switch.offered.values())
+    return 2 + gemms - len(switch.only("wgrad"))
 
 
 def _all_wgrads(switch: PrecisionSwitch, plain: Gradients, batches: Sequence[Any], loss: Loss) -> dict[str, float]:
-    chosen = switch.all("wgrad")
+    chosen = switch.only("wgrad")
     if not chosen:
         return {}
     products = _products(gradients(switch, chosen, batches, loss), plain)

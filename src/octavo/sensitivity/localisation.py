@@ -20,8 +20,8 @@ from octavo.nn.scaling_state import scales as kept_scales
 from octavo.recipes import RecipeLike, load
 from octavo.sensitivity import times
 from octavo.sensitivity.gradient import backward_passes, cosines
-from octavo.sensitivity.loss import FORWARD_BACKWARD, UNCHANGED, Change, Loss, forward_choices, loss_changes
-from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch, switchable
+from octavo.sensitivity.loss import FORWARD_BACKWARD, UNCHANGED, Change, Loss, loss_changes
+from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch, fullest, switchable
 from octavo.sensitivity.result import Localisation, Sensitivity
 from octavo.sensitivity.solve import Option, solve
 
@@ -106,7 +106,7 @@ def localize(
         _start_scales(switch, batches[:few], loss, given)
         device = next(model.parameters()).device
         measure = device.type == "cuda" if how.measure is None else how.measure
-        each = 1 + len(forward_choices(switch)) + FORWARD_BACKWARD * (1 + backward_passes(switch))
+        each = 1 + len(switch.only("fprop")) + FORWARD_BACKWARD * (1 + backward_passes(switch))
         report = Work(how.report, FORWARD_BACKWARD * len(batches) + few * each + len(switch.layers) * measure)
         before, changes = loss_changes(switch, batches, few, loss, report, times.autocast(device, how.autocast))
         _check_finite(before, changes)
@@ -184,7 +184,7 @@ def _start_scales(switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, g
     scaling_state = kept_scales(switch.model)
     if scaling_state is None or given is not None:
         return
-    with switch.using({name: max(offered, key=len) for name, offered in switch.offered.items()}), torch.enable_grad():
+    with switch.using({name: fullest(offered) for name, offered in switch.offered.items()}), torch.enable_grad():
         for batch in batches:
             loss(switch.model, batch).sum().backward()
             switch.model.zero_grad(set_to_none=True)

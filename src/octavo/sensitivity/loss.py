@@ -13,7 +13,7 @@ as the first-order term. That term is no difference of losses and may be compute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from octavo.nn import Linear
 from octavo.nn.conv import Convolution
 from octavo.nn.modules import hooked
-from octavo.recipes import Recipe
 from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch
 from octavo.train.evaluate import standard_error
 
@@ -84,17 +83,12 @@ def loss_changes(
     report("loss, high precision", few)
     before = losses(switch.model, batches[:few], loss)
     found = {}
-    for name, choice in forward_choices(switch).items():
+    for name, choice in switch.only("fprop").items():
         report(f"loss, {name}", few)
         with switch.using({name: choice}):
             change = losses(switch.model, batches[:few], loss) - before
         found[name] = _together(many[name], change - first[name])
     return float(whole.mean()), found
-
-
-def forward_choices(switch: PrecisionSwitch) -> dict[str, Choice]:
-    """Return the choice of fprop alone, for each layer that allows it."""
-    return {name: ("fprop",) for name, offered in switch.offered.items() if ("fprop",) in offered}
 
 
 def _together(first: Tensor, rest: Tensor) -> Change:
@@ -129,33 +123,24 @@ def _products(switch: PrecisionSwitch) -> Iterator[dict[str, list[Tensor]]]:
     """Collect g * d per call of each layer during forward and backward, summed over features, float32."""
     products: dict[str, list[Tensor]] = {name: [] for name in switch.layers}
     hooks = (
-        switch.layers[name].register_forward_hook(_hook(switch, name, choice, products[name]))
-        for name, choice in forward_choices(switch).items()
+        switch.layers[name].register_forward_hook(_hook(switch, {name: choice}, products[name]))
+        for name, choice in switch.only("fprop").items()
     )
     with hooked(hooks):
         yield products
 
 
-def _hook(switch: PrecisionSwitch, name: str, choice: Choice, products: list[Tensor]) -> Callable[..., None]:
-    recipe = switch.offered[name][choice]
+def _hook(switch: PrecisionSwitch, fprop: Mapping[str, Choice], products: list[Tensor]) -> Callable[..., None]:
+    """Return a forward hook that appends g * d of each call; d is the change of the output by `fprop` in FP8."""
 
     def hook(layer: Linear | Convolution, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         if not y.requires_grad:
             return
-        change = _in_fp8(layer, recipe, inputs[0].detach()) - y.detach()
+        with switch.using(fprop), torch.no_grad():
+            change = layer.forward(inputs[0].detach()) - y
         y.register_hook(lambda gradient: products.append((gradient.float() * change.float()).flatten(1).sum(1)))
 
     return hook
-
-
-@torch.no_grad()
-def _in_fp8(layer: Linear | Convolution, recipe: Recipe, x: Tensor) -> Tensor:
-    before = layer.recipe
-    layer.recipe, layer.enabled = recipe, True
-    try:
-        return layer.forward(x)
-    finally:
-        layer.recipe, layer.enabled = before, False
 
 
 def _by_sequence(products: Sequence[Tensor], sequences: int) -> Tensor:

@@ -43,20 +43,21 @@ def choices(recipe: Recipe) -> dict[Choice, Recipe]:
     return {choice: found[choice] for choice in sorted(found, key=in_order)}
 
 
-def without(choice: Choice, gemm: str) -> Choice:
-    """Return the choice without one GEMM."""
-    return tuple(each for each in choice if each != gemm)
+def fullest(offered: Mapping[Choice, Recipe]) -> Choice:
+    """Return the choice of all GEMMs that the recipe has in FP8."""
+    return max(offered, key=len)
 
 
-def alone(gemm: str, offered: dict[Choice, Recipe]) -> tuple[Choice, Choice]:
+def alone(gemm: str, offered: Mapping[Choice, Recipe]) -> tuple[Choice, Choice]:
     """Return the smallest choice that a GEMM can be added to, and that choice with it: the pair to measure it by.
 
     Raises:
         ConfigError: no choice has this GEMM in FP8 and is valid without it.
     """
     for choice in offered:
-        if gemm in choice and without(choice, gemm) in offered:
-            return without(choice, gemm), choice
+        without = tuple(each for each in choice if each != gemm)
+        if gemm in choice and without in offered:
+            return without, choice
     raise ConfigError(f"{gemm} cannot be measured: no recipe has it in FP8 and is valid without it.")
 
 
@@ -64,40 +65,36 @@ Layer = Linear | Convolution | ExpertLinear
 
 
 class PrecisionSwitch:
-    """The layers of a converted model that can run in FP8; initially all in high precision."""
+    """The layers of a converted model that can run in FP8; outside `using`, all compute in high precision."""
 
     layers: dict[str, Layer]
     """By full name, in the order of the model."""
     rows: dict[str, LayerPlan]
     offered: dict[str, dict[Choice, Recipe]]
-    """The choices of each layer."""
+    """The choices of each layer, as `choices` returns them."""
 
     def __init__(self, model: nn.Module, rows: Mapping[str, LayerPlan], recipes: Mapping[str, Recipe]) -> None:
         self.model = model
         self.rows = dict(rows)
         self.layers = {name: cast(Layer, model.get_submodule(name)) for name in rows}
         self.offered = {name: choices(recipes[name]) for name in rows}
-        self.set({})
-
-    def set(self, chosen: Mapping[str, Choice]) -> None:
-        """Apply choices; layers that are not named compute in high precision."""
-        for name, layer in self.layers.items():
-            choice = chosen.get(name, ())
-            layer.enabled = bool(choice)
-            if choice:
-                layer.recipe = self.offered[name][choice]
+        for layer in self.layers.values():
+            layer.enabled = False
 
     @contextmanager
     def using(self, chosen: Mapping[str, Choice]) -> Iterator[None]:
-        """Apply choices inside the block; all layers are in high precision after it."""
-        self.set(chosen)
+        """Apply choices inside the block; layers that are not named stay in high precision."""
+        named = {name: choice for name, choice in chosen.items() if choice}
         try:
+            for name, choice in named.items():
+                self.layers[name].recipe, self.layers[name].enabled = self.offered[name][choice], True
             yield
         finally:
-            self.set({})
+            for name in named:
+                self.layers[name].enabled = False
 
-    def all(self, gemm: str) -> dict[str, Choice]:
-        """Return the choice of one GEMM alone for every layer whose recipe allows it."""
+    def only(self, gemm: str) -> dict[str, Choice]:
+        """Return the choice of one GEMM alone, for every layer whose recipe allows it."""
         return {name: (gemm,) for name, offered in self.offered.items() if (gemm,) in offered}
 
 

@@ -14,7 +14,7 @@ from octavo._util.terminal import columns
 from octavo.errors import ConfigError
 from octavo.recipes import GEMMS, Evidence, Recipe, brief
 from octavo.sensitivity.loss import UNCHANGED, Change
-from octavo.sensitivity.precision_switch import Choice
+from octavo.sensitivity.precision_switch import Choice, fullest
 
 
 def precision_map(recipe: Recipe, chosen: Mapping[str, Recipe], evidence: Mapping[str, Evidence]) -> Recipe:
@@ -128,7 +128,7 @@ class Sensitivity:
     @property
     def all(self) -> Choice:
         """The choice of all GEMMs that the recipe has in FP8."""
-        return max(self.recipes, key=len)
+        return fullest(self.recipes)
 
     @property
     def reason(self) -> str:
