@@ -14,7 +14,7 @@ from octavo._util.terminal import Report, progress, silent
 from octavo.conversion.policy import Policy
 from octavo.errors import DataError
 from octavo.models.factory import count_parameters, model_name
-from octavo.sensitivity.localisation import products
+from octavo.sensitivity.localisation import matmul_precision
 from octavo.sensitivity.loss import Loss, losses
 from octavo.sensitivity.precision_switch import Choice, switchable
 from octavo.sensitivity.result import Localisation
@@ -76,8 +76,8 @@ def verify(
     predicted = {layer.name: layer.change.mean for layer in found.layers}
     groups = {SINGLE: _some(names, maps), RANDOM: list(random_maps(names, maps))}
     rows = []
-    on_gpu = next(model.parameters()).is_cuda
-    with switchable(model, found.recipe, policy, 8192, scales) as switch, products("high" if on_gpu else "highest"):
+    precision = "high" if next(model.parameters()).is_cuda else "highest"
+    with switchable(model, found.recipe, policy, 8192, scales) as switch, matmul_precision(precision):
         before = losses(model, batches, loss)
         done, total = 1, 1 + sum(map(len, groups.values()))  # forward passes over the batches
         for title, group in groups.items():

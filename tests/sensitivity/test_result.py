@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 
 import pytest
 from torch import nn
@@ -9,15 +10,19 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.recipes import Evidence, load
 from octavo.sensitivity.precision_switch import choices
-from octavo.sensitivity.result import precision_map, to_toml
+from octavo.sensitivity.result import to_toml
 
 EVIDENCE = Evidence(reason="within the loss budget", loss_change=-1.2e-05, loss_error=3e-06, turned={"fprop": 1e-4},
                     ms_saved=0.01, ms_offered=0.02)  # fmt: skip
 
 
+def localised(recipe, modules, evidence):
+    return replace(recipe, name=f"{recipe.name}, localised", modules=modules, evidence=evidence)
+
+
 def made(recipe):
     chosen = {f"layers.{i}.up": each for i, each in enumerate(choices(recipe).values())}
-    return precision_map(recipe, chosen, dict.fromkeys(chosen, EVIDENCE))
+    return localised(recipe, chosen, dict.fromkeys(chosen, EVIDENCE))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "folded", "rowwise_bf16_wgrad", "delayed", "mine"])
@@ -32,9 +37,7 @@ def test_a_line_a_layer_that_differs_where_the_choice_does(tmp_path):
     recipe = load("tensorwise")
     offered = choices(recipe)
     paths = [
-        to_toml(
-            precision_map(recipe, {"a": offered[()], "b": b}, {"a": EVIDENCE, "b": EVIDENCE}), tmp_path / f"{i}.toml"
-        )
+        to_toml(localised(recipe, {"a": offered[()], "b": b}, {"a": EVIDENCE, "b": EVIDENCE}), tmp_path / f"{i}.toml")
         for i, b in enumerate([offered["fprop", "dgrad", "wgrad"], offered["fprop", "wgrad"]])
     ]
     texts = [path.read_text().splitlines() for path in paths]
@@ -65,7 +68,7 @@ class Attention(nn.Module):
 def test_layers_that_the_map_treats_alike_are_still_computed_together(tmp_path):
     recipe = load("tensorwise")
     chosen = dict.fromkeys("qkv", choices(recipe)["fprop", "wgrad"])
-    path = to_toml(precision_map(recipe, chosen, {}), tmp_path / "map.toml")
+    path = to_toml(localised(recipe, chosen, {}), tmp_path / "map.toml")
     model = Attention()
     plan = octavo.convert(model, path)
     assert [structure.layers for structure in plan.structures] == [("q", "k", "v")]

@@ -102,7 +102,7 @@ def localize(
     allowed, recipe, how = parse_budget(budget), load(recipe), Measurement(**options)
     few = how.few or max(1, len(batches) // 4)
     given = None if how.scales is None else str(how.scales)
-    with switchable(model, recipe, policy, how.tokens or 8192, given) as switch, products("highest"):
+    with switchable(model, recipe, policy, how.tokens or 8192, given) as switch, matmul_precision("highest"):
         _start_scales(switch, batches[:few], loss, given)
         device = next(model.parameters()).device
         measure = device.type == "cuda" if how.measure is None else how.measure
@@ -110,11 +110,11 @@ def localize(
         report = Work(how.report, FORWARD_BACKWARD * len(batches) + few * each + len(switch.layers) * measure)
         before, changes = loss_changes(switch, batches, few, loss, report, times.autocast(device, how.autocast))
         _check_finite(before, changes)
-        turned = cosines(switch, batches[:few], loss, report)
+        directions = cosines(switch, batches[:few], loss, report)
         calls = times.calls_of(switch, batches[:few], loss, how.autocast, how.tokens)
         ms = times.measured(switch, calls, how.autocast, report) if measure else times.predicted(switch, calls)
         progress = EXPONENT * before if how.progress is None else how.progress
-        layers = _choose(switch, changes, turned, ms, allowed(before), progress)
+        layers = _choose(switch, changes, directions, ms, allowed(before), progress)
     return Localisation(
         recipe=recipe,
         loss=before,
@@ -143,27 +143,25 @@ def parse_budget(budget: str | float) -> Callable[[float], float]:
 def _choose(
     switch: PrecisionSwitch,
     changes: Mapping[str, Change],
-    turned: Mapping[str, Mapping[str, float]],
+    cosines: Mapping[str, Mapping[str, float]],
     ms: Mapping[str, Mapping[Choice, float]],
     budget: float,
     progress: float,
 ) -> tuple[Sensitivity, ...]:
     """Return every layer with its choice; one without times was not called, and stays in high precision."""
-    found = {
-        name: Sensitivity(
+    found = {}
+    for name, offered in switch.offered.items():
+        change = changes.get(name, UNCHANGED)
+        found[name] = Sensitivity(
             name=name,
             shape=switch.rows[name].shape,
-            recipes=switch.offered[name],
-            change=changes.get(name, UNCHANGED),
-            cosines=turned[name],
+            recipes=offered,
+            change=change,
+            cosines=cosines[name],
             ms=ms.get(name, {}),
-            costs={
-                gemm: _cost(gemm, changes.get(name, UNCHANGED), value, progress) for gemm, value in turned[name].items()
-            },
+            costs={gemm: _cost(gemm, change, cosine, progress) for gemm, cosine in cosines[name].items()},
             chosen=(),
         )
-        for name in switch.layers
-    }
     measured = {name: s for name, s in found.items() if s.ms}
     options = {name: [Option(s.cost(choice), s.saved(choice)) for choice in s.recipes] for name, s in measured.items()}
     places = dict.fromkeys(found, 0) | solve(options, budget)
@@ -203,7 +201,7 @@ def _check_finite(before: float, changes: Mapping[str, Change]) -> None:
 
 
 @contextmanager
-def products(precision: str) -> Iterator[None]:
+def matmul_precision(precision: str) -> Iterator[None]:
     """Set the precision of FP32 matmuls: `highest`, or `high` for TF32 on a GPU."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,8 @@ FORWARD_BACKWARD = 3
 """Time of forward and backward, in forward passes."""
 
 
-class ReportPasses(Protocol):
-    """Called before each measurement with its description and its work, in forward passes over a batch."""
-
-    def __call__(self, doing: str, passes: float, /) -> None: ...  # noqa: D102
+ReportPasses = Callable[[str, float], None]
+"""Called before each measurement with its description and its work, in forward passes over a batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,9 @@ from octavo._util import config_reader
 from octavo._util.files import write_text
 from octavo._util.terminal import columns
 from octavo.errors import ConfigError
-from octavo.recipes import GEMMS, Evidence, Recipe, brief
+from octavo.recipes import Evidence, Recipe, brief
 from octavo.sensitivity.loss import UNCHANGED, Change
 from octavo.sensitivity.precision_switch import Choice, fullest
-
-
-def precision_map(recipe: Recipe, chosen: Mapping[str, Recipe], evidence: Mapping[str, Evidence]) -> Recipe:
-    """Return `recipe` with a recipe and evidence for each localised layer.
-
-    Other layers are left to the recipe and the policy.
-    """
-    return replace(recipe, name=f"{recipe.name}, localised", modules=dict(chosen), evidence=dict(evidence))
 
 
 def to_toml(recipe: Recipe, path: Path) -> Path:
@@ -125,6 +117,30 @@ class Sensitivity:
         """Return the milliseconds per step that a choice saves over high precision."""
         return self.ms[()] - self.ms[choice] if self.ms else 0.0
 
+    def saved_by(self, gemm: str) -> float:
+        """Return the marginal milliseconds of a GEMM: all in FP8 against all without it and those that need it."""
+        without = {choice: recipe for choice, recipe in self.recipes.items() if gemm not in choice}
+        return self.saved(self.all) - self.saved(fullest(without))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per GEMM that the recipe has in FP8."""
+        return [
+            {
+                "layer": self.name,
+                "gemm": gemm,
+                "shape": list(self.shape),
+                "loss_change": (change := self.change if gemm == "fprop" else UNCHANGED).mean,
+                "loss_error": change.error,
+                "second_order": change.second_order,
+                "cosine": self.cosines[gemm],
+                "cost": self.costs[gemm],
+                "ms_saved": self.saved_by(gemm),
+                "chosen": gemm in self.chosen,
+                "reason": self.reason,
+            }
+            for gemm in self.all
+        ]
+
     @property
     def all(self) -> Choice:
         """The choice of all GEMMs that the recipe has in FP8."""
@@ -148,7 +164,7 @@ class Sensitivity:
             reason=self.reason,
             loss_change=_rounded(self.change.mean),
             loss_error=_rounded(self.change.error),
-            turned={gemm: _rounded(1 - self.cosines[gemm]) for gemm in GEMMS if gemm in self.cosines},
+            turned={gemm: _rounded(1 - self.cosines[gemm]) for gemm in self.all},
             ms_saved=_rounded(self.saved(self.chosen)),
             ms_offered=_rounded(self.saved(self.all)),
         )
@@ -199,11 +215,12 @@ class Localisation:
 
     @property
     def map(self) -> Recipe:
-        """The precision map: a recipe with an entry and evidence per layer."""
-        return precision_map(
+        """The precision map: the recipe with an entry and evidence per localised layer."""
+        return replace(
             self.recipe,
-            {layer.name: layer.recipes[layer.chosen] for layer in self.layers},
-            {layer.name: layer.evidence for layer in self.layers},
+            name=f"{self.recipe.name}, localised",
+            modules={layer.name: layer.recipes[layer.chosen] for layer in self.layers},
+            evidence={layer.name: layer.evidence for layer in self.layers},
         )
 
     def save(self, path: str | Path) -> Path:
@@ -216,7 +233,7 @@ class Localisation:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per layer and GEMM."""
-        return [row for layer in self.layers for row in _rows(layer)]
+        return [row for layer in self.layers for row in layer.rows()]
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -226,29 +243,3 @@ class Localisation:
 
     def __str__(self) -> str:
         return "\n".join(table(self))
-
-
-def _rows(layer: Sensitivity) -> list[dict[str, Any]]:
-    return [
-        {
-            "layer": layer.name,
-            "gemm": gemm,
-            "shape": list(layer.shape),
-            "loss_change": (change := layer.change if gemm == "fprop" else UNCHANGED).mean,
-            "loss_error": change.error,
-            "second_order": change.second_order,
-            "cosine": layer.cosines[gemm],
-            "cost": layer.costs[gemm],
-            "ms_saved": saved_by(layer, gemm),
-            "chosen": gemm in layer.chosen,
-            "reason": layer.reason,
-        }
-        for gemm in GEMMS
-        if gemm in layer.all
-    ]
-
-
-def saved_by(layer: Sensitivity, gemm: str) -> float:
-    """Return the marginal milliseconds of a GEMM: all in FP8 against all without it and those that need it."""
-    others = [choice for choice in layer.recipes if gemm not in choice]
-    return layer.saved(layer.all) - layer.saved(max(others, key=len))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo._util.terminal import Report
 from octavo.conversion import revert
 from octavo.data.loader import Batch
-from octavo.recipes import Recipe, load
+from octavo.recipes import load
 from octavo.sensitivity.localisation import localize, parse_budget
 from octavo.sensitivity.result import Localisation
 from octavo.train import checkpoint
@@ -63,9 +63,10 @@ def localize_run(run: Path, settings: Settings, report: Report) -> Localisation:
         CheckpointError: there is no checkpoint, or it cannot be read.
         DataError: the run's text no longer exists.
     """
-    parse_budget(settings.budget)
-    recipe = load(settings.recipe) if settings.recipe else None  # a wrong one is found before the run is loaded
-    return localize_subject(subject_of(run, settings, settings.tokens), settings, report, recipe)
+    parse_budget(settings.budget)  # wrong settings are found before the run is loaded
+    if settings.recipe:
+        load(settings.recipe)
+    return localize_subject(subject_of(run, settings, settings.tokens), settings, report)
 
 
 def subject_of(run: Path, settings: Settings, tokens: int) -> Subject:
@@ -78,15 +79,13 @@ def subject_of(run: Path, settings: Settings, tokens: int) -> Subject:
     return Subject(found, setup, list(_pieces(setup, min(BATCH_TOKENS, settings.tokens))))
 
 
-def localize_subject(
-    subject: Subject, settings: Settings, report: Report, recipe: Recipe | None = None
-) -> Localisation:
+def localize_subject(subject: Subject, settings: Settings, report: Report) -> Localisation:
     """Return the localisation on the first batches, `settings.tokens` in all."""
     config, batches = subject.setup.config, subject.batches[: count_batches(subject.batches, settings.tokens)]
     return localize(
         subject.setup.states[0].model,
         batches,
-        recipe or load(settings.recipe or config.run.recipe),
+        settings.recipe or config.run.recipe,
         budget=settings.budget,
         loss=by_sequence,
         few=min(len(batches), max(1, FEW_TOKENS // batches[0][1].numel())),
