@@ -199,7 +199,7 @@ def _described(opened: RunReader, name: str) -> dict[str, Any]:
     found = verdict(opened)
     last = opened.last_step
     recent = opened.scalars(first=last - RECENT)
-    loop = opened.config.get("run")
+    loop = opened.settings("run")
     key = loss_key(recent)
     return {
         "id": name,
@@ -208,8 +208,8 @@ def _described(opened: RunReader, name: str) -> dict[str, Any]:
         "level": found.level,
         "verdict": found.text,
         "step": last,
-        "steps": loop.get("steps") if isinstance(loop, dict) else None,
-        "recipe": opened.plan.get("recipe") or (loop.get("recipe") if isinstance(loop, dict) else None),
+        "steps": loop.get("steps"),
+        "recipe": opened.plan.get("recipe") or loop.get("recipe"),
         "device": opened.env.get("device"),
         "parameters": opened.env.get("parameters"),
         "loss": newest(recent.get(key)) if key else None,
@@ -248,8 +248,7 @@ def _heldout(opened: RunReader, recent: Mapping[str, Series]) -> float | None:
 
 def _model_of(opened: RunReader) -> str:
     """Return the architecture and the size of a run's model, as far as they are recorded."""
-    model, count = opened.config.get("model"), opened.env.get("parameters")
-    kind = str(model.get("architecture", "")) if isinstance(model, dict) else ""
+    kind, count = str(opened.settings("model").get("architecture", "")), opened.env.get("parameters")
     size = ""
     if isinstance(count, int | float):
         unit, letter = next((pair for pair in ((1e9, "B"), (1e6, "M")) if count >= pair[0]), (1e3, "k"))

@@ -82,13 +82,12 @@ def _add_model(
 
 def _operations(run: RunReader) -> tuple[float | None, str]:
     """Return the FLOPs of training per token, and how they are counted."""
-    model, data = run.config.get("model"), run.config.get("data")
-    if isinstance(model, dict) and isinstance(data, dict) and data.get("sequence"):
+    model, sequence = run.settings("model"), run.settings("data").get("sequence")
+    if sequence:
         known = {field.name for field in dataclasses.fields(ModelConfig)}
         try:
-            given = {"sequence": data["sequence"], **{key: value for key, value in model.items() if key in known}}
-            config = ModelConfig(**given)
-            return float(flops_per_token(config, int(data["sequence"]))), "6 N + 6 L D T (PaLM, appendix B)"
+            config = ModelConfig(**{"sequence": sequence, **{key: model[key] for key in model.keys() & known}})
+            return float(flops_per_token(config, int(sequence))), "6 N + 6 L D T (PaLM, appendix B)"
         except (ConfigError, TypeError, ValueError):
             pass  # another program's configuration, with the same keys
     parameters = run.env.get("parameters")
@@ -98,9 +97,9 @@ def _operations(run: RunReader) -> tuple[float | None, str]:
 
 
 def _tokens_per_step(run: RunReader) -> float | None:
-    loop, data = run.config.get("run"), run.config.get("data")
-    if isinstance(loop, dict) and isinstance(data, dict) and loop.get("batch") and data.get("sequence"):
-        return float(loop["batch"]) * float(data["sequence"])
+    batch, sequence = run.settings("run").get("batch"), run.settings("data").get("sequence")
+    if batch and sequence:
+        return float(batch) * float(sequence)
     series = run.scalar("tokens", first=run.last_step - 200)
     if len(series) < 2:
         return None
@@ -147,9 +146,8 @@ def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
         return {}
     kwh = (run.energy_kwh() or 0.0) * int(run.env.get("world_size") or 1)
     facts = {"kwh": kwh, "joules_per_step": joules / made}
-    loop = run.config.get("run")
-    if isinstance(loop, dict) and loop.get("price_per_kwh"):
-        facts["cost"] = kwh * float(loop["price_per_kwh"])
+    if price := run.settings("run").get("price_per_kwh"):
+        facts["cost"] = kwh * float(price)
     if per_step:
         facts |= {
             "joules_per_token": joules / made / per_step,

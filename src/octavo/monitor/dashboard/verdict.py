@@ -110,7 +110,7 @@ def _recent(run: RunReader, last: int) -> dict[str, Series]:
 
 
 def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
-    planned = _steps_of(run)
+    planned = int(run.settings("run").get("steps") or 0)
     parts = [f"step {last:,}" + (f" of {planned:,}" if planned else "")]
     key = loss_key(losses)
     if key is not None:
@@ -125,15 +125,6 @@ def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
     if layers:
         parts.append(f"{sum('fp8' in layer['precision'] for layer in layers)} of {len(layers)} layers in FP8")
     return ", ".join(parts)
-
-
-def _loop_of(run: RunReader) -> dict[str, Any]:
-    loop = run.config.get("run")
-    return loop if isinstance(loop, dict) else {}
-
-
-def _steps_of(run: RunReader) -> int:
-    return int(_loop_of(run).get("steps") or 0)
 
 
 def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
@@ -242,7 +233,7 @@ def of_tensors(run: RunReader) -> Iterator[RunFinding]:
 def of_precision(run: RunReader) -> Iterator[RunFinding]:
     """Yield a finding if layers that began in FP8 have left it, other than by the schedule of the run."""
     began, now = (run.document("plan", first=is_first) for is_first in (True, False))
-    loop = _loop_of(run)
+    loop = run.settings("run")
     if loop.get("last_share") and now.get("recipe") == loop.get("last_recipe"):
         return
     in_fp8 = {layer["name"] for layer in now.get("layers", []) if "fp8" in layer["precision"]}

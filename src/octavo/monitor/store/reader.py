@@ -109,6 +109,11 @@ class RunReader:
         """The configuration; empty if none was written."""
         return self.document("config")
 
+    def settings(self, section: str) -> dict[str, Any]:
+        """Return a section of the configuration, such as `run` or `model`; empty if there is none."""
+        found = self.config.get(section)
+        return found if isinstance(found, dict) else {}
+
     @property
     def env(self) -> dict[str, Any]:
         """Versions and device."""
