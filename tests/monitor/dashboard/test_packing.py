@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.monitor.dashboard.packing import pack
+from octavo.monitor.dashboard.packing import pack, pack_curves
 from octavo.monitor.store.writer import to_json
 
 ARRAYS = st.dictionaries(
@@ -29,6 +29,12 @@ def test_what_is_packed_comes_out(unpack: Any, shapes: dict[str, tuple[str, list
     assert set(found) == set(arrays)
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
+
+
+def test_a_curve_is_two_arrays(unpack: Any) -> None:
+    header, found = unpack(pack_curves({"loss": (np.arange(3), np.array([5.0, np.nan, 4.0]))}, {"facts": {}}))
+    assert header == {"facts": {}} and found["loss/x"].tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(found["loss/y"], [5.0, np.nan, 4.0])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

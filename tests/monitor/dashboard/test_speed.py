@@ -34,7 +34,7 @@ def written(path: Path, config: dict[str, Any], env: dict[str, Any], millisecond
 
 
 def test_utilisation_is_operations_by_time_by_peak(tmp_path: Path) -> None:
-    series, facts = speed(written(tmp_path, CONFIG, {"device": "NVIDIA H200"}))
+    curves, facts = speed(written(tmp_path, CONFIG, {"device": "NVIDIA H200"}))
     operations = flops_per_token(ModelConfig(**MODEL), 128) * 8 * 128
     assert facts["tflops_fp8"] == pytest.approx(operations / 20e-3 / 1e12)
     assert facts["utilisation_fp8_of_bf16"] == pytest.approx(100 * operations / 20e-3 / 989e12)
@@ -42,8 +42,8 @@ def test_utilisation_is_operations_by_time_by_peak(tmp_path: Path) -> None:
     assert facts["utilisation_bf16_of_bf16"] == pytest.approx(facts["utilisation_fp8_of_bf16"] / 2)
     assert facts["tokens_per_second_fp8"] == pytest.approx(1024 / 20e-3)
     assert facts["speedup"] == pytest.approx(2)
-    np.testing.assert_allclose(series["utilisation_fp8_of_fp8/y"], facts["utilisation_fp8_of_fp8"])
-    np.testing.assert_array_equal(series["tflops_fp8/x"], np.arange(1, 101))
+    np.testing.assert_allclose(curves["utilisation_fp8_of_fp8"][1], facts["utilisation_fp8_of_fp8"])
+    np.testing.assert_array_equal(curves["tflops_fp8"][0], np.arange(1, 101))
 
 
 def test_energy_is_of_the_newest_session(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_memory_adds_up(tmp_path: Path) -> None:
 
 
 def test_the_machine_is_drawn_at_the_step_of_its_time(tmp_path: Path) -> None:
-    series, _ = speed(written(tmp_path, CONFIG, {}))
-    np.testing.assert_allclose(series["gpu_memory_bytes/x"], [1, *range(10, 101, 10)])
+    curves, _ = speed(written(tmp_path, CONFIG, {}))
+    np.testing.assert_allclose(curves["gpu_memory_bytes"][0], [1, *range(10, 101, 10)])
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,6 @@ def test_a_run_of_another_program_says_what_it_can(
 
 def test_a_run_that_measured_nothing(tmp_path: Path) -> None:
     with RunWriter(tmp_path):
-        series, facts = speed(RunReader(tmp_path))
-    assert series == {} and facts["memory_bytes"] == {}
+        curves, facts = speed(RunReader(tmp_path))
+    assert curves == {} and facts["memory_bytes"] == {}
     assert not any(isinstance(value, float) and math.isnan(value) for value in facts.values())

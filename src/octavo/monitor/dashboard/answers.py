@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from octavo._util.config_reader import blaming
 from octavo._util.terminal import printable
 from octavo.errors import ConfigError, StoreError, did_you_mean
-from octavo.monitor.dashboard.packing import pack
+from octavo.monitor.dashboard.packing import pack, pack_curves
 from octavo.monitor.dashboard.runs import RunCollection
 from octavo.monitor.dashboard.speed import speed
 from octavo.monitor.dashboard.verdict import gap_of, loss_key, newest, verdict
@@ -106,7 +106,8 @@ def run(known: RunCollection, query: Query) -> Answer:
 def scalars(known: RunCollection, query: Query) -> Answer:
     """Scalars over steps: `key/x`, `key/y` for each requested `key`; by default all."""
     opened = known.open(query.text("run"))
-    return _curves(opened.scalars(query.several("key") or None, points=query.number("points", POINTS)))
+    found = opened.scalars(query.several("key") or None, points=query.number("points", POINTS))
+    return pack_curves({key: series.points() for key, series in found.items()})
 
 
 def heatmap(known: RunCollection, query: Query) -> Answer:
@@ -122,14 +123,8 @@ def series(known: RunCollection, query: Query) -> Answer:
     """One statistic of one layer, by role: `ROLE/x`, `ROLE/y`."""
     opened = known.open(query.text("run"))
     stat, points = query.text("stat", opened.stats), query.number("points", POINTS)
-    return _curves(opened.series_by_role(query.text("layer"), stat, points=points))
-
-
-def _curves(series: Mapping[str, Series]) -> bytes:
-    arrays: dict[str, Any] = {}
-    for name, found in series.items():
-        arrays[f"{name}/x"], arrays[f"{name}/y"] = found.points()
-    return pack(arrays)
+    found = opened.series_by_role(query.text("layer"), stat, points=points)
+    return pack_curves({role: series.points() for role, series in found.items()})
 
 
 def histograms(known: RunCollection, query: Query) -> Answer:
@@ -151,8 +146,8 @@ def events(known: RunCollection, query: Query) -> Answer:
 
 def performance(known: RunCollection, query: Query) -> Answer:
     """Series of `speed`, with facts in the header."""
-    arrays, facts = speed(known.open(query.text("run")), points=query.number("points", POINTS))
-    return pack(arrays, {"facts": facts})
+    curves, facts = speed(known.open(query.text("run")), points=query.number("points", POINTS))
+    return pack_curves(curves, {"facts": facts})
 
 
 def compare(known: RunCollection, query: Query) -> Answer:

@@ -20,6 +20,18 @@ ALIGNMENT = 8
 _TYPES = {"f": {4: "f4", 8: "f8"}, "i": {4: "i4", 8: "i4"}, "u": {4: "i4"}}
 
 
+Curve = tuple[NDArray[Any], NDArray[Any]]
+"""A line to draw: steps and values, both (n,)."""
+
+
+def pack_curves(curves: Mapping[str, Curve], about: Mapping[str, Any] | None = None) -> bytes:
+    """Pack lines to draw: the arrays `NAME/x` and `NAME/y` of each."""
+    pairs = (
+        (f"{name}/{axis}", array) for name, curve in curves.items() for axis, array in zip("xy", curve, strict=True)
+    )
+    return pack(dict(pairs), about)
+
+
 def pack(arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any] | None = None) -> bytes:
     """Pack arrays to bytes; 64-bit integers become 32-bit. `about` is added to the header."""
     places: dict[str, tuple[str, int, list[int]]] = {}

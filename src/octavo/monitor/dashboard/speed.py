@@ -8,22 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, flops_per_token
 from octavo.models.flops import datasheet_tflops
+from octavo.monitor.dashboard.packing import Curve
 from octavo.monitor.store import RunReader, Series
 from octavo.monitor.store.reader import JOULES_PER_KWH
-from octavo.monitor.store.series import Values
 
 MODELS = ("fp8", "bf16")
 
 
-def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Values], dict[str, Any]]:
-    """Return series to draw, each `name/x` and `name/y`, and facts.
+def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Curve], dict[str, Any]]:
+    """Return curves to draw by name, and facts.
 
-    Series over steps, with MODEL `fp8` or `bf16`: `tokens_per_second_MODEL`, `tflops_MODEL`, and
+    Curves over steps, with MODEL `fp8` or `bf16`: `milliseconds_MODEL`, `tokens_per_second_MODEL`, `tflops_MODEL`, and
     `utilisation_MODEL_of_PEAK` in percent of NVIDIA's dense peak for the GPU. System readings by step: the keys of the
     table `system`. FLOPs count the model's operations once, without recomputation, in any precision.
     """
@@ -39,45 +38,35 @@ def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Values], dic
         "peak_tflops": peaks,
         "gpus": gpus,
     }
-    found: dict[str, Values] = {}
+    curves: dict[str, Curve] = {}
+    work = _work(per_step, per_token, peaks)
     for model in MODELS:
         series = run.scalar(f"milliseconds_{model}", points=points)
         if len(series):
-            _add_model(found, facts, model, series, per_token, per_step, peaks)
+            steps, milliseconds = curves[f"milliseconds_{model}"] = series.points()
+            typical = facts[f"milliseconds_{model}"] = _typical(series)
+            curves |= {name.format(model): (steps, amount / milliseconds) for name, amount in work.items()}
+            facts |= {name.format(model): amount / typical for name, amount in work.items()}
     if "milliseconds_fp8" in facts and "milliseconds_bf16" in facts:
         facts["speedup"] = facts["milliseconds_bf16"] / facts["milliseconds_fp8"]
     overall = run.scalar("tokens_per_second", points=points)
     if len(overall):
-        _put(found, "tokens_per_second", *overall.points())
+        curves["tokens_per_second"] = overall.points()
         facts["tokens_per_second"] = _typical(overall)
     machine = _machine(run, points)
-    found |= machine
-    facts |= _energy(run, per_step)
-    facts |= _memory(run, machine)
-    return found, facts
+    return curves | machine, facts | _energy(run, per_step) | _memory(run, machine)
 
 
-def _add_model(
-    found: dict[str, Values],
-    facts: dict[str, Any],
-    model: str,
-    series: Series,
-    per_token: float | None,
-    per_step: float | None,
-    peaks: Mapping[str, float],
-) -> None:
-    """Add the series and facts derived from one model's step time."""
-    steps, milliseconds = series.points()
-    _put(found, f"milliseconds_{model}", steps, milliseconds)
-    typical = facts[f"milliseconds_{model}"] = _typical(series)
-    derived = {f"tokens_per_second_{model}": 1e3 * per_step} if per_step else {}
-    if per_step and per_token:
-        tera = per_token * per_step * 1e-9  # FLOPs per step; divided by milliseconds, TFLOP/s
-        derived |= {f"tflops_{model}": tera}
-        derived |= {f"utilisation_{model}_of_{name}": 100 * tera / peak for name, peak in peaks.items()}
-    for name, work in derived.items():
-        _put(found, name, steps, work / milliseconds)
-        facts[name] = work / typical
+def _work(per_step: float | None, per_token: float | None, peaks: Mapping[str, float]) -> dict[str, float]:
+    """Return what to divide by the milliseconds of a step, by the name of the rate that it gives; `{}` is the model."""
+    if not per_step:
+        return {}
+    tokens = {"tokens_per_second_{}": 1e3 * per_step}
+    if not per_token:
+        return tokens
+    tera = per_token * per_step * 1e-9
+    shares = {f"utilisation_{{}}_of_{name}": 100 * tera / peak for name, peak in peaks.items()}
+    return {**tokens, "tflops_{}": tera, **shares}
 
 
 def _operations(run: RunReader) -> tuple[float | None, str]:
@@ -112,7 +101,8 @@ def _typical(series: Series) -> float:
     return float(np.nanmedian(middle)) if np.isfinite(middle).any() else math.nan
 
 
-def _machine(run: RunReader, points: int) -> dict[str, Values]:
+def _machine(run: RunReader, points: int) -> dict[str, Curve]:
+    """Return the system readings by step; by seconds where the times of steps are unknown."""
     rows = run.system()
     clock = run.scalar("time", points=points)
     times = np.array([row["t"] for row in rows])
@@ -120,12 +110,12 @@ def _machine(run: RunReader, points: int) -> dict[str, Values]:
         steps = np.interp(times, clock.low, clock.first.astype(np.float64))
     else:
         steps = times - times[:1].sum() if len(times) else times
-    found: dict[str, Values] = {}
+    found: dict[str, Curve] = {}
     for key in sorted({key for row in rows for key in row} - {"t"}):
         values = np.array([row.get(key, math.nan) for row in rows], dtype=np.float64)
         places = np.arange(len(values))
         index, kept = Series(places, places, values, values).drawn(points).points()
-        _put(found, key, steps[index], kept)
+        found[key] = steps[index], kept
     return found
 
 
@@ -156,10 +146,9 @@ def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
     return facts
 
 
-def _memory(run: RunReader, machine: Mapping[str, Values]) -> dict[str, Any]:
+def _memory(run: RunReader, machine: Mapping[str, Curve]) -> dict[str, Any]:
     """Return the newest memory in bytes by kind, and the forecast of the peak if the summary has one."""
-    memory = {key.removesuffix("/y"): values for key, values in machine.items() if key.endswith("bytes/y")}
-    known = {key: float(values[-1]) for key, values in memory.items() if values.size}
+    known = {key: float(values[-1]) for key, (_, values) in machine.items() if key.endswith("bytes")}
     kinds: dict[str, float] = {}
     if "torch_allocated_bytes" in known:
         kinds["tensors"] = known["torch_allocated_bytes"]
@@ -170,7 +159,3 @@ def _memory(run: RunReader, machine: Mapping[str, Values]) -> dict[str, Any]:
     if "process_memory_bytes" in known:
         kinds["host memory of the process"] = known["process_memory_bytes"]
     return {"memory_bytes": kinds, "predicted_gib": run.summary.get("predicted_gib_by_kind") or {}}
-
-
-def _put(found: dict[str, Values], name: str, x: NDArray[Any], y: NDArray[Any]) -> None:
-    found[f"{name}/x"], found[f"{name}/y"] = x.astype(np.float64), y.astype(np.float64)
