@@ -118,6 +118,17 @@ def test_snapshots_at_odd_steps(tmp_path: Path) -> None:
         reader.snapshot(0)
 
 
+def test_a_tensor_that_a_live_run_adds_does_not_stop_a_reader_of_all_snapshots(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.set_tensors([TensorRow(f"layer {number}", "input") for number in range(step)])
+            run.write_step(step, None, np.full((step, len(STATS)), step))
+            if step == 1:
+                batches = RunReader(tmp_path).snapshots(batch=1)
+                assert next(batches)[0].tolist() == [1]
+    assert [(steps.tolist(), values.shape) for steps, values in batches] == [([step], (1, 1, 10)) for step in (2, 3)]
+
+
 @pytest.mark.parametrize(
     ("ask", "says"),
     [

@@ -288,7 +288,10 @@ class RunReader:
         return found[0][0], self._matrix(found[0][1], len(self.tensors))
 
     def snapshots(self, *, batch: int = 64) -> Iterator[tuple[Steps, Floats]]:
-        """Yield all snapshots in batches: steps (n,), values (n, tensors, statistics)."""
+        """Yield all snapshots in batches: steps (n,), values (n, tensors, statistics).
+
+        Tensors are those known when the first batch is read, also if a live run adds others.
+        """
         rows, first = len(self.tensors), 0
         query = "SELECT step, blob FROM telemetry WHERE step >= ? ORDER BY step LIMIT ?"
         while found := self._all(query, (first, batch)):
@@ -467,8 +470,8 @@ class RunReader:
         return self.stats.index(stat)
 
     def _matrix(self, blob: bytes, rows: int) -> Floats:
-        """Decode a blob to (rows, statistics); tensors added after it are NaN."""
-        found = np.frombuffer(blob, dtype="<f4").reshape(-1, len(self.stats))
+        """Decode a blob to its first rows, (rows, statistics); those of tensors added after it are NaN."""
+        found = np.frombuffer(blob, dtype="<f4").reshape(-1, len(self.stats))[:rows]
         if len(found) == rows:
             return found
         return np.pad(found, ((0, rows - len(found)), (0, 0)), constant_values=np.nan)
@@ -496,9 +499,7 @@ class RunReader:
         return Series(spans[:, 0], spans[:, 1], low, high, spans[:, 2].astype(np.float64))
 
     def _pick(self, blob: bytes, rows: NDArray[np.int64], column: int) -> Floats:
-        count = len(blob) // (4 * len(self.stats))
-        needed = int(rows.max(initial=-1)) + 1
-        picked: Floats = self._matrix(blob, max(count, needed))[rows, column]
+        picked: Floats = self._matrix(blob, int(rows.max(initial=-1)) + 1)[rows, column]
         return picked
 
 
