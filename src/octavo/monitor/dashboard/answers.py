@@ -130,11 +130,8 @@ def series(known: RunCollection, query: Query) -> Answer:
 def histograms(known: RunCollection, query: Query) -> Answer:
     """The newest histogram of each role of a layer, with the range of its format and the SQNR of that step."""
     opened, layer = known.open(query.text("run")), query.text("layer")
-    measured = {row.role for row in opened.tensors if row.layer == layer}
-    if not measured:
-        near = did_you_mean(layer, {row.layer for row in opened.tensors})
-        raise StoreError(f"this run has no telemetry of layer '{layer}'.{near}")
-    return {role: _histogram(opened, layer, role) for role in ROLES if role in measured}
+    rows = opened.rows_of(layer)
+    return {role: _histogram(opened, rows[role]) for role in ROLES if role in rows}
 
 
 def events(known: RunCollection, query: Query) -> Answer:
@@ -269,13 +266,14 @@ def _layers(opened: RunReader) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _histogram(opened: RunReader, layer: str, role: str) -> dict[str, Any] | None:
-    found = opened.histogram(layer, role)
+def _histogram(opened: RunReader, index: int) -> dict[str, Any] | None:
+    """Return the newest histogram of the tensor in a row of snapshots; None without one."""
+    row = opened.tensors[index]
+    found = opened.histogram(row.layer, row.role)
     if found is None:
         return None
     step, low, counts = found
-    index = next(i for i, row in enumerate(opened.tensors) if (row.layer, row.role) == (layer, role))
-    held = format_range(opened.tensors[index].operand)
+    held = format_range(row.operand)
     body: dict[str, Any] = {"step": step, "low": low, "counts": counts.tolist(), "window": held}
     body["sqnr"] = math.nan
     if "sqnr" in opened.stats:

@@ -247,7 +247,7 @@ def of_precision(run: RunReader) -> Iterator[RunFinding]:
 
 def of_data(run: RunReader) -> Iterator[RunFinding]:
     """Yield findings about the text, for information."""
-    yield from (RunFinding("healthy", f"data: {text}", view="settings") for text, _, _ in judge(run.document("corpus")))
+    yield from (RunFinding("healthy", f"data: {text}", view="settings") for text, _, _ in judge(run.corpus))
 
 
 def of_tasks(run: RunReader) -> Iterator[RunFinding]:

@@ -272,6 +272,18 @@ class RunReader:
         rows = self._all("SELECT layer, role, operand, shape FROM tensors ORDER BY idx")
         return [TensorRow(layer, role, operand, tuple(json.loads(shape))) for layer, role, operand, shape in rows]
 
+    def rows_of(self, layer: str) -> dict[str, int]:
+        """Return the row in snapshots of each role of a layer.
+
+        Raises:
+            StoreError: unknown layer.
+        """
+        rows = {row.role: index for index, row in enumerate(self.tensors) if row.layer == layer}
+        if not rows:
+            near = did_you_mean(layer, {row.layer for row in self.tensors})
+            raise StoreError(f"{self.path}: no layer '{layer}' was measured.{near}")
+        return rows
+
     def snapshot(self, step: int | None = None) -> tuple[int, Floats]:
         """Return the step and values, float32 (tensors, statistics), of the newest snapshot at or before `step`.
 
@@ -282,9 +294,8 @@ class RunReader:
         query = "SELECT step, blob FROM telemetry WHERE step <= ? ORDER BY step DESC LIMIT 1"
         found = self._all(query, (limit,))
         if not found:
-            raise StoreError(
-                f"{self.path}: there is no telemetry at or before step {'last' if step is None else step}."
-            )
+            when = "" if step is None else f" at or before step {step}"
+            raise StoreError(f"{self.path}: there is no telemetry{when}.")
         return found[0][0], self._matrix(found[0][1], len(self.tensors))
 
     def snapshots(self, *, batch: int = 64) -> Iterator[tuple[Steps, Floats]]:
@@ -321,9 +332,7 @@ class RunReader:
         Raises:
             StoreError: unknown tensor or statistic.
         """
-        index, column = self._index(layer, role), self._column(stat)
-        buckets = None if points is None else max(points // 2, 1)
-        return self._ranges(first, last, buckets, np.array([index]), column).number(0).drawn(points)
+        return self._series([self._index(layer, role)], stat, first, last, points)[0]
 
     def series_by_role(self, layer: str, stat: str, *, points: int | None = 1500) -> dict[str, Series]:
         """Return the `series` of each role of a layer over the whole run, in one read.
@@ -331,13 +340,8 @@ class RunReader:
         Raises:
             StoreError: unknown layer or statistic.
         """
-        rows = {row.role: index for index, row in enumerate(self.tensors) if row.layer == layer}
-        if not rows:
-            near = did_you_mean(layer, {row.layer for row in self.tensors})
-            raise StoreError(f"{self.path}: no layer '{layer}' was measured.{near}")
-        buckets = None if points is None else max(points // 2, 1)
-        taken = self._ranges(0, None, buckets, np.array(list(rows.values())), self._column(stat))
-        return {role: taken.number(place).drawn(points) for place, role in enumerate(rows)}
+        rows = self.rows_of(layer)
+        return dict(zip(rows, self._series([*rows.values()], stat, 0, None, points), strict=True))
 
     def heatmap(
         self,
@@ -362,14 +366,9 @@ class RunReader:
                 f"a heat map has a role of {', '.join(schema.ROLES)} and a pool of max or min, not '{role}', '{pool}'."
             )
         rows = [(index, row.layer) for index, row in enumerate(self.tensors) if row.role == role]
-        layers, indices = tuple(layer for _, layer in rows), np.array([index for index, _ in rows], dtype=np.int64)
-        taken = self._ranges(first, last, buckets, indices, self._column(stat))
-        if not len(taken.first) or not layers:
-            empty = np.zeros(0, dtype=np.int64)
-            return HeatMap(layers, empty, empty, np.zeros((len(layers), 0), dtype=np.float32))
-        merged = taken.pooled(buckets)
+        merged = self._ranges([index for index, _ in rows], stat, first, last, buckets).pooled(buckets)
         values = merged.high if pool == "max" else merged.low
-        return HeatMap(layers, merged.first, merged.last, values.T.astype(np.float32))
+        return HeatMap(tuple(layer for _, layer in rows), merged.first, merged.last, values.T.astype(np.float32))
 
     def histogram(self, layer: str, role: str, step: int | None = None) -> tuple[int, int, NDArray[np.uint32]] | None:
         """Return the newest histogram of a tensor at or before `step`: (step, exponent of the first bin, counts (n,)).
@@ -464,6 +463,11 @@ class RunReader:
         return keys.index((layer, role))
 
     def _column(self, stat: str) -> int:
+        """Return the column of a statistic.
+
+        Raises:
+            StoreError: unknown statistic.
+        """
         if stat not in self.stats:
             near = did_you_mean(stat, self.stats)
             raise StoreError(f"{self.path}: unknown statistic '{stat}'.{near} Known: {', '.join(self.stats)}.")
@@ -476,11 +480,15 @@ class RunReader:
             return found
         return np.pad(found, ((0, rows - len(found)), (0, 0)), constant_values=np.nan)
 
-    def _ranges(
-        self, first: int, last: int | None, buckets: int | None, rows: NDArray[np.int64], column: int
-    ) -> Series:
+    def _series(self, rows: list[int], stat: str, first: int, last: int | None, points: int | None) -> list[Series]:
+        """Return one statistic of each of some tensors between two steps, in about `points` points to draw."""
+        buckets = None if points is None else max(points // 2, 1)
+        taken = self._ranges(rows, stat, first, last, buckets)
+        return [taken.number(place).drawn(points) for place in range(len(rows))]
+
+    def _ranges(self, rows: list[int], stat: str, first: int, last: int | None, buckets: int | None) -> Series:
         """Return one statistic of some tensors between two steps, in spans if they suffice for `buckets`."""
-        last = _FOREVER if last is None else last
+        column, last = self._column(stat), _FOREVER if last is None else last
         where = "step BETWEEN ? AND ?"
         (count,) = self._all(f"SELECT COUNT(*) FROM telemetry WHERE {where}", (first, last))[0]
         taken: list[tuple[tuple[int, int, int], tuple[Floats, Floats]]] = []
@@ -498,8 +506,8 @@ class RunReader:
         low, high = (np.array([each[end] for _, each in taken], dtype=np.float64).reshape(shape) for end in (0, 1))
         return Series(spans[:, 0], spans[:, 1], low, high, spans[:, 2].astype(np.float64))
 
-    def _pick(self, blob: bytes, rows: NDArray[np.int64], column: int) -> Floats:
-        picked: Floats = self._matrix(blob, int(rows.max(initial=-1)) + 1)[rows, column]
+    def _pick(self, blob: bytes, rows: list[int], column: int) -> Floats:
+        picked: Floats = self._matrix(blob, max(rows, default=-1) + 1)[rows, column]
         return picked
 
 

@@ -62,6 +62,8 @@ class Series:
 
     def pooled(self, buckets: int) -> Series:
         """Return the series merged to at most `buckets` buckets of about equal weight."""
+        if not len(self):
+            return self
         start = starts(np.ones(len(self)) if self.weight is None else self.weight, buckets)
         ends = np.append(start[1:], len(self)) - 1
         low, high = np.fmin.reduceat(self.low, start), np.fmax.reduceat(self.high, start)
