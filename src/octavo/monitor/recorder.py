@@ -14,7 +14,7 @@ from octavo._util.terminal import quantity
 from octavo.guard import GuardEvent
 from octavo.kernels.sample import LOWEST
 from octavo.monitor.background import Background
-from octavo.monitor.store import RunWriter, TensorRow
+from octavo.monitor.store import STATS, RunWriter, TensorRow
 from octavo.monitor.store.writer import Outcome
 from octavo.monitor.system import SystemProbe
 from octavo.monitor.trackers import TrackerThread, aggregates, all_statistics, tracked_scalars
@@ -48,9 +48,9 @@ class Recorder:
     ) -> None:
         self._writer = writer
         self._probe = SystemProbe(gpu)
-        self._newest: dict[str, float] = {}
-        self._all: dict[str, float] = {}
         self._rows: list[tuple[str, str]] = []
+        self._newest: tuple[NDArray[np.float32], list[tuple[str, str]]] | None = None
+        """The newest snapshot and its row labels, for the trackers."""
         self._step = writer.first_step
         self._store = Background("run store", capacity=CAPACITY, idle=self._sample, every=system_every)
         if config is not None:
@@ -143,13 +143,19 @@ class Recorder:
         self._store.close(lambda: self._writer.close(outcome, text))
 
     def _track(self, step: int, values: Mapping[str, float], snapshot: NDArray[np.float32] | None) -> None:
-        """Send a step to the trackers, which need steps in order: the newest aggregates go with the next scalars."""
+        """Send a step to the trackers, which need steps in order: the newest snapshot goes with the next scalars."""
         if snapshot is not None:
-            self._newest = aggregates(snapshot, self._writer.stats)
-            self._all = all_statistics(snapshot, self._rows, self._writer.stats)
-        for tracker in self._trackers if values else ():
-            tensors = self._all if self._all and tracker.sends_tensors(step) else {}
-            tracker.log(step, {**tracked_scalars(values), **self._newest, **tensors})
+            self._newest = snapshot, self._rows
+        if not values:
+            return
+        sent = tracked_scalars(values)
+        if self._newest is not None:
+            sent |= aggregates(self._newest[0], STATS)
+        for tracker in self._trackers:
+            if self._newest is not None and tracker.sends_tensors(step):
+                tracker.log(step, sent | all_statistics(*self._newest, STATS))
+            else:
+                tracker.log(step, sent)
 
     def _sample(self) -> None:
         self._writer.write_system(self._probe.sample())
