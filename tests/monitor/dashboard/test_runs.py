@@ -16,7 +16,7 @@ from synthetic import synthetic_run
 from octavo.errors import StoreError
 from octavo.monitor.dashboard import answers, report, runs
 from octavo.monitor.dashboard.runs import runs_below, runs_named
-from octavo.monitor.store import FILE, STATS, RunReader, schema
+from octavo.monitor.store import FILE, RunReader, schema
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def half_born(folder: Path) -> Path:
     """A store whose writer was killed between its tables and its first session."""
     folder.mkdir()
     with contextlib.closing(sqlite3.connect(folder / FILE)) as database:
-        schema.create(database, STATS, 0.0)
+        schema.create(database, 0.0)
     return folder
 
 

@@ -154,14 +154,12 @@ CUT = {
 """Tables that lose their rows past the checkpoint that a run resumes from, with the column to compare."""
 
 
-def create(connection: sqlite3.Connection, stats: tuple[str, ...], now: float) -> None:
+def create(connection: sqlite3.Connection, now: float) -> None:
     """Create the tables in an empty file, atomically."""
     connection.execute("BEGIN IMMEDIATE")
     for statement in (*(table.statement() for table in TABLES), *INDICES):
         connection.execute(statement)
-    connection.executemany(
-        "INSERT INTO meta VALUES (?, ?)", [("stats", json.dumps(list(stats))), ("created", repr(now))]
-    )
+    connection.executemany("INSERT INTO meta VALUES (?, ?)", [("stats", json.dumps(STATS)), ("created", repr(now))])
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {VERSION}")
     connection.execute("COMMIT")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from octavo._util.config_reader import blaming, shown
 from octavo.errors import StoreError
@@ -51,11 +51,12 @@ class RunWriter:
         overwrite: bool = False,
     ) -> None:
         self.path = file_of(path)
-        self.stats = schema.STATS
         self.first_step = keep_until or 0
         """Steps completed before."""
         self._rows: dict[tuple[str, str], int] = {}
-        self._order: NDArray[np.int64] | None = None
+        """Index in the file of each tensor that was ever measured."""
+        self._order = np.zeros(0, dtype=np.int64)
+        """Index in the file of each row of a snapshot."""
         self._span: _Span | None = None
         self._last = -1
         self._closed = False
@@ -86,9 +87,7 @@ class RunWriter:
                 index = self._rows.setdefault(key, len(self._rows))
                 values = (index, row.layer, row.role, row.operand, json.dumps(list(row.shape)))
                 self._execute("INSERT OR REPLACE INTO tensors VALUES (?, ?, ?, ?, ?)", values)
-        order = np.array([self._rows[key] for key in keys], dtype=np.int64)
-        in_place = np.array_equal(order, np.arange(len(self._rows)))
-        self._order = None if in_place else order
+        self._order = np.array([self._rows[key] for key in keys], dtype=np.int64)
 
     # Measurements and events
 
@@ -138,9 +137,8 @@ class RunWriter:
 
         Bin i is 2^(low+i) <= |x| / scale < 2^(low+i+1). Empty bins at either end, rows of NaN or zeros are left out.
         """
-        order = range(len(self._rows)) if self._order is None else self._order.tolist()
         rows = []
-        for index, bins in zip(order, np.nan_to_num(np.asarray(counts)), strict=True):
+        for index, bins in zip(self._order.tolist(), np.nan_to_num(np.asarray(counts)), strict=True):
             used = np.flatnonzero(bins)
             if len(used):
                 kept = bins[used[0] : used[-1] + 1]
@@ -212,7 +210,7 @@ class RunWriter:
             connection = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
             if schema.is_empty(connection):
                 connection.execute("PRAGMA journal_mode = WAL")
-                schema.create(connection, self.stats, time.time())
+                schema.create(connection, time.time())
             schema.check(connection, self.path)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -242,35 +240,34 @@ class RunWriter:
         for table in schema.TABLES:
             if table.name != "meta":
                 self._execute(f"DELETE FROM {table.name}")
-        self._execute("UPDATE meta SET value = ? WHERE key = 'stats'", (json.dumps(list(self.stats)),))
+        self._execute("UPDATE meta SET value = ? WHERE key = 'stats'", (json.dumps(schema.STATS),))
         self._execute("UPDATE meta SET value = ? WHERE key = 'created'", (repr(time.time()),))
 
     def _take_over(self) -> None:
         with blaming(self.path, StoreError):
             (stored,) = self._execute("SELECT value FROM meta WHERE key = 'stats'").fetchone()
             kept = tuple(json.loads(stored))
-        if kept != self.stats:
+        if kept != schema.STATS:
             raise StoreError(
                 f"{self.path}: has the statistics {shown(kept)}, but those to append are"
-                f" {', '.join(self.stats)}. Start a new file."
+                f" {', '.join(schema.STATS)}. Start a new file."
             )
         tensors = self._execute("SELECT layer, role, idx FROM tensors ORDER BY idx").fetchall()
         self._rows = {(layer, role): index for layer, role, index in tensors}
+        self._order = np.arange(len(self._rows))
         self._last = int(self._execute("SELECT COALESCE(MAX(step), -1) FROM telemetry").fetchone()[0])
 
     def _write_snapshot(self, step: int, values: Floats, now: float) -> None:
-        rows = len(self._rows) if self._order is None else len(self._order)
-        if values.shape != (rows, len(self.stats)):
-            expected = f"({rows}, {len(self.stats)}): the tensors of set_tensors by {', '.join(self.stats)}"
+        shape = len(self._order), len(schema.STATS)
+        if values.shape != shape:
+            expected = f"{shape}: the tensors of set_tensors by {', '.join(schema.STATS)}"
             raise StoreError(f"{self.path}: a snapshot has the shape {expected}. Got {values.shape}.")
         if step <= self._last:
             raise StoreError(
                 f"{self.path}: a snapshot of step {step} after step {self._last}; call cut({step - 1}) first."
             )
-        placed = values
-        if self._order is not None:  # as in the file
-            placed = np.full((len(self._rows), len(self.stats)), np.nan, dtype="<f4")
-            placed[self._order] = values
+        placed = np.full((len(self._rows), len(schema.STATS)), np.nan, dtype="<f4")
+        placed[self._order] = values
         self._execute("INSERT INTO telemetry VALUES (?, ?, ?, ?)", (step, now, 0, placed.tobytes()))
         self._last = step
         span = self._span = self._span or _Span(step, placed)
