@@ -133,7 +133,7 @@ def test_dropout_is_no_drift(attempt: Try) -> None:
 
 @pytest.mark.parametrize(("fast", "verdict"), [(2.001, "ok"), (2.05, "warning"), (2.5, "failure"), (NAN, "failure")])
 def test_fast_sums_have_the_same_limits(fast: float, verdict: str) -> None:
-    finding = accuracy.judge_sums(fast, 2.0, 3)
+    finding = accuracy.fast_sums.look((fast, 2.0, 3))
     assert finding.verdict == verdict, finding
 
 

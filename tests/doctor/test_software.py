@@ -9,7 +9,7 @@ import torch
 
 from octavo.doctor import software
 from octavo.doctor.check import run_check
-from octavo.doctor.software import SLOW, variables
+from octavo.doctor.software import SLOW, DriverReadings, driver, variables
 from octavo.doctor.subjects import Machine
 
 GOOD = {"octavo": "0.1.0", "python": "3.12.3", "torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0"}
@@ -68,25 +68,31 @@ OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
 
 @pytest.mark.parametrize(
-    ("state", "seen", "remedy"),
+    ("read", "seen", "remedy"),
     [
-        (("570.86.15", "13.0", False, None, OLD), "cannot use the GPU with driver 570.86.15: The NVIDIA driver", ""),
-        (("570.86.15", None, False, None, ""), "for CPUs only", "built for CUDA"),
-        (("570.86.15", "13.0", False, "", ""), "hides every GPU", "Unset CUDA_VISIBLE_DEVICES"),
-        (("570.86.15", "13.0", False, "-1", ""), "hides every GPU", "Unset CUDA_VISIBLE_DEVICES"),
+        (DriverReadings("570.86.15", "13.0", False, None, OLD), "driver 570.86.15: The NVIDIA driver on your", ""),
+        (DriverReadings("570.86.15", None, False), "for CPUs only", "built for CUDA"),
+        (DriverReadings("570.86.15", "13.0", False, ""), "hides every GPU", "Unset CUDA_VISIBLE_DEVICES"),
+        (DriverReadings("570.86.15", "13.0", False, "-1"), "hides every GPU", "Unset CUDA_VISIBLE_DEVICES"),
+        (DriverReadings("570.86.15", "13.0", True, total=499_499.0), "computes 499499 as the sum", "defective"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_a_failure(
-    state: tuple[str | None, str | None, bool, str | None, str], seen: str, remedy: str
-) -> None:
-    found = software.judge_driver(*state)
-    assert found is not None and found.verdict == "failure"
+def test_a_gpu_that_cannot_be_used_is_a_failure(read: DriverReadings, seen: str, remedy: str) -> None:
+    found = driver.look(read)
+    assert found.verdict == "failure"
     assert seen in found.seen and remedy in found.remedy
 
 
-@pytest.mark.parametrize("state", [(None, "13.0", False, None, ""), ("570.86.15", "13.0", True, "0", "")])
-def test_no_gpu_or_one_that_works_is_none(state: tuple[str | None, str | None, bool, str | None, str]) -> None:
-    assert software.judge_driver(*state) is None
+@pytest.mark.parametrize(
+    ("read", "verdict"),
+    [
+        (DriverReadings(None, "13.0", False), "skipped"),
+        (DriverReadings("570.86.15", "13.0", True, "0", total=499_500.0), "ok"),
+        (DriverReadings(None, "13.0", True, total=499_500.0), "ok"),
+    ],
+)
+def test_no_gpu_or_one_that_works_is_well(read: DriverReadings, verdict: str) -> None:
+    assert driver.look(read).verdict == verdict
 
 
 def test_the_version_is_read_where_the_kernel_writes_it(tmp_path: Path) -> None:
@@ -98,5 +104,5 @@ def test_the_version_is_read_where_the_kernel_writes_it(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_adds_up() -> None:
-    finding = software.driver.look(Machine(torch.device("cuda", 0)))
+    finding = run_check(driver, Machine(torch.device("cuda", 0))).finding
     assert finding.verdict == "ok", finding

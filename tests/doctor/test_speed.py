@@ -114,7 +114,7 @@ def row(layer: str, gain: float, pads: int = 0) -> dict[str, Any]:
     ],
 )
 def test_a_shape_that_does_not_pay_is_a_warning(rows: list[dict[str, Any]], verdict: str, seen: str) -> None:
-    finding = speed.judge_shapes(rows, on_gpu=True)
+    finding = speed.shapes.look((rows, True))
     assert finding.verdict == verdict and seen in finding.seen, finding
     assert ("multiples of 16" in finding.remedy) == (verdict == "warning" and "padded" in seen)
 

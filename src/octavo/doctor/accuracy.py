@@ -12,11 +12,11 @@ from torch import Tensor
 
 from octavo import kernels, observed
 from octavo._util.terminal import and_more, quantity
-from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
-from octavo.doctor.subjects import Trial, fp8_layers
+from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped
+from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import spec_of
-from octavo.monitor.gap import GAP_LIMIT
+from octavo.monitor.gap import GAP_LIMIT, HARMFUL_GAP
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.fused import fusion_groups
@@ -79,19 +79,27 @@ COSINE = 0.9
     remedy="Keep the named layer, or its block, in BF16: octavo localize finds which. If scales are per tensor, use a"
     " finer recipe (folded). For a gap of tenths of a percent that all layers share, try rowwise_bf16_fprop.",
     needs=fp8_layers,
-    read=lambda trial: (*map(float, trial.losses()), _cosines(trial)),
+    read=lambda trial: (*trial.in_both(trial.loss_value), _cosines(trial)),
 )
 def drift(read: tuple[float, float, Mapping[str, float]]) -> Finding:
-    """Judge a batch's loss in FP8 and without, and its gradients' cosines. The loss limits are the dashboard's."""
+    """Judge a batch's loss in FP8 and without, and its gradients' cosines."""
     fp8, high, cosines = read
     worst = min(cosines, key=lambda name: (not math.isnan(cosines[name]), cosines[name]), default="none")
     cosine = cosines.get(worst, 1.0)
-    gap = 100 * (fp8 - high) / abs(high) if high else 0.0
+    gap, verdict = _judge_gap(fp8, high)
+    if verdict == Verdict.OK and not cosine >= COSINE:
+        verdict = Verdict.WARNING
     seen = f"loss {fp8:.4f} in FP8, {high:.4f} without ({gap:+z.2f} %); lowest gradient cosine {cosine:.3f} ({worst})"
-    verdict = Verdict.OK if abs(gap) <= GAP_LIMIT and cosine >= COSINE else Verdict.WARNING
-    verdict = verdict if abs(gap) <= 5 * GAP_LIMIT else Verdict.FAILURE  # a NaN fails too
     numbers = {"loss_fp8": fp8, "loss_high": high, "gap_percent": gap, "layer": worst, "cosine": cosine}
     return Finding(verdict, seen, numbers, [{"layer": name, "cosine": value} for name, value in cosines.items()])
+
+
+def _judge_gap(loss: float, reference: float) -> tuple[float, Verdict]:
+    """Return by how many percent a loss exceeds its reference, and the verdict by the limits of the dashboard."""
+    gap = 100 * (loss - reference) / abs(reference) if reference else 0.0
+    if abs(gap) <= GAP_LIMIT:
+        return gap, Verdict.OK
+    return gap, Verdict.WARNING if abs(gap) <= HARMFUL_GAP else Verdict.FAILURE  # a NaN fails too
 
 
 def _cosines(trial: Trial) -> dict[str, float]:
@@ -102,31 +110,40 @@ def _cosines(trial: Trial) -> dict[str, float]:
     return {name: cosine_of(inner_products(*gradients)) for name, gradients in both.items()}
 
 
+def _fast_layers(trial: Trial) -> int:
+    """Return the number of layers whose recipe has a GEMM with fast accumulation."""
+    recipes = (layer.recipe for layer in trial.layers.values())
+    return sum(any(recipe.gemm(gemm).accumulate == "fast" for gemm in GEMMS) for recipe in recipes)
+
+
+def _fast_accumulation(trial: Trial) -> str:
+    """Requirement of a check: fast accumulation, which only GPUs have."""
+    fast = _fast_layers(trial)
+    if not fast:
+        return "no recipe in use has fast accumulation"
+    return f"fast accumulation in {quantity(fast, 'layer')}, on GPUs only" if a_gpu(trial) else ""
+
+
+def _fast_and_slow(trial: Trial) -> tuple[float, float, int]:
+    """Return the loss as it is and with slow accumulation, and the number of layers with fast accumulation."""
+    as_is = trial.seeded(trial.loss_value)
+    with kernels.gemm_by("slow"):
+        return as_is, trial.seeded(trial.loss_value), _fast_layers(trial)
+
+
 @check(
     "fast sums",
     symptom="a checkpoint is worse on other hardware or in BF16 than in training",
     remedy="Continue with a recipe of slow accumulation, such as 'folded'; see octavo bench portability RUN.",
+    needs=_fast_accumulation,
+    read=_fast_and_slow,
 )
-def fast_sums(trial: Trial) -> Finding:
-    """If a recipe accumulates fast, compute the loss with slow accumulation too."""
-    recipes = [layer.recipe for layer in trial.layers.values()]
-    fast = sum(any(recipe.gemm(gemm).accumulate == "fast" for gemm in GEMMS) for recipe in recipes)
-    if not fast:
-        return skipped("no recipe in use has fast accumulation")
-    if trial.device.type != "cuda":
-        return skipped(f"fast accumulation in {quantity(fast, 'layer')}, on GPUs only")
-    as_is, _ = trial.losses()
-    with kernels.gemm_by("slow"):
-        slow, _ = trial.losses()
-    return judge_sums(float(as_is), float(slow), fast)
-
-
-def judge_sums(fast: float, slow: float, layers: int) -> Finding:
-    """Return the finding for the losses with fast and slow accumulation."""
-    gap = 100 * (fast - slow) / abs(slow) if slow else 0.0
-    found = ok if abs(gap) <= GAP_LIMIT else warning if abs(gap) <= 5 * GAP_LIMIT else failure
+def fast_sums(read: tuple[float, float, int]) -> Finding:
+    """Judge the loss with fast and with slow accumulation, of a number of layers with fast accumulation."""
+    fast, slow, layers = read
+    gap, verdict = _judge_gap(fast, slow)
     seen = f"loss {fast:.4f}, {slow:.4f} with slow sums ({gap:+z.2f} %); fast sums in {quantity(layers, 'layer')}"
-    return found(seen, loss=fast, loss_slow=slow, gap_percent=gap, layers=layers)
+    return Finding(verdict, seen, {"loss": fast, "loss_slow": slow, "gap_percent": gap, "layers": layers})
 
 
 # Serving: the codes that fprop reads are compared bit for bit with those that the specification (`octavo.numerics`)

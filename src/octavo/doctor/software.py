@@ -149,53 +149,63 @@ def variables(environ: Mapping[str, str]) -> Finding:
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-@check(
-    "driver",
-    symptom="a run uses the CPU although there is a GPU; CUDA errors at random places",
-    remedy="Install a driver new enough for PyTorch's CUDA version, or a PyTorch built for the driver's.",
-)
-def driver(machine: Machine) -> Finding:
-    """Compare the installed driver with PyTorch's CUDA version, and sum a few numbers on the GPU."""
-    found = _driver_version(_DRIVER)
+class DriverReadings(NamedTuple):
+    """The GPU as its driver and PyTorch see it."""
+
+    driver: str | None
+    """Version of NVIDIA's kernel driver; None without one."""
+    built_for: str | None
+    """CUDA version of PyTorch; None for a CPU build."""
+    available: bool
+    """True if PyTorch can use a GPU."""
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES."""
+    complaint: str = ""
+    """Warning that PyTorch gave when queried."""
+    total: float | None = None
+    """Sum of 0 to 999 on the GPU; None if the device is a CPU."""
+
+
+def _driver_readings(machine: Machine) -> DriverReadings:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     complaint = " ".join(str(heard[-1].message).split()) if heard else ""
-    finding = judge_driver(found, torch.version.cuda, available, machine.environ.get("CUDA_VISIBLE_DEVICES"), complaint)
-    if finding is not None:
-        return finding
-    if machine.device.type != "cuda":
+    is_usable = available and machine.device.type == "cuda"
+    total = float(torch.arange(1000.0, device=machine.device).sum()) if is_usable else None
+    visible = machine.environ.get("CUDA_VISIBLE_DEVICES")
+    return DriverReadings(_driver_version(_DRIVER), torch.version.cuda, available, visible, complaint, total)
+
+
+@check(
+    "driver",
+    symptom="a run uses the CPU although there is a GPU; CUDA errors at random places",
+    remedy="Install a driver new enough for PyTorch's CUDA version, or a PyTorch built for the driver's.",
+    read=_driver_readings,
+)
+def driver(read: DriverReadings) -> Finding:
+    """Compare the installed driver with PyTorch's CUDA version, and check a sum that the GPU computed."""
+    if read.driver is not None and not read.available:
+        return _unusable(read)
+    if read.total is None:
         return skipped("the device is a CPU")
-    total = float(torch.arange(1000.0, device=machine.device).sum())
-    if total != 499_500:
-        return failure(
-            f"the GPU computes {total:g} as the sum of 0 to 999", remedy="The GPU is defective: use another one."
-        )
-    return ok(f"driver {found or 'unknown'}, PyTorch for CUDA {torch.version.cuda}", driver=found)
+    if read.total != 499_500:
+        seen = f"the GPU computes {read.total:g} as the sum of 0 to 999"
+        return failure(seen, remedy="The GPU is defective: use another one.")
+    return ok(f"driver {read.driver or 'unknown'}, PyTorch for CUDA {read.built_for}", driver=read.driver)
 
 
-def judge_driver(
-    driver: str | None, built_for: str | None, available: bool, visible: str | None, complaint: str
-) -> Finding | None:
-    """Return the finding for an unusable GPU, or None if there is no such problem.
-
-    Args:
-        driver: version of NVIDIA's kernel driver; None without one.
-        built_for: CUDA version of PyTorch; None for a CPU build.
-        available: whether PyTorch can use a GPU.
-        visible: CUDA_VISIBLE_DEVICES.
-        complaint: warning that PyTorch gave when queried.
-    """
-    if driver is None or available:
-        return None
-    if visible in ("", "-1"):
+def _unusable(read: DriverReadings) -> Finding:
+    """Return the reason why PyTorch cannot use the GPU."""
+    if read.visible in ("", "-1"):
         remedy = "Unset CUDA_VISIBLE_DEVICES to use the GPU; keep it if the CPU is intended."
-        return failure(f"CUDA_VISIBLE_DEVICES='{visible}' hides every GPU", remedy=remedy, driver=driver)
-    if built_for is None:
+        return failure(f"CUDA_VISIBLE_DEVICES='{read.visible}' hides every GPU", remedy=remedy, driver=read.driver)
+    if read.built_for is None:
         remedy = "Install a PyTorch built for CUDA: see https://pytorch.org."
-        return failure(f"there is a GPU (driver {driver}), but this PyTorch is built for CPUs only", remedy=remedy)
-    why = f": {complaint}" if complaint else ""
-    return failure(f"PyTorch for CUDA {built_for} cannot use the GPU with driver {driver}{why}", driver=driver)
+        return failure(f"there is a GPU (driver {read.driver}), but this PyTorch is built for CPUs only", remedy=remedy)
+    why = f": {read.complaint}" if read.complaint else ""
+    seen = f"PyTorch for CUDA {read.built_for} cannot use the GPU with driver {read.driver}{why}"
+    return failure(seen, driver=read.driver)
 
 
 def _driver_version(path: Path) -> str | None:

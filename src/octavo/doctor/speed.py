@@ -74,22 +74,25 @@ def fallback(trial: Trial) -> Finding:
 Layer = Linear | Conv1d | Conv2d
 
 
+def _known_rates(trial: Trial) -> str:
+    """Requirement of a check: rates of the GPU, if there is one."""
+    is_known = trial.device.type != "cuda" or rates(trial.device) is not None
+    return "" if is_known else "Octavo has no rates of this GPU to predict a gain with; `octavo bench step` measures it"
+
+
 @check(
     "shapes",
     symptom="a small model, or a small batch, is slower in FP8",
     remedy="Convert on the GPU or with device='cuda', and leave min_gain at 1: they stay in BF16. Or use more tokens.",
-    needs=fp8_layers,
+    needs=lambda trial: fp8_layers(trial) or _known_rates(trial),
+    read=lambda trial: (_shape_rows(trial), trial.device.type == "cuda"),
 )
-def shapes(trial: Trial) -> Finding:
-    """Predict the gain of every FP8 layer for its tokens per step, on this GPU; on an H200 where there is none."""
-    on_gpu = trial.device.type == "cuda"
-    if on_gpu and rates(trial.device) is None:
-        return skipped("Octavo has no rates of this GPU to predict a gain with; `octavo bench step` measures it")
-    return judge_shapes(_shape_rows(trial), on_gpu=on_gpu)
+def shapes(read: tuple[list[dict[str, Any]], bool]) -> Finding:
+    """Judge the predicted gain of every FP8 layer for its tokens per step: on this GPU, without one on an H200.
 
-
-def judge_shapes(rows: list[dict[str, Any]], *, on_gpu: bool) -> Finding:
-    """Return the finding for rows of `layer`, `shape`, `tokens`, `gain`, `pads`; on a CPU, FP8 never pays."""
+    Readings are rows of `layer`, `shape`, `tokens`, `gain` and `pads`, and whether there is a GPU.
+    """
+    rows, on_gpu = read
     lost, padded = [r for r in rows if r["gain"] < 1], [r for r in rows if r["pads"]]
     least = min(rows, key=lambda row: row["gain"])
     lowest = f"lowest predicted gain {least['gain']:.2f}, {least['layer']}"

@@ -60,19 +60,22 @@ class Trial:
         found = self.model.named_modules()
         return {name: m for name, m in found if isinstance(m, Linear | Conv1d | Conv2d) and m.recipe.is_fp8}
 
-    def in_both(self, compute: Callable[[], T]) -> tuple[T, T]:
-        """Return a result in FP8 and in high precision, with the same random seed."""
+    def seeded(self, compute: Callable[[], T]) -> T:
+        """Return a result computed with a fixed random seed."""
         with untouched_generators():
             torch.manual_seed(0)
-            fp8 = compute()
-            torch.manual_seed(0)
-            with disabled(self.model):
-                return fp8, compute()
+            return compute()
 
-    def losses(self) -> tuple[Tensor, Tensor]:
-        """Return the loss in FP8 and in high precision, with the same random seed; shape ()."""
-        with torch.no_grad():
-            return self.in_both(self.loss)
+    def in_both(self, compute: Callable[[], T]) -> tuple[T, T]:
+        """Return a result in FP8 and in high precision, with the same random seed."""
+        fp8 = self.seeded(compute)
+        with disabled(self.model):
+            return fp8, self.seeded(compute)
+
+    @torch.no_grad()
+    def loss_value(self) -> float:
+        """Return the loss as a number."""
+        return float(self.loss())
 
     def gradients(self, wanted: Collection[str]) -> dict[str, Tensor]:
         """Return the gradients of some parameters after one backward, then clear them all."""

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 GAP_LIMIT = 1.0
 """Limit of the gap in percent where its noise is smaller."""
+HARMFUL_GAP = 5 * GAP_LIMIT
+"""Gap in percent beyond which a run is unhealthy."""
 PARTS = 64
 """Largest number of equal parts of a run, each with its mean gap: the noise of single batches averages out."""
 FEWEST = 16

@@ -13,7 +13,7 @@ from octavo._util.terminal import quantity
 from octavo.data.quality import judge
 from octavo.errors import StoreError
 from octavo.guard import GuardConfig
-from octavo.monitor.gap import GAP_LIMIT, fluctuation
+from octavo.monitor.gap import GAP_LIMIT, HARMFUL_GAP, fluctuation
 from octavo.monitor.store import RunReader, Series
 
 LEVELS = ("healthy", "watch", "unhealthy", "unknown")
@@ -173,7 +173,7 @@ def of_loss(run: RunReader) -> Iterator[RunFinding]:
     gap = gap_of(run, losses)
     if gap is not None and gap > GAP_LIMIT and gap > (limit := gap_limit(run)):
         text = f"the loss is {gap:.1f} % above the BF16 baseline's (limit {limit:.2g} %)"
-        yield RunFinding("unhealthy" if gap > 5 * GAP_LIMIT else "watch", text, view="overview")
+        yield RunFinding("unhealthy" if gap > HARMFUL_GAP else "watch", text, view="overview")
     rise, noise = _rise(run, key, losses[key], last)
     if rise > RISE_LIMIT + noise and key == "loss_fp8" and "loss_bf16" in losses:
         rise -= max(0.0, _rise(run, "loss_bf16", losses["loss_bf16"], last)[0])  # the text, not FP8
