@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo._util.terminal import quantity
+from octavo._util.terminal import and_more, quantity
 from octavo.data.quality import judge
 from octavo.errors import StoreError
 from octavo.guard import GuardConfig
@@ -64,26 +65,15 @@ class RunVerdict(NamedTuple):
 
 def verdict(run: RunReader) -> RunVerdict:
     """Return the present verdict. Reads only the newest rows, however long the run."""
-    last = run.last_step
-    losses = _recent(run, last)
-    found = worst_first(
-        [
-            *of_state(run),
-            *of_tensors(run),
-            *of_loss(run),
-            *of_precision(run),
-            *of_tasks(run),
-            *of_data(run),
-            *of_events(run),
-        ]
-    )
-    if not last:
+    judges = (of_state, of_tensors, of_loss, of_precision, of_tasks, of_data, of_events)
+    found = worst_first(finding for judge in judges for finding in judge(run))
+    if not run.last_step:
         return RunVerdict("unknown", "No measurements yet: no step was completed.", found)
     level = found[0].level if found else "healthy"
     opening = {"healthy": "Healthy", "watch": "Check", "unhealthy": "Unhealthy"}[level]
     reasons = [finding.text for finding in found if finding.level == level != "healthy"]
-    reason = f"{reasons[0]}{f' (and {len(reasons) - 1} more)' * (len(reasons) > 1)}." if reasons else ""
-    facts = _facts(run, losses, last)
+    reason = f"{reasons[0]}{and_more(reasons)}." if reasons else ""
+    facts = _facts(run)
     facts = f"{facts[0].upper()}{facts[1:]}" if reason else facts
     return RunVerdict(level, " ".join(part for part in (f"{opening}:", reason, f"{facts}.") if part), found)
 
@@ -93,7 +83,7 @@ def worst_first(findings: Iterable[RunFinding]) -> list[RunFinding]:
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level), reverse=True)
 
 
-def loss_key(keys: Any) -> str | None:
+def loss_key(keys: Container[str]) -> str | None:
     """Return the name of the main loss, one of `LOSSES`; None without one."""
     return next((key for key in LOSSES if key in keys), None)
 
@@ -103,15 +93,16 @@ def newest(series: Series | None) -> float:
     return float(series.high[-1]) if series is not None and len(series) else math.nan
 
 
-def _recent(run: RunReader, last: int) -> dict[str, Series]:
+def _recent(run: RunReader) -> dict[str, Series]:
     """Return losses and gap of the last tenth of the run, but of at least 200 and at most 2,000 steps."""
+    last = run.last_step
     first = last - min(max(int(SHARE * last), 200), 2000) + 1
     return {key: series for key, series in run.scalars([*LOSSES, "gap_percent"], first=first).items() if len(series)}
 
 
-def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
-    planned = int(run.settings("run").get("steps") or 0)
-    parts = [f"step {last:,}" + (f" of {planned:,}" if planned else "")]
+def _facts(run: RunReader) -> str:
+    losses, planned = _recent(run), int(run.settings("run").get("steps") or 0)
+    parts = [f"step {run.last_step:,}" + (f" of {planned:,}" if planned else "")]
     key = loss_key(losses)
     if key is not None:
         parts.append(f"loss {newest(losses[key]):.3f}")
@@ -121,10 +112,15 @@ def _facts(run: RunReader, losses: dict[str, Series], last: int) -> str:
         within = gap > GAP_LIMIT and gap <= (limit := gap_limit(run))
         noise = f" (within the run's noise of ± {limit:.2f} %)" if within else ""
         parts.append(f"{abs(gap):.2f} % {'above' if gap >= 0 else 'below'} the BF16 baseline{where}{noise}")
-    layers = run.plan.get("layers", [])
-    if layers:
-        parts.append(f"{sum('fp8' in layer['precision'] for layer in layers)} of {len(layers)} layers in FP8")
+    plan = run.plan
+    if layers := plan.get("layers"):
+        parts.append(f"{len(_fp8_layers(plan))} of {len(layers)} layers in FP8")
     return ", ".join(parts)
+
+
+def _fp8_layers(plan: Mapping[str, Any]) -> list[str]:
+    """Return the names of a plan's layers in FP8."""
+    return [layer["name"] for layer in plan.get("layers", []) if "fp8" in layer["precision"]]
 
 
 def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
@@ -163,8 +159,7 @@ def of_state(run: RunReader) -> Iterator[RunFinding]:
 
 def of_loss(run: RunReader) -> Iterator[RunFinding]:
     """Yield findings about the loss: not a number, above the baseline's, above its minimum."""
-    last = run.last_step
-    losses = _recent(run, last)
+    losses = _recent(run)
     key = loss_key(losses)
     if key is None:
         return
@@ -174,15 +169,15 @@ def of_loss(run: RunReader) -> Iterator[RunFinding]:
     if gap is not None and gap > GAP_LIMIT and gap > (limit := gap_limit(run)):
         text = f"the loss is {gap:.1f} % above the BF16 baseline's (limit {limit:.2g} %)"
         yield RunFinding("unhealthy" if gap > HARMFUL_GAP else "watch", text, view="overview")
-    rise, noise = _rise(run, key, losses[key], last)
+    rise, noise = _rise(run, key, losses[key])
     if rise > RISE_LIMIT + noise and key == "loss_fp8" and "loss_bf16" in losses:
-        rise -= max(0.0, _rise(run, "loss_bf16", losses["loss_bf16"], last)[0])  # the text, not FP8
+        rise -= max(0.0, _rise(run, "loss_bf16", losses["loss_bf16"])[0])  # the text, not FP8
     if rise > RISE_LIMIT + noise:
         text = f"the loss is {rise:.0f} % above its minimum"
         yield RunFinding("unhealthy" if rise > 10 * RISE_LIMIT else "watch", text, view="overview")
 
 
-def _rise(run: RunReader, key: str, recent: Series, last: int) -> tuple[float, float]:
+def _rise(run: RunReader, key: str, recent: Series) -> tuple[float, float]:
     """Return the newest loss above the minimum in percent, both medians of several steps, and the noise of batches.
 
     The minimum over many medians of 10 steps lies below the true one: by about 3 standard errors of such a median,
@@ -192,7 +187,7 @@ def _rise(run: RunReader, key: str, recent: Series, last: int) -> tuple[float, f
     values = recent.high[np.isfinite(recent.high)][-100:]
     if len(values) < 20:
         return 0.0, 0.0
-    earlier = run.scalar(key, last=last - len(values) + 1, points=200)
+    earlier = run.scalar(key, last=run.last_step - len(values) + 1, points=200)
     lows = earlier.low[np.isfinite(earlier.low)]
     if len(lows) < 20:
         return 0.0, 0.0
@@ -208,11 +203,9 @@ def _rise(run: RunReader, key: str, recent: Series, last: int) -> tuple[float, f
 
 def of_tensors(run: RunReader) -> Iterator[RunFinding]:
     """Yield, for each share with a limit, the tensor that exceeds it most."""
-    try:
-        step, _ = run.snapshot()
-    except StoreError:
+    values = _newest_mean(run)
+    if values is None:
         return
-    values = _newest_snapshots(run, step)
     tensors = run.tensors
     for stat in _PREDICATES:
         if stat not in run.stats:
@@ -236,8 +229,7 @@ def of_precision(run: RunReader) -> Iterator[RunFinding]:
     loop = run.settings("run")
     if loop.get("last_share") and now.get("recipe") == loop.get("last_recipe"):
         return
-    in_fp8 = {layer["name"] for layer in now.get("layers", []) if "fp8" in layer["precision"]}
-    before = [layer["name"] for layer in began.get("layers", []) if "fp8" in layer["precision"]]
+    before, in_fp8 = _fp8_layers(began), set(_fp8_layers(now))
     left = [name for name in before if name not in in_fp8]
     if left:
         more = f" and {quantity(len(left) - 3, 'more layer')}" if len(left) > 3 else ""
@@ -262,15 +254,18 @@ def of_tasks(run: RunReader) -> Iterator[RunFinding]:
             yield RunFinding("watch", f"{task}: {values} (beyond {percent(limit)})", view="overview")
 
 
-def _newest_snapshots(run: RunReader, step: int) -> NDArray[np.float32]:
-    """Return the mean of the newest snapshots, (tensors, statistics); NaN without measurements."""
-    taken = [run.snapshot(step)]
-    while len(taken) < SNAPSHOTS and taken[-1][0] > 0:
-        try:
-            taken.append(run.snapshot(taken[-1][0] - 1))
-        except StoreError:
-            break
-    stack = np.stack([values for _, values in taken])
+def _newest_mean(run: RunReader) -> NDArray[np.float32] | None:
+    """Return the mean of the newest snapshots, (tensors, statistics), NaN without measurements; None without any."""
+    taken: list[NDArray[np.float32]] = []
+    newest: int | None = None
+    with contextlib.suppress(StoreError):  # no more snapshots
+        while len(taken) < SNAPSHOTS:
+            step, values = run.snapshot(newest)
+            taken.append(values)
+            newest = step - 1
+    if not taken:
+        return None
+    stack = np.stack(taken)
     counts = (~np.isnan(stack)).sum(axis=0)
     mean: NDArray[np.float32] = np.where(counts > 0, np.nansum(stack, axis=0) / np.maximum(counts, 1), np.nan)
     return mean
@@ -278,22 +273,15 @@ def _newest_snapshots(run: RunReader, step: int) -> NDArray[np.float32]:
 
 def of_events(run: RunReader) -> Iterator[RunFinding]:
     """Yield the number of errors and of warnings, with the last of each."""
-    last = run.last_step
-    for level, plural in (("error", "errors"), ("warning", "warnings")):
+    for level, severity in (("error", "unhealthy"), ("warning", "watch")):
         count = run.event_count(level)
         if not count:
             continue
         (newest,) = run.events(level=level, newest=1)
-        is_recent = newest.step >= (1 - SHARE) * last
-        severity = ("unhealthy" if level == "error" else "watch") if is_recent else "healthy"
-        counted = f"{count} {level if count == 1 else plural}"
-        action = f", {newest.action}" if newest.action else ""
-        yield RunFinding(
-            severity,
-            f"{counted}{', the last' * (count > 1)} at step {newest.step:,}: {newest.text}{action}",
-            newest.layer or "",
-            "events",
-        )
+        is_recent = newest.step >= (1 - SHARE) * run.last_step
+        which, action = ", the last" * (count > 1), f", {newest.action}" if newest.action else ""
+        text = f"{quantity(count, level)}{which} at step {newest.step:,}: {newest.text}{action}"
+        yield RunFinding(severity if is_recent else "healthy", text, newest.layer or "", "events")
 
 
 def percent(share: float) -> str:
