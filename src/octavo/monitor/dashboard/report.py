@@ -6,9 +6,10 @@ import base64
 import json
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import urlencode
 
 from octavo._util.files import write_text
 from octavo.errors import StoreError
@@ -26,7 +27,8 @@ _POLICY = (
     " 'none'; form-action 'none'"
 )
 
-Request = tuple[str, list[tuple[str, str]]]
+Request = tuple[str, Mapping[str, Sequence[str]]]
+"""Name and parameters, as `answer` takes them."""
 
 
 def report(runs: Sequence[str | Path], output: str | Path) -> Path:
@@ -85,31 +87,30 @@ def _readable(known: RunCollection) -> list[str]:
 
 def _requests(known: RunCollection, readable: Sequence[str]) -> Iterator[Request]:
     """Yield the requests that the page of a report can make."""
-    yield "runs", []
-    yield "compare", [("run", name) for name in known.names()]
+    yield "runs", {}
+    yield "compare", {"run": known.names()}
     for name in readable:
-        of = ("run", name)
+        run = {"run": [name]}
         opened = known.open(name)
         for request in ("live", "run", "events"):
-            yield request, [of]
-        yield "scalars", [of, ("points", str(POINTS))]
-        yield "performance", [of, ("points", str(POINTS))]
-        for stat in opened.stats:
-            for role in dict.fromkeys(row.role for row in opened.tensors):
-                if role == "grad_weight" and stat in OF_CODES:
-                    continue
-                for pool in ("max", "min"):
-                    yield "heatmap", [of, ("stat", stat), ("role", role), ("pool", pool), ("buckets", str(BUCKETS))]
+            yield request, run
+        for request in ("scalars", "performance"):
+            yield request, {**run, "points": [str(POINTS)]}
+        roles = dict.fromkeys(row.role for row in opened.tensors)
+        for stat, role, pool in product(opened.stats, roles, ("max", "min")):
+            if role != "grad_weight" or stat not in OF_CODES:
+                values = {"stat": [stat], "role": [role], "pool": [pool], "buckets": [str(BUCKETS)]}
+                yield "heatmap", {**run, **values}
         for layer in dict.fromkeys(row.layer for row in opened.tensors):
-            yield "histograms", [of, ("layer", layer)]
+            yield "histograms", {**run, "layer": [layer]}
 
 
-def _answer(known: RunCollection, name: str, parameters: list[tuple[str, str]]) -> dict[str, object]:
-    found = answer(known, name, parse_qs(urlencode(parameters), keep_blank_values=True))
+def _answer(known: RunCollection, name: str, values: Mapping[str, Sequence[str]]) -> dict[str, object]:
+    found = answer(known, name, values)
     return {"arrays": base64.b64encode(found).decode()} if isinstance(found, bytes) else {"json": found}
 
 
-def _request_key(name: str, parameters: list[tuple[str, str]]) -> str:
+def _request_key(name: str, values: Mapping[str, Sequence[str]]) -> str:
     """Return the page's key of an answer, independent of the number of points."""
-    kept = [(key, value) for key, value in parameters if key not in ("points", "buckets")]
-    return f"{name}?{urlencode(kept)}"
+    kept = {key: value for key, value in values.items() if key not in ("points", "buckets")}
+    return f"{name}?{urlencode(kept, doseq=True)}"
