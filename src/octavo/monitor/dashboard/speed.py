@@ -124,14 +124,12 @@ def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
 
     One GPU of the first rank is measured: the kWh of all are its kWh by the ranks.
     """
-    rows = [row for row in run.system() if "gpu_energy_joules" in row]
-    clock = run.scalar("time", points=2000)
-    if len(rows) < 2 or len(clock) < 2:
+    sessions, clock = run.energy(), run.scalar("time", points=2000)
+    if not sessions or len(clock) < 2:
         return {}
-    energies = np.array([row["gpu_energy_joules"] for row in rows])
-    start = int(np.flatnonzero(np.diff(energies) < 0)[-1]) + 1 if (np.diff(energies) < 0).any() else 0
-    steps = np.interp([row["t"] for row in rows], clock.low, clock.first.astype(np.float64))
-    joules, made = float(energies[-1] - energies[start]), float(steps[-1] - steps[start])
+    (first, least), (last, most) = sessions[-1][0], sessions[-1][-1]
+    begin, end = np.interp([first, last], clock.low, clock.first.astype(np.float64))
+    joules, made = most - least, float(end - begin)
     if made <= 0 or joules <= 0:
         return {}
     kwh = (run.energy_kwh() or 0.0) * int(run.env.get("world_size") or 1)

@@ -230,11 +230,23 @@ class RunReader:
         )
         return [{"t": t, **json.loads(values)} for t, values in rows]
 
+    def energy(self) -> list[list[tuple[float, float]]]:
+        """Return the time (seconds since 1970) and joules of each energy reading of one GPU, by session.
+
+        The counter restarts with each session.
+        """
+        sessions: list[list[tuple[float, float]]] = []
+        for row in self.system():
+            if (joules := row.get("gpu_energy_joules")) is not None:
+                if not sessions or joules < sessions[-1][-1][1]:
+                    sessions.append([])
+                sessions[-1].append((row["t"], joules))
+        return sessions
+
     def energy_kwh(self) -> float | None:
-        """Return the energy of one GPU over all sessions, with each of which the counter restarts; None without."""
-        joules = [row["gpu_energy_joules"] for row in self.system() if "gpu_energy_joules" in row]
-        ends = (one for one, after in zip(joules, [*joules[1:], 0.0], strict=True) if after < one)
-        return sum(ends) / JOULES_PER_KWH if joules else None
+        """Return the energy of one GPU over all sessions; None if it was not measured."""
+        sessions = self.energy()
+        return sum(session[-1][1] for session in sessions) / JOULES_PER_KWH if sessions else None
 
     def events(
         self,
