@@ -199,7 +199,7 @@ def _code_row(name: str, group: list[Linear]) -> dict[str, Any] | None:
 
 
 def _served(weights: list[Tensor], target: QuantSpec, dtype: torch.dtype | None) -> Quantized:
-    """Return the codes to be served: of FP8 weights their own, else those of the group, first rounded to `dtype`."""
+    """Return the codes to be served: those stored, or else made from the group's weights, rounded to `dtype` first."""
     own = [weight.quantized for weight in weights if isinstance(weight, FP8Tensor)]
     if own:
         return join_rows(own)

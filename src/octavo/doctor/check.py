@@ -39,7 +39,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a look: verdict, one line, and the numbers behind it."""
+    """Outcome of a check: verdict, one line, and the numbers behind it."""
 
     verdict: Verdict
     seen: str

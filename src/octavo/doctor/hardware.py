@@ -58,10 +58,9 @@ class Gpu(SystemProbe):
         }
 
     def link_gb_per_s(self) -> float | None:
-        """Return what the links of this GPU are made for, GB/s in one direction: NVLink if it is up, else PCIe.
+        """Return the nominal bandwidth of this GPU's links, GB/s in one direction: NVLink if it is up, else PCIe.
 
-        Per NVLink 20 GB/s in version 1, 25 up to version 4, 50 from 5 on; PCIe by generation and width. None without
-        NVML.
+        An NVLink has 20 GB/s in version 1, 25 up to version 4, 50 from version 5 on. None without NVML.
         """
         up = [self._ask("nvmlDeviceGetNvLinkVersion", link) for link in range(_MOST_LINKS)
               if self._ask("nvmlDeviceGetNvLinkState", link) == 1]  # fmt: skip

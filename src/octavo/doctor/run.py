@@ -31,7 +31,7 @@ def state(run: RunReader) -> Finding:
     remedy="Lower the learning rate (--lr), or use a finer recipe. The check 'drift' shows whether FP8 is the cause.",
 )
 def loss(run: RunReader) -> Finding:
-    """Check that the loss is finite, near the twin's, and near its own minimum; say what to change, by the evidence."""
+    """Check that the loss is finite, close to the baseline's and to its own minimum; suggest remedies by evidence."""
     if not run.last_step:
         return skipped("no step yet")
     found = judge_findings(verdict.of_loss(run), "near its lowest")

@@ -138,7 +138,7 @@ def trial_of_workload(file: Path, *, recipe: str, device: torch.device, trace: P
     workload = load_workload(file)
     trial = trial_of(workload.build().to(device), workload, trace)
     if not trial.layers:
-        convert(trial.model, recipe, allow_reference=True)  # the check of kernels says it
+        convert(trial.model, recipe, allow_reference=True)  # the check 'kernels' reports that
     return trial
 
 

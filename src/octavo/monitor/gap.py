@@ -1,4 +1,4 @@
-"""The gap, by how many percent the FP8 loss exceeds the BF16 baseline's, and its noise."""
+"""The gap, the percentage by which the FP8 loss exceeds the BF16 baseline's, and its noise."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ DEVIATIONS = 3.0
 def fluctuation(gaps: Sequence[float] | NDArray[np.floating]) -> float:
     """Return the gap's fluctuation in percent: `DEVIATIONS` standard deviations about its trend over a run.
 
-    Two runs that differ only by rounding drift apart and together again, by percents early in training, so that a final
-    gap below this can be chance. Harm is not mistaken for it: the deviation is a seminorm, every gap that rises from 0
-    to h without falling is a mean of steps of height h, and no step of height h fluctuates by h or more.
+    Two runs that differ only by rounding drift apart and back, by several percent early in training, so a final gap
+    below the fluctuation can be chance. Real harm is not excused: the deviation is a seminorm, every gap that rises
+    from 0 to h without falling is a mean of steps of height h, and no step of height h fluctuates by h or more.
 
     Args:
-        gaps: on batches, in the order of steps, in percent. Values that are not finite are left out.
-
-    Returns: 0 with fewer than `FEWEST` values.
+        gaps: percent per batch, in the order of steps. Values that are not finite are ignored; fewer than `FEWEST`
+            fluctuate by 0.
     """
     values = np.asarray(gaps, dtype=np.float64)
     values = values[np.isfinite(values)]

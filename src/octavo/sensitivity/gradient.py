@@ -63,7 +63,7 @@ def cosines(
 
 
 def backward_passes(switch: PrecisionSwitch) -> int:
-    """Return the number of passes that `cosines` makes over its batches, but for those that few recipes add."""
+    """Return the least number of passes of `cosines` over its batches; GEMMs that depend on others can add a few."""
     gemms = sum(len(fullest(offered)) for offered in switch.offered.values())
     return 2 + gemms - len(switch.only("wgrad"))
 

@@ -148,7 +148,7 @@ class Sensitivity:
 
     @property
     def reason(self) -> str:
-        """The reason for the choice, in few distinct texts."""
+        """Reason for the choice, one of a few fixed texts."""
         if not self.ms:
             return "not called in the batches that layers are switched on"
         if self.chosen == self.all:

@@ -118,8 +118,8 @@ def progress_of(metrics: Sequence[dict[str, Any]]) -> float | None:
     known = [(math.log(step), loss) for step, loss in losses.items() if loss is not None and step >= max(losses) / 2]
     if len(known) < MANY_LOGGED:
         return None
-    steps, of_them = np.array(known).T
-    return max(0.0, -float(np.polyfit(steps, of_them, 1)[0]))
+    log_steps, values = np.array(known).T
+    return max(0.0, -float(np.polyfit(log_steps, values, 1)[0]))
 
 
 def _pieces(setup: Setup, tokens: int) -> Iterator[Batch]:

@@ -47,7 +47,7 @@ def calls_of(
 
     Args:
         switch: the layers.
-        batches: inputs of the forward passes, of which there are as few as call every layer.
+        batches: inputs of the forward passes; the last ones are not used once every layer was called.
         loss: see `Loss`.
         dtype: autocast dtype of training, None without autocast.
         tokens: rows of linear layers, in place of those of a batch; the rows of experts grow by the same factor.
@@ -67,7 +67,7 @@ def calls_of(
 
 @contextmanager
 def _noted(name: str, layer: Layer, found: dict[str, Call]) -> Iterator[None]:
-    """Add the first call of a layer inside the block."""
+    """Record the first call of a layer inside the block."""
 
     def note(x: Tensor, rows: int) -> None:
         found.setdefault(name, Call(tuple(x.shape), x.dtype, x.requires_grad, rows))
@@ -91,7 +91,7 @@ def _noted(name: str, layer: Layer, found: dict[str, Call]) -> Iterator[None]:
 
 
 def _with_tokens(switch: PrecisionSwitch, found: Mapping[str, Call], tokens: int) -> dict[str, Call]:
-    """Return calls with that many rows in linear layers, and as many more in experts; convolutions keep theirs."""
+    """Return calls with that many rows in linear layers, and proportionally many in experts; others are unchanged."""
     of_batch = max((call.rows for name, call in found.items() if isinstance(switch.layers[name], Linear)), default=0)
 
     def grown(name: str, call: Call) -> Call:

@@ -142,7 +142,7 @@ def events(known: RunCollection, query: Query) -> Answer:
 
 
 def performance(known: RunCollection, query: Query) -> Answer:
-    """Series of `speed`, with facts in the header."""
+    """Curves of `speed`, with its facts in the header."""
     curves, facts = speed(known.open(query.text("run")), points=query.number("points", POINTS))
     return pack_curves(curves, {"facts": facts})
 
@@ -221,7 +221,7 @@ SPARK = 40
 
 
 def _sparkline(opened: RunReader, key: str | None) -> list[float | None]:
-    """Return the main loss over the run, the mean of each bucket of steps; None where it is not finite."""
+    """Return the main loss over the run, minimum and maximum of each bucket of steps; None where it is not finite."""
     if key is None:
         return []
     _, values = opened.scalar(key, points=SPARK).points()
