@@ -112,6 +112,8 @@ def test_a_corpus_shorter_than_one_batch_gives_the_numbers(path: Path) -> None:
         Loader(path, 101, 10, seed=0)
     with pytest.raises(DataError, match=r"needs 1,021 \(2 x 51 sequences of 10\)"):
         Loader(path, 51, 10, seed=0, world=2)
+    with pytest.raises(DataError, match=r"^notes\.txt: the corpus has 1,003 tokens"):
+        Loader(path, 101, 10, seed=0, source="notes.txt")
 
 
 def test_the_shortest_corpus_that_does(tmp_path: Path) -> None:
@@ -155,3 +157,5 @@ def test_a_heldout_text_shorter_than_a_batch_is_one_smaller_batch(path: Path) ->
     assert inputs_BT.shape == (10, 100)
     with pytest.raises(DataError, match=r"1,003 held-out tokens.*1003"):
         heldout_batches(path, 1, 1003)
+    with pytest.raises(DataError, match=r"^notes\.txt: 1,003 held-out tokens"):
+        heldout_batches(path, 1, 1003, source="notes.txt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -96,6 +97,9 @@ def test_a_run_file_with_its_text(tmp_path):
     assert workload.loss(model, batch).item() == pytest.approx(5.6, abs=0.5)  # log 258
     assert workload.decode(model, batch)().shape[:2] == (2, 1)
     assert workload.decode(model, first_sample(batch))().shape[:2] == (1, 1)
+    (tmp_path / "mine.json").write_text(json.dumps(run | {"run": {"batch": 5000}}))
+    with pytest.raises(DataError, match=f"^{re.escape(data['source'])}: the corpus has"):
+        load_workload(tmp_path / "mine.json").batches()
 
 
 def test_what_is_no_workload_is_refused(tmp_path):

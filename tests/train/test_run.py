@@ -277,7 +277,7 @@ def test_too_little_text_leaves_no_directory(configure: Configure, tmp_path: Pat
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     config = configure(data={"source": str(folder)})
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=rf"^{re.escape(str(folder))}: "):  # the text, not a file of the cache
         train(config)
     assert not config.run.out.exists()
 

@@ -41,8 +41,20 @@ IGNORED = -100
 class Loader:
     """An endless iterator over batches of training tokens. `state_dict` resumes it exactly."""
 
-    def __init__(self, tokens_path: Path, batch: int, sequence: int, seed: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        tokens_path: Path,
+        batch: int,
+        sequence: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        source: str = "",
+    ) -> None:
         """Open `tokens_path`, written by `prepare`, for rank `rank` of `world`; `batch` is per rank.
+
+        `source` is the text that the file was made from, for messages about its length.
 
         Raises:
             DataError: the file is missing or empty, or has less than one batch of all ranks.
@@ -58,7 +70,7 @@ class Loader:
         if self._windows < batch * world:
             need = batch * world * sequence + 1
             raise DataError(
-                f"{tokens_path}: the corpus has {len(self._tokens):,} tokens, but one batch needs {need:,} "
+                f"{source or tokens_path}: the corpus has {len(self._tokens):,} tokens, but one batch needs {need:,} "
                 f"({world} x {batch} sequences of {sequence}); give more text or a smaller batch or sequence."
             )
         self._batch, self._sequence, self._seed = batch, sequence, seed
@@ -111,11 +123,14 @@ class Loader:
         return int(self._order[1][position])
 
 
-def heldout_batches(tokens_path: Path, batch: int, sequence: int, limit_tokens: int | None = None) -> Iterator[Batch]:
+def heldout_batches(
+    tokens_path: Path, batch: int, sequence: int, limit_tokens: int | None = None, *, source: str = ""
+) -> Iterator[Batch]:
     """Return the evaluation batches: the file from its beginning, in order, always the same.
 
     All batches have the same shape, so that a compiled model compiles once; the rest of up to one batch is left out.
     A file shorter than one batch gives one smaller batch. `limit_tokens` stops after the batch that reaches it.
+    `source` is as for `Loader`.
 
     Raises:
         DataError: the file is missing, or shorter than one sequence; raised by the call, not by the first batch.
@@ -128,7 +143,7 @@ def heldout_batches(tokens_path: Path, batch: int, sequence: int, limit_tokens: 
     windows = (len(tokens) - 1) // sequence
     if windows == 0:
         raise DataError(
-            f"{tokens_path}: {len(tokens):,} held-out tokens are fewer than one sequence of {sequence} and "
+            f"{source or tokens_path}: {len(tokens):,} held-out tokens are fewer than one sequence of {sequence} and "
             "its target; give more text, a larger held-out share or a shorter sequence."
         )
     size = min(batch, windows)

@@ -94,9 +94,9 @@ def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFi
         )
     files = token_files(data, tokenizer)
     own = run.batch // ranks.parts
-    loader = Loader(files.train, own, data.sequence, run.seed, rank=ranks.part, world=ranks.parts)
+    loader = Loader(files.train, own, data.sequence, run.seed, ranks.part, ranks.parts, source=files.source)
     part = run.batch // run.accumulate
-    heldout = list(heldout_batches(files.heldout, part, data.sequence, limit_tokens=run.eval_tokens))
+    heldout = list(heldout_batches(files.heldout, part, data.sequence, run.eval_tokens, source=files.source))
     return loader, heldout, files, corpus_statistics(files, tokenizer), tokenizer.end_of_document
 
 

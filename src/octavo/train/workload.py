@@ -168,7 +168,7 @@ def _of_run(config: RunConfig, name: str) -> Workload:
 
     def batches() -> Iterator[Any]:
         files = token_files(data, tokenizer_of(data))
-        return iter(Loader(files.train, run.batch, data.sequence, run.seed))
+        return iter(Loader(files.train, run.batch, data.sequence, run.seed, source=files.source))
 
     return Workload(
         name=name,
