@@ -22,7 +22,7 @@ from octavo.serving.run import export_flags, export_run, tokenizer_files
 def runs(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path]) -> Path:
     """Return a directory of runs, each of a few steps; their text is gone."""
     home = tmp_path_factory.mktemp("runs")
-    train_run(home, "folded", weights="bf16")
+    train_run(home, "folded", weights="bf16", checkpoint_every=1)
     train_run(home, "fp8 weights", weights="fp8")
     train_run(home, "bf16", recipe="bf16")
     train_run(home, "gpt", model={"architecture": "gpt"})
@@ -30,8 +30,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path
     return home
 
 
-def checkpoint(run: Path) -> dict[str, torch.Tensor]:
-    (file,) = (run / "checkpoints" / "step-000002").glob("*16.safetensors" if run.name == "bf16" else "fp8.safetensors")
+def checkpoint(run: Path, step: int = 2) -> dict[str, torch.Tensor]:
+    (file,) = (run / "checkpoints" / f"step-{step:06d}").glob(
+        "*16.safetensors" if run.name == "bf16" else "fp8.safetensors"
+    )
     return load_file(file)
 
 
@@ -54,6 +56,17 @@ def test_weights_in_fp8_are_the_bytes_of_the_checkpoint(runs, tmp_path):
     assert torch.equal(written["model.layers.0.self_attn.o_proj.weight"].view(torch.uint8), codes)
     scale = saved["model.layers.0.attention.wo.weight.scale"]
     assert torch.equal(written["model.layers.0.self_attn.o_proj.weight_scale"], scale)
+
+
+def test_a_step_names_the_checkpoint(octavo, runs, tmp_path, capsys):
+    run, out = runs / "folded", tmp_path / "out"
+    assert octavo(["export", run, "--out", out, "--step", 1]) == 0
+    written = load_file(out / "model.safetensors")["lm_head.weight"]
+    first, last = (checkpoint(run, step)["model.lm_head.weight"] for step in (1, 2))
+    assert torch.equal(written, first) and not torch.equal(written, last)
+    assert f"octavo eval {out} --run {run} --step 1" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3\. Checkpoints: step-000001, step-000002"):
+        export_run(run, tmp_path / "other", step=3)
 
 
 def test_a_run_in_bf16_is_plain(runs, tmp_path):

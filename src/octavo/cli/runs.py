@@ -128,6 +128,7 @@ def export(
     /,
     *,
     out: Output = None,
+    step: int | None = None,
     format: Literal["auto", "compressed-tensors", "fp8", "plain"] = "auto",
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     overwrite: Switch = False,
@@ -141,7 +142,7 @@ def export(
 
         octavo export runs/demo
         octavo export runs/demo --out served --overwrite
-        octavo export runs/demo/checkpoints/step-000320 --format plain
+        octavo export runs/demo --step 320 --format plain
 
     Parameters
     ----------
@@ -149,6 +150,8 @@ def export(
         Directory of a run or of one of its checkpoints.
     out
         Directory to write; by default `export` in the run's directory.
+    step
+        Step of the checkpoint; by default the newest.
     format
         compressed-tensors: scales per row, tensor or block. fp8: the blocks of DeepSeek-V3. plain: values, nothing in
         FP8. auto: fp8 for blocks, otherwise compressed-tensors; plain for a run in BF16.
@@ -164,7 +167,9 @@ def export(
     if not run.is_dir():
         raise ConfigError(f"{run}: no such directory. Name the directory of a run of `octavo train`.")
     wanted = "" if format == "auto" else format
-    exported = export_run(run, out or run / "export", wanted, dtype=getattr(torch, dtype), overwrite=overwrite)
-    following = (f"vllm serve {exported.directory}", f"{program()} eval {exported.directory} --run {run}")
+    given = {"dtype": getattr(torch, dtype), "overwrite": overwrite, "step": step}
+    exported = export_run(run, out or run / "export", wanted, **given)
+    of_run = f"--run {run}" + ("" if step is None else f" --step {step}")
+    following = (f"vllm serve {exported.directory}", f"{program()} eval {exported.directory} {of_run}")
     say(exported.to_json() if json_output else "\n  ".join([f"{exported}\n\nNext", *following]))
     return 0

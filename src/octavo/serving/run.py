@@ -1,4 +1,4 @@
-"""Export of a run of `octavo train`: its newest weights, and its tokenizer as transformers and engines read it."""
+"""Export of a run of `octavo train`: weights of a checkpoint, and the tokenizer as transformers and engines read it."""
 
 from __future__ import annotations
 
@@ -30,20 +30,24 @@ def export_run(
     *,
     dtype: torch.dtype = torch.bfloat16,
     overwrite: bool = False,
+    step: int | None = None,
 ) -> Exported:
     """Export the model of a run; see `octavo.export`.
 
     Args:
         run: directory of a run or of one of its checkpoints, with any number of ranks.
         format: format name; by default that of the run's recipe.
+        dtype: dtype of everything not in FP8.
+        overwrite: replace an existing exported model.
+        step: step of the checkpoint; by default the newest.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it cannot be read.
+        CheckpointError: there is no checkpoint, or none of this step, or it cannot be read.
         ConfigError: see `octavo.export`.
         DataError: the run's tokenizer no longer exists.
         UnsupportedError: see `octavo.export`.
     """
-    found = find(run)
+    found = find(run, step)
     config = settings_of(found, "octavo export", {"device": "cpu"})
     data = config.data
     tokenizer = tokenizer_of(data)
