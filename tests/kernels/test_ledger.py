@@ -54,6 +54,14 @@ def test_compiled_code_is_counted_every_time_it_runs(recipe):
     torch._dynamo.reset()
 
 
+def test_warnings_are_held(caplog):
+    with module.hold_warnings() as held:
+        module.warn_once("of a model that is only tried")
+    assert held == ["of a model that is only tried"] and not caplog.records
+    module.warn_once(held[0])
+    assert [record.getMessage() for record in caplog.records] == held
+
+
 def test_nothing_is_counted_outside():
     layer = Linear(64, 32)
     with kernels.record() as ledger:

@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 from octavo import Policy, convert, scales
+from octavo.kernels.dispatch import planning_for
 from octavo.memory import Forecast
 from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
 from octavo.train.config import ParallelConfig, assemble, load_preset
-from octavo.train.memory import forecast_run, largest_of, peaks, scaled
+from octavo.train.memory import forecast_run, largest_model, largest_of, peaks, scaled
 from octavo.train.setup import make_states
 
 CONFIG = assemble(load_preset("tiny", cuda=False), ("test", {"run": {"compile": "off", "twin": False}}))
@@ -27,6 +28,19 @@ def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
     model, fitting = found
     assert fitting.peak <= 139 * 2**30 < forecast(scaled(LLAMA_1B, model.key_value_heads + 1)).peak
     assert largest_of(LLAMA_1B, forecast, 0.01) is None
+
+
+def test_the_largest_model_alone_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.kernels.ledger._warned", set())
+    tried: set[str] = set()
+    with planning_for("h200"):
+        found = largest_model(CONFIG, 0.1, report=lambda doing, _: tried.add(doing.partition(",")[0]))
+    assert found is not None and len(tried) > 2
+    layers = 7 * found[0].layers
+    said = f"octavo.convert: Nothing will run in FP8: too small to gain ({layers} of {layers + 1} layers)"
+    assert [record.getMessage() for record in caplog.records] == [said]
 
 
 def test_a_run_is_forecast_with_all_its_models() -> None:

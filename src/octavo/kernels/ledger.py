@@ -26,6 +26,7 @@ class Ledger:
 # Backward runs in threads of the autograd engine, which see no context variables: hence one list for the process.
 _open: list[Ledger] = []
 _warned: set[str] = set()
+_held: list[list[str]] = []
 
 
 @contextmanager
@@ -88,7 +89,20 @@ def fall_back(reason: str) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Warn in the log, once per process and message."""
-    if message not in _warned:
+    """Warn in the log, once per process and message; in a `hold_warnings` block add the message to its list."""
+    if _held:
+        _held[-1].append(message)
+    elif message not in _warned:
         _warned.add(message)
         log.warning("%s", message)
+
+
+@contextmanager
+def hold_warnings() -> Iterator[list[str]]:
+    """Keep the messages of `warn_once` in this block out of the log, in a list: for models that are only tried."""
+    held: list[str] = []
+    _held.append(held)
+    try:
+        yield held
+    finally:
+        _held.pop()

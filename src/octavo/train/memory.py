@@ -13,6 +13,7 @@ from torch import nn
 from octavo import memory, recipes
 from octavo._util.terminal import Report, quantity, silent
 from octavo.conversion import enable
+from octavo.kernels.ledger import hold_warnings, warn_once
 from octavo.memory.forecast import largest
 from octavo.models.config import ModelConfig
 from octavo.train.config import RunConfig
@@ -48,18 +49,24 @@ def largest_model(
 ) -> tuple[ModelConfig, memory.Forecast] | None:
     """Return the largest model of these proportions whose run needs at most `gib` GiB, or None.
 
-    `report` is called for each model that is tried, as by `forecast_run`; their number is not known in advance.
+    `report` is called for each model that is tried, as by `forecast_run`; their number is not known in advance. The
+    warnings of the others are not logged.
 
     Raises:
         ConfigError: as `forecast_run`.
     """
+    warnings: dict[ModelConfig, list[str]] = {}
 
     def forecast(model: ModelConfig) -> memory.Forecast:
         size = f"{quantity(model.layers, 'layer')} of {model.dim}"
         tried = replace(config, model=model)
-        return forecast_run(tried, gpus=gpus, report=lambda doing, done: report(f"{size}, {doing}", done))
+        with hold_warnings() as warnings[model]:
+            return forecast_run(tried, gpus=gpus, report=lambda doing, done: report(f"{size}, {doing}", done))
 
-    return largest_of(config.model, forecast, gib)
+    found = largest_of(config.model, forecast, gib)
+    for message in warnings[found[0]] if found else ():
+        warn_once(message)
+    return found
 
 
 def largest_of(
