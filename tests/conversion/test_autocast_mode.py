@@ -105,6 +105,13 @@ def test_values_and_gradients_against_float64(name):
             assert sqnr_db(expected.grad[used], x.grad[used]) >= 27
 
 
+def test_two_dtypes_on_the_meta_device_are_named():
+    x, weight = torch.ones(4, 64, device="meta"), torch.ones(32, 64, device="meta", dtype=torch.bfloat16)
+    with octavo.autocast() as seen:
+        F.linear(x, weight)
+    assert seen.kept("linear") == {"its operands have different dtypes": 1}
+
+
 def test_black_operators_and_others_are_bit_for_bit_those_without():
     x, table, target = torch.randn(8, 64), torch.randn(10, 64), torch.arange(8)
 

@@ -45,6 +45,14 @@ def test_it_is_the_formula():
     assert torch.equal(mixture.counts, counts.float())
 
 
+def test_it_gives_shapes_on_the_meta_device():
+    model = moe().to("meta")
+    octavo.convert(model, policy=octavo.Policy(min_features=16))
+    loss = model(*(ids.to("meta") for ids in batch()))
+    loss.backward()
+    assert loss.is_meta and model.layers[0].feed_forward.router.weight.grad.is_meta
+
+
 def test_biases_make_experts_equally_busy():
     model = moe(balance_rate=0.01, layers=1)
     model.layers[0].feed_forward.bias[1] = 0.5  # all tokens go to one expert

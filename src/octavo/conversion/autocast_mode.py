@@ -28,6 +28,7 @@ from octavo.kernels.bmm import batched_unsupported_reason
 from octavo.kernels.devices import Rates
 from octavo.kernels.dispatch import rates
 from octavo.nn.functional import compute_dtype
+from octavo.nn.operands import autocast_dtype
 from octavo.recipes import RecipeLike, load
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -167,7 +168,7 @@ def _no_operands(product: MatmulCall) -> str | None:
             return f"an operand is {x.dtype}"
         if x.device != first.device:
             return "its operands are on different devices"
-        if x.dtype != first.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != first.dtype and autocast_dtype(x.device.type) is None:
             return "its operands have different dtypes"
     return None
 

@@ -28,7 +28,7 @@ from octavo.nn.experts import FIRST, SECOND
 from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
-from octavo.nn.operands import dtype_note
+from octavo.nn.operands import autocast_dtype, dtype_note
 from octavo.recipes import Recipe, RecipeLike, load
 
 
@@ -187,7 +187,7 @@ def _notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterato
             yield f"Gains are predicted from {known.derived}"
     if not dtypes and (recipe.is_fp8 or recipe.modules):
         yield f"Nothing will run in FP8: {commonest_reason(rows)}"
-    if torch.is_autocast_enabled(device.type):
+    if autocast_dtype(device.type) is not None:
         return
     for dtype in (torch.float16, torch.float32):
         if dtype in dtypes and (note := dtype_note(dtype, device.type)) is not None:

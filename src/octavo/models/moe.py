@@ -27,6 +27,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.llama import Block, FeedForward, Llama
 from octavo.nn.experts import collect, dispatch
 from octavo.nn.grouped import grouped_linear
+from octavo.nn.operands import no_autocast
 
 
 class MoE(Llama):
@@ -98,7 +99,7 @@ class Mixture(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output (B,T,D), and the balance loss."""
         x_ND = x_BTD.flatten(0, -2)
-        with torch.autocast(x_ND.device.type, enabled=False):  # a small error sends a token to another expert
+        with no_autocast(x_ND.device.type):  # a small error sends a token to another expert
             scores_NX = F.linear(x_ND.float(), self.router.weight.float()).softmax(dim=-1)
         ids_NS = (scores_NX.detach() + self.bias).topk(self.each, dim=-1).indices
         weights_NS = scores_NX.gather(1, ids_NS)

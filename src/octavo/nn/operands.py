@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,11 @@ integers."""
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Return the dtype of autocast on a type of device; None where it is off. `meta` has none, and PyTorch raises."""
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def no_autocast(device: str) -> AbstractContextManager[None]:
+    """Return a block without autocast on a type of device; on `meta`, which has none, a block that does nothing."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def check_operands(x: Tensor, weight: Tensor) -> None:
@@ -42,7 +49,9 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
 
 
 def dtype_note(dtype: torch.dtype, device: str) -> str | None:
-    """Return a note on layers that compute in a dtype on a type of device, or None."""
+    """Return a note on layers that compute in a dtype on a type of device, or None: on `meta` nothing is computed."""
+    if device == "meta":
+        return None
     if dtype == torch.float16:
         return (
             "FP8 layers compute in FP16: results above 65504 are infinite, and gradients below 6e-8 are zero. Use BF16 "
