@@ -100,6 +100,24 @@ def test_a_template_lies_beside_its_tokenizer(tmp_path: Path) -> None:
         ChatFormat.of(str(tmp_path / "tokenizer.json"), 64)
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+def test_of_several_templates_it_is_the_default_or_the_only_one(tmp_path: Path, is_list: bool) -> None:
+    def of(**named: str) -> ChatFormat:
+        given = [{"name": name, "template": text} for name, text in named.items()] if is_list else named
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+        return ChatFormat.of(str(tmp_path / "tokenizer.json"), 64)
+
+    assert of(rag="a", default="b").template == "b"
+    assert of(tool_use="a").template == "a"
+    assert of() == ChatFormat(sequence=64, tokens={"bos_token": "", "eos_token": ""})
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: .* 'tool_use', 'rag', and none is named 'default'"):
+        of(tool_use="a", rag="b")
+    for template in ({"default": 5}, ["a"], 5):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        with pytest.raises(DataError, match=r"tokenizer_config\.json: damaged"):
+            ChatFormat.of(str(tmp_path / "tokenizer.json"), 64)
+
+
 def test_only_answers_are_targets() -> None:
     ids = ChatFormat(sequence=64).encode({"messages": turns("1?", "one", "2?", "two")}, BYTES)
     is_target = (ids & NO_TARGET) == 0

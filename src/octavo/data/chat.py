@@ -53,7 +53,13 @@ class ChatFormat:
 
     @classmethod
     def of(cls, tokenizer: str, sequence: int) -> ChatFormat:
-        """Return the format of a tokenizer: the template beside its .json file, or `TEMPLATE`."""
+        """Return the format of a tokenizer: the template beside its .json file, or `TEMPLATE`.
+
+        Of several templates by name it is `default`, or the only one.
+
+        Raises:
+            DataError: a file cannot be read, or has several templates and none of them is the default.
+        """
         folder = Path(tokenizer).parent
         if not tokenizer.endswith(".json"):
             return cls(sequence=sequence)
@@ -62,9 +68,7 @@ class ChatFormat:
         jinja = folder / "chat_template.jinja"
         given = read_text(jinja, DataError) if jinja.is_file() else ""
         with blaming(config, DataError):
-            template = given or known.get("chat_template") or TEMPLATE
-            if isinstance(template, list):  # several by name
-                template = next((each["template"] for each in template if each.get("name") == "default"), TEMPLATE)
+            template = given or _chosen(known.get("chat_template") or TEMPLATE)
             values = {name: known.get(name) or "" for name in ("bos_token", "eos_token")}
             tokens = {name: value if isinstance(value, str) else value["content"] for name, value in values.items()}
         return cls(sequence=sequence, template=template, tokens=tokens)
@@ -139,6 +143,22 @@ class ChatFormat:
             found = np.append(found, end if not parts[-1].size else end | NO_TARGET)
         found[0] |= FIRST | NO_TARGET
         return found[: self.sequence]
+
+
+def _chosen(template: Any) -> str:
+    """Return a template, or of several by name, a mapping or a list of entries, the default or the only one."""
+    if isinstance(template, str):
+        return template
+    named = template if isinstance(template, dict) else {each["name"]: each["template"] for each in template}
+    if "default" not in named and len(named) > 1:
+        raise DataError(
+            f"chat_template: has the templates {', '.join(map(repr, named))}, and none is named 'default'. Rename the"
+            " one to train with, or write it to chat_template.jinja in the same folder."
+        )
+    chosen = named["default"] if "default" in named else next(iter(named.values()))
+    if not isinstance(chosen, str):
+        raise TypeError(f"chat_template: expected a text, got {chosen!r}")
+    return chosen
 
 
 def _end(whole: str, start: int, until: str, content: str) -> int | None:
