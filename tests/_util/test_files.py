@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo._util.files import write_text
+from octavo._util.files import put_in_place, write_text
 from octavo.errors import ConfigError
 
 
@@ -36,3 +36,25 @@ def test_a_failure_keeps_the_file_that_was_there(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="No space left"):
         write_text(file, "after", ConfigError)
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+def named(folder: Path, name: str) -> Path:
+    """Return a directory with a file that says its name."""
+    (folder / name).mkdir()
+    (folder / name / "file").write_text(name)
+    return folder / name
+
+
+@pytest.mark.parametrize("left", [[], [".old-final"], ["final"], ["final", ".old-final"]])
+def test_a_directory_takes_the_place_of_another(tmp_path: Path, left: list[str]) -> None:
+    for name in left:
+        named(tmp_path, name)
+    put_in_place(named(tmp_path, "new"), tmp_path / "final")
+    assert [(path.name, (path / "file").read_text()) for path in tmp_path.iterdir()] == [("final", "new")]
+
+
+def test_a_directory_that_cannot_be_replaced_is_there_again(tmp_path: Path) -> None:
+    before = named(tmp_path, "final")
+    with pytest.raises(FileNotFoundError):
+        put_in_place(tmp_path / "missing", before)
+    assert [*tmp_path.iterdir()] == [before] and (before / "file").read_text() == "final"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,3 +68,39 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OctavoError, match="No space left"):
         files.write(tmp_path / "out", TENSORS, {"config.json": {}})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_a_kill_at_any_time_leaves_a_whole_model(tmp_path, monkeypatch, killed_at):
+    files.write(tmp_path / "out", TENSORS, {})
+    calls = []
+
+    def killed(real):
+        def call(self, target):
+            calls.append(self)
+            if len(calls) == killed_at:
+                raise KeyboardInterrupt
+            return real(self, target)
+
+        return call
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, killed(getattr(Path, name)))
+    with pytest.raises(KeyboardInterrupt):
+        files.write(tmp_path / "out", TENSORS, {}, overwrite=True)
+    monkeypatch.undo()
+    (left,) = tmp_path.iterdir()
+    assert (
+        left.name == ("out", ".old-out")[killed_at - 1]
+        and load_file(left / "model.safetensors").keys() == TENSORS.keys()
+    )
+    files.write(tmp_path / "out", TENSORS, {}, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_to_a_model_stays(tmp_path):
+    files.write(tmp_path / "real", TENSORS, {"old.json": {}})
+    (tmp_path / "link").symlink_to("real")
+    files.write(tmp_path / "link", TENSORS, {}, overwrite=True)
+    assert (tmp_path / "link").is_symlink() and sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+    assert [path.name for path in (tmp_path / "real").iterdir()] == ["model.safetensors"]

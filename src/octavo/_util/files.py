@@ -1,13 +1,18 @@
-"""Text files that are written whole or not at all."""
+"""Text files and directories that are written whole or not at all."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from octavo._util.checksums import flush
 from octavo.errors import OctavoError
+
+OLD = ".old-"
+"""Prefix of a directory whose replacement is not yet in place."""
 
 
 @contextmanager
@@ -35,3 +40,25 @@ def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = 
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def put_in_place(finished: Path, final: Path) -> None:
+    """Rename a finished directory to `final`, in the same folder, and remove one that was there.
+
+    That one is renamed to `.old-<name>` first, so that a process killed at any time leaves one of them whole.
+
+    Raises:
+        OSError: a directory cannot be renamed; what was there is there again.
+    """
+    old = final.with_name(f"{OLD}{final.name}")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        finished.rename(final)
+    except OSError:
+        with suppress(OSError):
+            old.rename(final)
+        raise
+    flush(final.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -11,6 +11,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo._util.checksums import flush
+from octavo._util.files import put_in_place
 from octavo.errors import ConfigError, OctavoError
 
 PART_BYTES = 5 * 10**9
@@ -46,6 +48,8 @@ def write(
 ) -> dict[str, int]:
     """Write tensors and JSON files into a new directory; return the bytes of each file by its name.
 
+    An exported model that is replaced is there until the new one is complete (`put_in_place`).
+
     Args:
         tensors: tensors by name, written in this order.
         texts: JSON files by name.
@@ -56,6 +60,7 @@ def write(
         OctavoError: a write failed; nothing incomplete remains.
     """
     check_free(directory, overwrite)
+    directory = directory.resolve()  # a link stays, and '.' has a name
     temporary = directory.with_name(f"{_WRITING}-{directory.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -63,8 +68,9 @@ def write(
         for name, text in texts.items():
             _write_json(temporary / name, text)
         _write_tensors(temporary, tensors, part_bytes)
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.replace(directory)
+        for path in temporary.iterdir():
+            flush(path)
+        put_in_place(temporary, directory)
     except OSError as error:
         raise OctavoError(f"{directory}: could not be written ({error.strerror}).") from error
     finally:

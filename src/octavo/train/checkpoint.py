@@ -36,7 +36,7 @@ from torch import Tensor
 
 from octavo._util.checksums import check_file, check_names, file_entry, flush
 from octavo._util.config_reader import blaming, read_file
-from octavo._util.files import os_errors
+from octavo._util.files import OLD, os_errors, put_in_place
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.tensor import is_distributed, local, non_finite
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
@@ -44,8 +44,8 @@ from octavo.train.parallel import SINGLE_PROCESS, Ranks
 FORMAT = 2
 """Format 1 had sizes in place of checksums; it can be read."""
 _PREFIX = "step-"
-_TEMPORARY, _OLD = ".writing-", ".old-"
-_NAME = re.compile(rf"({re.escape(_OLD)})?{_PREFIX}(\d+)")
+_TEMPORARY = ".writing-"
+_NAME = re.compile(rf"({re.escape(OLD)})?{_PREFIX}(\d+)")
 _SHARDED = "sharded"
 
 Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
@@ -225,7 +225,7 @@ def _remove(path: Path) -> None:
 
 def _leftovers(directory: Path) -> list[Path]:
     """Return what killed processes left: partial checkpoints, and old ones whose replacement is in place."""
-    hidden, found = (directory.glob(f"{prefix}{_PREFIX}*") for prefix in (_TEMPORARY, _OLD)), find(directory)
+    hidden, found = (directory.glob(f"{prefix}{_PREFIX}*") for prefix in (_TEMPORARY, OLD)), find(directory)
     return [path for paths in hidden for path in paths if path not in found]
 
 
@@ -267,12 +267,7 @@ def _finish(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({**plain, "sha256": _digest(plain)}, indent=2) + "\n", encoding="utf-8")
     flush(path)
     flush(temporary)
-    old = final.with_name(f"{_OLD}{final.name}")
-    if final.exists():
-        final.rename(old)
-    temporary.rename(final)
-    flush(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    put_in_place(temporary, final)
 
 
 def _digest(state: Mapping[str, Any]) -> str:
