@@ -58,6 +58,9 @@ def test_scores_of_batches_are_those_of_each_pair_in_its_place() -> None:
         ({"until": "fd"}, "defgh"),  # one text, not one of its characters
         ({"until": None, "max_gen_toks": 2}, "de"),
         ({"do_sample": True, "temperature": 0, "max_gen_toks": 1}, "d"),
+        ({"max_new_tokens": 3, "temperature": 0.0}, "def"),
+        ({"max_tokens": 3, "do_sample": False, "temperature": 0.7, "top_p": 0.9}, "def"),
+        ({"max_completion_tokens": 3, "max_tokens": 3, "num_beams": 1, "repetition_penalty": 1.0}, "def"),
         ({}, "defgh"),  # to the end of the document
     ],
 )
@@ -75,9 +78,19 @@ def test_a_continuation_is_greedy_and_ends_where_the_task_says(options: dict[str
     assert seen[:2] in ([3], [3, 4]) and max(seen) <= 4  # the context of the model
 
 
-def test_a_task_that_asks_for_samples_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="asks for samples"):
-        continuation(torch.Tensor, ByteTokenizer(), [1], {"do_sample": True}, 4, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"do_sample": True}, "asks for samples"),
+        ({"temperature": 0.7}, "asks for samples"),  # as the harness takes it
+        ({"num_beams": 4}, "'num_beams: 4', which is not supported"),
+        ({"max_length": 9}, "'max_length: 9', which is not supported"),
+        ({"max_gen_toks": 8, "max_tokens": 9}, r"several lengths, \[8, 9\], by the names max_gen_toks, max_tokens"),
+    ],
+)
+def test_what_is_not_honoured_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        continuation(torch.Tensor, ByteTokenizer(), [1], options, 4, torch.device("cpu"))
 
 
 def test_differences_are_paired_by_sample() -> None:

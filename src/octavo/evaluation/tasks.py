@@ -34,6 +34,20 @@ Logits = Callable[[Tensor], Tensor]
 """ids (B, T) to logits (B, T, V)."""
 ROWS = 8
 """Sequences per forward."""
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the harness for the number of ids of an answer."""
+LONGEST_ANSWER = 256
+"""Number of ids where a task names none, as in the harness."""
+NO_EFFECT = frozenset({"top_p", "top_k", "min_p", "typical_p", "seed", "use_cache"})
+"""Options that do not change a greedy answer."""
+NEUTRAL = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
+"""Options that do, except with this value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +223,8 @@ def _model(logits: Logits, tokenizer: Tokenizer, longest: int, device: torch.dev
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             prompts = [(self.tok_encode(context), options) for context, options in (each.args for each in requests)]
+            for _, options in prompts:  # of all tasks: a refusal comes before the first answer
+                _ends(options)
             return [continuation(logits, tokenizer, ids, options, longest, device) for ids, options in prompts]
 
     return Model()
@@ -225,17 +241,15 @@ def continuation(
     """Return the greedy continuation of a prompt.
 
     Args:
-        options: the harness's `until`, the text or texts that end it, and `max_gen_toks`.
+        options: the task's `generation_kwargs`: `until`, the text or texts that end it, and the number of ids, by one
+            of the names in `LENGTHS`.
         longest: length of the context in ids.
 
     Raises:
-        UnsupportedError: the options ask for samples.
+        UnsupportedError: the options ask for samples, or have one that is not honoured.
     """
-    if options.get("do_sample") and options.get("temperature", 1) > 0:
-        raise UnsupportedError("octavo eval: tasks are answered by greedy decoding; the task asks for samples.")
-    until, known, text = options.get("until") or [], [*ids], ""
-    stops = [until] if isinstance(until, str) else until
-    for _ in range(options.get("max_gen_toks", 256)):
+    (stops, count), known, text = _ends(options), [*ids], ""
+    for _ in range(count):
         recent = torch.tensor([known[-longest:]], device=device)
         known.append(int(logits(recent)[0, -1].argmax()))
         text = tokenizer.decode(known[len(ids) :])
@@ -244,6 +258,27 @@ def continuation(
     for stop in stops:
         text = text.partition(stop)[0]
     return text
+
+
+def _ends(options: Mapping[str, Any]) -> tuple[Sequence[str], int]:
+    """Return the texts that end an answer and its maximum number of ids; errors as `continuation`."""
+    given = {name: value for name, value in options.items() if value is not None}
+    until, lengths = given.pop("until", []), {int(given.pop(name)) for name in LENGTHS if name in given}
+    temperature = float(given.pop("temperature", 1 if given.get("do_sample") else 0))
+    if given.pop("do_sample", temperature > 0) and temperature > 0:
+        raise UnsupportedError("octavo eval: tasks are answered by greedy decoding; the task asks for samples.")
+    for name, value in given.items():
+        if name not in NO_EFFECT and (name not in NEUTRAL or value != NEUTRAL[name]):
+            raise UnsupportedError(
+                f"octavo eval: the task's generation_kwargs have '{name}: {value}', which is not supported. Answers are"
+                f" greedy, with 'until' and '{LENGTHS[0]}': remove it in a copy of the task, for --task-files."
+            )
+    if len(lengths) > 1:
+        raise UnsupportedError(
+            f"octavo eval: the task's generation_kwargs have several lengths, {sorted(lengths)}, by the names"
+            f" {', '.join(name for name in LENGTHS if name in options)}. Keep one of them."
+        )
+    return [until] if isinstance(until, str) else until, max(lengths, default=LONGEST_ANSWER)
 
 
 def scores_in_batches(
