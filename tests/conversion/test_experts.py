@@ -271,6 +271,16 @@ def test_on_the_meta_device_and_converted_again():
     assert octavo.revert(model) == 2 and type(model["e"]) is Titan
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "folded"])
+def test_evidence_of_a_precision_map_is_in_the_plan(recipe):
+    found = {"reason": "over the loss budget", "loss_change": 2e-4}
+    given = {"modules": {"e.down_gemm": recipe}, "evidence": {"e.down_gemm": found}}
+    first, second = octavo.plan(nn.ModuleDict({"e": Titan()}), given).layers
+    assert second.is_fp8 == (recipe == "folded") and second.evidence.loss_change == 2e-4
+    assert second.reason.startswith("over the loss budget") and (";" in second.reason) == second.is_fp8
+    assert first.evidence is None and "budget" not in first.reason
+
+
 class Configured(nn.Module):
     """Experts whose activation is a module, and whose bias may be added later."""
 

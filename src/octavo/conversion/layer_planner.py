@@ -75,7 +75,7 @@ class LayerPlanner:
         if kept is None and taps:
             kept = unsupported_reason_recipe(recipe)
         if kept is None and not recipe.is_fp8:
-            kept = found.reason if found else NO_FP8
+            kept = _chosen_reason(found)
         if kept is None and gain is not None and gain < self.policy.min_gain and not found:
             unit = "output pixels" if taps else "tokens"
             kept = f"{TOO_SMALL}: predicted {gain:.2f} times BF16 at {self.tokens} {unit}"
@@ -122,14 +122,17 @@ class LayerPlanner:
         """Yield the rows of a module of experts. kept: the reason to keep it in BF16."""
         names = full_name(name, FIRST), full_name(name, SECOND)
         given = [self.recipes[each] for each in names]
+        in_map = [_evidence_for(each, self.recipe) for each in names]
         reasons = [kept or unsupported_reason_grouped(recipe) for recipe in given]
-        reasons = [why or (None if r.is_fp8 else NO_FP8) for why, r in zip(reasons, given, strict=True)]
+        chosen = [None if own.is_fp8 else _chosen_reason(entry) for own, entry in zip(given, in_map, strict=True)]
+        reasons = [why or own for why, own in zip(reasons, chosen, strict=True)]
         how = _how(found.roles, *given) if reasons == [None, None] else ""
         kernel = "grouped_gemm" if on_gpu(self.device) else "reference"
         active = active_share(module, found.count)
         gain = self._gain_of_experts(found, given[0], active) if how.startswith("fused") else None
         for i, shape in enumerate((found.first, found.second)):
             recipe = given[i] if reasons[i] is None else load("bf16")
+            entry = in_map[i]
             yield LayerPlan(
                 name=names[i],
                 kind=f"{found.count} experts",
@@ -140,7 +143,8 @@ class LayerPlanner:
                 precision=_precision(recipe),
                 kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
                 gain=gain,
-                reason=reasons[i] or how,
+                reason=reasons[i] or "; ".join(filter(None, (entry.reason if entry else "", how))),
+                evidence=entry,
             )
 
     def _gain_of_experts(self, found: FoundExperts, recipe: Recipe, active: float) -> float | None:
@@ -180,6 +184,11 @@ def _evidence_for(name: str, recipe: Recipe) -> Evidence | None:
     """Return a precision map's entry for the pattern that decided a layer's recipe."""
     pattern = next((pattern for pattern in reversed(recipe.modules) if fnmatchcase(name, pattern)), None)
     return None if pattern is None else recipe.evidence.get(pattern)
+
+
+def _chosen_reason(found: Evidence | None) -> str:
+    """Return why a recipe in BF16 was chosen, given its entry in a precision map."""
+    return found.reason if found else NO_FP8
 
 
 def _gemm_of(layer: Layer) -> tuple[str, tuple[int, int], int]:
