@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import convert
-from octavo.errors import ConfigError, RunError
+from octavo.errors import ConfigError, RunError, UnsupportedError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
 from octavo.guard.diagnosis import Probe
 from octavo.guard.guarded import stored_scales
@@ -66,6 +67,12 @@ def test_without_a_fault_guardrails_change_nothing() -> None:
     plain, _ = make_loop(mode="off")
     assert losses(guarded) == losses(plain)
     assert events == []
+
+
+@pytest.mark.parametrize("mode", ["off", "act"])
+def test_it_is_not_copied(mode: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"guard\.Loop: cannot be copied"):
+        copy.deepcopy(make_loop(mode=mode)[0])
 
 
 @pytest.mark.parametrize("recipe", ["folded", "delayed"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.errors import ConfigError, StoreError
+from octavo.errors import ConfigError, StoreError, UnsupportedError
 from octavo.guard import GuardConfig, GuardEvent
 from octavo.monitor.monitor import Monitor, MonitorAlarms
 from octavo.monitor.store import STATS, RunReader
@@ -133,6 +134,11 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     run = RunReader(tmp_path)
     assert run.state() == "failed" and run.sessions[0].text == "ZeroDivisionError: by zero"
     assert len(run.scalar("loss")) == 1
+
+
+def test_it_is_not_copied(tmp_path: Path) -> None:
+    with Monitor(nn.Linear(2, 2), tmp_path / "run") as monitor, pytest.raises(UnsupportedError, match="only writer"):
+        copy.deepcopy(monitor)
 
 
 def test_what_cannot_be_noted(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Telemetry: its figures against the operands themselves, wherever layers run, and nothing of it in what they give."""
 
+import copy
 import gc
+import io
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.sample import BINS, LOWEST, STATS
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Block, rotary_tables
@@ -350,6 +352,30 @@ def test_of_several_optimizers_one_counts_and_a_dead_one_does_not():
     assert telemetry.done == 1
     del telemetry
     gc.collect()
+
+
+def _saved(model):
+    with io.BytesIO() as file:
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, _saved], ids=["deepcopy", "save"])
+def test_a_copy_of_a_model_is_not_measured_and_may_have_its_own(duplicate):
+    model = stack()
+    with Telemetry(model) as telemetry:
+        twin = duplicate(model)
+        run(twin)
+        telemetry.step()
+        _, values = telemetry.snapshot()
+        assert np.isnan(values[:, AMAX]).all()
+        with Telemetry(twin) as own:
+            run(twin)
+            own.step()
+            assert len(steps_taken_whole(own)) == 1
+        with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+            duplicate(telemetry)
 
 
 def test_shares_are_unbiased_over_steps():

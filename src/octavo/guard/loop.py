@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion import Plan, convert
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.guard.alarms import GuardEvent
 from octavo.guard.buffers import overwrite, tensors_of
 from octavo.guard.config import GuardConfig
@@ -145,6 +145,12 @@ class Loop(Guarded):
         if self.telemetry is not None:
             self.telemetry.detach()
         self.telemetry = self.parameter_check = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "guard.Loop: cannot be copied or pickled with its batches and telemetry. Copy model and optimizer in one"
+            " call, and make a Loop of the copies."
+        )
 
     def __enter__(self) -> Self:
         return self

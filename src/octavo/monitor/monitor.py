@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo._util.dist import is_first_rank
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.guard import GuardConfig, GuardEvent, Observation
 from octavo.guard.rules import AlarmRules
 from octavo.monitor.measurements import AsyncScalars, telemetry_of
@@ -203,6 +203,11 @@ class Monitor:
         self._alarms.close()
         self._recorder = None
         recorder.close(*outcome_of(error))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "Monitor: cannot be copied or pickled: it is the only writer of its directory. Make one for the other run."
+        )
 
     def __enter__(self) -> Monitor:
         return self

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, mark_idle
 from octavo.kernels.transfers import AsyncHostCopy
 from octavo.nn.fused import fusion_groups
@@ -171,6 +171,12 @@ class Telemetry:
     def belongs_to(self, parameters: set[int]) -> bool:
         """Return whether the first measured weight is among these (by `id`): of several optimizers one counts."""
         return bool(self._layers) and id(weights_of(self._layers[0])[0]) in parameters
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "Telemetry: cannot be copied or pickled, as it measures the layers of one model. Copies of a model are not"
+            " measured: give the other one a Telemetry of its own."
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ class StatsSlot:
     """Statistics of all layers that are computed together, FP32."""
     layers: int
     """Number of these layers."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # copies and files of a layer are not measured
 
 
 class SampledLayer(Protocol):

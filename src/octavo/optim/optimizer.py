@@ -71,7 +71,7 @@ class Optimizer(torch.optim.Optimizer):
         skipped: int32 (1,), number of skipped steps; with `release`, of skipped parameters.
         clamped: int64 (1,), number of updates clamped to `max_update`.
 
-    `copy.deepcopy` and pickle work as for PyTorch's optimizers: copy the model in the same call.
+    `copy.deepcopy` and `torch.save` work as for PyTorch's optimizers: copy the model in the same call.
 
     Raises:
         ConfigError: a setting unknown or out of range, an unknown tier, a parameter of an unsupported dtype, parameters
