@@ -71,6 +71,8 @@ def test_a_rollback_removes_later_checkpoints_but_never_the_only_one(
         save(tmp_path, step)
     assert checkpoint.roll_back(tmp_path, back_to) == (back_to < 5)
     assert names(tmp_path) == [checkpoint.name_of(step) for step in left]
+    assert checkpoint.load(tmp_path / "step-000005").rolled_back_to == (back_to if back_to < 5 else None)
+    assert checkpoint.load(save(tmp_path, 5)).rolled_back_to is None
 
 
 def test_what_is_saved_stays_and_replaces_checkpoints_of_later_steps(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from octavo._util.checksums import check_file, check_names, file_entry, flush
 from octavo._util.config_reader import blaming, read_file
-from octavo._util.files import OLD, os_errors, put_in_place
+from octavo._util.files import OLD, os_errors, put_in_place, write_text
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.tensor import is_distributed, local, non_finite
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
@@ -47,6 +47,8 @@ _PREFIX = "step-"
 _TEMPORARY = ".writing-"
 _NAME = re.compile(rf"({re.escape(OLD)})?{_PREFIX}(\d+)")
 _SHARDED = "sharded"
+_ROLLED_BACK = "rolled-back.json"
+"""File in a checkpoint that a rollback has abandoned and kept, with the step that the run went back to."""
 
 Place = Callable[[str, torch.Size, torch.dtype], Tensor | None]
 """(name, shape, dtype) -> memory to read the tensor `<file>.<name>` into; None leaves it out."""
@@ -62,6 +64,8 @@ class Checkpoint:
     """By file name without suffix, then by tensor name."""
     state: dict[str, Any]
     """Plain values: at least `step`, `config` and `loader`."""
+    rolled_back_to: int | None = None
+    """Step that the run went back to afterwards, so that the log ends there; None if it did not (`roll_back`)."""
 
     @property
     def step(self) -> int:
@@ -117,7 +121,7 @@ def roll_back(directory: Path, step: int) -> bool:
 
     The newest one up to `step` is then the one to resume from. If there is none up to `step`, the oldest one, which is
     the least likely to have the fault, stays until `save` has written another: to resume from it is better than to
-    start over, although the log lacks the steps before it.
+    start over, although the log lacks the steps before it. A file in it has `step` (`Checkpoint.rolled_back_to`).
 
     Returns:
         True if one stays for that reason, so that another should be saved soon.
@@ -126,6 +130,9 @@ def roll_back(directory: Path, step: int) -> bool:
     only_later = bool(later) and not earlier
     for path in reversed(later[1:] if only_later else later):
         _remove(path)
+    if only_later:
+        with suppress(CheckpointError):  # a full disk ends no run here
+            write_text(later[0] / _ROLLED_BACK, json.dumps({"step": step}) + "\n", CheckpointError)
     return only_later
 
 
@@ -181,7 +188,7 @@ def load(path: Path, *, ranks: Ranks = SINGLE_PROCESS, place: Place | None = Non
         for name, tensor in _read_sharded(path / _SHARDED, place).items():
             model, _, key = name.partition(".")
             tensors.setdefault(model, {})[key] = tensor
-    return Checkpoint(path, tensors, state)
+    return Checkpoint(path, tensors, state, _rolled_back_to(path))
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
@@ -303,6 +310,12 @@ def _read_state(path: Path) -> dict[str, Any]:
     if "sha256" in state and state.pop("sha256") != _digest(state):
         raise CheckpointError(f"{file}: damaged: its content is not that of its SHA-256.{_remedy(path)}")
     return dict(state)
+
+
+def _rolled_back_to(path: Path) -> int | None:
+    file = path / _ROLLED_BACK
+    with blaming(file, CheckpointError):
+        return int(read_file(file, CheckpointError)["step"]) if file.exists() else None
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:

@@ -74,6 +74,9 @@ class RunLog:
         if not self.setup.ranks.is_first:
             return
         done, kept = (0, {}) if resumed is None else (resumed.step, resumed.state.get("recorded", {}))
+        until, recorded = done, kept
+        if resumed is not None and resumed.rolled_back_to is not None:  # later records are of a retry that is lost
+            until, recorded = resumed.rolled_back_to, {}
         with os_errors(self.directory, RunError):
             self.directory.mkdir(parents=True, exist_ok=True)
         if not done:
@@ -87,13 +90,17 @@ class RunLog:
                 write_json(self.directory / f"{name}.json", json.loads(plan.to_json()))
         if first.pipeline is not None:
             write_json(self.directory / "pipeline.json", first.pipeline)
-        metrics = MetricsFile(self.directory / "metrics.jsonl", keep_until=done, keep_lines=kept.get("metrics"))
+        metrics = MetricsFile(self.directory / "metrics.jsonl", keep_until=until, keep_lines=recorded.get("metrics"))
         self._reporters.insert(0, metrics)
-        store = StoreReporter(self.config, self.setup.device, done=done, events=kept.get("events"))
+        store = StoreReporter(self.config, self.setup.device, done=until, events=recorded.get("events"))
         self._reporters.insert(1, store)
         self._files = metrics, store
         if resumed is not None and kept:  # what an interrupted run recorded of it was cut
             store.report(events.Saved(step=done, path=resumed.path))
+        if until < done:
+            text = f"was rolled back to step {until} and ended before its next checkpoint: it goes on from that of step"
+            lost = f"{done}, which may have the fault, and the log lacks steps {until + 1} to {done}"
+            self.warn(done, "rollback", f"the run {text} {lost}")
 
     def write_config(self, directory: Path) -> None:
         """Write `config.json` of the run in this directory."""
