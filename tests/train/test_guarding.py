@@ -64,6 +64,17 @@ def test_a_check_waits_for_its_own_step_alone(configure, monkeypatch):
         assert [*run._values] == [3]
 
 
+def test_steps_in_bf16_or_for_histograms_alone_are_not_checked(configure: Configure, tmp_path: Any) -> None:
+    """Values of some tensors only, or of none, would break the history of the others."""
+    run = {"telemetry_every": 2, "histograms_every": 3, "bf16_first_steps": 5, "steps": 12}
+    trainer = Trainer(set_up(guarded(configure, str(tmp_path / "run"), run=run)), [keeper := Listener()])
+    checked: list[int] = []
+    trainer.guard._rules.check = lambda seen: checked.extend([seen.step] if seen.values is not None else [])  # type: ignore[method-assign,func-returns-value,assignment]
+    trainer.run()
+    assert checked == [6, 8, 10, 12]
+    assert [event.step for event in keeper.of(TensorsMeasured)] == [2, 3, 4, 6, 8, 9, 10, 12]
+
+
 @pytest.fixture(scope="module")
 def untouched() -> dict[str, Any]:
     """The summary of a run that nothing happens to, once a test has trained it."""

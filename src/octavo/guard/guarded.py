@@ -6,6 +6,7 @@ from and how they are computed. Rollback, probes and conversion are built on tha
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -153,12 +154,14 @@ class Guarded(ABC):
         return rows
 
     def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
-        """Return the telemetry of a step; None if it was not sampled. Call it for steps in order."""
-        self._collect_telemetry(wait=True)
-        return self._take_telemetry(step)
+        """Return the telemetry of a step; None if it was not sampled. Call it for steps in order.
 
-    def _take_telemetry(self, step: int) -> NDArray[np.float32] | None:
-        """Return the telemetry of a step if it has arrived, and drop that of earlier steps."""
+        Waits for this step, and not for later ones that are queued.
+        """
+        self._collect_telemetry()
+        while self.telemetry is not None and self.telemetry.is_coming(step):
+            time.sleep(1e-4)
+            self._collect_telemetry()
         found = self._values.pop(step, None)
         self._values = {known: values for known, values in self._values.items() if known > step}
         return found

@@ -146,6 +146,10 @@ class Telemetry:
         values[np.ix_(self._coded, _LOST)] = np.nan  # in compiled code the sampled values are those of the codes
         return step, values
 
+    def is_coming(self, step: int) -> bool:
+        """Return True if `snapshot` will return the values of a step, now or once they have arrived."""
+        return any(sent == step for sent, _ in self._coming)
+
     def wait(self) -> None:
         """Wait at the end of a run until all values have arrived, those of a failed rank at most `PATIENCE`."""
         until = time.monotonic() + PATIENCE

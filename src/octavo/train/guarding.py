@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -61,20 +60,6 @@ class GuardedRun(Guarded):
         """Return True if dynamic loss scaling skipped a step with these measurements."""
         return self._state.loss_scale.skips and math.isfinite(loss) and not math.isfinite(gradient_norm)
 
-    def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
-        """Return the telemetry of a step, once it has arrived; None if the step was not sampled.
-
-        Later steps that are queued are not waited for.
-        """
-        run = self.config.run
-        if self.telemetry is None or step % run.telemetry_every or run.is_bf16(step - 1):
-            return None
-        while step not in self._values:
-            self._collect_telemetry()
-            if step not in self._values:
-                time.sleep(1e-4)
-        return self._take_telemetry(step)
-
     # --- defined by `octavo.guard.Guarded` --------------------------------------------------------------------------
 
     @property
@@ -130,7 +115,9 @@ class GuardedRun(Guarded):
             self.telemetry.restart(self.done)
 
     def _measured(self, step: int, values: NDArray[np.float32]) -> None:
-        super()._measured(step, values)
+        run = self.config.run
+        if step % run.telemetry_every == 0 and not run.is_bf16(step - 1):  # not those of histograms alone
+            super()._measured(step, values)
         self._newest = values
         histograms = None if self.telemetry is None else self.telemetry.histograms
         self.log.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
