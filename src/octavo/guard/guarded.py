@@ -26,6 +26,7 @@ from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff
 from octavo.guard.parameters import ParameterCheck
 from octavo.nn.scaling_state import scales
+from octavo.nn.telemetry import Telemetry
 from octavo.recipes import Recipe
 
 
@@ -55,6 +56,10 @@ class Guarded(ABC):
 
     parameter_check: ParameterCheck | None = None
     """Invariants of the guarded model's parameters; None without a check."""
+    done = 0
+    """Number of steps made."""
+    telemetry: Telemetry | None = None
+    """Telemetry of the guarded model; None without FP8 layers."""
     lag = 0
     """Steps that may be queued before the first of them is checked, so that a GPU is not waited for."""
     conversions = 0
@@ -68,18 +73,8 @@ class Guarded(ABC):
 
     @property
     @abstractmethod
-    def done(self) -> int:
-        """Number of steps made."""
-
-    @property
-    @abstractmethod
     def models(self) -> Sequence[nn.Module]:
         """The models in training. The first one is guarded."""
-
-    @property
-    @abstractmethod
-    def telemetry(self) -> Any:
-        """Telemetry of the guarded model, an `octavo.nn.telemetry.Telemetry`; None without FP8 layers."""
 
     @property
     @abstractmethod
@@ -99,8 +94,8 @@ class Guarded(ABC):
         """Return a copy of weights and optimizer states."""
 
     @abstractmethod
-    def _load_state(self, step: int, state: Any) -> None:
-        """Load the result of `_copy_state`, made after `step` steps; `state` stays unchanged."""
+    def _load_state(self, state: Any) -> None:
+        """Load the result of `_copy_state`, made after `done` steps; `state` stays unchanged."""
 
     @abstractmethod
     def _saved_weight(self, state: Any, name: str) -> Tensor | None:
@@ -121,8 +116,8 @@ class Guarded(ABC):
         """Convert the guarded model to another recipe."""
 
     @abstractmethod
-    def _start_telemetry(self) -> None:
-        """Replace the telemetry of the guarded model: its layers have changed."""
+    def _make_telemetry(self) -> Telemetry | None:
+        """Return telemetry of the FP8 layers of the guarded model as they are now; None without any."""
 
     @abstractmethod
     def emit(self, event: GuardEvent) -> None:
@@ -131,6 +126,12 @@ class Guarded(ABC):
     def was_skipped(self, loss: float, gradient_norm: float) -> bool:
         """Return True if dynamic loss scaling skipped a step with these measurements."""
         return False
+
+    def _start_telemetry(self) -> None:
+        """Measure the FP8 layers of the guarded model as they are now, from the next step on."""
+        self.telemetry = self._make_telemetry()
+        if self.telemetry is not None:
+            self.telemetry.restart(self.done)
 
     def _collect_telemetry(self, *, wait: bool = False) -> None:
         """Collect the telemetry that has arrived; with `wait`, that of all steps made."""
@@ -150,8 +151,7 @@ class Guarded(ABC):
     @property
     def rows(self) -> Sequence[Row]:
         """The tensor that each row of telemetry describes."""
-        rows: Sequence[Row] = () if self.telemetry is None else self.telemetry.rows
-        return rows
+        return () if self.telemetry is None else self.telemetry.rows
 
     def telemetry_at(self, step: int) -> NDArray[np.float32] | None:
         """Return the telemetry of a step; None if it was not sampled. Call it for steps in order.
@@ -173,10 +173,11 @@ class Guarded(ABC):
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot, which stays unchanged."""
+        self.done = snapshot.step
         self._values.clear()
         if self.telemetry is not None:  # first: what was measured after the snapshot is not to arrive any more
-            self.telemetry.restart(snapshot.step)
-        self._load_state(snapshot.step, snapshot.state)
+            self.telemetry.restart(self.done)
+        self._load_state(snapshot.state)
         self._seek(snapshot.position)
         for model, stored in zip(self.models, snapshot.scales, strict=False):  # the twin may be gone
             restore_scales(model, stored)

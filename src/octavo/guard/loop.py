@@ -65,6 +65,8 @@ class _State(NamedTuple):
 class Loop(Guarded):
     """Trains a model on batches, with rollback and diagnosis by guardrails. A context manager; `close` ends it.
 
+    `done` is the number of steps made.
+
     Args:
         model: converted or not. One `Loop` or `Monitor` at a time measures its layers; a `Monitor` with
             `telemetry=None` may record beside it, with `on_event=monitor.guard_event`.
@@ -80,12 +82,9 @@ class Loop(Guarded):
             backward (`release`), or stores gradients in FP8 where `Update.clip` cannot reach them.
     """
 
-    done = 0
-    """Number of steps made."""
     position = 0
     """Index of the next batch."""
     models: Sequence[nn.Module] = ()
-    telemetry: Telemetry | None = None
 
     def __init__(
         self,
@@ -171,8 +170,7 @@ class Loop(Guarded):
             None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
         )
 
-    def _load_state(self, step: int, state: _State) -> None:
-        self.done = step
+    def _load_state(self, state: _State) -> None:
         overwrite(tensors_of(self.model), state.model)
         optimizer = self.update.optimizer
         optimizer.state.clear()  # a parameter without a gradient until then had none
@@ -217,11 +215,9 @@ class Loop(Guarded):
         allow = plan.allow_reference
         self.plan = convert(self.model, recipe, policy=plan.policy, tokens=plan.tokens, allow_reference=allow)
 
-    def _start_telemetry(self) -> None:
+    def _make_telemetry(self) -> Telemetry | None:
         telemetry = Telemetry(self.model)
-        self.telemetry = telemetry if telemetry.rows else None
-        if self.telemetry is not None and self.done:
-            self.telemetry.restart(self.done)
+        return telemetry if telemetry.rows else None
 
     def emit(self, event: GuardEvent) -> None:
         """Call `on_event`."""

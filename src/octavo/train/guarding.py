@@ -33,11 +33,6 @@ _State = Mapping[str, Mapping[str, Tensor]]
 class GuardedRun(Guarded):
     """The models of a run, with telemetry and guardrails. On a GPU a step is checked when the next one is queued."""
 
-    done = 0
-    """Number of steps made."""
-    telemetry: Telemetry | None = None
-    """Telemetry of the FP8 model."""
-
     def __init__(self, setup: Setup, reporters: Sequence[events.Reporter]) -> None:
         super().__init__()
         self.lag = 1 if setup.device.type == "cuda" else 0
@@ -86,12 +81,11 @@ class GuardedRun(Guarded):
             for state in self.setup.states
         }
 
-    def _load_state(self, step: int, state: _State) -> None:
+    def _load_state(self, state: _State) -> None:
         for own in self.setup.states:
             restore_tensors(own, state[own.name], SNAPSHOT, stored_scales=False)
             own.clear_failure()
-        self.done = step
-        self.log.restart_clock(step)
+        self.log.restart_clock(self.done)
 
     def _saved_weight(self, state: _State, name: str) -> Tensor | None:
         is_plain = name in self._state.parameters and self.ranks.count == 1
@@ -103,16 +97,13 @@ class GuardedRun(Guarded):
     def _convert(self, recipe: recipes.Recipe) -> None:
         self.setup.plan = convert_as(self.config, self._state.model, recipe, self.ranks)
 
-    def _start_telemetry(self) -> None:
-        """Start telemetry of the FP8 layers as they are now, from the next step on."""
-        run, plan, together = self.config.run, self.setup.plan, self.ranks.count > 1
+    def _make_telemetry(self) -> Telemetry | None:
+        run, plan = self.config.run, self.setup.plan
+        if plan is None or not run.telemetry_every:
+            return None
+        order, together = [layer.name for layer in plan.layers], self.ranks.count > 1
         every, histograms = run.telemetry_every, run.histograms_every
-        self.telemetry = None
-        if plan is not None and every:
-            order = [layer.name for layer in plan.layers]
-            self.telemetry = telemetry_of(self._state.model, every, histograms, together=together, order=order)
-        if self.telemetry is not None:
-            self.telemetry.restart(self.done)
+        return telemetry_of(self._state.model, every, histograms, together=together, order=order)
 
     def _measured(self, step: int, values: NDArray[np.float32]) -> None:
         run = self.config.run

@@ -88,13 +88,13 @@ class Trainer(GuardedRun):
     def _copy_state(self) -> Any:
         return self.recipe, super()._copy_state()
 
-    def _load_state(self, step: int, state: Any) -> None:
+    def _load_state(self, state: Any) -> None:
         recipe, tensors = state
-        super()._load_state(step, tensors)
+        super()._load_state(tensors)
         if recipe != self.recipe:  # the stored scales, which are restored next, are those of this recipe
             self.switch_recipe(recipe)
-        self._precision = self.config.run.precision_of(step - 1)
-        self.heldout = {at: loss for at, loss in self.heldout.items() if at <= step}
+        self._precision = self.config.run.precision_of(self.done - 1)
+        self.heldout = {at: loss for at, loss in self.heldout.items() if at <= self.done}
 
     def _saved_weight(self, state: Any, name: str) -> Tensor | None:
         return super()._saved_weight(state[1], name)
