@@ -36,6 +36,7 @@ from octavo.guard.config import GuardConfig
 from octavo.guard.diagnosis import Cause, Evidence, Probe
 from octavo.guard.guarded import Guarded, Snapshot
 from octavo.guard.incident import Incident
+from octavo.guard.parameters import ParameterCheck, ParameterStats, PendingStats
 from octavo.guard.refinement import Refinement
 from octavo.guard.rules import LASTING, RULES, UPDATE, AlarmRules
 from octavo.guard.telemetry_rows import layer_of, worst_layers
@@ -57,6 +58,8 @@ class _Pending(NamedTuple):
     lr: float
     scalars: AsyncHostCopy
     """Loss, gradient norm and loss of the BF16 baseline (NaN without one), FP64 (3,)."""
+    parameters: PendingStats | None
+    """Invariants of parameters; None if the step was not checked."""
     conversions: int
     """`Guarded.conversions` at that step: telemetry from before another conversion is of other tensors."""
 
@@ -68,11 +71,18 @@ class Guard:
         run: the training loop.
         recipe: recipe of the run; without one no layer is refined.
         config: limits and mode.
+        check: invariants of the guarded model's parameters; None: they are not checked.
     """
 
-    def __init__(self, run: Guarded, recipe: Recipe | None = None, config: GuardConfig | None = None) -> None:
+    def __init__(
+        self,
+        run: Guarded,
+        recipe: Recipe | None = None,
+        config: GuardConfig | None = None,
+        check: ParameterCheck | None = None,
+    ) -> None:
         self.config = config or GuardConfig()
-        self._run = run
+        self._run, self._parameter_check = run, None if self.config.mode == "off" else check
         self._rules = AlarmRules(self.config)
         self._refinement = Refinement(run, self._rules, recipe, self.config)
         self._pending: deque[_Pending] = deque()
@@ -146,9 +156,9 @@ class Guard:
         run = self._run
         twin = torch.full_like(loss, torch.nan) if twin_loss is None else twin_loss.to(loss.device)
         scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, twin)])
-        if run.parameter_check is not None:
-            run.parameter_check.measure(run.done)
-        self._pending.append(_Pending(run.done, lr, AsyncHostCopy(scalars), run.conversions))
+        check = self._parameter_check
+        parameters = None if check is None else check.measure(run.done)
+        self._pending.append(_Pending(run.done, lr, AsyncHostCopy(scalars), parameters, run.conversions))
         return self._check_queued(run.lag)
 
     def check_all(self) -> bool:
@@ -164,7 +174,7 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values."""
-        check = self._run.parameter_check
+        check = self._parameter_check
         return {
             "watch": self._rules.state_dict(),
             "ladder": self._refinement.state_dict(),
@@ -193,7 +203,7 @@ class Guard:
 
     def _begin(self) -> None:
         """Take the present weights as reference; compare those of a resumed run with the fingerprints it saved."""
-        self._has_begun, check = True, self._run.parameter_check
+        self._has_begun, check = True, self._parameter_check
         if check is None:
             return
         check.restart(self._run.done)
@@ -221,7 +231,7 @@ class Guard:
 
     def _take_snapshot(self, done: int) -> None:
         """Take a snapshot, which is good by construction: a parameter that is not finite is an alarm."""
-        bad = self._run.nonfinite_parameter()
+        bad = self._nonfinite_parameter()
         if not bad:
             self._snapshots.append(replace(self._run.snapshot(), rules=self._rules.state_dict()))
             return
@@ -244,9 +254,7 @@ class Guard:
         seen = Observation(step, loss, norm, pending.lr, twin_loss=twin)
         if pending.conversions == run.conversions:
             seen = seen._replace(values=run.telemetry_at(step), rows=run.rows)
-        if run.parameter_check is not None:
-            seen = seen._replace(parameters=run.parameter_check.arrived(step))
-        return seen
+        return seen if pending.parameters is None else seen._replace(parameters=pending.parameters())
 
     def _check(self, step: Observation) -> bool:
         """Check a step against the rules; return True if the run was rolled back."""
@@ -296,13 +304,12 @@ class Guard:
         return next((s for s in reversed(self._snapshots) if s.step + margin < alarm.step), self._snapshots[0])
 
     def _open_incident(self, alarm: Alarm, step: Observation, target: Snapshot) -> Incident:
-        run, diff = self._run, ""
+        diff = ""
         first_run = {each.step: each for each in [*self._record, step] if each.step > target.step}
         if alarm.role == "weight":
-            diff = run.weight_diff(alarm.layer, target, UPDATE * sum(each.lr for each in first_run.values()))
-        if run.parameter_check is not None and step.parameters is None:
-            run.parameter_check.measure(run.done, now=True)
-            step = step._replace(parameters=run.parameter_check.arrived(run.done))
+            diff = self._run.weight_diff(alarm.layer, target, UPDATE * sum(each.lr for each in first_run.values()))
+        if step.parameters is None:
+            step = step._replace(parameters=self._newest_parameters())
         return Incident(
             alarm,
             target.step,
@@ -313,12 +320,25 @@ class Guard:
             is_batch_cleared=RULES[alarm.rule].kind != "sudden",
         )
 
+    def _newest_parameters(self) -> ParameterStats | None:
+        """Return invariants of the parameters as they are now; None without a check, or if it has seen this step."""
+        newest = self._pending[-1].parameters if self._pending else None
+        if newest is None and self._parameter_check is not None:
+            newest = self._parameter_check.measure(self._run.done, now=True)
+        return None if newest is None else newest()
+
+    def _nonfinite_parameter(self) -> str:
+        """Return the first parameter that holds a NaN or infinity; empty if there is none. Waits for the device."""
+        return "" if self._parameter_check is None else self._parameter_check.nonfinite()
+
     def _roll_back(self, target: Snapshot, alarm: Alarm, text: str, action: str = "", **details: Any) -> None:
         self._emit(alarm, text, action=f"back to step {target.step}{action}", back_to=target.step, **details)
         while self._snapshots[-1] is not target:
             self._snapshots.pop()
         self._pending.clear()
         self._run.restore(target)
+        if self._parameter_check is not None:
+            self._parameter_check.restart(target.step)
         self._rules.load_state_dict(target.rules)
         kept = [each for each in self._record if each.step <= target.step]
         self._record.clear()
@@ -343,7 +363,7 @@ class Guard:
         if cause is None:
             return
         self._incident = None
-        if bad := self._run.nonfinite_parameter():
+        if bad := self._nonfinite_parameter():
             self._blame_model(incident, f"{bad} is not finite", layer_of(bad))
         elif cause == "precision":
             self._refinement.up_until_well(incident.alarm, incident.harmed, lambda probe: not probe.is_bad(*limits))
@@ -477,7 +497,7 @@ class Guard:
         """
         self._incident = None
         if alarm.rule == "nonfinite":
-            where = self._run.nonfinite_parameter() or self._run.locate() or str(alarm)
+            where = self._nonfinite_parameter() or self._run.locate() or str(alarm)
             raise RunError(
                 f"step {alarm.step}: {where} is not finite, and nothing helps: {why}. The events of the run list what"
                 " was tried: see `octavo dashboard`."

@@ -24,7 +24,6 @@ from octavo.guard.alarms import GuardEvent, Row
 from octavo.guard.buffers import untouched_buffers
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import locate_nonfinite, weight_diff
-from octavo.guard.parameters import ParameterCheck
 from octavo.nn.scaling_state import scales
 from octavo.nn.telemetry import Telemetry
 from octavo.recipes import Recipe
@@ -54,8 +53,6 @@ class BatchesEnd(ConfigError):
 class Guarded(ABC):
     """A training loop that guardrails can check, roll back, probe and convert."""
 
-    parameter_check: ParameterCheck | None = None
-    """Invariants of the guarded model's parameters; None without a check."""
     done = 0
     """Number of steps made."""
     telemetry: Telemetry | None = None
@@ -182,8 +179,6 @@ class Guarded(ABC):
         for model, stored in zip(self.models, snapshot.scales, strict=False):  # the twin may be gone
             restore_scales(model, stored)
         restore_generators(snapshot.generators)
-        if self.parameter_check is not None:
-            self.parameter_check.restart(snapshot.step)
 
     def skip(self) -> None:
         """Skip the next batch."""
@@ -253,10 +248,6 @@ class Guarded(ABC):
         with self._untouched():
             found = locate_nonfinite(self.models[0], lambda: self._compute(batch, whole=True))
         return "" if found is None else str(found)
-
-    def nonfinite_parameter(self) -> str:
-        """Return the first parameter that holds a NaN or infinity; empty if there is none. Waits for the device."""
-        return "" if self.parameter_check is None else self.parameter_check.nonfinite()
 
     def weight_diff(self, layer: str, snapshot: Snapshot, reach: float) -> str:
         """Describe the elements of a weight that changed by more than `reach` since a snapshot; empty for none."""

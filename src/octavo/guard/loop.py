@@ -106,9 +106,8 @@ class Loop(Guarded):
         self._on_event = on_event
         config = config or GuardConfig()
         self._start_telemetry()
-        if config.mode != "off":
-            self.parameter_check = ParameterCheck(model, self.update.optimizer, config.parameters_every)
-        self.guard = Guard(self, None if plan is None else plan.recipe, config)
+        check = ParameterCheck(model, self.update.optimizer, config.parameters_every)
+        self.guard = Guard(self, None if plan is None else plan.recipe, config, check)
 
     def steps(self, count: int) -> Iterator[tuple[int, Tensor]]:
         """Yield number and loss of each step until `count` steps are made. After a rollback, numbers repeat.
@@ -143,7 +142,7 @@ class Loop(Guarded):
         """Stop measuring the model, so that another `Loop` or `Monitor` can. Idempotent."""
         if self.telemetry is not None:
             self.telemetry.detach()
-        self.telemetry = self.parameter_check = None
+        self.telemetry = None
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(

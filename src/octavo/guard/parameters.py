@@ -6,7 +6,7 @@ much a parameter changed since the check before, without a copy of it. Results a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +43,10 @@ class ParameterStats(NamedTuple):
     """Difference of the norm between ranks that hold the same parameter."""
 
 
+PendingStats = Callable[[], ParameterStats]
+"""Returns the measurements of a step once they have arrived; waits for them."""
+
+
 class _Values(NamedTuple):
     sample: Tensor
     """FP32 (S,), the sampled elements of all parameters."""
@@ -77,16 +81,15 @@ class ParameterCheck:
         self._group, self._has_replicas = group, has_replicas
         self._known: _Values | None = None
         self._at = self._before = 0
-        self._pending: dict[int, tuple[Sequence[str], int, AsyncHostCopy]] = {}
 
     @torch.no_grad()
-    def measure(self, step: int, *, now: bool = False) -> None:
-        """Queue the measurement of a step, if it is due or wanted `now`."""
-        if (step % self._every and not now) or step in self._pending or step == self._at:
-            return
+    def measure(self, step: int, *, now: bool = False) -> PendingStats | None:
+        """Start the measurement of a step, if it is due or wanted `now`; None if it is not, or was measured before."""
+        if (step % self._every and not now) or step == self._at:
+            return None
         before, names = self._known, self._read(step)
         if not names or self._known is None:
-            return
+            return None
         sample, norm, of, elements = self._known
         change, steps = torch.full_like(norm, torch.nan), 0
         if before is not None and before.sample.shape == sample.shape:
@@ -101,19 +104,12 @@ class ParameterCheck:
             steps = step - self._before
         moments = [_norms(_moments(self._model, self._optimizer, names, key)) for key in ("exp_avg", "exp_avg_sq")]
         table = torch.stack([norm, change, *moments, torch.zeros_like(norm)])
-        self._pending[step] = (names, steps, AsyncHostCopy(self._merged(table)))
-
-    def arrived(self, step: int) -> ParameterStats | None:
-        """Return the measurement of a step, once; None if it was not measured. Waits for it."""
-        if step not in self._pending:
-            return None
-        names, steps, copy = self._pending.pop(step)
-        return ParameterStats(names, steps, *copy.result().numpy().copy())
+        copy = AsyncHostCopy(self._merged(table))
+        return lambda: ParameterStats(names, steps, *copy.result().numpy().copy())
 
     @torch.no_grad()
     def restart(self, done: int) -> None:
         """Compare with the values of now from here on: the run was rolled back, or resumed, to `done` steps."""
-        self._pending.clear()
         self._read(done)
 
     def nonfinite(self) -> str:

@@ -43,13 +43,14 @@ class GuardedRun(Guarded):
         self._state = state = setup.states[0]
         config, ranks = setup.config, setup.ranks
         self._start_telemetry()
-        if config.guard.mode != "off" and ranks.parallel.pipeline == 1:  # stages hold different parameters
+        check = None
+        if ranks.parallel.pipeline == 1:  # stages hold different parameters
             has_replicas = ranks.count > 1 and not any(map(is_distributed, state.parameters.values()))
             group = dist.group.WORLD if ranks.count > 1 else None
             every = config.guard.parameters_every
-            self.parameter_check = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
+            check = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
         recipe = recipes.load(config.run.recipe) if setup.plan is not None else None
-        self.guard = Guard(self, recipe, config.guard)
+        self.guard = Guard(self, recipe, config.guard, check)
 
     def was_skipped(self, loss: float, gradient_norm: float) -> bool:
         """Return True if dynamic loss scaling skipped a step with these measurements."""
