@@ -42,6 +42,7 @@ def test_a_weight_is_named(model: nn.Module) -> None:
     found = locate_nonfinite(model, lambda: run(model, torch.randn(2, 16, 32)))
     assert found is not None
     assert str(found) == "2 weight, row 7 (1 element)"
+    assert str(found._replace(rank=3)) == "2 weight, row 7 (1 element) on rank 3"
 
 
 def test_a_gradient_is_named(model: nn.Module) -> None:

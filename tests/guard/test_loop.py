@@ -24,6 +24,7 @@ from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
 from octavo.guard.diagnosis import Probe
 from octavo.guard.guarded import stored_scales
 from octavo.guard.incident import Incident
+from octavo.guard.locate import NonFinite
 from octavo.guard.rules import LASTING
 from octavo.monitor.monitor import Monitor
 from octavo.monitor.store import RunReader
@@ -622,6 +623,16 @@ def test_blame_of_the_model_says_where_the_run_went_back_to() -> None:
     assert events[-1].cause == "model" and events[-1].back_to == loop.done < STEPS
 
 
+def test_a_weight_that_makes_a_batch_bad_is_found_whatever_its_layer_is_called() -> None:
+    """`nn.ModuleDict` takes names with spaces and commas."""
+    loop, events = make_loop()
+    losses(loop, 12)
+    loop.locate = lambda: NonFinite("heads.en, fr", "weight", (3,), 1)  # type: ignore[method-assign]
+    loop.guard._blame_data(Incident(Alarm(12, "loss spike", "", "", 9.0, 2.0), loop.done, {}))
+    assert (events[-1].cause, events[-1].layer) == ("model", "heads.en, fr")
+    assert "heads.en, fr weight, row 3 (1 element) is not finite" in events[-1].text
+
+
 def test_a_monitor_follows_a_loop_that_rolls_back(tmp_path: Path) -> None:
     loop, _ = make_loop()
     with Monitor(loop.model, tmp_path, telemetry=None) as monitor:
@@ -696,7 +707,7 @@ def test_probes_leave_running_statistics_as_they_are() -> None:
     probed, plain = counting(mode="watch", shadow_every=1), counting(mode="off")
     for _ in range(4):
         assert torch.equal(probed.step(), plain.step())  # type: ignore[arg-type]
-    assert probed.locate() == ""
+    assert probed.locate() is None
     assert probed.model.passes == probed.model.norm.num_batches_tracked == 4  # type: ignore[union-attr]
     for (name, buffer), expected in zip(probed.model.named_buffers(), plain.model.buffers(), strict=True):
         assert torch.equal(buffer, expected), name

@@ -440,17 +440,17 @@ class Guard:
 
     def _blame_data(self, incident: Incident) -> None:
         """Skip the batch, unless a weight is what makes it bad."""
-        alarm, where = incident.alarm, self._run.locate()
-        first = f"; first non-finite tensor: {where}" if where else ""
-        layer, role = where.replace(",", "").split(" ")[:2] if where else ("", "")
-        if role == "weight":
-            self._blame_model(incident, f"{where} is not finite", layer)
+        alarm, found = incident.alarm, self._run.locate()
+        if found is not None and found.role == "weight":
+            self._blame_model(incident, f"{found} is not finite", found.layer)
             return
         self._tried["data"] = self._tried.get("data", 0) + 1
         self._skipped.append(self._run.position)
         self._run.skip()
-        text = f"{alarm}: BF16 is no better on this batch, and fine on others: not caused by FP8{first}"
-        self._emit(alarm, text, cause="data", action="batch passed over", layer=layer or alarm.layer)
+        text = f"{alarm}: BF16 is no better on this batch, and fine on others: not caused by FP8"
+        text += "" if found is None else f"; first non-finite tensor: {found}"
+        layer = alarm.layer if found is None else found.layer or alarm.layer
+        self._emit(alarm, text, cause="data", action="batch passed over", layer=layer)
 
     def _blame_model(self, incident: Incident, why: str, layer: str) -> None:
         """Roll back to an older snapshot because of bad weights.
@@ -497,7 +497,7 @@ class Guard:
         """
         self._incident = None
         if alarm.rule == "nonfinite":
-            where = self._nonfinite_parameter() or self._run.locate() or str(alarm)
+            where = self._nonfinite_parameter() or self._run.locate() or alarm
             raise RunError(
                 f"step {alarm.step}: {where} is not finite, and nothing helps: {why}. The events of the run list what"
                 " was tried: see `octavo dashboard`."

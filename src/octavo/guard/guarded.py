@@ -23,7 +23,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.guard.alarms import GuardEvent, Row
 from octavo.guard.buffers import untouched_buffers
 from octavo.guard.diagnosis import Probe
-from octavo.guard.locate import locate_nonfinite, weight_diff
+from octavo.guard.locate import NonFinite, locate_nonfinite, weight_diff
 from octavo.nn.scaling_state import scales
 from octavo.nn.telemetry import Telemetry
 from octavo.recipes import Recipe
@@ -242,12 +242,11 @@ class Guarded(ABC):
             self._start_telemetry()
         return ""
 
-    def locate(self) -> str:
-        """Return layer, role and token of the first non-finite tensor for the next batch; empty if there is none."""
+    def locate(self) -> NonFinite | None:
+        """Return the first non-finite tensor for the next batch; None if there is none."""
         batch = self._peek(self.position)
         with self._untouched():
-            found = locate_nonfinite(self.models[0], lambda: self._compute(batch, whole=True))
-        return "" if found is None else str(found)
+            return locate_nonfinite(self.models[0], lambda: self._compute(batch, whole=True))
 
     def weight_diff(self, layer: str, snapshot: Snapshot, reach: float) -> str:
         """Describe the elements of a weight that changed by more than `reach` since a snapshot; empty for none."""

@@ -28,11 +28,14 @@ class NonFinite(NamedTuple):
     """Index of the first such element without the last dimension; (sequence, token) for an input."""
     elements: int
     """Number of non-finite elements."""
+    rank: int | None = None
+    """Rank that it was found on, in a run on several."""
 
     def __str__(self) -> str:
         names = ("sequence", "token") if self.role != "weight" and len(self.place) == 2 else ("row",) * len(self.place)
         where = ", ".join(f"{name} {i}" for name, i in zip(names, self.place, strict=True))
-        return f"{self.layer} {self.role}{f', {where}' if where else ''} ({quantity(self.elements, 'element')})"
+        rank = "" if self.rank is None else f" on rank {self.rank}"
+        return f"{self.layer} {self.role}{f', {where}' if where else ''} ({quantity(self.elements, 'element')}){rank}"
 
 
 def weight_diff(before: Tensor, now: Tensor, reach: float) -> str:

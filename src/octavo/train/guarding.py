@@ -16,6 +16,7 @@ from octavo import recipes
 from octavo.data.loader import Batch
 from octavo.guard import Guard, Guarded, GuardEvent
 from octavo.guard.diagnosis import Probe
+from octavo.guard.locate import NonFinite
 from octavo.guard.parameters import ParameterCheck
 from octavo.monitor.measurements import telemetry_of
 from octavo.nn.telemetry import Telemetry
@@ -129,13 +130,18 @@ class GuardedRun(Guarded):
             self.log.emit(events.TensorsChanged(step=self.done, rows=self.rows, plan=self.setup.plan))
         return reason
 
-    def locate(self) -> str:
-        """Return layer, role and token of the first non-finite tensor; empty if there is none or layers are split.
+    def locate(self) -> NonFinite | None:
+        """Return the first non-finite tensor for the next batch; None if there is none, or layers are split.
 
         With tensor parallelism placeholders of gathered codes are NaN by design; in a pipeline each rank would find
         another tensor.
         """
-        return "" if self.ranks.parallel.splits_model else self.ranks.first_text(super().locate())
+        if self.ranks.parallel.splits_model:
+            return None
+        found = super().locate()
+        if found is not None and self.ranks.count > 1:
+            found = found._replace(rank=self.ranks.rank)
+        return next(filter(None, self.ranks.gather(found)), None)
 
     def emit(self, event: GuardEvent) -> None:
         """Emit an event of the run."""
