@@ -7,7 +7,8 @@ A run, in the order in which it is set up and makes a step:
     setup           text, models and plan of a run; `device`
     train_state     one model and its optimizer: forward, backward, update
                     (`loss_scale`, `param_groups`, `replay` of CUDA graphs, `pipelined` over several ranks)
-    run             `train` and the loop; `guarding`: as `octavo.guard` sees it; `stopping`: signals
+    guarding        the state of a run, which guardrails roll back and checkpoints keep
+    run             `train` and the loop; `stopping`: signals
     evaluate        held-out losses
 
 Files of a run:

@@ -217,10 +217,6 @@ class LoopConfig:
         """Return the recipe that the FP8 model is converted to in `step`, counted from 0."""
         return self.last_recipe if self.is_last(step) else self.recipe
 
-    def precision_of(self, step: int) -> str:
-        """Return what the FP8 model computes `step`, counted from 0, in: its recipe, or `bf16`."""
-        return "bf16" if self.is_bf16(step) else self.recipe_of(step)
-
     @property
     def leaves_recipe(self) -> bool:
         """Whether the FP8 model makes some steps in BF16, or by `last_recipe`."""

@@ -1,10 +1,11 @@
-"""`GuardedRun`: the models of a run of `octavo train` under guardrails (`octavo.guard.Guarded`)."""
+"""`GuardedRun`: the state of a run of `octavo train`, which guardrails roll back and checkpoints keep."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,31 +15,48 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.data.loader import Batch
+from octavo.errors import RunError
 from octavo.guard import Guard, Guarded, GuardEvent
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import NonFinite
 from octavo.guard.parameters import ParameterCheck
 from octavo.monitor.measurements import telemetry_of
+from octavo.nn.scaling_state import scales
 from octavo.nn.telemetry import Telemetry
 from octavo.tensor import is_distributed
-from octavo.train import events
+from octavo.train import checkpoint, events
+from octavo.train.calibrate import recalibration_of
 from octavo.train.log import RunLog
 from octavo.train.setup import Setup, convert_as
 from octavo.train.state_tensors import restore_tensors, state_tensors
 
 SNAPSHOT = Path("snapshot in memory")
-_State = Mapping[str, Mapping[str, Tensor]]
-"""By model, as `state_tensors`, without stored scales."""
+
+
+class _State(NamedTuple):
+    recipe: str
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By model, as `state_tensors`, without stored scales."""
 
 
 class GuardedRun(Guarded):
-    """The models of a run, with telemetry and guardrails. On a GPU a step is checked when the next one is queued."""
+    """The state of a run: models, recipe, data, log, telemetry and guardrails.
+
+    On a GPU a step is checked when the next one is queued.
+    """
 
     def __init__(self, setup: Setup, reporters: Sequence[events.Reporter]) -> None:
         super().__init__()
         self.lag = 1 if setup.device.type == "cuda" else 0
         self.setup, self.config, self.ranks = setup, setup.config, setup.ranks
+        self.checkpoints = self.config.run.out / "checkpoints"
         self.log = RunLog(setup, reporters)
+        self.recipe = self.config.run.recipe
+        """The recipe of the schedule that the FP8 model is converted to."""
+        self.heldout: dict[int, float] = {}
+        """Step -> held-out loss of the first model."""
+        self._owes_checkpoint = False
+        """True if the run has gone back to before its only checkpoint, so that another is due."""
         self._newest: NDArray[np.float32] | None = None
         """The newest telemetry values that have arrived."""
         self._state = state = setup.states[0]
@@ -52,6 +70,53 @@ class GuardedRun(Guarded):
             check = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
         recipe = recipes.load(config.run.recipe) if setup.plan is not None else None
         self.guard = Guard(self, recipe, config.guard, check)
+        self._recalibration = recalibration_of(config, state.model)
+
+    @property
+    def precision(self) -> str:
+        """What the FP8 model computed its last step in: `recipe`, or `bf16`."""
+        return "bf16" if self.config.run.is_bf16(self.done - 1) else self.recipe
+
+    def switch_recipe(self, recipe: str) -> None:
+        """Convert the FP8 model to another recipe of the schedule. Stored scales end here, and are written."""
+        if self.done:
+            self._save_scales()
+        if reason := self.guard.change_recipe(recipes.load(recipe)):
+            raise RunError(f"run.last_recipe: the model cannot go on by '{recipe}': {reason}.")
+        needs_scales = recipes.load(recipe).needs_calibration
+        self._recalibration = recalibration_of(self.config, self._state.model) if needs_scales else None
+        self.recipe = recipe
+
+    def _save_scales(self) -> None:
+        """Write the stored scales of the FP8 model as a calibration file, on the first rank."""
+        scaling_state = scales(self._state.model)
+        if self.ranks.is_first and scaling_state is not None and scaling_state.is_known:
+            scaling_state.save(self.config.run.out / "scales.json")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run besides its tensors, as JSON values."""
+        return {
+            "recipe": self.recipe,
+            "guard": self.guard.state_dict(),
+            "loader": self.setup.loader.state_dict(),
+            "heldout": {str(step): loss for step, loss in self.heldout.items()},
+            **self.log.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`, and convert layers to the recipes that they had."""
+        if (recipe := state.get("recipe", self.recipe)) != self.recipe:
+            self.switch_recipe(recipe)
+        if "guard" in state:
+            self.guard.load_state_dict(state["guard"])
+        self.setup.loader.load_state_dict(state["loader"])
+        self.heldout = {int(step): float(loss) for step, loss in state.get("heldout", {}).items()}
+        self.log.load_state_dict(state)
+
+    def checkpoint_note(self) -> str:
+        """Return a sentence that names the newest checkpoint."""
+        last = checkpoint.latest(self.checkpoints)
+        return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
 
     def was_skipped(self, loss: float, gradient_norm: float) -> bool:
         """Return True if dynamic loss scaling skipped a step with these measurements."""
@@ -78,20 +143,24 @@ class GuardedRun(Guarded):
         return inputs_BT.to(self.setup.device), targets_BT.to(self.setup.device)
 
     def _copy_state(self) -> _State:
-        return {
+        tensors = {
             state.name: {name: _copy(tensor) for name, tensor in state_tensors(state, stored_scales=False).items()}
             for state in self.setup.states
         }
+        return _State(self.recipe, tensors)
 
     def _load_state(self, state: _State) -> None:
         for own in self.setup.states:
-            restore_tensors(own, state[own.name], SNAPSHOT, stored_scales=False)
+            restore_tensors(own, state.tensors[own.name], SNAPSHOT, stored_scales=False)
             own.clear_failure()
         self.log.restart_clock(self.done)
+        if state.recipe != self.recipe:  # the stored scales, which are restored next, are those of this recipe
+            self.switch_recipe(state.recipe)
+        self.heldout = {at: loss for at, loss in self.heldout.items() if at <= self.done}
 
     def _saved_weight(self, state: _State, name: str) -> Tensor | None:
         is_plain = name in self._state.parameters and self.ranks.count == 1
-        return state[self._state.name].get(f"model.{name}") if is_plain else None
+        return state.tensors[self._state.name].get(f"model.{name}") if is_plain else None
 
     def _compute(self, batch: Batch, *, backward: bool = True, whole: bool = False) -> Probe:
         return self._state.probe(*batch, 1 if whole else self.config.run.accumulate, backward=backward)
@@ -144,7 +213,10 @@ class GuardedRun(Guarded):
         return next(filter(None, self.ranks.gather(found)), None)
 
     def emit(self, event: GuardEvent) -> None:
-        """Emit an event of the run."""
+        """Emit an event; a rollback removes checkpoints first, so that none is of steps that the log has lost."""
+        if event.back_to is not None:
+            stays = self.ranks.is_first and checkpoint.roll_back(self.checkpoints, event.back_to)
+            self._owes_checkpoint = self.ranks.broadcast(stays)
         self.log.emit(event)
 
 

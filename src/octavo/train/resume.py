@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,9 @@ from octavo.monitor.system import versions
 from octavo.train import checkpoint
 from octavo.train.config import RunConfig
 from octavo.train.events import Saved
+from octavo.train.guarding import GuardedRun
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
 from octavo.train.train_state import TrainState
-
-if TYPE_CHECKING:
-    from octavo.train.run import Trainer
 
 # Keys that may differ between a checkpoint and the resumed run: they do not affect the numbers, or only their last
 # bits (ranks, parts of a batch). `steps` and `last_share` do through the schedule, but changing them is deliberate.
@@ -56,41 +54,41 @@ FREE = {
 }
 
 
-def save_checkpoint(trainer: Trainer, checkpoints: Path) -> None:
+def save_checkpoint(run: GuardedRun, checkpoints: Path) -> None:
     """Write a checkpoint of a run into the folder `checkpoints`.
 
     Raises:
         CheckpointError: it cannot be written.
         DivergedError: a weight or an optimizer state is not finite; nothing is written.
     """
-    config, ranks, setup = trainer.config, trainer.ranks, trainer.setup
+    config, ranks, setup = run.config, run.ranks, run.setup
     tensors = {state.name: state_tensors(state) for state in setup.states}
     faults = ((name, checkpoint.first_non_finite(named)) for name, named in tensors.items())
     fault = next((f"in the {name.upper()} model {text}" for name, text in faults if text), "")
     if fault := ranks.first_text(fault):
         raise DivergedError(
-            f"after step {trainer.done}, {fault}: no checkpoint is written. {trainer.checkpoint_note()} Try a lower"
+            f"after step {run.done}, {fault}: no checkpoint is written. {run.checkpoint_note()} Try a lower"
             " --lr, or --recipe bf16 to compare."
         )
-    plain = {"config": config_reader.to_dict(config), "versions": versions(), **trainer.state_dict()}
+    plain = {"config": config_reader.to_dict(config), "versions": versions(), **run.state_dict()}
     named = {**tensors, "random": generator_states()}
-    path = checkpoint.save(checkpoints, trainer.done, named, plain, keep=config.run.keep, ranks=ranks)
-    trainer.log.emit(Saved(step=trainer.done, path=path))
+    path = checkpoint.save(checkpoints, run.done, named, plain, keep=config.run.keep, ranks=ranks)
+    run.log.emit(Saved(step=run.done, path=path))
 
 
-def load_checkpoint(trainer: Trainer) -> checkpoint.Checkpoint:
+def load_checkpoint(run: GuardedRun) -> checkpoint.Checkpoint:
     """Load the newest checkpoint of a run into it, and return that.
 
     Raises:
         CheckpointError: it cannot be read, or is of another run.
         NonFiniteError: it contains a NaN or infinite weight or optimizer state.
     """
-    ranks, setup = trainer.ranks, trainer.setup
-    newest = checkpoint.find(trainer.checkpoints)[-1]
+    ranks, setup = run.ranks, run.setup
+    newest = checkpoint.find(run.checkpoints)[-1]
     found = checkpoint.load(newest, ranks=ranks, place=None if ranks.count == 1 else partial(_place, setup.states))
-    _check(found, trainer)
+    _check(found, run)
     with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to the recipes of the tensors
-        trainer.load_state_dict(found.state)
+        run.load_state_dict(found.state)
     # A twin that is not in the checkpoint had ended before.
     setup.states = tuple(state for state in setup.states if state.name in found.tensors)
     for state in setup.states:
@@ -109,10 +107,10 @@ def _place(states: Iterable[TrainState], name: str, shape: torch.Size, dtype: to
     return place(state, own, shape, dtype) if state.holds(own) else None
 
 
-def _check(found: checkpoint.Checkpoint, trainer: Trainer) -> None:
+def _check(found: checkpoint.Checkpoint, run: GuardedRun) -> None:
     """Check that a run can go on from a checkpoint."""
-    ranks, steps = trainer.ranks, trainer.config.run.steps
-    check_same_run(found.state["config"], trainer.config, found.path)
+    ranks, steps = run.ranks, run.config.run.steps
+    check_same_run(found.state["config"], run.config, found.path)
     if ranks.is_greedy and found.state.get("ranks") != ranks.count:
         raise CheckpointError(
             f"{found.path}: with parallel.zero = 'greedy' each rank saved the states of its own tensors:"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from octavo import kernels, recipes
+from octavo import kernels
 from octavo.conversion import enable
 from octavo.errors import DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
-from octavo.nn.scaling_state import scales
 from octavo.train import checkpoint, events
-from octavo.train.calibrate import recalibration_events, recalibration_of
+from octavo.train.calibrate import recalibration_events
 from octavo.train.config import RunConfig
 from octavo.train.device import gc_frozen
 from octavo.train.directory import RunDirectory, check_directory, rescue_path
@@ -71,60 +70,9 @@ class Trainer(GuardedRun):
     def __init__(self, setup: Setup, reporters: Sequence[events.Reporter], locked: RunDirectory | None = None) -> None:
         super().__init__(setup, reporters)
         self.directory = self.config.run.out
-        self.checkpoints = self.directory / "checkpoints"
-        self.heldout: dict[int, float] = {}
-        """Step -> held-out loss of the first model."""
         self._locked = locked
         self._signals = StopSignals(prints=self.ranks.is_first, heartbeat=self.ranks.heartbeat)
         self._resumed: checkpoint.Checkpoint | None = None
-        self._recalibration = recalibration_of(self.config, self._state.model)
-        self.recipe = self.config.run.recipe
-        """The recipe of the schedule that the FP8 model is converted to."""
-        self._precision = self.recipe
-        """What the FP8 model computed its last step in: `recipe`, or `bf16`."""
-        self._owes_checkpoint = False
-        """Whether the run has gone back to before its only checkpoint, so that another is due."""
-
-    def _copy_state(self) -> Any:
-        return self.recipe, super()._copy_state()
-
-    def _load_state(self, state: Any) -> None:
-        recipe, tensors = state
-        super()._load_state(tensors)
-        if recipe != self.recipe:  # the stored scales, which are restored next, are those of this recipe
-            self.switch_recipe(recipe)
-        self._precision = self.config.run.precision_of(self.done - 1)
-        self.heldout = {at: loss for at, loss in self.heldout.items() if at <= self.done}
-
-    def _saved_weight(self, state: Any, name: str) -> Tensor | None:
-        return super()._saved_weight(state[1], name)
-
-    def emit(self, event: GuardEvent) -> None:
-        """Emit an event; a rollback removes checkpoints first, so that none is of steps that the log has lost."""
-        if event.back_to is not None:
-            stays = self.ranks.is_first and checkpoint.roll_back(self.checkpoints, event.back_to)
-            self._owes_checkpoint = self.ranks.broadcast(stays)
-        super().emit(event)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run besides its tensors, as JSON values."""
-        return {
-            "recipe": self.recipe,
-            "guard": self.guard.state_dict(),
-            "loader": self.setup.loader.state_dict(),
-            "heldout": {str(step): loss for step, loss in self.heldout.items()},
-            **self.log.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, and convert layers to the recipes that they had."""
-        if (recipe := state.get("recipe", self.recipe)) != self.recipe:
-            self.switch_recipe(recipe)
-        if "guard" in state:
-            self.guard.load_state_dict(state["guard"])
-        self.setup.loader.load_state_dict(state["loader"])
-        self.heldout = {int(step): float(loss) for step, loss in state.get("heldout", {}).items()}
-        self.log.load_state_dict(state)
 
     def resume(self) -> None:
         """Load the newest checkpoint; errors as `load_checkpoint`."""
@@ -132,8 +80,7 @@ class Trainer(GuardedRun):
         self.done = self._resumed.step
         self.log.restart_clock(self.done)
         if self.setup.plan is not None:
-            self._precision = "bf16" if self.config.run.is_bf16(self.done - 1) else self.recipe
-            enable(self._state.model, self._precision == self.recipe)
+            enable(self._state.model, self.precision == self.recipe)
         if self.telemetry is not None:
             self.telemetry.restart(self.done)
 
@@ -244,26 +191,16 @@ class Trainer(GuardedRun):
         """Convert the FP8 model to the recipe of the next step and emit a change; return False after a rollback."""
         if self.setup.plan is None:
             return True
-        recipe = self.config.run.recipe_of(self.done)
+        recipe, is_bf16 = self.config.run.recipe_of(self.done), self.config.run.is_bf16(self.done)
+        before, after = self.precision, "bf16" if is_bf16 else recipe
         if recipe != self.recipe:
             if self.guard.check_all():
                 return False
             self.switch_recipe(recipe)
-        before, self._precision = self._precision, self.config.run.precision_of(self.done)
-        enable(self._state.model, self._precision == recipe)
-        if self._precision != before:
-            self.log.emit(events.Switched(step=self.done + 1, recipe=self._precision))
+        enable(self._state.model, after == recipe)
+        if after != before:
+            self.log.emit(events.Switched(step=self.done + 1, recipe=after))
         return True
-
-    def switch_recipe(self, recipe: str) -> None:
-        """Convert the FP8 model to another recipe of the schedule. Stored scales end here, and are written."""
-        if self.done:
-            self._save_scales()
-        if reason := self.guard.change_recipe(recipes.load(recipe)):
-            raise RunError(f"run.last_recipe: the model cannot go on by '{recipe}': {reason}.")
-        needs_scales = recipes.load(recipe).needs_calibration
-        self._recalibration = recalibration_of(self.config, self._state.model) if needs_scales else None
-        self.recipe = recipe
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0
@@ -277,11 +214,6 @@ class Trainer(GuardedRun):
                 self.setup.states = self.setup.states[:1]
                 text = f"{error} The run goes on without its BF16 baseline."
                 self.log.emit(GuardEvent(self.done, "error", "twin", " ".join(text.split())))
-
-    def checkpoint_note(self) -> str:
-        """Return a sentence that names the newest checkpoint."""
-        last = checkpoint.latest(self.checkpoints)
-        return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
 
     def _check_directory(self) -> None:
         """Check that the run's directory is still there.
@@ -329,9 +261,3 @@ class Trainer(GuardedRun):
     def _save(self, checkpoints: Path) -> None:
         self._collect_telemetry(wait=True)  # what was measured before a checkpoint is recorded before it
         save_checkpoint(self, checkpoints)
-
-    def _save_scales(self) -> None:
-        """Write the stored scales of the FP8 model as a calibration file, on the first rank."""
-        scaling_state = scales(self._state.model)
-        if self.ranks.is_first and scaling_state is not None and scaling_state.is_known:
-            scaling_state.save(self.directory / "scales.json")
