@@ -80,10 +80,7 @@ class Ladder:
 
     def in_bf16(self) -> list[str]:
         """Return the layers that alarms have moved to BF16."""
-        found = {
-            layer: self.rungs(layer, now.is_flushed)[now.rung] for layer, now in self._standing.items() if now.rung
-        }
-        return [layer for layer, recipe in found.items() if not recipe.is_fp8]
+        return [layer for layer, recipe in self._refined().items() if not recipe.is_fp8]
 
     def stay_in_bf16(self, layers: Sequence[str], step: int) -> None:
         """Put layers that are not there on their last rung, as by an alarm of `step`."""
@@ -104,10 +101,14 @@ class Ladder:
 
     def recipe(self) -> Recipe:
         """Return the recipe of the run with the refined layers in `modules`."""
-        standing = {layer: now for layer, now in self._standing.items() if now.rung}
-        moved = {layer: self.rungs(layer, now.is_flushed)[now.rung] for layer, now in standing.items()}
-        everything = {layer: moved.pop(layer) for layer in [EVERYTHING] if layer in moved}
-        return replace(self.base, modules={**self.base.modules, **moved, **everything})
+        refined = self._refined()
+        last = {EVERYTHING: refined.pop(EVERYTHING)} if EVERYTHING in refined else {}  # the last match wins
+        return replace(self.base, modules={**self.base.modules, **refined, **last})
+
+    def _refined(self) -> dict[str, Recipe]:
+        """Return the recipe of each layer that has left its own."""
+        standing = self._standing.items()
+        return {layer: self.rungs(layer, now.is_flushed)[now.rung] for layer, now in standing if now.rung}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions as JSON values."""
