@@ -20,7 +20,7 @@ except for snapshots, is part of a checkpoint.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -95,14 +95,14 @@ class Guard:
         """Positions of batches that are passed over, also after a rollback."""
         self._unsolved: list[int] = []
         """Steps of the alarms since the run last got past one."""
-        self._tried: dict[str, int] = {}
+        self._tried: Counter[str] = Counter()
         """How often each cause was acted on since then."""
         self._given_up: dict[str, int] = {}
         """By rule: the step until which it only reports."""
         self._lr_limit: float | None = None
         self._lr_limited_at = 0
-        self._has_begun = False
-        self._fingerprints: Mapping[str, Sequence[float]] = {}
+        self._fingerprints: Mapping[str, Sequence[float]] | None = {}
+        """Of the weights in the checkpoint of a resumed run; None once they were compared with those of now."""
 
     @property
     def acts(self) -> bool:
@@ -126,8 +126,9 @@ class Guard:
         """
         if self.config.mode == "off":
             return
-        if not self._has_begun:
-            self._begin()
+        if self._fingerprints is not None:
+            self._begin(self._fingerprints)
+            self._fingerprints = None
         self._pass_over()
         incident = self._incident
         if incident is None:
@@ -194,20 +195,19 @@ class Guard:
         """
         self._rules.load_state_dict(state["watch"])
         self._skipped, self._unsolved = [*state.get("skipped", ())], [*state.get("unsolved", ())]
-        self._tried, self._given_up = {**state.get("tried", {})}, {**state.get("given_up", {})}
+        self._tried, self._given_up = Counter(state.get("tried", {})), {**state.get("given_up", {})}
         self._lr_limit, self._lr_limited_at = state["lr_limit"], state["lr_held_at"]
-        self._fingerprints, self._has_begun = state.get("fingerprints", {}), False
+        self._fingerprints = state.get("fingerprints", {})
         self._refinement.load_state_dict(state["ladder"])
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, fingerprints: Mapping[str, Sequence[float]]) -> None:
         """Take the present weights as reference; compare those of a resumed run with the fingerprints it saved."""
-        self._has_begun, check = True, self._parameter_check
-        if check is None:
+        if self._parameter_check is None:
             return
-        check.restart(self._run.done)
-        for name, source in check.changed_since(self._fingerprints):
+        self._parameter_check.restart(self._run.done)
+        for name, source in self._parameter_check.changed_since(fingerprints):
             text = f"{name} is not what the checkpoint was written with" + (f": it is {source}" if source else "")
             advice = "Resume from another checkpoint, or compare how the two runs name their layers."
             event = GuardEvent(self._run.done + 1, "error", "fingerprint", f"{text}. {advice}", cause="model")
@@ -357,8 +357,7 @@ class Guard:
         """Probe the batch that raised the alarm, with the weights of that step, and act on the cause."""
         incident.is_batch_cleared = True
         limits = self._rules.loss_limit, self._rules.gradient_limit
-        evidence = Evidence(self._run.probe(), self._run.probe(fp8=False), *limits)
-        evidence = self._with_earlier(evidence, incident.alarm.step)
+        evidence = self._gather_evidence(incident.alarm.step, *limits)
         cause = diagnosis.diagnose(evidence)
         if cause is None:
             return
@@ -384,13 +383,13 @@ class Guard:
             if not self._refinement.up(alarm.layer, share):
                 self._give_up(alarm, f"it comes back, with {share}", "precision")
             return False
-        fp8, bf16 = (self._run.probe(fp8=is_fp8) for is_fp8 in (True, False))
-        evidence = self._with_earlier(Evidence(fp8, bf16, math.inf, math.inf), alarm.step)
+        evidence = self._gather_evidence(alarm.step)
         first = self._run.rows[0][0] if self._run.rows else ""
         cause = diagnosis.lasting_cause(alarm, first, evidence)
         if cause == "precision":
             self._rules.adopt(alarm)
-            self._refinement.up_until_well(alarm, incident.harmed, diagnosis.wellness(alarm.rule, fp8, bf16))
+            is_well = diagnosis.wellness(alarm.rule, evidence.fp8, evidence.bf16)
+            self._refinement.up_until_well(alarm, incident.harmed, is_well)
             return False
         if cause == "optimizer" and alarm.rule != "no update" and _have_risen(self._learning_rates(incident)):
             return self._blame_optimizer(incident, "it comes back")
@@ -409,8 +408,9 @@ class Guard:
         )
         self._emit(alarm, text, cause="transient", action="steps made again", layer=layer, role=role)
 
-    def _with_earlier(self, evidence: Evidence, before: int) -> Evidence:
-        """Add a probe of a batch that was trained on before a step."""
+    def _gather_evidence(self, before: int, loss_limit: float = math.inf, gradient_limit: float = math.inf) -> Evidence:
+        """Probe the next batch in both precisions, and one that was trained on before a step."""
+        evidence = Evidence(self._run.probe(), self._run.probe(fp8=False), loss_limit, gradient_limit)
         record = {each.step: each for each in self._record}
         for snapshot in reversed(self._snapshots):
             if snapshot.step + 1 in record and snapshot.step + 1 < before and snapshot.position not in self._skipped:
@@ -423,7 +423,7 @@ class Guard:
         """Return why a bad batch is not passed over: others are like it; empty if it is the only one, or not finite."""
         if alarm.rule == "nonfinite":
             return ""
-        if self._tried.get("data", 0) >= LASTING:
+        if self._tried["data"] >= LASTING:
             return f"the {LASTING} batches passed over were followed by others like them"
         following = self._run.probe_following(LASTING, fp8=False)
         bad = sum(probe.is_bad(evidence.loss_limit, evidence.gradient_limit) for probe in following)
@@ -444,7 +444,7 @@ class Guard:
         if found is not None and found.role == "weight":
             self._blame_model(incident, f"{found} is not finite", found.layer)
             return
-        self._tried["data"] = self._tried.get("data", 0) + 1
+        self._tried["data"] += 1
         self._skipped.append(self._run.position)
         self._run.skip()
         text = f"{alarm}: BF16 is no better on this batch, and fine on others: not caused by FP8"
@@ -471,7 +471,7 @@ class Guard:
             False if that was tried too often, so that the new level is adopted.
         """
         alarm, oldest = incident.alarm, self._snapshots[0]
-        self._tried["optimizer"] = self._tried.get("optimizer", 0) + 1
+        self._tried["optimizer"] += 1
         if self._tried["optimizer"] > LASTING:
             self._give_up(alarm, why, "optimizer")
             return False

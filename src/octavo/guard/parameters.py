@@ -80,14 +80,14 @@ class ParameterCheck:
         self._model, self._optimizer, self._every = model, optimizer, every
         self._group, self._has_replicas = group, has_replicas
         self._known: _Values | None = None
-        self._at = self._before = 0
+        self._at = 0
 
     @torch.no_grad()
     def measure(self, step: int, *, now: bool = False) -> PendingStats | None:
         """Start the measurement of a step, if it is due or wanted `now`; None if it is not, or was measured before."""
         if (step % self._every and not now) or step == self._at:
             return None
-        before, names = self._known, self._read(step)
+        before, since, names = self._known, self._at, self._read(step)
         if not names or self._known is None:
             return None
         sample, norm, of, elements = self._known
@@ -101,7 +101,7 @@ class ParameterCheck:
             parameters = dict(self._model.named_parameters())
             is_fp8 = [isinstance(local(parameters[name].detach()), FP8Tensor) for name in names]
             change = change.masked_fill(torch.tensor(is_fp8, device=change.device), torch.nan)
-            steps = step - self._before
+            steps = step - since
         moments = [_norms(_moments(self._model, self._optimizer, names, key)) for key in ("exp_avg", "exp_avg_sq")]
         table = torch.stack([norm, change, *moments, torch.zeros_like(norm)])
         copy = AsyncHostCopy(self._merged(table))
@@ -141,7 +141,7 @@ class ParameterCheck:
         names, weights = _weights(self._model)
         samples = [_sample(weight) for weight in weights]
         sizes = [len(sample) for sample in samples]
-        self._before, self._at = self._at, step
+        self._at = step
         if not names:
             return names
         if self._known is None or len(self._known.of) != sum(sizes):
