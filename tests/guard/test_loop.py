@@ -152,9 +152,9 @@ def test_snapshots_of_steps_that_were_undone_are_forgotten() -> None:
     assert any(event.cause == "optimizer" for event in events)
 
 
-def test_a_layer_that_cannot_change_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_cannot_change_stays_where_it_is() -> None:
     loop, events = make_loop()
-    monkeypatch.setattr(loop, "refine", lambda _: "its weights are elsewhere")
+    loop.cannot_refine = "its weights are elsewhere"
     before = loop.guard.state_dict()
     for step in (3, 6):  # the second is no news
         loop.guard._over_budget(Alarm(step, "flushed", "first", "input", 0.5, 0.1))

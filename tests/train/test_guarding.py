@@ -239,11 +239,21 @@ def test_a_layer_that_cannot_be_refined_is_measured_on(
     def strike(run: Struck) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("octavo.train.guarding.convert_as", refused)
-            assert run.refine(recipes.load("block")) == "not today"
+            assert run.change_recipe(recipes.load("block")) == "not today"
 
     _, keeper = carry_out(guarded(configure, str(tmp_path / "run")), strike)
     assert keeper.of(TensorsMeasured)[-1].step == 20
     assert all(np.isfinite(event.values[:, 0]).all() for event in keeper.of(TensorsMeasured))
+
+
+def test_a_layer_whose_weight_is_stored_in_fp8_keeps_its_recipe(configure: Configure, tmp_path: Any) -> None:
+    config = guarded(configure, str(tmp_path / "run"), run={"weights": "fp8"}, optimizer={"states": "fp8"})
+    trainer = Trainer(set_up(config), [keeper := Listener()])
+    layer = "layers.0.feed_forward.w2"
+    assert not trainer.guard._refinement.up(layer, Alarm(1, "saturated", layer, "input", 1.0, 0.5))
+    (event,) = keeper.of(GuardEvent)
+    assert event.text.endswith("cannot leave folded: its weight is stored in FP8, in the format of its recipe")
+    assert trainer.guard.state_dict()["ladder"] == {}
 
 
 def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_path: Any) -> None:

@@ -59,6 +59,8 @@ class Guarded(ABC):
     """Telemetry of the guarded model; None without FP8 layers."""
     lag = 0
     """Steps that may be queued before the first of them is checked, so that a GPU is not waited for."""
+    cannot_refine = ""
+    """Why guardrails cannot convert layers to finer recipes; empty if they can."""
     conversions = 0
     """Number of conversions of the guarded model; each may change the rows of telemetry."""
 
@@ -221,10 +223,6 @@ class Guarded(ABC):
         finally:
             self._seek(now)
         return found
-
-    def refine(self, recipe: Recipe) -> str:
-        """Convert layers to finer recipes, as guardrails ask; return why that is impossible, or an empty string."""
-        return self.change_recipe(recipe)
 
     def change_recipe(self, recipe: Recipe) -> str:
         """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""

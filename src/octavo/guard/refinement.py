@@ -59,7 +59,7 @@ class Refinement:
         if move is None:
             return False
         name = _name(layer)
-        if reason := self._run.refine(self._ladder.recipe()):
+        if reason := self._convert():
             self._ladder.load_state_dict(before)
             if self._rules.is_news(alarm._replace(rule="refused")):
                 text = f"{alarm}: {name} cannot leave {move.before}: {reason}"
@@ -73,7 +73,7 @@ class Refinement:
         """Move the layers without a recent alarm one rung down."""
         step, before = self._run.done, self._ladder.state_dict()
         moves = self._ladder.down(step)
-        if moves and self._run.refine(self._ladder.recipe()):
+        if moves and self._convert():
             self._ladder.load_state_dict(before)
             return
         for move in moves:
@@ -113,7 +113,11 @@ class Refinement:
         """Load the result of `state_dict`, and convert the layers to the recipes that they had."""
         self._ladder.load_state_dict(state)
         if self._ladder.state_dict():
-            self._run.refine(self._ladder.recipe())
+            self._convert()
+
+    def _convert(self) -> str:
+        """Convert the layers to their recipes on the ladder; return why that is impossible, or an empty string."""
+        return self._run.cannot_refine or self._run.change_recipe(self._ladder.recipe())
 
     def _culprits(self, alarm: Alarm, harmed: Sequence[str], is_well: IsWell) -> list[str]:
         """Return the layers to refine: one that cures the batch alone in BF16, else the smallest group found."""

@@ -68,6 +68,10 @@ class GuardedRun(Guarded):
             group = dist.group.WORLD if ranks.count > 1 else None
             every = config.guard.parameters_every
             check = ParameterCheck(state.model, state.optimizer, every, group, has_replicas)
+        if ranks.count > 1:
+            self.cannot_refine = "its weights are sharded over ranks, which refine no layers"
+        elif config.run.weights == "fp8":
+            self.cannot_refine = "its weight is stored in FP8, in the format of its recipe"
         recipe = recipes.load(config.run.recipe) if setup.plan is not None else None
         self.guard = Guard(self, recipe, config.guard, check)
         self._recalibration = recalibration_of(config, state.model)
@@ -183,14 +187,6 @@ class GuardedRun(Guarded):
         self._newest = values
         histograms = None if self.telemetry is None else self.telemetry.histograms
         self.log.emit(events.TensorsMeasured(step=step, values=values, histograms=histograms))
-
-    def refine(self, recipe: recipes.Recipe) -> str:
-        """Convert layers to finer recipes, as guardrails ask; return why that is impossible, if it is."""
-        if self.ranks.count > 1:
-            return "its weights are sharded over ranks, which refine no layers"
-        if self.config.run.weights == "fp8":
-            return "its weight is stored in FP8, in the format of its recipe"
-        return self.change_recipe(recipe)
 
     def change_recipe(self, recipe: recipes.Recipe) -> str:
         """Convert the FP8 model to another recipe and emit the change; return why that is impossible, if it is."""
