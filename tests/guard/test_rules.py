@@ -164,6 +164,7 @@ def test_a_gap_to_the_twin_is_seen_that_the_loss_hides() -> None:
 
 def test_a_twin_that_is_not_finite_is_no_fault_of_the_run() -> None:
     assert alarms(AlarmRules(GuardConfig()), noise(80), twin_loss=math.nan) == []
+    assert alarms(AlarmRules(GuardConfig()), noise(80), twin_loss=0.0) == []
 
 
 @pytest.mark.parametrize(("layer", "role"), [("b", "input"), ("a", "grad_output")])

@@ -21,10 +21,10 @@ def tiny() -> RunConfig:
     return assemble(load_preset("tiny", cuda=False))
 
 
-def run_of(*lanes: str) -> list[Event]:
-    """Return the events of a short run in which the FP8 loss lies 1 % above."""
+def run_of(*lanes: str, bf16: float = 2.0, sequences: int = 16) -> list[Event]:
+    """Return the events of a short run in which the FP8 loss lies 1 % above that of BF16, which is `bf16`."""
     config = tiny()
-    loss = {lane: {"fp8": 2.02, "bf16": 2.0}[lane] for lane in lanes}
+    loss = {lane: {"fp8": 1.01 * bf16, "bf16": bf16}[lane] for lane in lanes}
     ones = dict.fromkeys(lanes, 1.0)
     logged = [
         Logged(
@@ -61,7 +61,7 @@ def run_of(*lanes: str) -> list[Event]:
         "energy_kwh": 0.5,
     }
     memory = {"peak_gib": None, "predicted_peak_gib": None}
-    by_sequence = {lane: [mean + noise for noise in (-0.5, 0.5)] * 8 for lane, mean in loss.items()}
+    by_sequence = {lane: ([mean - 0.5, mean + 0.5] * 8)[:sequences] for lane, mean in loss.items()}
     summary = summarise(config, facts, by_sequence, {"unigram_entropy": 3.2}, history, memory)
     return [
         started,
@@ -104,6 +104,21 @@ def test_piped_output_is_aligned_lines_without_escapes() -> None:
         [step, "2.0200", "2.0000", "+1.00", "1,234", "1.0e-03", "1.000"] for step in ("10", "20")
     ]
     assert {len(line) for line in (titles, *rows)} == {len(titles)}
+
+
+def test_the_gap_to_a_loss_of_zero_is_not_known() -> None:
+    """Text of one token, as someone may try a new installation with, is learnt completely."""
+    events = run_of("fp8", "bf16", bf16=0.0)
+    assert events[1].record()["gap_percent"] is None  # type: ignore[union-attr]
+    summary = events[-1].summary  # type: ignore[union-attr]
+    assert (summary["gap_percent"], summary["gap_95_percent"], summary["heldout_loss_bf16"]) == (None, None, 0.0)
+    rows = [line for line in shown(events, terminal=False).splitlines() if " 1.000 " in line]
+    assert [row.split()[:5] for row in rows] == [[step, "0.0000", "0.0000", "-", "1,234"] for step in ("10", "20")]
+
+
+def test_a_single_sequence_says_nothing_of_the_noise() -> None:
+    summary = run_of("fp8", "bf16", sequences=1)[-1].summary  # type: ignore[union-attr]
+    assert summary["gap_percent"] == pytest.approx(2 / 1.5) and summary["gap_95_percent"] is None
 
 
 def test_a_terminal_gets_a_table_and_the_progress() -> None:

@@ -15,6 +15,11 @@ Row = tuple[Any, ...]
 """Identifies a row of telemetry: layer, role, and fields not used here."""
 
 
+def percent_above(loss: float, baseline: float) -> float | None:
+    """Return by how many percent a loss exceeds that of a baseline; None if that is 0."""
+    return 100 * (loss - baseline) / abs(baseline) if baseline else None
+
+
 class Observation(NamedTuple):
     """Measurements of a step, equal on all ranks."""
 
@@ -34,6 +39,12 @@ class Observation(NamedTuple):
     """Invariants of parameters; None if the step was not checked."""
     twin_loss: float = math.nan
     """Loss of the BF16 baseline on the same batch; NaN without one."""
+
+    @property
+    def gap(self) -> float | None:
+        """Loss above the BF16 baseline's, in percent; None without a finite baseline."""
+        is_known = math.isfinite(self.loss) and math.isfinite(self.twin_loss)
+        return percent_above(self.loss, self.twin_loss) if is_known else None
 
 
 class GuardEvent(NamedTuple):

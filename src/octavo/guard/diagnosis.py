@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from octavo.guard.alarms import Alarm
+from octavo.guard.alarms import Alarm, percent_above
 from octavo.guard.rules import RULES
 
 Cause = Literal["transient", "precision", "data", "optimizer", "model"]
@@ -92,8 +92,8 @@ def disagreement(fp8: Probe, bf16: Probe) -> float:
 
 
 def loss_gap(fp8: Probe, bf16: Probe) -> float:
-    """Return the loss in FP8 above that in BF16, in percent."""
-    return 100 * (fp8.loss - bf16.loss) / abs(bf16.loss) if bf16.loss else 0.0
+    """Return the loss in FP8 above that in BF16, in percent; 0 if that is 0."""
+    return percent_above(fp8.loss, bf16.loss) or 0.0
 
 
 def wellness(rule: str, fp8: Probe, bf16: Probe) -> IsWell:

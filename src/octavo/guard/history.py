@@ -75,8 +75,8 @@ class History:
         self.losses = [*self.losses, seen.loss][-RECENT - BEFORE :]
         self.norms = [*self.norms, seen.gradient_norm][-PAST:]
         self.weights.update(weight_amax(seen))
-        if (gap := gap_percent(seen)) is not None:
-            self.gaps = [*self.gaps, gap][-SHORT - BEFORE :]
+        if seen.gap is not None:
+            self.gaps = [*self.gaps, seen.gap][-SHORT - BEFORE :]
         if seen.values is not None:
             self.variances = [*self.variances, log_variances(seen.values, seen.rows)][-SHORT - BEFORE :]
         if seen.parameters is not None:
@@ -146,9 +146,3 @@ def log_variances(values: NDArray[np.float32], rows: Sequence[Row]) -> NDArray[n
     middle = np.median(logs[gradients])
     logs[gradients] -= middle
     return np.append(logs, middle)
-
-
-def gap_percent(seen: Observation) -> float | None:
-    """Return the loss above the BF16 baseline's in percent; None without a finite baseline."""
-    is_known = math.isfinite(seen.twin_loss) and math.isfinite(seen.loss) and seen.twin_loss
-    return 100 * (seen.loss - seen.twin_loss) / abs(seen.twin_loss) if is_known else None

@@ -25,7 +25,6 @@ from octavo.guard.history import (
     SETTLED,
     SHORT,
     History,
-    gap_percent,
     log_variances,
     weight_amax,
 )
@@ -346,7 +345,7 @@ class AlarmRules:
             usual = median(map(abs, falls[-FALLS - BEFORE : -FALLS]))
             if (largest := max(falls[-FALLS:])) < STEADY * usual:
                 yield Alarm(seen.step, "repeat", "", "", largest, STEADY * usual)
-        gaps = [*self._history.gaps, gap] if (gap := gap_percent(seen)) is not None else []
+        gaps = [] if seen.gap is None else [*self._history.gaps, seen.gap]
         if len(gaps) >= SHORT + BEFORE:
             past = gaps[-SHORT - BEFORE : -SHORT]
             error, level = math.sqrt(variance(past) * (1 / SHORT + 1 / BEFORE)), fmean(past)

@@ -184,10 +184,11 @@ class ConsoleReporter:
 
 def _cells(event: events.Logged) -> list[str]:
     gap = events.gap_percent(event.loss)
+    shown = NOT_KNOWN if gap is None else f"{gap:+z.2f}"
     return [
         str(event.step),
         *(f"{loss:.4f}" for loss in event.loss.values()),
-        *([] if gap is None else [f"{gap:+z.2f}"]),
+        *([shown] if len(event.loss) == 2 else []),
         f"{event.tokens_per_second:,.0f}",
         f"{event.lr:.1e}",
         f"{next(iter(event.gradient_norm.values())):.3f}",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.guard.alarms import GuardEvent
+from octavo.guard.alarms import GuardEvent, percent_above
 from octavo.train.config import RunConfig
 
 MODELS = {"fp8": "FP8", "bf16": "BF16"}
@@ -200,7 +200,5 @@ def _finite(value: float | None) -> float | None:
 
 
 def gap_percent(loss: Mapping[str, float]) -> float | None:
-    """Return by how many percent the FP8 loss exceeds the BF16 loss; None unless both are known."""
-    if "fp8" not in loss or "bf16" not in loss:
-        return None
-    return 100 * (loss["fp8"] - loss["bf16"]) / loss["bf16"]
+    """Return by how many percent the FP8 loss exceeds the BF16 loss; None if one is not known, or the latter is 0."""
+    return percent_above(loss["fp8"], loss["bf16"]) if {"fp8", "bf16"} <= loss.keys() else None

@@ -39,7 +39,8 @@ def summarise(
         memory: measured and predicted peak.
     """
     means = {model: statistics.fmean(losses) for model, losses in heldout.items()}
-    half_width = paired_interval(heldout["fp8"], heldout["bf16"])[1] if len(means) == 2 else None
+    gap = gap_percent(means)
+    half_width = None if gap is None else paired_interval(heldout["fp8"], heldout["bf16"])[1]
     perplexities = {f"perplexity_{m}": perplexity(means[m]) if m in means else None for m in MODELS}
     return {
         "recipe": config.run.recipe,
@@ -50,7 +51,7 @@ def summarise(
         "tokens": config.tokens,
         **{f"heldout_loss_{model}": means.get(model) for model in MODELS},
         **perplexities,
-        "gap_percent": gap_percent(means),
+        "gap_percent": gap,
         "gap_95_percent": None if half_width is None else 100 * half_width / means["bf16"],
         "unigram_entropy": corpus.get("unigram_entropy"),
         "fp8_gemms_total": sum(facts["fp8_gemms"].values()),
