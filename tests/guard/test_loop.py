@@ -280,10 +280,11 @@ def test_batches_that_end_are_an_error() -> None:
         losses(loop)
 
 
-def test_old_batches_are_let_go() -> None:
-    loop, _ = make_loop()
-    losses(loop, 100)
-    assert len(loop._buffer) <= 30
+@pytest.mark.parametrize(("mode", "most"), [("act", 30), ("watch", 1 + LASTING), ("off", 1)])
+def test_old_batches_are_let_go(mode: str, most: int) -> None:
+    loop, _ = make_loop(mode=mode, shadow_every=10)
+    for _ in loop.steps(60):
+        assert len(loop._buffer) <= most
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,11 @@ def test_a_run_in_bf16_goes_on_from_the_state_of_one_with_refined_layers() -> No
 def test_weights_with_masters_go_back_to_before_the_first_step() -> None:
     model = MLP().half()
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    with Loop(model, optimizer, lambda model, batch: model(batch[0].half()).float().square().mean(), batches()) as loop:
+
+    def half(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return model(batch[0].half()).float().square().mean()
+
+    with Loop(model, optimizer, half, batches(), config=GuardConfig(mode="act")) as loop:
         first = [parameter.detach().clone() for parameter in model.parameters()]
         loop.guard.before()
         snapshot = loop.snapshot()

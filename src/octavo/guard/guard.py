@@ -111,8 +111,8 @@ class Guard:
 
     @property
     def oldest_position(self) -> int:
-        """Position of the data at the oldest snapshot; 0 without one."""
-        return self._snapshots[0].position if self._snapshots else 0
+        """Position of the data at the oldest snapshot; without one, of the next batch."""
+        return self._snapshots[0].position if self._snapshots else self._run.position
 
     def lr(self, scheduled: float) -> float:
         """Return the learning rate of the next step: the scheduled one, or the limit if that is lower."""

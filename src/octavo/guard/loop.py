@@ -72,7 +72,7 @@ class Loop(Guarded):
             `telemetry=None` may record beside it, with `on_event=monitor.guard_event`.
         update: the optimizer of all its parameters, or an `Update`.
         loss_of: `loss_of(model, batch)` returns the loss, shape (); it may use autocast.
-        batches: the training batches in order; those since the older snapshot are kept.
+        batches: the training batches in order; those since the older snapshot are kept, if there is one.
         plan: the return value of `octavo.convert`; None: layers are never refined.
         config: limits and mode of the guardrails.
         on_event: called with each event; by default events become Python warnings.
@@ -124,6 +124,7 @@ class Loop(Guarded):
     def step(self) -> Tensor | None:
         """Make a step and return its loss, shape (); None if the run was rolled back."""
         self.guard.before()
+        self._drop_batches()
         batch = self._next_batch()
         self.done += 1
         optimizer, scheduler = self.update.optimizer, self.update.scheduler
@@ -159,9 +160,6 @@ class Loop(Guarded):
     # --- `octavo.guard.Guarded` -------------------------------------------------------------------------------------
 
     def _copy_state(self) -> _State:
-        while self._first < self.guard.oldest_position:
-            self._buffer.popleft()
-            self._first += 1
         scheduler = self.update.scheduler
         return _State(
             {name: tensor.detach().clone() for name, tensor in tensors_of(self.model).items()},
@@ -221,6 +219,12 @@ class Loop(Guarded):
     def emit(self, event: GuardEvent) -> None:
         """Call `on_event`."""
         self._on_event(event)
+
+    def _drop_batches(self) -> None:
+        """Drop the batches that no rollback can come back to."""
+        while self._buffer and self._first < self.guard.oldest_position:
+            self._buffer.popleft()
+            self._first += 1
 
     def _norm(self) -> Tensor:
         """Return the norm of all gradients, also of those that the optimizer stores in FP8, shape ()."""
