@@ -229,7 +229,9 @@ class AlarmRules:
             yield Alarm(seen.step, "gradient spike", "", "", seen.gradient_norm, limit)
         yield from self._updates(seen)
         yield from self._shifts(seen)
-        yield from self._drifts(seen)
+        yield from self._loss_drift(seen)
+        yield from self._repeat(seen)
+        yield from self._gap(seen)
         if seen.lr > (limit := self.lr_limit):
             yield Alarm(seen.step, "learning rate", "", "", seen.lr, limit)
 
@@ -329,7 +331,8 @@ class AlarmRules:
                 layer, role = seen.rows[number][:2] if number < len(seen.rows) else ("", "grad_weight")
                 yield Alarm(seen.step, "layer shift", layer, role, float(shift[number]), float(limit[number]))
 
-    def _drifts(self, seen: Observation) -> Iterator[Alarm]:
+    def _loss_drift(self, seen: Observation) -> Iterator[Alarm]:
+        """Yield a rise of the loss over the last steps, or over half as many."""
         losses = [*self._history.losses, seen.loss]
         for recent in (RECENT, RECENT // 2) if len(losses) >= RECENT + BEFORE else ():
             now, past = losses[-recent:], losses[-recent - BEFORE : -recent]
@@ -340,18 +343,24 @@ class AlarmRules:
             limit = level + max(rise, LEAST_DRIFT * abs(level))
             if (mean := fmean(now)) > limit:
                 yield Alarm(seen.step, "loss drift", "", "", mean, limit)
-        falls = [before - after for before, after in pairwise(losses)]
+
+    def _repeat(self, seen: Observation) -> Iterator[Alarm]:
+        """Yield a loss that falls steadily by little, as it does while a batch is repeated."""
+        falls = [before - after for before, after in pairwise([*self._history.losses, seen.loss])]
         if len(falls) >= BEFORE + FALLS and min(falls[-FALLS:]) > 0:
             usual = median(map(abs, falls[-FALLS - BEFORE : -FALLS]))
             if (largest := max(falls[-FALLS:])) < STEADY * usual:
                 yield Alarm(seen.step, "repeat", "", "", largest, STEADY * usual)
+
+    def _gap(self, seen: Observation) -> Iterator[Alarm]:
+        """Yield a rise of the loss above that of the BF16 baseline."""
         gaps = [] if seen.gap is None else [*self._history.gaps, seen.gap]
         if len(gaps) >= SHORT + BEFORE:
             past = gaps[-SHORT - BEFORE : -SHORT]
             error, level = math.sqrt(variance(past) * (1 / SHORT + 1 / BEFORE)), fmean(past)
-            limit = level + self._config.gap_drift * error
-            if (mean := fmean(gaps[-SHORT:])) > max(limit, level + LEAST_GAP):
-                yield Alarm(seen.step, "gap", "", "", mean, max(limit, level + LEAST_GAP))
+            limit = level + max(self._config.gap_drift * error, LEAST_GAP)
+            if (mean := fmean(gaps[-SHORT:])) > limit:
+                yield Alarm(seen.step, "gap", "", "", mean, limit)
 
 
 def _tail(excess: Sequence[float]) -> float:
