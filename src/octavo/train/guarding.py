@@ -78,7 +78,7 @@ class GuardedRun(Guarded):
 
     @property
     def precision(self) -> str:
-        """What the FP8 model computed its last step in: `recipe`, or `bf16`."""
+        """Precision of the FP8 model's last step: `recipe`, or `bf16`."""
         return "bf16" if self.config.run.is_bf16(self.done - 1) else self.recipe
 
     def switch_recipe(self, recipe: str) -> None:
