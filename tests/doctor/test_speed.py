@@ -139,7 +139,7 @@ def test_on_a_cpu_no_shape_pays(attempt: Try) -> None:
 @pytest.mark.gpu
 def test_a_tiny_model_does_not_pay_on_a_gpu(attempt: Try) -> None:
     result = run_check(speed.shapes, attempt(device="cuda"))
-    assert result.finding.verdict == "warning" and "--min-gain 1" in result.remedy, result.finding
+    assert result.finding.verdict == "warning" and "min_gain at 1" in result.remedy, result.finding
 
 
 Try = Callable[..., Trial]

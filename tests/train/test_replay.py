@@ -25,7 +25,7 @@ from octavo.nn.telemetry import Telemetry
 from octavo.train.config import LoopConfig, OptimizerConfig, ParallelConfig, RunConfig
 from octavo.train.evaluate import heldout_losses
 from octavo.train.parallel import SINGLE_PROCESS, Launch
-from octavo.train.replay import WARM, Captured, Graphs, _stored
+from octavo.train.replay import WARM, Captured, Graphs, Replay, _stored
 from octavo.train.setup import replays
 from octavo.train.train_state import TrainState
 from octavo_bench.ranks import join_alone
@@ -494,4 +494,6 @@ def test_a_user_replays_a_function_of_any_arguments() -> None:
             found.append(float(step(x, 1.0 if number < WARM + 2 else 2.0).detach()))  # captured twice
             optimizer.step()
             optimizer.zero_grad()
+        if isinstance(step, Replay):
+            assert step.is_captured and not step.refusal
     assert found[: len(found) // 2] == found[len(found) // 2 :]

@@ -73,7 +73,8 @@ class Graphs:
 
     def capture(self, work: Work) -> Captured:
         """Capture work. Other threads, which copy telemetry, continue meanwhile."""
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if self._pool is None or not any(replay.is_captured for replay in self._replays):
+            self._pool = torch.cuda.graph_pool_handle()  # PyTorch refuses the pool of graphs that are gone
         self._stream = self._stream or torch.cuda.Stream()  # PyTorch's own is of the GPU that it first captured on
         graph = torch.cuda.CUDAGraph()
         gc.collect()
@@ -97,7 +98,6 @@ class Graphs:
         if held and self.free(held) < held:
             for replay in self._replays:
                 replay.forget()
-            self._pool = None
 
     def give_up(self, reason: str) -> None:
         """Drop all graphs and capture no more: those of one model would only take memory from the other."""
@@ -157,6 +157,11 @@ class Replay:
     def refusal(self) -> str:
         """Why capturing failed."""
         return self._graphs.refusal
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph."""
+        return self._passes is not None
 
     @property
     def held(self) -> int:
