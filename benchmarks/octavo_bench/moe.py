@@ -70,6 +70,7 @@ KIND = Kind(
     ),
     names=2,
     told=(("fallbacks", "{fallbacks}"),),
+    session=("hardware", "workload"),  # a machine's results do not replace another's
 )
 
 

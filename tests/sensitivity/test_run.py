@@ -41,11 +41,6 @@ def test_the_recipe_is_that_of_the_run(run):
     assert found.recipe.name == "folded"
 
 
-def test_a_step_names_the_checkpoint(octavo, run):
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 2\. Checkpoints: step-000003"):
-        octavo(["localize", run, "--step", 2, "--device", "cpu"])
-
-
 def test_the_command(octavo, run, tmp_path, capsys):
     flags = ["--tokens", 512, "--device", "cpu", "--json", "-o", tmp_path / "map.toml"]
     assert octavo(["localize", run, "--budget", "0.05%", *flags]) == 0

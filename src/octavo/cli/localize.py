@@ -16,7 +16,6 @@ def localize(
     run: Path,
     /,
     *,
-    step: int | None = None,
     recipe: str = "",
     budget: str = "0.1%",
     output: Output = None,
@@ -39,8 +38,6 @@ def localize(
     ----------
     run
         Directory of a run or of one of its checkpoints.
-    step
-        Step of the checkpoint; by default the newest.
     recipe
         Recipe of the layers in FP8, a name or a recipe file; by default the run's.
     budget
@@ -60,7 +57,7 @@ def localize(
         raise ConfigError(f"--output: {output}: a precision map must be a .toml file.")
     given = {} if tokens is None else {"tokens": tokens}
     measure = {"auto": None, "measured": True, "predicted": False}[times]
-    settings = Settings(recipe=recipe, budget=budget, device=device, measure=measure, step=step, **given)
+    settings = Settings(recipe=recipe, budget=budget, device=device, measure=measure, **given)
     with progress() as report:
         found = localize_run(run, settings, report)
     say(found.to_json() if json_output else found)

@@ -44,8 +44,6 @@ class Settings:
     """Number of held-out tokens to localise on."""
     device: str = "auto"
     measure: bool | None = None
-    step: int | None = None
-    """Step of the checkpoint; by default the newest."""
 
 
 class Subject(NamedTuple):
@@ -62,7 +60,7 @@ def localize_run(run: Path, settings: Settings, report: Report) -> Localisation:
     """Return the localisation of the weights of a run's checkpoint.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none of this step, or it cannot be read.
+        CheckpointError: there is no checkpoint, or it cannot be read.
         DataError: the run's text no longer exists.
     """
     parse_budget(settings.budget)  # wrong settings are found before the run is loaded
@@ -73,7 +71,7 @@ def localize_run(run: Path, settings: Settings, report: Report) -> Localisation:
 
 def subject_of(run: Path, settings: Settings, tokens: int) -> Subject:
     """Return a run with that many tokens of held-out text."""
-    found = find(run, settings.step)
+    found = find(run)
     setup = restore(found, settings_of(found, "octavo localize", {"device": settings.device, "eval_tokens": tokens}))
     model = setup.states[0].model
     revert(model)
