@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -437,25 +438,35 @@ def test_it_is_captured_and_replayed_on_the_gpu_of_the_model(monkeypatch: pytest
     assert seen == [torch.device("cpu")] * 3  # one capture and two replays
 
 
-def test_each_run_captures_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's stream for captures is one per process, of the GPU that it captured on first."""
-    used: list[object] = []
+class Capture(NamedTuple):
+    """Arguments of `torch.cuda.graph`."""
 
-    class Capture:
-        replay = None
+    graph: object
+    pool: object = None
+    stream: object = None
+    capture_error_mode: str = ""
 
-        def __init__(self, *arguments: Any, stream: object = None, **_: Any) -> None:
-            used.append(arguments[2] if len(arguments) > 2 else stream)
 
-        def __enter__(self) -> None: ...
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Capture]:
+    """Let work run while it is captured, and return what it is captured with."""
+    found: list[Capture] = []
 
-        def __exit__(self, *_: object) -> None: ...
+    @contextmanager
+    def graph(*arguments: Any, **options: Any) -> Iterator[None]:
+        found.append(Capture(*arguments, **options))
+        yield
 
     monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Capture)
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    return found
+
+
+def test_each_run_captures_on_a_stream_of_its_own(captures: list[Capture]) -> None:
+    """PyTorch's stream for captures is one per process, of the GPU that it captured on first."""
 
     def refused() -> Tensor:
         raise RuntimeError("operation not permitted")
@@ -464,8 +475,31 @@ def test_each_run_captures_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatc
         own.capture(lambda: torch.zeros(()))
         with pytest.raises(RuntimeError, match="not permitted"):
             own.capture(refused)  # twice: the refused one, and an empty one
+    used = [capture.stream for capture in captures]
     first, second = used[0], used[3]
     assert used == [first] * 3 + [second] * 3 and None not in used and first is not second
+
+
+def test_graphs_share_a_pool_while_one_of_them_is_there(captures: list[Capture]) -> None:
+    """PyTorch refuses the pool of graphs that are gone."""
+    graphs = Graphs()
+    own, other = lane(graphs).replay, lane(graphs).replay
+    assert own is not None and other is not None
+
+    def capture(replay: Replay) -> object:
+        for number in range(WARM + 1):
+            replay(*batch(number), 1)
+            replay._optimizer.zero_grad()
+        return captures[-1].pool
+
+    first = capture(own)
+    assert capture(other) is first
+    own.forget()
+    assert capture(own) is first
+    own.forget()
+    other.forget()
+    assert capture(own) is not first
+    assert len(captures) == 4
 
 
 def test_a_user_is_warned_where_nothing_is_captured() -> None:
