@@ -149,7 +149,8 @@ def command(
         size is that of the active parameters.
     conditions
         `whole`: recipes from the first step. `half`, `quarter`, `tenth`: from that share of the steps on, BF16 before.
-        Harder with `+`: `lr2`, `lr4`, `batch4`, `outliers`; cheaper: `short`, a quarter of the tokens.
+        Harder with `+`: `lr2`, `lr4`, `batch4`, `outliers`; cheaper: `short`, a quarter of the tokens; twice, a
+        sixteenth.
     recipes
         FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`, with
         `policy.` what is kept for backward or left in BF16, with `run.last_share=` the share of the last steps that

@@ -120,6 +120,7 @@ def test_conditions_join() -> None:
     assert hard.first == hard.steps / 2 and hard.tokens == pytest.approx(own.tokens, rel=0.01)
     assert [ladder.under(name, own).branch for name in ("quarter", "tenth")] == [0.25, 0.1]
     assert ladder.under("half+short", own).tokens == pytest.approx(own.tokens / 4, rel=0.01)
+    assert ladder.under("half+short+short", own).tokens == pytest.approx(own.tokens / 16, rel=0.01)
     assert ladder.under("whole", own) == own
     with pytest.raises(ConfigError, match="Did you mean 'outliers'"):
         ladder.under("half+outlier", own)
