@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.conversion import convert
-from octavo.conversion.mlps import find_mlp
+from octavo.conversion.mlps import find_mlp, find_mlps
 from octavo.nn.fused import FusedMLP, MLPRoles
 
 WIDTH, HIDDEN = 64, 96
@@ -518,6 +518,16 @@ def test_a_forward_that_was_patched():
     module = Gated()
     module.forward = lambda x: x
     assert find_mlp(module) is None
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_layer_in_two_roles_is_not_taken_for_two_layers(is_first):
+    """Shapes and settings are those of an MLP with a layer per role."""
+    tied, model = Gated(), nn.ModuleList([Gated()])
+    tied.up = tied.gate
+    model.insert(0 if is_first else 1, tied)
+    assert find_mlp(tied) is None
+    assert [model.get_submodule(name) is tied for name in find_mlps(model)] == [False]
 
 
 def test_an_ordinary_sequence_is_an_mlp_too():

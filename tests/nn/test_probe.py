@@ -129,7 +129,7 @@ class Held(Slots):
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.factor, self.layer_idx, self.shared = nn.Parameter(torch.rand(4)), 0.0, 3, DOUBLED
-        self.child, self.linear = nn.Dropout(0.0), nn.Linear(4, 8, bias=False)
+        self.child, self.linear, self.twin = nn.Dropout(0.0), nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
 
 
 DOUBLED = Doubled()
@@ -143,6 +143,8 @@ DIFFERENT = {
     "another object": lambda m: setattr(m, "shared", Doubled()),
     "a number of a child": lambda m: setattr(m.child, "p", 0.1),
     "the class of a child": lambda m: setattr(m, "child", nn.AlphaDropout(0.0)),
+    "a child under two names": lambda m: setattr(m, "linear", m.twin),
+    "a parameter under two names": lambda m: setattr(m.linear, "weight", m.twin.weight),
     "another child": lambda m: setattr(m, "other", nn.Identity()),
     "the width of a linear layer": lambda m: setattr(m, "linear", nn.Linear(4, 9, bias=False)),
     "its bias": lambda m: setattr(m, "linear", nn.Linear(4, 8)),

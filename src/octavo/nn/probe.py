@@ -69,13 +69,13 @@ def judge_once(judge: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
     """Return a function that calls `judge`, which probes a module, once for all modules whose copies would act alike.
 
     The blocks of a model hold the same settings: of all its MLPs one is probed. Two modules are alike if their classes
-    and all attributes are equal. Of parameters, and of linear layers inside, only shapes count: probes replace them.
-    The modules must not change between calls.
+    and all attributes are equal. Of parameters, and of linear layers inside, only shapes count, and which of them are
+    the same one: probes replace them. The modules must not change between calls.
     """
     known: dict[tuple[Any, ...], T] = {}
 
     def judged(module: nn.Module) -> T:
-        key = _probe_key(module)
+        key = _probe_key(module), _sharing(module)
         if key not in known:
             known[key] = judge(module)
         return known[key]
@@ -92,6 +92,14 @@ def _probe_key(module: nn.Module) -> tuple[Any, ...]:
     buffers = ((name, id(buffer)) for name, buffer in module._buffers.items())
     children = ((name, _child_key(child)) for name, child in module._modules.items())
     return type(module), *map(tuple, (held, parameters, buffers, children))
+
+
+def _sharing(module: nn.Module) -> tuple[int, ...]:
+    """Return a number per module and parameter inside; those under two names, as of tied layers, have one number."""
+    modules = (each for _, each in module.named_modules(remove_duplicate=False))
+    parameters = (each for _, each in module.named_parameters(remove_duplicate=False))
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(id(each), len(numbers)) for each in itertools.chain(modules, parameters))
 
 
 def _child_key(child: nn.Module | None) -> tuple[Any, ...] | None:
