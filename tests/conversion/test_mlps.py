@@ -520,6 +520,22 @@ def test_a_forward_that_was_patched():
     assert find_mlp(module) is None
 
 
+class WithSlot(Plain):
+    """Its activation may be in a slot, which copies lack."""
+
+    __slots__ = ("chosen",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.layers
+        return down(getattr(self, "chosen", F.silu)(up(x)))
+
+
+def test_a_module_with_slots_is_not_taken_for_what_its_copy_computes():
+    module = WithSlot()
+    module.chosen = F.gelu
+    assert find_mlp(module) is None
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_one_layer_in_two_roles_is_not_taken_for_two_layers(is_first):
     """Shapes and settings are those of an MLP with a layer per role."""

@@ -59,10 +59,13 @@ def computes(
 def is_as_its_class(module: nn.Module) -> bool:
     """Return whether a module does what its class says: `forward` is not patched, and no tensor is a plain attribute.
 
-    Writes to such a tensor could not be noticed later. Those of linear layers do not count.
+    Writes to such a tensor could not be noticed later. Nor may there be `__slots__`, which copies lack. Linear layers
+    may have both.
     """
-    held = (value for each in module.modules() if not isinstance(each, nn.Linear) for value in vars(each).values())
-    return "forward" not in vars(module) and not any(isinstance(value, Tensor) for value in held)
+    parts = [each for each in module.modules() if not isinstance(each, nn.Linear)]
+    holds_tensors = any(isinstance(value, Tensor) for each in parts for value in vars(each).values())
+    has_slots = any(vars(base).get("__slots__") for each in parts for base in type(each).__mro__)
+    return "forward" not in vars(module) and not holds_tensors and not has_slots
 
 
 def judge_once(judge: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
@@ -85,9 +88,7 @@ def judge_once(judge: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
 
 def _probe_key(module: nn.Module) -> tuple[Any, ...]:
     """Return a key of the class, attributes and children that a module shares with its copies."""
-    slots = (name for base in type(module).__mro__ for name in vars(base).get("__slots__", ()))
-    state = {name: getattr(module, name, None) for name in slots} | vars(module)
-    held = ((name, _identity(value)) for name, value in state.items() if name not in OF_EVERY_MODULE)
+    held = ((name, _identity(value)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
     parameters = ((name, None if p is None else p.shape) for name, p in module._parameters.items())
     buffers = ((name, id(buffer)) for name, buffer in module._buffers.items())
     children = ((name, _child_key(child)) for name, child in module._modules.items())
