@@ -75,6 +75,15 @@ def test_steps_in_bf16_or_for_histograms_alone_are_not_checked(configure: Config
     assert [event.step for event in keeper.of(TensorsMeasured)] == [2, 3, 4, 6, 8, 9, 10, 12]
 
 
+@pytest.mark.parametrize("mode", ["off", "watch"])
+def test_telemetry_is_kept_only_until_its_step_is_checked(configure: Configure, tmp_path: Any, mode: str) -> None:
+    """Without guardrails nothing checks a step: a long run would keep the telemetry of all its steps in memory."""
+    run = {"telemetry_every": 1, "steps": 4}
+    trainer = Trainer(set_up(guarded(configure, str(tmp_path / "run"), run=run, guard={"mode": mode})), [])
+    trainer.run()
+    assert not trainer._values
+
+
 @pytest.fixture(scope="module")
 def untouched() -> dict[str, Any]:
     """The summary of a run that nothing happens to, once a test has trained it."""

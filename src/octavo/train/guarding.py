@@ -181,8 +181,8 @@ class GuardedRun(Guarded):
         return telemetry_of(self._state.model, every, histograms, together=together, order=order)
 
     def _measured(self, step: int, values: NDArray[np.float32]) -> None:
-        run = self.config.run
-        if step % run.telemetry_every == 0 and not run.is_bf16(step - 1):  # not those of histograms alone
+        run, is_checked = self.config.run, self.config.guard.mode != "off"
+        if is_checked and step % run.telemetry_every == 0 and not run.is_bf16(step - 1):  # not of histograms alone
             super()._measured(step, values)
         self._newest = values
         histograms = None if self.telemetry is None else self.telemetry.histograms
