@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo._util import files
 from octavo._util.files import put_in_place, write_text
 from octavo.errors import ConfigError
 
@@ -53,8 +54,26 @@ def test_a_directory_takes_the_place_of_another(tmp_path: Path, left: list[str])
     assert [(path.name, (path / "file").read_text()) for path in tmp_path.iterdir()] == [("final", "new")]
 
 
-def test_a_directory_that_cannot_be_replaced_is_there_again(tmp_path: Path) -> None:
-    before = named(tmp_path, "final")
-    with pytest.raises(FileNotFoundError):
-        put_in_place(tmp_path / "missing", before)
-    assert [*tmp_path.iterdir()] == [before] and (before / "file").read_text() == "final"
+def test_a_directory_that_cannot_be_replaced_is_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, new, rename = named(tmp_path, "final"), named(tmp_path, "new"), Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == new:
+            raise PermissionError
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError):
+        put_in_place(new, before)
+    assert {*tmp_path.iterdir()} == {before, new} and (before / "file").read_text() == "final"
+
+
+def test_a_directory_is_flushed_before_it_has_its_name_and_its_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash of the machine no directory has its final name and lacks files."""
+    seen: list[tuple[str, bool]] = []
+    final = tmp_path / "final"
+    monkeypatch.setattr(files, "flush", lambda path: seen.append((path.name, final.exists())))
+    put_in_place(named(tmp_path, "new"), final)
+    assert seen == [("new", False), (tmp_path.name, True)]

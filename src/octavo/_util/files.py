@@ -43,7 +43,7 @@ def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = 
 
 
 def put_in_place(finished: Path, final: Path) -> None:
-    """Rename a finished directory to `final`, in the same folder, and remove one that was there.
+    """Rename a finished directory, whose files are flushed, to `final` in the same folder; remove one that was there.
 
     That one is renamed to `.old-<name>` first, so that a process killed at any time leaves one of them whole.
 
@@ -51,6 +51,7 @@ def put_in_place(finished: Path, final: Path) -> None:
         OSError: a directory cannot be renamed; what was there is there again.
     """
     old = final.with_name(f"{OLD}{final.name}")
+    flush(finished)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)

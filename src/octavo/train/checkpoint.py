@@ -273,7 +273,6 @@ def _finish(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
     plain = json.loads(json.dumps(state))  # histories of the guard may have NaN
     path.write_text(json.dumps({**plain, "sha256": _digest(plain)}, indent=2) + "\n", encoding="utf-8")
     flush(path)
-    flush(temporary)
     put_in_place(temporary, final)
 
 
