@@ -14,6 +14,7 @@ from octavo import kernels, observed
 from octavo._util.terminal import and_more, quantity
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped
 from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
+from octavo.guard.alarms import percent_above
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import spec_of
 from octavo.monitor.gap import GAP_LIMIT, HARMFUL_GAP
@@ -95,8 +96,8 @@ def drift(read: tuple[float, float, Mapping[str, float]]) -> Finding:
 
 
 def _judge_gap(loss: float, reference: float) -> tuple[float, Verdict]:
-    """Return by how many percent a loss exceeds its reference, and the verdict by the limits of the dashboard."""
-    gap = 100 * (loss - reference) / abs(reference) if reference else 0.0
+    """Return the excess of a loss over its reference in percent, and the verdict by the limits of the dashboard."""
+    gap = percent_above(loss, reference) or 0.0
     if abs(gap) <= GAP_LIMIT:
         return gap, Verdict.OK
     return gap, Verdict.WARNING if abs(gap) <= HARMFUL_GAP else Verdict.FAILURE  # a NaN fails too

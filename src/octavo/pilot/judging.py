@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import starmap
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from octavo._util.terminal import quantity
 from octavo.conversion import Plan
 from octavo.conversion.plan import commonest_reason
 from octavo.doctor.accuracy import COSINE
+from octavo.guard.alarms import percent_above
 from octavo.kernels.devices import Rates
 from octavo.monitor.gap import GAP_LIMIT
 from octavo.pilot.measuring import Measurement
@@ -77,7 +79,7 @@ class Pilot:
         """
         found, base = self.measured[precision].losses, self.base.losses
         pairs = list(zip(found, base, strict=True))[len(base) // 2 :] if found and base else []
-        gaps = [100 * (one - other) / abs(other) for one, other in pairs if other]
+        gaps = [gap for gap in starmap(percent_above, pairs) if gap is not None]
         error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("inf")
         return (fmean(gaps), error) if gaps else None
 
