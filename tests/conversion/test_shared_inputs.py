@@ -214,6 +214,21 @@ def test_modules_without_a_source():
     assert find_shared(Lambda()) == []
 
 
+class CallableWithoutHash:
+    __hash__ = None
+
+    def __call__(self, x):
+        return x
+
+
+class WithCallable(Attention):
+    forward = CallableWithoutHash()
+
+
+def test_a_forward_that_is_an_object_without_a_hash():
+    assert find_shared(WithCallable()) == []
+
+
 def test_a_fused_mlp_that_shares_is_read_in_the_users_source():
     class Written(nn.Module):
         def __init__(self):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,7 @@ def find_shared(module: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of linear children of a module that its `forward` calls on the same variable, by group."""
     layers = {name for name, child in module.named_children() if isinstance(child, nn.Linear)}
     forward = getattr(type(module), "parent", type(module)).forward
-    function = _parsed(forward) if len(layers) > 1 else None
+    function = _parsed(forward) if len(layers) > 1 and isinstance(forward, Hashable) else None
     if function is None or not function.args.args:
         return []
     owner = function.args.args[0].arg
