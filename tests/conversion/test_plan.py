@@ -13,15 +13,17 @@ from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.kernels import dispatch
 from octavo.kernels import ledger as module_ledger
 from octavo.kernels.devices import GPUS, H200, architecture_of
+from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
 from octavo.models import ModelConfig, build
 from octavo.recipes import load
 
 ROUTER = "router: a small error sends a token to another expert"
 HEAD = "output head: its error goes straight into the loss"
+KERNEL = "reference" if cpu_unsupported_reason() else "scaled_mm.row"
 TABLE = f"""
 layer                N x K     recipe  fprop / dgrad / wgrad  why
-layers.*.up (2)      128 x 64  folded  3 x scaled_mm.row
-layers.*.down (2)    64 x 128  folded  3 x scaled_mm.row
+layers.*.up (2)      128 x 64  folded  3 x {KERNEL}
+layers.*.down (2)    64 x 128  folded  3 x {KERNEL}
 layers.*.router (2)  256 x 64  bf16    bf16                   {ROUTER}
 layers.*.tiny (2)    8 x 64    bf16    bf16                   fewer than 32 features
 lm_head              96 x 64   bf16    bf16                   {HEAD}

@@ -5,11 +5,15 @@ import itertools
 import pytest
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
+from torch.torch_version import TorchVersion
 
 from octavo import kernels
 from octavo.kernels.vendor import scaled_mm
 from octavo.numerics import BLOCK_128x128, Quantized, TILE_1x128, dequantize, granularity_named, to_e8m0
 
+on_a_cpu = pytest.mark.skipif(
+    scaled_mm.cpu_unsupported_reason() is not None, reason="this PyTorch has no FP8 GEMM for the CPU"
+)
 SHAPES = [(128, 128), (1, 32), (130, 257), (64, 4096), (300, 96)]
 
 
@@ -83,24 +87,34 @@ def test_row_refuses_other_tiles(granularity):
         assert scaled_mm.unsupported_reason_row(*pair) == "its operands are not scaled by row"
 
 
-def test_both_formats_run_on_a_cpu():
+def test_a_cpu_has_the_gemm_from_pytorch_2_13_on_at_the_latest():
+    reason = scaled_mm.cpu_unsupported_reason()
+    if TorchVersion(torch.__version__) >= "2.13":
+        assert reason is None
+    assert reason is None or reason.startswith("this PyTorch's _scaled_mm takes no row scales on a CPU (")
+
+
+def test_both_formats_run_on_a_cpu_that_has_the_gemm():
+    reason = scaled_mm.cpu_unsupported_reason()
     for fmt in ("e4m3", "e5m2"):
-        assert scaled_mm.unsupported_reason_tensor(probe("tensor", fmt), probe("tensor")) is None
-        assert scaled_mm.unsupported_reason_row(probe("row", fmt), probe("row")) is None
+        assert scaled_mm.unsupported_reason_tensor(probe("tensor", fmt), probe("tensor")) == reason
+        assert scaled_mm.unsupported_reason_row(probe("row", fmt), probe("row")) == reason
 
 
 def test_a_cpu_is_probed_also_where_another_device_is_the_default(monkeypatch):
     def no_rows(*operands, **given):
         assert all(x.device.type == "cpu" for x in operands)
-        raise RuntimeError("per-tensor scaling only")
+        raise RuntimeError("INTERNAL ASSERT FAILED, please report a bug to PyTorch. Per-tensor scaling only.\nTrace")
 
     monkeypatch.setattr(torch, "_scaled_mm", no_rows)
-    scaled_mm._probe_cpu.cache_clear()
+    scaled_mm.cpu_unsupported_reason.cache_clear()
     with torch.device("meta"):
-        assert "per-tensor scaling only" in scaled_mm._probe_cpu()
-    scaled_mm._probe_cpu.cache_clear()
+        reason = scaled_mm.cpu_unsupported_reason()
+    assert reason == "this PyTorch's _scaled_mm takes no row scales on a CPU (Per-tensor scaling only.)"
+    scaled_mm.cpu_unsupported_reason.cache_clear()
 
 
+@on_a_cpu
 def test_a_cpu_gets_a_scale_for_each_row(monkeypatch):
     """With one scale each, oneDNN takes a thousand times as long on a processor with AMX."""
     shapes, plain = [], torch._scaled_mm
@@ -114,6 +128,7 @@ def test_a_cpu_gets_a_scale_for_each_row(monkeypatch):
     assert (y.double() - expected).norm() < 1e-6 * expected.norm()
 
 
+@on_a_cpu
 @pytest.mark.parametrize(("rows", "cols"), [(32, 48), (1, 48), (32, 1), (1, 1)])
 def test_a_side_of_1_may_have_the_stride_0(rows, cols):
     """Inductor of PyTorch 2.14 gives it to scales that are views, and `_scaled_mm` refuses it."""

@@ -187,20 +187,22 @@ def _pad(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
 def _unsupported_reason_device(device: torch.device, mode: Mode) -> str | None:
     how, why = architecture(device).support(mode)
     if how == "native" and device.type == "cpu":
-        return _probe_cpu()
+        return cpu_unsupported_reason()
     return None if how == "native" else why
 
 
 @cache
-def _probe_cpu() -> str | None:
-    """Try the smallest product: which CPU builds of PyTorch have `_scaled_mm` is written nowhere.
+def cpu_unsupported_reason() -> str | None:
+    """Return why this PyTorch cannot run the FP8 GEMM on a CPU, or None: PyTorch 2.11 takes one scale per operand only.
 
-    The device is named, as a model may be built under `torch.device("meta")`, which refuses nothing.
+    It tries the smallest product with row scales, as no build of PyTorch says what it has. The device is named, as a
+    model may be built under `torch.device("meta")`, which refuses nothing.
     """
     ones = torch.ones(16, 16, dtype=torch.float32, device="cpu")
     codes = ones.to(torch.float8_e4m3fn)
     try:
         torch._scaled_mm(codes, codes.t(), ones[:, :1].contiguous(), ones[:1], out_dtype=torch.float32)
     except (RuntimeError, NotImplementedError) as error:
-        return f"this PyTorch has no _scaled_mm for the CPU ({str(error).splitlines()[0]})"
+        first = str(error).splitlines()[0].rpartition("please report a bug to PyTorch. ")[2]  # it is none
+        return f"this PyTorch's _scaled_mm takes no row scales on a CPU ({first})"
     return None
