@@ -27,7 +27,8 @@ def test_a_row_of_a_loop_without_a_library():
     pytest.importorskip("transformers", reason="needs transformers")
     size = clients.Size(dim=128, layers=1, length=8, batch=1, lr=3e-3)
     [row] = clients.bench_clients(["script"], device="cpu", size=size, steps=6)
-    assert row["version"] == torch.__version__
+    named = torch.__version__
+    assert row["version"] in (named, named.partition("+")[0])  # a wheel of PyPI is named without its build
     assert row["fp8_layers"] == 7 and row["resumes"] and abs(row["gap_percent"]) < 1
     assert row["graphs"] == row["bf16_graphs"] == 1 and row["graph_breaks"] == 0
     Result(kind="clients", date="2026-11-23", hardware="cpu", versions={}, command="", rows=(row,))
