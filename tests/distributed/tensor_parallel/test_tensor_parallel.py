@@ -1,5 +1,7 @@
 """Tensor and sequence parallel against one process: codes, losses, gradients, and bytes on the wire."""
 
+from functools import partial
+
 import pytest
 import ranks
 import torch
@@ -30,6 +32,7 @@ from octavo_bench.ranks import join_alone
 from octavo_bench.traffic import Traffic
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
+HOW = ["folded", "whole tokens", "bf16", "tensorwise", "apart", "tied"]
 
 
 def llama(recipe="folded", policy=None, **shape):
@@ -94,9 +97,30 @@ def two_ranks(rank, count):
         "apart": compare(mesh, policy=octavo.Policy(fuse=False)),
         "tied": compare(mesh, policy=octavo.Policy(keep_defaults=False), tie_embeddings=True),
     }
-    return {**found, "gathered": gathered(rank, mesh), "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
+    return {**found, "masked": masked(mesh), "gathered": gathered(rank, mesh),
+            "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
             "trained": trained(mesh), "frozen": frozen(mesh), "compiled": compiled(count),
             "refused": refusals(mesh)}  # fmt: skip
+
+
+def masked(mesh):
+    """Return losses and gradients of a cut model and of one process, of whose tokens few or none count on one rank."""
+    tokens, targets = batch(0, 2)
+    targets = targets.clone()
+    targets[:, :8], targets[1, 8:10] = -100, -100
+    uneven = targets.clone()
+    uneven[:, :8], uneven[1, 2:8] = tokens[:, :8], -100
+    models = llama(), llama()
+    tensor_parallel(models[0], mesh)
+    with torch.no_grad():
+        losses = [
+            [loss_of(partial(model, **how), tokens, those).tolist() for model in models]
+            for those in (targets, uneven)
+            for how in ({}, {"by_sequence": True}, {"by_sequence": True, "hits": True})
+        ]
+    for model in models:
+        loss_of(model, tokens, targets).backward()
+    return {"losses": losses, "error": errors(*map(gradients, models))["all"]}
 
 
 def gathered(rank, mesh):
@@ -290,7 +314,7 @@ def on_four():
     return ranks.run(four_ranks, 4)
 
 
-@pytest.mark.parametrize("how", ["folded", "whole tokens", "bf16", "tensorwise", "apart", "tied"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_cut_model_is_as_near_to_the_truth_as_one_process(on_two, how):
     for result in on_two:
         found = result[how]
@@ -302,6 +326,13 @@ def test_a_cut_model_is_as_near_to_the_truth_as_one_process(on_two, how):
         assert found["logits"] < 0.05 and found["high"] < 1e-4
         assert found["names"] and found["equal"]
     assert on_two[0][how]["losses"] == on_two[1][how]["losses"]
+
+
+def test_a_rank_without_a_token_that_counts_adds_nothing_to_the_loss(on_two):
+    for result in on_two:
+        for cut, alone in result["masked"]["losses"]:
+            assert torch.tensor(cut).allclose(torch.tensor(alone), rtol=5e-3)
+        assert result["masked"]["error"] < 0.2
 
 
 def test_tokens_are_gathered_as_codes_with_a_byte_an_element(on_two):

@@ -113,11 +113,12 @@ def mean_of_tokens(loss: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Te
     """Return the mean over the tokens of all ranks, from the means over each rank's tokens.
 
     Args:
-        loss: any shape.
-        counts: number of tokens behind each element of `loss`.
+        loss: any shape; not read where this rank has no tokens: their mean is NaN.
+        counts: number of tokens behind each element of `loss`, or of its first dimensions.
     """
-    own = counts.to(loss.dtype)
-    return reduce_from_region(loss * (own / all_reduce_sum(own, group)), group)
+    own = counts.to(loss.dtype).view(counts.shape + (1,) * (loss.dim() - counts.dim()))
+    share = own / all_reduce_sum(own, group)
+    return reduce_from_region(torch.where(own > 0, loss * share, share), group)
 
 
 class _GatherCodes(torch.autograd.Function):
