@@ -32,7 +32,7 @@ from octavo_bench.ranks import join_alone
 from octavo_bench.traffic import Traffic
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
-HOW = ["folded", "whole tokens", "bf16", "tensorwise", "apart", "tied"]
+HOW = ["folded", "whole tokens", "bf16", "tensorwise", "apart", "tied", "norms of heads", "norms, whole tokens"]
 
 
 def llama(recipe="folded", policy=None, **shape):
@@ -96,8 +96,10 @@ def two_ranks(rank, count):
         "tensorwise": compare(mesh, "tensorwise"),
         "apart": compare(mesh, policy=octavo.Policy(fuse=False)),
         "tied": compare(mesh, policy=octavo.Policy(keep_defaults=False), tie_embeddings=True),
+        "norms of heads": compare(mesh, qk_norm=True),
+        "norms, whole tokens": compare(mesh, sequence=False, qk_norm=True),
     }
-    return {**found, "masked": masked(mesh), "gathered": gathered(rank, mesh),
+    return {**found, "masked": masked(mesh), "shared": shared(mesh), "gathered": gathered(rank, mesh),
             "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
             "trained": trained(mesh), "frozen": frozen(mesh), "compiled": compiled(count),
             "refused": refusals(mesh)}  # fmt: skip
@@ -121,6 +123,21 @@ def masked(mesh):
     for model in models:
         loss_of(model, tokens, targets).backward()
     return {"losses": losses, "error": errors(*map(gradients, models))["all"]}
+
+
+def shared(mesh):
+    """Return how many parameters there are before and after, where layers of two blocks and two norms share one."""
+    model = llama()
+    first, second = model.layers
+    second.feed_forward.w1.weight, second.ffn_norm.weight = first.feed_forward.w1.weight, first.ffn_norm.weight
+    before = len(list(model.parameters()))
+    tensor_parallel(model, mesh)
+    loss_of(model, *batch(0, 2)).backward()
+    up, down = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+    up.weight = down.weight
+    both = nn.ModuleDict({"up": up, "down": down})
+    said = ranks.refusal(UnsupportedError, lambda: parallelize_module(both, mesh, Parallel(["up"], ["down"])))
+    return before, len(list(model.parameters())), said
 
 
 def gathered(rank, mesh):
@@ -333,6 +350,12 @@ def test_a_rank_without_a_token_that_counts_adds_nothing_to_the_loss(on_two):
         for cut, alone in result["masked"]["losses"]:
             assert torch.tensor(cut).allclose(torch.tensor(alone), rtol=5e-3)
         assert result["masked"]["error"] < 0.2
+
+
+def test_shared_parameters_stay_shared_or_are_refused(on_two):
+    before, after, said = on_two[0]["shared"]
+    assert before == after
+    assert "shares it" in said
 
 
 def test_tokens_are_gathered_as_codes_with_a_byte_an_element(on_two):

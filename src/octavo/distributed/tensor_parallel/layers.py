@@ -57,7 +57,8 @@ class Parallel(ParallelStyle):
         parallelize_module(block, mesh, plan)
 
     The first argument of the module is its tokens, (B, t, D) on each rank with `sequence`, else (B, T, D); with `rows`
-    its result has the same form, as one tensor. Use it after `octavo.convert`; fused layers stay fused.
+    its result has the same form, as one tensor. Use it after `octavo.convert`; fused layers stay fused. Parameters of
+    other modules inside, such as norms of heads, are replicated; their gradients, each of a part, are summed.
 
     Args:
         columns: column-parallel children; "" is the module itself. They read the module's first argument.
@@ -79,7 +80,11 @@ class Parallel(ParallelStyle):
             _check_recipe(layer, name or type(module).__name__)
         for name, layer in layers.items():
             shard_tp(layer, name or type(module).__name__, device_mesh, 0 if name in self.columns else 1)
-        LocalParameters(module, [(layer, ADDED_BY_ALL) for layer in layers.values()], device_mesh)
+        kinds = self.gradient_kinds(module)
+        for one, kind in kinds:
+            for name in one._parameters if kind == SUMMED else ():
+                distribute_parameter(one, name, device_mesh, REPLICATED)
+        LocalParameters(module, kinds, device_mesh)
         group, columns = device_mesh.get_group(), [layers[name] for name in self.columns]
         if self.sequence and columns and _target_now(columns) is not None:
             for layer in columns:
@@ -90,6 +95,11 @@ class Parallel(ParallelStyle):
             rows = [layers[name] for name in self.rows]
             module.register_forward_hook(lambda _, args, result: self._reduce_output(result, rows, group))
         return module
+
+    def gradient_kinds(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+        """Return the modules inside that have parameters, and the kind of gradient of those that are replicated."""
+        layers = [module.get_submodule(name) for name in (*self.columns, *self.rows)]
+        return [(one, ADDED_BY_ALL if one in layers else SUMMED) for one in module.modules() if one._parameters]
 
     def _gather_input(self, args: tuple[Any, ...], columns: Sequence[nn.Module], group: dist.ProcessGroup) -> Tensor:
         if not args or not isinstance(args[0], Tensor):
@@ -136,13 +146,16 @@ class Replicated(ParallelStyle):
         self.sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        inside = list(module.modules())
-        for one in inside:
+        kinds = self.gradient_kinds(module)
+        for one, _ in kinds:
             for name in one._parameters:
                 distribute_parameter(one, name, device_mesh, REPLICATED)
-        gradient = SUMMED if self.sequence else SAME
-        LocalParameters(module, [(one, gradient) for one in inside if one._parameters], device_mesh)
+        LocalParameters(module, kinds, device_mesh)
         return module
+
+    def gradient_kinds(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+        """Return the modules inside that have parameters, and the kind of their gradients."""
+        return [(one, SUMMED if self.sequence else SAME) for one in module.modules() if one._parameters]
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) -> TensorParallelPlan:
@@ -167,7 +180,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
         UnsupportedError: a layer that cannot be sharded, or a recipe with stored scales.
     """
     blocks = _blocks(model, mesh, sequence)
-    styles = {
+    styles: dict[str, Parallel | Replicated] = {
         "attention_norm": Replicated(sequence=sequence),
         "attention": Parallel(["wq", "wk", "wv"], ["wo"], sequence=sequence),
         "ffn_norm": Replicated(sequence=sequence),
@@ -180,11 +193,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
                 name = full_name(part, layer)
                 _check_recipe(block.get_submodule(name), name)
                 rows.append(_row(block.get_submodule(name), full_name(prefix, name), style, layer))
-    kinds = {part: ADDED_BY_ALL if part in sharded else (SUMMED if sequence else SAME) for part in styles}
     for block in blocks.values():
-        parallelize_module(block, mesh, styles)
-        inside = [(one, kinds[part]) for part in styles for one in block.get_submodule(part).modules()]
-        LocalParameters(block, [(one, kind) for one, kind in inside if one._parameters], mesh)
+        parallelize_module(block, mesh, {**styles})
+        kinds = [pair for part, style in styles.items() for pair in style.gradient_kinds(block.get_submodule(part))]
+        LocalParameters(block, kinds, mesh)
     _place_ends(model, mesh, sequence)
     return TensorParallelPlan(ranks=mesh.size(), sequence=sequence, layers=tuple(rows))
 
@@ -236,14 +248,8 @@ def _place_ends(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     A pipeline stage has only some of them. The model reads the head's weight for its loss, and does not call it.
     """
     ends = [getattr(model, name) for name in _ENDS if getattr(model, name, None) is not None]
-    shared: dict[Any, Any] = {}
     for end in ends:
-        before = end._parameters["weight"]
-        if before in shared:  # tied embedding and head
-            end._parameters["weight"] = shared[before]
-        else:
-            distribute_parameter(end, "weight", mesh, REPLICATED)
-            shared[before] = end._parameters["weight"]
+        distribute_parameter(end, "weight", mesh, REPLICATED)
     LocalParameters(model, [(end, SUMMED if sequence else SAME) for end in ends], mesh)
     if not sequence:
         return

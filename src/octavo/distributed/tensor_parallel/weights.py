@@ -52,16 +52,33 @@ def shard_tp(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
 
 
 def distribute_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace a parameter by a DTensor. All ranks have the same values before; nothing is sent."""
+    """Replace a parameter by a DTensor; a tied one by the same. All ranks have the same values before; nothing is sent.
+
+    Raises:
+        UnsupportedError: it is distributed in another way already.
+    """
     parameter = module._parameters[name]
-    if parameter is None or is_distributed(parameter):
+    if parameter is None:
         return
+    placed: Any = parameter if is_distributed(parameter) else getattr(parameter, "placed", None)
+    if placed is None:
+        placed = _placed(parameter, mesh, placement)
+        parameter.placed = placed  # type: ignore[attr-defined]  # for other modules that share it
+    elif (placed.device_mesh, placed.placements) != (mesh, (placement,)):
+        raise UnsupportedError(
+            f"tensor parallel: {type(module).__name__}.{name} is placed as {placed.placements} already, by a layer that"
+            " shares it or an earlier call. Untie it, or call tensor parallel once, before shard."
+        )
+    module._parameters[name] = placed
+    if isinstance(local(placed), FP8Tensor):
+        module.register_state_dict_post_hook(plain_values_hook)
+
+
+def _placed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     values = parameter.detach()
     part = _part(values, placement.dim, mesh) if isinstance(placement, Shard) else values
     placed = DTensor.from_local(part, mesh, [placement], run_check=False, shape=values.shape, stride=values.stride())
-    module._parameters[name] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-    if isinstance(values, FP8Tensor):
-        module.register_state_dict_post_hook(plain_values_hook)
+    return nn.Parameter(placed, requires_grad=parameter.requires_grad)
 
 
 def _part(values: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
