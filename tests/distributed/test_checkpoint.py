@@ -107,12 +107,15 @@ def pytorchs(rank):
 
 def refusals(folder):
     model, optimizer = build("fp8 float32")
-    narrow = llama(ffn=160)
-    shard(narrow, mp_policy=FP32)
+    narrow, deep, shallow = llama(ffn=160), llama(layers=2), llama(layers=1)
+    for other in (narrow, deep, shallow):
+        shard(other, mp_policy=FP32)
+    save(Path(folder) / "deep", deep)
     attempts = [
         lambda: load(Path(folder) / "nowhere", model),
         lambda: load(Path(folder) / "exact bfloat16", model, optimizer),
         lambda: load(Path(folder) / "fp8 float32", narrow),
+        lambda: load(Path(folder) / "deep", shallow),
     ]
     return [ranks.refusal(CheckpointError, attempt) for attempt in attempts]
 
@@ -179,7 +182,7 @@ def test_pytorchs_functions_carry_a_run_over(written):
 
 
 def test_what_does_not_fit_is_refused(written):
-    words = ["not a complete checkpoint", "states are ['exact']", "does not fit this model"]
+    words = ["not a complete checkpoint", "states are ['exact']", "does not fit this model", "such as 'layers.1."]
     assert len(written[0]["refused"]) == len(words)
     assert all(word in said for word, said in zip(words, written[0]["refused"], strict=True))
 

@@ -65,6 +65,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
     if optimizer is not None:
         _check_tiers(optimizer, settings.get("optimizer"), folder)
     state = _state(model, optimizer)
+    _check_model(state["model"], Path(folder))
     parameters = {f"model.{name}" for name, _ in model.named_parameters()}  # a buffer may hold infinities, as a mask
     storage.read(Path(folder), _flat(state), lambda name: name in parameters or name.startswith("optimizer."))
     # Codes requantised from values could differ from those that the remainders belong to.
@@ -128,6 +129,20 @@ def _check_files(folder: Path) -> None:
         dist.all_gather_object(faults, faults[rank])
     if any(faults):
         raise CheckpointError(next(filter(None, faults)))
+
+
+def _check_model(here: Mapping[str, Tensor], folder: Path) -> None:
+    """Check that this model, or that of another rank, as a stage of a pipeline, has every tensor of the one saved."""
+    known = [list(here)]
+    if dist.is_initialized():
+        known *= dist.get_world_size()
+        dist.all_gather_object(known, list(here))
+    saved = {name.removeprefix("model.") for name in storage.shapes(folder) if name.startswith("model.")}
+    if missing := sorted(saved.difference(*known)):
+        raise CheckpointError(
+            f"{folder} does not fit this model: {len(missing)} of its {len(saved)} tensors are unknown here, such as "
+            f"'{missing[0]}'."
+        )
 
 
 def _write_settings(
