@@ -201,6 +201,14 @@ def test_another_format_gives_other_files(change: dict[str, Any], tmp_path: Path
     assert prepare(source, BYTES, tmp_path / "cache", 0.2, chat=ChatFormat(**base)) == first
 
 
+def test_a_conversation_of_exactly_a_row_is_not_cut(tmp_path: Path) -> None:
+    messages = [{"messages": turns(f"{i}?", "one")} for i in range(9)]
+    length = len(ChatFormat(sequence=64).encode(messages[0], BYTES))
+    source = write(tmp_path / "chat.jsonl", messages)
+    cut = [prepare(source, BYTES, tmp_path, 0.2, ChatFormat(sequence=n)).overlong for n in (length, length - 1)]
+    assert cut == [0, 9]
+
+
 class WideTokenizer(ByteTokenizer):
     """Bytes, with ids that need 32 bits."""
 

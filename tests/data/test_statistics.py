@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.data import ByteTokenizer, corpus_statistics, prepare
+from octavo.data.chat import layout
+from octavo.data.loader import FIRST, NO_TARGET
 from octavo.data.statistics import FILE, entropy, measure, text_bytes
 
 TOKENIZER = ByteTokenizer()
@@ -47,6 +49,16 @@ def test_statistics_are_those_of_the_definition(texts: list[str]) -> None:
 def test_a_part_of_a_document_is_a_document() -> None:
     assert measure(ids_of(["abc"])[:-1], TOKENIZER, 3).documents == 1
     assert measure(ids_of(["abc", "abc"])[:-1], TOKENIZER, 6).documents == 2
+
+
+def test_conversations_may_begin_with_the_end_of_document() -> None:
+    """GPT-2's `<|endoftext|>` is both. Fillings, which have no target, are no documents."""
+    conversations = [np.array([256, *b"?", *answer, 256], dtype=np.uint32) for answer in (b"yes", b"no", b"yes")]
+    for ids in conversations:
+        ids[0] |= FIRST | NO_TARGET
+    rows = layout([conversations[:2], conversations[2:]], 16, TOKENIZER)
+    found = measure(rows, TOKENIZER, 11)
+    assert (found.documents, found.tokens, found.duplicate_documents) == (3, 17, 1)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def encode_chat(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: fl
             ids = chat.encode(line, tokenizer)
         except DataError as error:
             raise DataError(f"{where}: {error}.") from error
-        overlong += len(ids) == chat.sequence
+        overlong += int(ids[-1] & IDS != tokenizer.end_of_document)  # cut: a whole one ends with it
         if not np.all(ids & NO_TARGET):
             text = json.dumps(line["messages"], sort_keys=True)
             found.append(_Conversation(digest(text.encode()), ids, str(line.get("task", "")), size))

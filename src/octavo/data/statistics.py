@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from octavo._util import config_reader
 from octavo._util.files import write_text
-from octavo.data.loader import FIRST, IDS, open_tokens
+from octavo.data.loader import FIRST, IDS, NO_TARGET, open_tokens
 from octavo.data.quality import SHINGLE_BYTES, SHINGLE_TOKENS, Letters, near_duplicates, signatures
 from octavo.data.tokenizer import Tokenizer, Tokens
 from octavo.data.tokens import TokenFiles
@@ -155,7 +155,7 @@ def _documents(ids: Tokens, tokenizer: Tokenizer) -> tuple[Tokens, NDArray[np.in
     if not len(starts):
         return plain, _ends(plain, tokenizer.end_of_document)
     ends = np.append(starts[1:], len(ids))
-    is_kept = plain[starts] != tokenizer.end_of_document  # a filling has nothing else
+    is_kept = np.logical_or.reduceat((ids & NO_TARGET) == 0, starts)  # a filling has none
     return plain[np.repeat(is_kept, ends - starts)], np.cumsum((ends - starts)[is_kept])
 
 
