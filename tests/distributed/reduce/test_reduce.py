@@ -61,6 +61,7 @@ def measure(rank: int, world: int) -> dict[str, object]:
     found["mu"] = mu_of_steps(rank)
     found["mu at the threshold"] = [mu_after_saturation(count) for count in (1, 3)]
     found["mu of equal gradients"] = [mu_of_equal_gradients(scattered) for scattered in (False, True)]
+    found["mu of a resumed run"] = mu_of_a_resumed_run()
     found["zeros"] = zeros()
     found["levels"] = sent_by_level(reduction("two-level", mesh), rank)
     found["errors"] = errors(mesh, groups[2], rank)
@@ -170,6 +171,19 @@ def mu_of_equal_gradients(scattered: bool) -> list[float]:
             scheme.all_reduce(values, dist.group.WORLD, parts={"w": 400})
         found.append(float(scheme.mu["w"]))
     return found
+
+
+def mu_of_a_resumed_run() -> list[float]:
+    """Return mu after two steps, and with the state of rank 0 in between, on whose part no sum saturates."""
+    first, other = FP8LM(), FP8LM()
+    values = torch.cat([torch.full((100,), 1e-3), torch.full((300,), 1.75)])
+    first.reduce_scatter(torch.empty(100), values.clone(), dist.group.WORLD, name="w")
+    saved = [first.state_dict()]
+    dist.broadcast_object_list(saved, 0)
+    other.load_state_dict(saved[0])
+    for scheme in (first, other):
+        scheme.reduce_scatter(torch.empty(100), values.clone(), dist.group.WORLD, name="w")
+    return [float(scheme.mu["w"]) for scheme in (first, other)]
 
 
 def zeros() -> torch.Tensor:
@@ -327,6 +341,12 @@ def test_mu_is_halved_where_the_sum_saturates(scattered, results):
     expected = [0.5 * GROWTH, 0.25 * GROWTH, 0.125 * GROWTH]
     for rank in range(4):
         assert results[rank]["mu of equal gradients"][scattered] == pytest.approx(expected, rel=1e-6)
+
+
+def test_mu_goes_on_from_the_state_of_any_rank(results):
+    for rank in range(4):
+        first, other = results[rank]["mu of a resumed run"]
+        assert first == other == pytest.approx(0.25 * GROWTH)
 
 
 def test_a_gradient_of_zeros_stays_zero(results):

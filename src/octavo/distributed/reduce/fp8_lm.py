@@ -6,7 +6,7 @@
 
 mu leaves headroom for the sum. It is halved after a step in which more than 0.001 % of the elements saturated, and
 otherwise doubles over 1,000 steps. The paper counts before the sum; here the sum is counted too, since that is where
-overflow occurs, and the largest share of all ranks decides. It is sent with the next step's amax.
+overflow occurs, and the largest share of all ranks decides.
 
 Every partial sum is rounded to E4M3, so the error grows with the number of ranks, whatever mu is. This scheme is here
 for comparison with the paper: `fp8-block` sends as many bytes and rounds each contribution once.
@@ -48,7 +48,7 @@ class FP8LM(Scheme):
         self.mu: dict[str, Tensor] = {}
         """mu by tensor, FP32 (): the same on all ranks."""
         self.saturated: dict[str, Tensor] = {}
-        """Share of saturated elements by tensor, FP32 (), in the last step of this rank."""
+        """Share of saturated elements by tensor, FP32 (), in the last step: the largest of all ranks."""
 
     def _reduce_scatter(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup, factor: float, name: str
@@ -57,7 +57,7 @@ class FP8LM(Scheme):
         codes = _codes(input, scale)
         sent = _share_saturated(codes)
         summed = self._sum_scattered(codes.view(group.size(), -1), group)
-        self.saturated[name] = torch.maximum(sent, _share_saturated(summed))
+        self._agree([name], torch.maximum(sent, _share_saturated(summed)).view(1), group)
         output.copy_(summed.float() * (factor / scale))
 
     def _all_reduce(self, gradient: Tensor, group: dist.ProcessGroup, factor: float, parts: Mapping[str, int]) -> None:
@@ -65,11 +65,16 @@ class FP8LM(Scheme):
         tensors = gradient.split(sizes)
         scales = self._scales(tensors, names, group)
         codes = [_codes(tensor, scale) for tensor, scale in zip(tensors, scales, strict=True)]
-        sent = [_share_saturated(own) for own in codes]
+        sent = torch.stack([_share_saturated(own) for own in codes])
         summed = self._sum_all(torch.cat(codes), group).split(sizes)
-        for name, tensor, scale, own, total in zip(names, tensors, scales, sent, summed, strict=True):
-            self.saturated[name] = torch.maximum(own, _share_saturated(total))
+        self._agree(names, torch.maximum(sent, torch.stack([_share_saturated(total) for total in summed])), group)
+        for tensor, scale, total in zip(tensors, scales, summed, strict=True):
             tensor.copy_(total.float() * (factor / scale))
+
+    def _agree(self, names: Sequence[str], shares: Tensor, group: dist.ProcessGroup) -> None:
+        """Store the largest shares of all ranks: a checkpoint has those of one rank."""
+        self.wire.all_reduce(shares, group, dist.ReduceOp.MAX)
+        self.saturated.update(zip(names, shares.unbind(), strict=True))
 
     def _scales(self, tensors: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup) -> Tensor:
         """Return the agreed factors that tensors are multiplied by, FP32 (tensors,), and update mu."""
@@ -83,10 +88,8 @@ class FP8LM(Scheme):
             self.mu[name] = self.mu.get(name, torch.tensor(group.size() ** -0.5, dtype=torch.float32)).to(device)
             self.saturated[name] = self.saturated.get(name, torch.tensor(0.0, dtype=torch.float32)).to(device)
         amax = torch.cat([tile_amax(tensor[None], PER_TENSOR).view(1) for tensor in tensors])
+        self.wire.all_reduce(amax, group, dist.ReduceOp.MAX)
         saturated = torch.stack([self.saturated[name] for name in names])
-        agreed = torch.cat([amax, saturated])
-        self.wire.all_reduce(agreed, group, dist.ReduceOp.MAX)
-        amax, saturated = agreed.split(len(names))
         mu = torch.stack([self.mu[name] for name in names])
         mu = torch.where(saturated > THRESHOLD, mu * 0.5, mu * GROWTH).clamp(1 / LIMIT, LIMIT)
         self.mu.update(zip(names, mu.unbind(), strict=True))
@@ -112,7 +115,7 @@ class FP8LM(Scheme):
         return self.wire.all_gather(summed.view(torch.uint8), group).view(-1)[: codes.numel()].view(E4M3.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return `<tensor>.mu` and `<tensor>.saturated`, FP32 (). The latter is this rank's; any may be loaded."""
+        """Return `<tensor>.mu` and `<tensor>.saturated`, FP32 (), the same on all ranks."""
         kept = {"mu": self.mu, "saturated": self.saturated}
         return {f"{name}.{key}": value.clone() for key, table in kept.items() for name, value in table.items()}
 
