@@ -26,6 +26,19 @@ def test_rows_are_a_view():
     assert torch.equal(x.dequantize()[1:3], torch.ones(2, 8)) and not torch.equal(x.dequantize()[0], torch.ones(8))
 
 
+def test_rows_that_share_a_scale_with_others_are_read_only():
+    x = tensor(4, 8, "tensor")
+    before = x.dequantize()
+    for part in (x[1:3], x[1:3].detach(), x.data[:2], x[:3][:2], x.chunk(2)[0]):
+        with pytest.raises(UnsupportedError, match="share a scale"):
+            part.copy_(100 * torch.ones(len(part), 8))
+    with pytest.raises(UnsupportedError, match="share a scale"):
+        x[:2] = 100 * torch.ones(2, 8)
+    assert torch.equal(x.dequantize(), before)
+    x[:4] = x[1:3].clone().copy_(torch.ones(2, 8)).dequantize().repeat(2, 1)
+    assert torch.equal(x.dequantize(), torch.ones(4, 8))
+
+
 @pytest.mark.parametrize(
     ("granularity", "start", "stop"), [("128x128", 128, 300), ("128x128", 0, 256), ("tensor", 5, 9)]
 )

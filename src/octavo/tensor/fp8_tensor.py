@@ -35,6 +35,8 @@ class FP8Tensor(Tensor):
     scaling: Scaling
     """How scales are chosen for values that are copied in. Scales passed to the constructor are not checked against
     it."""
+    shares_scale: bool = False
+    """Whether other rows outside of this tensor have the same scale, so that it can be read only."""
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -232,7 +234,9 @@ def _values(x: FP8Tensor, dtype: torch.dtype) -> Tensor:
 
 def _each(x: FP8Tensor, operation: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> FP8Tensor:
     """Return the operation applied to codes and to scales."""
-    return FP8Tensor(operation(x.codes), operation(x.scale), x.granularity, dtype or x.dtype, x.scaling)
+    made = FP8Tensor(operation(x.codes), operation(x.scale), x.granularity, dtype or x.dtype, x.scaling)
+    made.shares_scale = x.shares_scale and operation is Tensor.detach
+    return made
 
 
 @implements(aten.detach.default, aten.alias.default)
@@ -272,6 +276,11 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(x, FP8Tensor):
         assert isinstance(source, FP8Tensor)
         return x.copy_(_values(source, x.dtype), non_blocking=non_blocking)
+    if x.shares_scale:
+        raise UnsupportedError(
+            f"{x!r}.copy_: these rows share a scale with other rows, whose values would change with it. Write the whole"
+            " matrix, or quantise it with one scale per row."
+        )
     if not (isinstance(source, FP8Tensor) and _kind(source) == _kind(x)):
         values = _values(source, torch.float32) if isinstance(source, FP8Tensor) else source
         source = FP8Tensor.from_tensor(values.to(x.device), x.format, x.granularity.name, x.scaling)

@@ -1,7 +1,7 @@
 """Parts of an FP8 tensor, for FSDP2, DTensor and tensor parallelism. They are views, as for plain tensors.
 
-PyTorch's operators give rows only. Columns have functions of their own: they share the scales of their rows with other
-columns, so that they must be copied before they are written.
+PyTorch's operators give rows only, and those of a matrix with a single scale cannot be written. Columns have functions
+of their own: they share the scales of their rows with other columns, and must be copied before they are written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def _slice(x: FP8Tensor, dim: int = 0, start: int | None = None, end: int | None
     if dim != 0 or step != 1:
         raise UnsupportedError(f"a slice of dimension {dim} with step {step}: an FP8Tensor is cut along its rows.")
     first, last, _ = slice(start, end).indices(x.shape[0])
-    return FP8Tensor(*rows_of(x.quantized, first, max(first, last)), x.dtype, x.scaling)
+    part = FP8Tensor(*rows_of(x.quantized, first, max(first, last)), x.dtype, x.scaling)
+    part.shares_scale = x.shares_scale or (x.granularity.rows is None and part.shape != x.shape)
+    return part
 
 
 @implements(aten.split.Tensor)
