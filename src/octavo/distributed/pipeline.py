@@ -242,7 +242,12 @@ class Pipeline:
 
         Returns:
             The mean loss in nats per token, not scaled, FP32, shape (); None on ranks without the last stage.
+
+        Raises:
+            ConfigError: `parts` does not divide the batch.
         """
+        if len(tokens_BT) % parts:
+            raise ConfigError(f"pipeline: {len(tokens_BT)} sequences do not divide into {parts} equal microbatches.")
         self._losses, self._scaled = [], scaled
         first = (tokens_BT.contiguous(),) if 0 in self.stages else ()  # PyTorch compares strides with a microbatch's
         last = {"targets_BT": targets_BT, "target": targets_BT} if self.has_last else {}

@@ -12,6 +12,7 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 import octavo
 from octavo.distributed import shard
 from octavo.distributed.pipeline import SCHEDULES, Pipeline
+from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Llama
 from octavo.models.stages import stages
@@ -38,6 +39,7 @@ def losses(name, rank, count):
     pipeline = Pipeline(own, schedule, group, device=torch.device("cpu"), **stream)
     weights = [*alone.parameters(), *(p for part in own.values() for p in part.parameters())]
     tokens, targets = batch(0, 3)
+    assert "3 sequences" in ranks.refusal(ConfigError, lambda: pipeline.step(tokens, targets, 2))
     rows = []
     for _ in range(2):
         with torch.no_grad():
