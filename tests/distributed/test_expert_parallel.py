@@ -3,12 +3,13 @@
 import pytest
 import ranks
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import octavo
 from octavo.distributed import expert_parallel, rank_loads
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.models.moe import Experts
 from octavo.numerics import sqnr_db
 from octavo.tensor import local
@@ -66,12 +67,31 @@ def test_two_ranks_compute_what_one_does(recipe, skewed, enabled):
         assert (loads["experts"] == 2.0) == skewed  # all tokens went to the experts of the first rank
 
 
+class SortedExperts(nn.Module):
+    """Experts that are called with sorted rows, as torchtitan's."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3 = (nn.Parameter(torch.randn(4, 48, 32) / 6) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(4, 32, 48) / 7)
+
+    def forward(self, x, num_tokens_per_expert):
+        outputs = []
+        for e, part in enumerate(torch.split(x, num_tokens_per_expert.tolist(), dim=0)):
+            outputs.append((F.silu(part @ self.w1[e].mT) * (part @ self.w3[e].mT)) @ self.w2[e].mT)
+        return torch.cat(outputs, dim=0)
+
+
 def refused(rank, ranks_):
     mesh = init_device_mesh("cpu", (ranks_,))
-    found = [ranks.refusal(ConfigError, lambda: expert_parallel(nn.Linear(32, 32), mesh))]
-    return [*found, ranks.refusal(ConfigError, lambda: expert_parallel(model("folded", 3), mesh))]
+    routed = nn.ModuleDict({"experts": SortedExperts()})
+    octavo.convert(routed, "folded")
+    models = nn.Linear(32, 32), model("folded", 3), routed
+    kinds = ConfigError, UnsupportedError
+    return [ranks.refusal(kinds, lambda m=each: expert_parallel(m, mesh)) for each in models]
 
 
 def test_what_cannot_be_shared():
-    for none, odd in ranks.run(refused, 2):
+    for none, odd, routed in ranks.run(refused, 2):
         assert "no experts in FP8" in none and "the 3 experts of 'experts' do not divide by 2 ranks" in odd
+        assert "'experts' is called with the rows of each expert" in routed

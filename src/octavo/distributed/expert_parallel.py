@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from octavo._util.autograd import first_order
 from octavo.distributed.sharding.embedding import all_to_all_rows
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.experts import Routing, combine, route
 from octavo.nn.experts import (
     ExpertOptions,
@@ -55,6 +55,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[str]:
 
     Raises:
         ConfigError: no experts compute in FP8, their number cannot be divided evenly, or the mesh has more dimensions.
+        UnsupportedError: experts are called with sorted rows: the module around them routes tokens.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     ranks = mesh.size()
@@ -66,6 +67,11 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[str]:
         )
     for name, module in modules.items():
         count = module.products[0].parts[0].shape[0]
+        if module.expert_roles.is_sorted:
+            raise UnsupportedError(
+                f"expert_parallel: '{name}' is called with the rows of each expert. The module that sorts them must"
+                " also send them to other ranks: share the experts by its own means."
+            )
         if count % ranks:
             raise ConfigError(f"expert_parallel: the {count} experts of '{name}' do not divide by {ranks} ranks.")
         if any(is_distributed(parameter) for parameter in module.parameters()):
