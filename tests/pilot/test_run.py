@@ -41,6 +41,14 @@ def test_bf16_and_a_recipe_see_the_same_batches(python_file):
     assert base.step_ms == pytest.approx(sum(base.phases.values())) and base.tflops == pytest.approx(1 / base.step_ms)
 
 
+def test_dropout_is_the_same_in_every_precision(python_file):
+    python_file.write_text(python_file.read_text().replace("nn.ReLU()", "nn.Dropout(0.5)"))
+    workload = load_workload(python_file)
+    how, model, state = Conditions(workload=workload, device=CPU, steps=4), workload.build(), torch.get_rng_state()
+    (first, _), (second, _) = measure("bf16", model, how), measure("bf16", model, how)
+    assert first.losses == second.losses and torch.equal(state, torch.get_rng_state())
+
+
 def test_a_precision_that_fails_says_so(python_file):
     python_file.write_text(python_file.read_text().replace("model(batch[0])", "model(batch[0][:, :-1])"))
     workload = load_workload(python_file)

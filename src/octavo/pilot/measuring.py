@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from octavo import kernels
+from octavo._util.rng import untouched_generators
 from octavo.conversion import Plan, convert
 from octavo.doctor.accuracy import drift
 from octavo.doctor.check import run_check
@@ -122,7 +123,8 @@ def measure(precision: str, model: nn.Module, how: Conditions) -> tuple[Measurem
     found = Measurement(precision=precision)
     plan = None
     try:
-        plan = _measure(copy.deepcopy(model).to(how.device), how, found)
+        with untouched_generators():
+            plan = _measure(copy.deepcopy(model).to(how.device), how, found)
     except (RuntimeError, NotImplementedError, UnsupportedError) as error:  # RuntimeError includes out of memory
         found.failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     torch.compiler.reset()
@@ -139,6 +141,7 @@ def _measure(model: nn.Module, how: Conditions, found: Measurement) -> Plan | No
         plan = convert(model, found.precision, tokens=how.rows)
         _errors(model, how.workload, found)
     run = _Training(model, how, PRECISIONS.get(found.precision, torch.bfloat16))
+    torch.manual_seed(0)  # the same dropout in every precision
     _train(run, how, found)
     if how.device.type == "cuda" and how.workload.decode is not None:
         batch = next(how.workload.batches())
