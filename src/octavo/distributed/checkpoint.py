@@ -8,7 +8,6 @@ tensor parallel, where scales belong to parts of rows. Everything else is in `oc
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,10 +79,17 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
     return extra
 
 
-@functools.lru_cache(maxsize=1)
-def _background_group(_world: Any) -> Any:
+_background_groups: dict[Any, Any] = {}
+"""The group of `_background_group`, by that of all ranks. Not a function cache: a forecast of memory on one rank would
+empty it, and all ranks must make a group together."""
+
+
+def _background_group(world: Any) -> Any:
     """Return a separate CPU group of all ranks, so that its messages do not mix with those of training."""
-    return dist.new_group(backend="gloo")
+    if world not in _background_groups:
+        _background_groups.clear()
+        _background_groups[world] = dist.new_group(backend="gloo")
+    return _background_groups[world]
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str, Tensor]]:
