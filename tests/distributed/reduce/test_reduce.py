@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octavo.distributed import REDUCTIONS, Scheme, reduction, set_reduction
 from octavo.distributed.reduce import FLAT
 from octavo.distributed.reduce.fp8_lm import FP8LM, ring_sum
+from octavo.distributed.reduce.scheme import TwoLevel
 from octavo.errors import ConfigError
 from octavo.kernels.message import message_bytes
 from octavo.numerics import E4M3, TILE_1x128, dequantize, quantize, sqnr_db
@@ -64,6 +65,7 @@ def measure(rank: int, world: int) -> dict[str, object]:
     found["mu of a resumed run"] = mu_of_a_resumed_run()
     found["zeros"] = zeros()
     found["levels"] = sent_by_level(reduction("two-level", mesh), rank)
+    found["states by level"] = states_by_level(TwoLevel(mesh, inner=FP8LM(), outer=FP8LM()))
     found["errors"] = errors(mesh, groups[2], rank)
     return found
 
@@ -196,6 +198,12 @@ def zeros() -> torch.Tensor:
 def sent_by_level(scheme: Scheme, rank: int) -> dict[str, int]:
     scheme.reduce_scatter(torch.empty(1024), torch.ones(4096), dist.group.WORLD)
     return {"inner": scheme.inner.sent, "outer": scheme.outer.sent, "all": scheme.sent}
+
+
+def states_by_level(scheme: Scheme) -> list[str]:
+    for name in ("a", "b"):
+        scheme.all_reduce(torch.ones(64), dist.group.WORLD, parts={name: 40, f"{name}2": 24})
+    return [name for name in scheme.state_dict() if name.endswith(".mu")]
 
 
 def errors(mesh, pair: dist.ProcessGroup, rank: int) -> list[str]:
@@ -384,6 +392,10 @@ def test_states_have_the_names_of_tensors(results):
     scheme = FP8LM()
     scheme.load_state_dict(state)
     assert scheme.state_dict() == state and results[0]["bf16 ddp"]["state"] == {}
+
+
+def test_both_levels_have_a_state_per_gradient(results):
+    assert results[0]["states by level"] == ["inner.a.mu", "inner.b.mu", "outer.a.mu", "outer.b.mu"]
 
 
 def test_errors_say_what_to_do(results):

@@ -283,10 +283,10 @@ class TwoLevel(Scheme):
     def _all_reduce(self, gradient: Tensor, group: dist.ProcessGroup, factor: float, parts: Mapping[str, int]) -> None:
         self._check(group)
         ranks, mean = self._within.size(), factor != 1  # of two ranks at least
-        length = part_length(gradient.numel(), ranks)
-        part = gradient.new_empty(length, dtype=torch.float32)
-        self.inner.reduce_scatter(part, padded(gradient, ranks * length, gradient.dtype), self._within, mean=mean)
-        self.outer.all_reduce(part, self._across, mean=mean)
+        length, name = part_length(gradient.numel(), ranks), next(iter(parts))  # a rank has a part of all tensors
+        part, whole = gradient.new_empty(length, dtype=torch.float32), padded(gradient, ranks * length, gradient.dtype)
+        self.inner.reduce_scatter(part, whole, self._within, mean=mean, name=name)
+        self.outer.all_reduce(part, self._across, mean=mean, parts={name: length})
         gathered = self.wire.all_gather(part.to(gradient.dtype), self._within)
         gradient.copy_(gathered.view(-1)[: gradient.numel()])
 
