@@ -148,7 +148,7 @@ def calibrate(
 
     The model computes in its own precision, in its current mode (`train`, `eval`); parameters, gradients and stored
     scales stay unchanged. Counting needs one pass over each tensor and 256 KiB per scale. A recomputed forward counts
-    twice.
+    twice. Of several ranks each counts its own batches: call it on one, and let all read the file that it saves.
 
     Args:
         model: any module with `nn.Linear` layers, converted or not.
