@@ -56,6 +56,13 @@ def test_what_is_written_is_read_in_every_dtype(tmp_path: Path) -> None:
         assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
+def test_a_folder_may_have_others_in_it(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    storage.write(tmp_path, tensors(), {"notes.txt": "ä"})
+    assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "ä"
+    assert read(tmp_path).keys() == tensors().keys() and {*storage.read_index(tmp_path)} == {FILE, "notes.txt"}
+
+
 def test_tied_and_strided_tensors_are_written_whole(tmp_path: Path) -> None:
     x = torch.arange(12.0).reshape(3, 4)
     saved = {"tied": x, "other": x, "transposed": x.t(), "part": x[:, :2], "rows": x[1:]}

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from octavo._util.dist import is_first_rank
 from octavo.distributed import storage
 from octavo.errors import CheckpointError
 from octavo.optim import Optimizer, flatten, unflatten
@@ -38,7 +37,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
     Raises:
         CheckpointError: a rank could not write.
     """
-    storage.write(Path(folder), _write_settings(Path(folder), model, optimizer, extra))
+    storage.write(Path(folder), *_contents(model, optimizer, extra))
 
 
 def save_async(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any) -> Any:
@@ -47,8 +46,8 @@ def save_async(folder: str | Path, model: nn.Module, optimizer: Optimizer | None
     Returns:
         A future; `result()` waits until the checkpoint is written, and raises its errors.
     """
-    tensors = _write_settings(Path(folder), model, optimizer, extra)
-    return storage.write_async(Path(folder), tensors, _background_group(dist.group.WORLD))
+    tensors, texts = _contents(model, optimizer, extra)
+    return storage.write_async(Path(folder), tensors, texts, _background_group(dist.group.WORLD))
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -151,17 +150,15 @@ def _check_model(here: Mapping[str, Tensor], folder: Path) -> None:
         )
 
 
-def _write_settings(
-    folder: Path, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def _contents(
+    model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a checkpoint, and the content of its other file."""
     state = _state(model, optimizer)
     settings: dict[str, Any] = {"extra": extra}
     if optimizer is not None:
         settings["optimizer"] = flatten(optimizer.state_dict())[1]
-    if is_first_rank():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
-    return _flat(state)
+    return _flat(state), {SETTINGS: json.dumps(settings, indent=1)}
 
 
 def _check_tiers(optimizer: Optimizer, saved: Mapping[str, Any] | None, folder: str | Path) -> None:

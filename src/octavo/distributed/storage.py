@@ -38,20 +38,23 @@ FILE_BYTES = 1 << 30
 """Tensors are written into a new file beyond this size: writing takes twice the memory of a file."""
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def write(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str] | None = None) -> None:
     """Write tensors into a folder that all ranks share. All ranks call it.
+
+    Args:
+        texts: contents of further files, by name; the first rank's are written.
 
     Raises:
         CheckpointError: a rank could not write.
     """
     with _errors(folder), warnings.catch_warnings(action="ignore", category=UserWarning):  # about one process
-        state_dict_saver.save(dict(tensors), storage_writer=_Writer(folder, tensors), planner=_SavePlanner())
+        state_dict_saver.save(dict(tensors), storage_writer=_Writer(folder, tensors, texts), planner=_SavePlanner())
 
 
-def write_async(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Any:
+def write_async(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], group: Any) -> Any:
     """Write in the background, after a copy to the host; return a future."""
     return state_dict_saver.async_save(
-        dict(tensors), storage_writer=_Writer(folder, tensors), planner=_SavePlanner(), process_group=group
+        dict(tensors), storage_writer=_Writer(folder, tensors, texts), planner=_SavePlanner(), process_group=group
     )
 
 
@@ -122,9 +125,9 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 class _Writer(HuggingFaceStorageWriter):
     """Writes each rank's shards, and the index once all files are on disk."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str] | None) -> None:
         super().__init__(str(folder), save_distributed=True)
-        self._folder, self._numbers = folder, _file_numbers(tensors)
+        self._folder, self._numbers, self._texts = folder, _file_numbers(tensors), texts or {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         (self._folder / INDEX).unlink(missing_ok=True)  # from here on the folder is incomplete
@@ -141,12 +144,14 @@ class _Writer(HuggingFaceStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = dict(result.storage_data for of_rank in results for result in of_rank)
-        for path in self._folder.iterdir():
+        for name, text in self._texts.items():  # here, where an error of the first rank is one of all
+            (self._folder / name).write_text(text, encoding="utf-8")
+        for path in filter(Path.is_file, self._folder.iterdir()):
             if path.name not in files:
                 if path.suffix == ".safetensors":
                     path.unlink()  # of an earlier checkpoint, by more ranks
                 else:
-                    files[path.name] = file_entry(path)  # settings, written before
+                    files[path.name] = file_entry(path)
         path = self._folder / INDEX
         path.write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1) + "\n", encoding="utf-8")
         flush(path)
