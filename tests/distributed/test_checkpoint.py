@@ -121,6 +121,7 @@ def refusals(folder):
         lambda: load(Path(folder) / "fp8 float32", narrow),
         lambda: load(Path(folder) / "deep", shallow),
         lambda: save(Path(folder) / "deep" / "octavo.json", shallow),
+        lambda: save_async(Path(folder) / "deep" / "octavo.json", shallow).result(),
         lambda: save(Path(folder) / "plain", shallow, step=torch.ones(1)),
     ]
     return [ranks.refusal((CheckpointError, TypeError), attempt) for attempt in attempts]
@@ -189,7 +190,7 @@ def test_pytorchs_functions_carry_a_run_over(written):
 
 def test_what_does_not_fit_is_refused(written):
     words = ["not a complete checkpoint", "states are ['exact']", "does not fit this model", "such as 'layers.1."]
-    words += ["octavo.json: ", "not JSON serializable"]
+    words += ["octavo.json: ", "octavo.json: ", "not JSON serializable"]
     for result in written:
         assert all(word in said for word, said in zip(words, result["refused"], strict=True))
 

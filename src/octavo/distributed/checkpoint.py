@@ -44,7 +44,7 @@ def save_async(folder: str | Path, model: nn.Module, optimizer: Optimizer | None
     """Save in the background: the tensors are copied to the host first, and training can continue.
 
     Returns:
-        A future; `result()` waits until the checkpoint is written, and raises its errors.
+        A future; `result()` waits until the checkpoint is written, and raises the errors of `save`.
     """
     tensors, texts = _contents(model, optimizer, extra)
     return storage.write_async(Path(folder), tensors, texts, _background_group(dist.group.WORLD))

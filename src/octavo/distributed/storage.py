@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -52,10 +53,21 @@ def write(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str] 
 
 
 def write_async(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], group: Any) -> Any:
-    """Write in the background, after a copy to the host; return a future."""
-    return state_dict_saver.async_save(
+    """Write in the background, after a copy to the host; return a future, which raises the errors of `write`."""
+    written: futures.Future[None] = futures.Future()
+
+    def settle(saved: Any) -> None:
+        try:
+            with _errors(folder):
+                saved.result()
+            written.set_result(None)
+        except Exception as error:
+            written.set_exception(error)
+
+    state_dict_saver.async_save(
         dict(tensors), storage_writer=_Writer(folder, tensors, texts), planner=_SavePlanner(), process_group=group
-    )
+    ).add_done_callback(settle)  # type: ignore[union-attr]
+    return written
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor], finite: Callable[[str], bool], *, alone: bool = False) -> None:
