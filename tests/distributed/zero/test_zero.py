@@ -101,6 +101,7 @@ def measure(rank: int, world: int) -> dict[str, object]:
     found["saved"] = saved(rank, groups[4])
     found["ddp"] = after_ddp(rank)
     found["group added"] = added(rank, groups[4])
+    found["by GradScaler"] = by_grad_scaler()
     found["errors"] = errors(rank)
     return found
 
@@ -237,7 +238,33 @@ def added(rank: int, group: dist.ProcessGroup) -> dict[str, object]:
     return {"bits": bits(named), "kept": kept, "groups": len(zero.param_groups)}
 
 
+def step_scaled(optimizer, named: dict[str, nn.Parameter], overflows: bool = False) -> None:
+    """Step by a GradScaler, with equal gradients on all ranks."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    set_gradients(named, 0)
+    for parameter in named.values():
+        if parameter.grad is not None:
+            parameter.grad.mul_(torch.inf if overflows else 4.0)
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+
+
+def by_grad_scaler() -> list[dict[str, torch.Tensor]]:
+    """Return the weights of a wrapped and of a plain optimizer, whose second step overflows."""
+    found = []
+    for wraps in (False, True):
+        named = parameters()
+        optimizer = octavo.optim.AdamW(named.items(), lr=1e-2)
+        stepped = GreedyZeRO(optimizer, reduction=None) if wraps else optimizer
+        for overflows in (False, True, False):
+            step_scaled(stepped, named, overflows)
+        found.append(bits(named))
+    return found
+
+
 def errors(rank: int) -> list[str]:
+    scaled = {"w": nn.Parameter(torch.ones(4, 4))}
     weight = nn.Parameter(torch.ones(4, 4))
     stepped = octavo.optim.AdamW([nn.Parameter(torch.ones(4))])
     stepped.param_groups[0]["params"][0].grad = torch.ones(4)
@@ -252,6 +279,7 @@ def errors(rank: int) -> list[str]:
         (ConfigError, lambda: GreedyZeRO(octavo.optim.AdamW([weight], gradients="fp8"))),
         (ConfigError, lambda: GreedyZeRO(octavo.optim.AdamW([weight]), bucket_mb=0)),
         (UnsupportedError, zero.step),
+        (UnsupportedError, lambda: step_scaled(GreedyZeRO(octavo.optim.AdamW(scaled.values())), scaled)),
         (UnsupportedError, lambda: copy.deepcopy(zero)),
         (CheckpointError, lambda: zero.load_state_dict({**part, "rank": (rank + 1) % 4})),
         (CheckpointError, lambda: zero.load_state_dict({**part, "ranks": 8})),
@@ -429,9 +457,13 @@ def test_weights_travel_as_they_are_stored(results):
     assert least <= sent < 1.5 * least  # the rest is padding: the ranks' parts are not equal
 
 
+def test_a_grad_scaler_steps_all_ranks_or_none(results):
+    assert all(equal(*result["by GradScaler"]) for result in results)
+
+
 def test_errors_say_what_to_do(results):
     words = ("octavo.optim", "states already", "release=True", "release=True", "bucket_mb")
-    words += ("sparse=False", "copied", "merge_state_dicts", "merge_state_dicts")
+    words += ("sparse=False", "GradScaler", "copied", "merge_state_dicts", "merge_state_dicts")
     for said, word in zip(results[0]["errors"], words, strict=True):
         assert word in said
     with pytest.raises(ConfigError, match="init_process_group"):

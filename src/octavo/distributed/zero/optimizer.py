@@ -68,6 +68,8 @@ class GreedyZeRO(torch.optim.Optimizer):
             FP8; a parameter is sharded; or `torch.distributed` is not initialised.
     """
 
+    _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, and says that it is there
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -117,8 +119,11 @@ class GreedyZeRO(torch.optim.Optimizer):
             closure: computes the loss and its gradients; called first.
 
         Raises:
-            UnsupportedError: a gradient is sparse.
+            UnsupportedError: a gradient is sparse, or a `GradScaler` looked for overflows before the reduction.
         """
+        amp = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if "found_inf" in vars(self)}
+        if amp and self.scheme is not None and self.ranks > 1:
+            raise UnsupportedError(_SCALED)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,7 +136,10 @@ class GreedyZeRO(torch.optim.Optimizer):
             for entry in self.optimizer.entries():
                 if not self._is_own(entry):
                     entry.parameter.grad = None
+            vars(self.optimizer).update(amp)
             self.optimizer.step()
+            for name in amp:
+                delattr(self.optimizer, name)
             if is_shared:  # receive the weights that other ranks have stepped
                 piece = max(int(self.bucket_mb * 1e6) // self.ranks, 1)
                 gather_from_owners(self._streams(trained, _stored), self._wire, self.group, piece)
@@ -250,6 +258,12 @@ class GreedyZeRO(torch.optim.Optimizer):
                 else:
                     dist.recv(data, dist.get_global_rank(self.group, owner), group=self.group)
         return state
+
+
+_SCALED = (
+    "GreedyZeRO: a GradScaler looks for overflows in the gradients of its own rank, before they are reduced, and ranks"
+    " would skip different steps. Take DistributedDataParallel with reduction=None, or no scaler: BF16 needs none."
+)
 
 
 def merge_state_dicts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
