@@ -20,6 +20,7 @@ from octavo.conversion import Policy
 from octavo.distributed import load, save, save_async, shard
 from octavo.errors import CheckpointError
 from octavo.memory.fake_kernels import clear_caches
+from octavo.nn.scaling_state import scales
 from octavo.optim import AdamW
 
 WIDE = {"ffn": 170, "layers": 1}
@@ -69,6 +70,7 @@ def write(rank, count, folder):
     found["again"] = {case: go_on(case, folder, rank) for case in CASES}
     found["background"] = in_background(folder, rank)
     found["pytorchs"] = pytorchs(rank)
+    found["stored"] = stored_scales(folder, rank)
     found["refused"] = refusals(folder)
     return found
 
@@ -107,6 +109,27 @@ def pytorchs(rank):
     set_model_state_dict(other, states[0], options=options)
     set_optimizer_state_dict(other, steps, states[1], options=options)
     return plain, same(everything(model, optimizer), everything(other, steps))
+
+
+def stored_scales(folder, rank):
+    """Return the scales and losses of a run that was saved, and of one that went on from there."""
+
+    def built():
+        model = llama("delayed", **WIDE)
+        shard(model, mp_policy=FP32)
+        return model, AdamW(model.named_parameters(), lr=1e-2)
+
+    model, optimizer = built()
+    for step in range(2):
+        step_sharded(model, optimizer, step, rank, 2)
+    save(Path(folder) / "delayed", model, optimizer)
+    again, steps = built()
+    load(Path(folder) / "delayed", again, steps)
+    found = []
+    for one, by in ((model, optimizer), (again, steps)):
+        kept = scales(one).state_dict()
+        found.append({"scales": kept, "losses": [step_sharded(one, by, step, rank, 2) for step in (2, 3)]})
+    return found
 
 
 def refusals(folder):
@@ -177,6 +200,12 @@ def test_other_ranks_read_the_same_bits(written, on_four, case):
 
 def test_one_scale_a_tensor_keeps_its_ranks(on_four):
     assert "sharded over" in on_four[0]["fp8-lm bfloat16"]["error"]
+
+
+def test_stored_scales_go_on(written):
+    for first, again in (rank["stored"] for rank in written):
+        assert len(first["scales"]) > 0 and not same(first["scales"], again["scales"])
+        assert first["losses"] == again["losses"]
 
 
 def test_it_is_written_in_the_background(written):

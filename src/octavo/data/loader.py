@@ -1,11 +1,12 @@
 """Token files to batches: packed windows in a random order that depends only on seed and position.
 
 A file of N ids is split into `(N - 1) // T` windows of T + 1 ids that overlap by one, so that every id except the
-first is a target exactly once per pass. Windows ignore document ends; the end-of-document id marks them.
+first, and up to T - 1 at the end, is a target exactly once per pass. Windows ignore document ends; the
+end-of-document id marks them.
 
 The stream of windows is global: sample n is window `permutation(seed, n // windows)[n % windows]`. In each step rank r
 takes the r-th batch of the next `world * batch` samples. The state is therefore one number, any number of ranks visits
-the same samples, and nothing is dropped at the end of a pass.
+the same samples, and no window is dropped at the end of a pass.
 
 Files of 32-bit ids (`.u32`) may flag an id: `FIRST` begins a document that attention does not leave, and is given as
 its complement among the inputs; `NO_TARGET` is given as -100 among the targets.

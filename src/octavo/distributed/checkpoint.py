@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.distributed import storage
 from octavo.errors import CheckpointError
+from octavo.nn.scaling_state import scales
 from octavo.optim import Optimizer, flatten, unflatten
 from octavo.optim.sharded import along_rows
 from octavo.tensor import FP8Tensor, WrapperTensor, local
@@ -29,7 +30,9 @@ SETTINGS = "octavo.json"
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any) -> None:
-    """Write a sharded model, and its optimizer's state, into a folder shared by all ranks. All ranks call it.
+    """Write a sharded model with its stored scales, and its optimizer's state, into a folder shared by all ranks.
+
+    All ranks call it.
 
     Args:
         extra: further values that `load` returns, as JSON: the step, the position in the data.
@@ -72,6 +75,8 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
     for name, shard in _fp8_shards(model).items():
         shard.codes.view(torch.uint8).copy_(codes[f"{name}.codes"])
         shard.scale.copy_(codes[f"{name}.scale"])
+    if (scaling_state := scales(model)) is not None:
+        scaling_state.load_state_dict(state["scales"])
     if optimizer is not None:
         optimizer.load_state_dict(unflatten(state["optimizer"], settings["optimizer"]))
     extra: dict[str, Any] = settings["extra"]
@@ -92,7 +97,7 @@ def _background_group(world: Any) -> Any:
 
 
 def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str, Tensor]]:
-    """Return all tensors of a checkpoint, sharded, sharing the memory of model and optimizer."""
+    """Return all tensors of a checkpoint, sharded; those of model and optimizer share its memory."""
     state = {"model": dict(model.state_dict())}
     parameters = dict(model.named_parameters())
     codes = {}
@@ -101,6 +106,8 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str,
             codes[f"{name}.{part}"] = along_rows(tensor, parameters[name])
     if codes:
         state["fp8"] = codes
+    if (scaling_state := scales(model)) is not None:
+        state["scales"] = scaling_state.state_dict()
     if optimizer is not None:
         for entry in optimizer.entries():
             if entry.parameter.requires_grad:
