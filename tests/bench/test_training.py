@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import launch
 from torch.distributed.device_mesh import init_device_mesh
 
 from octavo.cli.main import main
@@ -27,18 +25,18 @@ def run(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
+def measure(*flags: str) -> None:
+    main(["bench", "distributed", *flags])
+
+
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     """What two ranks measured."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     layouts = [part for text in ("data", "tensor=2", "pipeline=2") for part in ("--layout", text)]
-    command = [*launcher, "-m", "octavo", "bench", "distributed", "--workload", "tiny-model", *layouts]
-    command += ["--only", "octavo folded, fp8-block", "--steps", "1", "--json"]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(ended.stdout)
+    flags = ["--workload", "tiny-model", *layouts, "--only", "octavo folded, fp8-block", "--steps", "1", "--json"]
+    ended = launch(measure, 2, *flags)
+    assert ended.code == 0, ended.errors[-3000:]
+    found: list[dict[str, Any]] = json.loads(ended.out)
     return found
 
 
