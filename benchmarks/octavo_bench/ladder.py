@@ -95,6 +95,11 @@ _POWER = 0.8416
 """The 80 % quantile of the normal distribution."""
 
 
+def sizes_by_model() -> dict[str, Training]:
+    """Return the sizes of the ladder by the model's name in result files."""
+    return {model_name(own.model.architecture, own.parameters): own for own in SIZES.values()}
+
+
 def under(condition: str, training: Training) -> Training:
     """Return a size under a condition: names of `CONDITIONS`, joined by `+`.
 
@@ -425,8 +430,7 @@ class Rung(NamedTuple):
 
 def rungs(rows: Sequence[Row], condition: str) -> list[Rung]:
     """Return the dense sizes of equal tokens per parameter that have pairs, smaller models first."""
-    found = []
-    by_model = {model_name(own.model.architecture, own.parameters): own for own in SIZES.values()}
+    found, by_model = [], sizes_by_model()
     for of_study in studies([row for row in rows if row["condition"] == condition]):
         model, tokens, _ = (of_study[0][key] for key in STUDY)
         own = by_model.get(model)

@@ -1,4 +1,4 @@
-"""The pictures of the parity ladder: gaps with their intervals, and differences over time with a band.
+"""The pictures of the parity ladder: gaps by size, gaps of all arms, and differences over time.
 
 Made from the result files by `octavo bench parity --minutes 0 --plots docs/pictures`. Each SVG holds a digest of the
 figures that it shows, so that a test sees one that is older than its data.
@@ -10,10 +10,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from octavo.models.factory import model_name
 from octavo_bench import ladder
 from octavo_bench.evidence import over_seeds
 from octavo_bench.lanes import BF16, CONTROL
@@ -25,6 +27,10 @@ FEWEST = 4
 """Blocks from which a band is drawn, and an arm's own curve: with fewer they hide the others."""
 ENDING, ENDING_TONES = re.compile(r"[a-z_]+\+run\.last_share=[0-9.]+"), {"0.2": "#2f9e6e", "0.3": "#8c6bb1"}
 """Arms that end with fprop in BF16, and the tones of their curves by that share."""
+LADDER = {"folded": FP8, "folded+run.last_share=0.3": ENDING_TONES["0.3"], CONTROL: CONTROL_TONE}
+"""Arms that are drawn by size, and their tones."""
+FEWEST_SIZES = 3
+"""Sizes from which a condition is drawn."""
 Data = list[dict[str, Any]]
 
 
@@ -38,23 +44,39 @@ def shown_studies(directory: Path) -> list[tuple[str, list[Row]]]:
     return found
 
 
+def ladder_data(directory: Path) -> Data:
+    """Return, per condition with several sizes, the gaps of some arms by size, smaller sizes first."""
+    known, found = ladder.sizes_by_model(), dict[str, list[dict[str, Any]]]()
+    for own in ladder.studies(ladder.read_rows(directory)):
+        if size := known.get(own[0]["model"]):
+            active = size.active
+            label = f"{model_name(size.model.architecture, active)}\n{own[0]['tokens'] / active:.2g}"
+            by_arm = {bar["arm"]: bar for bar in _bars(own)}
+            bars = [by_arm[arm] for arm in LADDER if arm in by_arm]
+            found.setdefault(own[0]["condition"], []).append({"label": label, "active": active, "gaps": bars})
+    by_size = {condition: sorted(sizes, key=itemgetter("active")) for condition, sizes in found.items()}
+    return [{"title": name, "sizes": sizes} for name, sizes in sorted(by_size.items()) if len(sizes) >= FEWEST_SIZES]
+
+
 def gaps_data(directory: Path) -> Data:
     """Return, per study, each arm's gap with both intervals, in percent."""
-    panels = []
-    for title, own in shown_studies(directory):
-        bars = [
-            {
-                "arm": gap.arm,
-                "pairs": len(gap.differences),
-                "mean": gap.mean,
-                "once": gap.half_width_once,
-                "any": gap.half_width,
-            }
-            for gap in ladder.gaps(own)
-            if gap.differences
-        ]
-        panels.append({"title": f"{title}\n{ladder.LOSSES[ladder.decisive(own)]}", "gaps": bars})
-    return panels
+    studies = shown_studies(directory)
+    return [{"title": f"{title}\n{ladder.LOSSES[ladder.decisive(own)]}", "gaps": _bars(own)} for title, own in studies]
+
+
+def _bars(own: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the gaps of a study's arms, in percent."""
+    return [
+        {
+            "arm": gap.arm,
+            "pairs": len(gap.differences),
+            "mean": gap.mean,
+            "once": gap.half_width_once,
+            "any": gap.half_width,
+        }
+        for gap in ladder.gaps(own)
+        if gap.differences
+    ]
 
 
 def time_data(directory: Path) -> Data:
@@ -99,6 +121,28 @@ def _percent(losses: Sequence[float], reference: Sequence[float]) -> list[float]
     return [round(100 * (a / b - 1), 4) for a, b in zip(losses, reference, strict=True)]
 
 
+INTERVALS = "95 % intervals: fixed n (thick), anytime-valid (thin)"
+
+
+def _ladder_panel(axes: Any, panel: dict[str, Any]) -> None:
+    axes.axhspan(-ladder.MARGIN, ladder.MARGIN, color=LINE, alpha=0.3, lw=0)
+    named = set()
+    for place, size in enumerate(panel["sizes"]):
+        for bar in size["gaps"]:
+            arm, mean, tone = bar["arm"], bar["mean"], LADDER[bar["arm"]]
+            at = place + 0.2 * ([*LADDER].index(arm) - 1)
+            for width, line in ((bar["any"], 1.2), (bar["once"], 4.0)):
+                if width is not None:
+                    axes.plot([at, at], [mean - width, mean + width], color=tone, lw=line, alpha=0.8)
+            axes.plot(at, mean, "o", color=tone, ms=5, label=None if arm in named else label_of(arm))
+            named.add(arm)
+    axes.set_xticks(range(len(panel["sizes"])), [size["label"] for size in panel["sizes"]])
+    axes.set_xlabel(f"active parameters; tokens per active parameter\n{INTERVALS}")
+    axes.set_ylabel("gap to BF16, % (shaded: margin)")
+    axes.set_ylim(bottom=-2 * ladder.MARGIN)  # room for the legend
+    axes.legend(frameon=False, fontsize=7.5, labelcolor=TEXT, loc="lower left", ncols=len(LADDER))
+
+
 def _gap_panel(axes: Any, panel: dict[str, Any]) -> None:
     axes.axvspan(-ladder.MARGIN, ladder.MARGIN, color=LINE, alpha=0.3, lw=0)
     for place, gap in enumerate(reversed(panel["gaps"])):
@@ -109,9 +153,7 @@ def _gap_panel(axes: Any, panel: dict[str, Any]) -> None:
         axes.plot(gap["mean"], place, "o", color=tone, ms=5)
     labels = [f"{label_of(gap['arm'])} ({gap['pairs']})" for gap in reversed(panel["gaps"])]
     axes.set_yticks(range(len(labels)), labels)
-    axes.set_xlabel(
-        "gap to BF16, % (shaded: equivalence margin)\n95 % intervals: fixed n (thick), anytime-valid (thin)"
-    )
+    axes.set_xlabel(f"gap to BF16, % (shaded: equivalence margin)\n{INTERVALS}")
 
 
 def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
@@ -142,6 +184,7 @@ def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
 
 
 PLOTS: dict[str, tuple[Callable[[Path], Data], Callable[[Any, dict[str, Any]], None]]] = {
+    "parity-ladder": (ladder_data, _ladder_panel),
     "parity-gaps": (gaps_data, _gap_panel),
     "parity-over-time": (time_data, _time_panel),
 }
@@ -155,9 +198,7 @@ def digest(name: str, directory: Path) -> str:
 
 
 def draw(directory: Path, out: Path) -> list[Path]:
-    """Draw both pictures from the result files of a directory, and return their paths; none without blocks."""
-    if not shown_studies(directory):
-        return []
+    """Draw the pictures for which a directory has results, and return their paths."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -169,6 +210,8 @@ def draw(directory: Path, out: Path) -> list[Path]:
     style: dict[Any, Any] = {"svg.hashsalt": "octavo", "font.size": 9, **dict.fromkeys(tones, TEXT)}
     for name, (data, panel_of) in PLOTS.items():
         panels = data(directory)
+        if not panels:
+            continue
         columns = min(2, len(panels))
         rows = -(-len(panels) // columns)
         with plt.rc_context(style):

@@ -244,6 +244,25 @@ def test_committed_pictures_show_the_committed_results() -> None:
         )
 
 
+def test_the_ladder_is_drawn_by_active_parameters(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = []
+    for name, loss in (("10m", 1.03), ("moe-1m", 1.02), ("1m", 1.01)):
+        own = ladder.SIZES[name]
+        [model] = [model for model, size in ladder.sizes_by_model().items() if size is own]
+        for row in block(100, bf16=1.0, control=1.0, folded=loss, block=9.0):
+            rows.append(row | {"model": model, "tokens": own.tokens})
+    results.write(
+        results.made_today(ladder.NAME, [*rows, *block(100, bf16=1.0, control=1.0)], "octavo bench parity"), tmp_path
+    )
+    [panel] = ladder_plots.ladder_data(tmp_path)
+    labels = [size["label"] for size in panel["sizes"]]
+    assert panel["title"] == "half" and labels == ["llama-923k\n20", "moe-1m\n20", "llama-11m\n20"]
+    means = [{bar["arm"]: bar["mean"] for bar in size["gaps"]} for size in panel["sizes"]]
+    assert means == [{"folded": pytest.approx(gap), CONTROL: 0.0} for gap in (1.0, 2.0, 3.0)]
+    assert tmp_path / "parity-ladder.svg" in ladder_plots.draw(tmp_path, tmp_path)
+
+
 def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert ladder_plots.draw(tmp_path, tmp_path) == []
