@@ -1,7 +1,12 @@
 """A small model with everything that conversion must tell apart."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # `user_modules`
 
 
 class Block(nn.Module):

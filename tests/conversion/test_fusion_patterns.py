@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from user_modules import Attention
 
 from octavo.conversion import Policy, convert, disabled, make_plan, mlps, revert
 from octavo.conversion.fusion_patterns import FusionPattern
@@ -37,20 +38,6 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = (getattr(self, name) for name in ("gate", "up", "down"))
         return down(self.activation(gate(x)) * up(x))
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("q", "k", "v", "o"):
-            setattr(self, name, nn.Linear(WIDTH, WIDTH))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        q = self.q(x).view(-1, 2)
-        k = self.norm(self.k(x))
-        v = self.v(x)
-        return self.o(q.view(x.shape) + k + v)
 
 
 # --- in a plan, and carried out -------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """MLPs in a user's modules: every way to write one is recognised, and nothing that only looks so."""
 
 import copy
-import functools
 import itertools
 import random
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from user_modules import decorated
 
 from octavo.conversion import convert
 from octavo.conversion.mlps import find_mlp, find_mlps
@@ -123,14 +123,6 @@ class Chunks(Gated):
     def forward(self, x, chunk=2):
         parts = [self.down(F.silu(self.gate(part)) * self.up(part)) for part in x.split(chunk)]
         return torch.cat(parts)
-
-
-def decorated(forward):
-    @functools.wraps(forward)
-    def wrapper(*args, **kwargs):
-        return forward(*args, **kwargs)
-
-    return wrapper
 
 
 class Decorated(Gated):

@@ -1,30 +1,14 @@
 """Layers that share an input: every way to write an attention is recognised, and nothing that only looks so."""
 
 import contextlib
-import functools
 
 import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
+from user_modules import WIDTH, Attention, decorated
 
 from octavo.conversion import convert
 from octavo.conversion.shared_inputs import find_shared
-
-WIDTH = 64
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("q", "k", "v", "o"):
-            setattr(self, name, nn.Linear(WIDTH, WIDTH))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        q = self.q(x).view(-1, 2)
-        k = self.norm(self.k(x))
-        v = self.v(x)
-        return self.o(q.view(x.shape) + k + v)
 
 
 class OneLine(Attention):
@@ -50,14 +34,6 @@ class InWith(Attention):
         with contextlib.nullcontext():
             q, k = self.q(x), self.k(x)
         return q, k, self.v(x)
-
-
-def decorated(forward):
-    @functools.wraps(forward)
-    def wrapper(*args, **kwargs):
-        return forward(*args, **kwargs)
-
-    return wrapper
 
 
 class HuggingFace(Attention):
