@@ -124,17 +124,31 @@ def _percent(losses: Sequence[float], reference: Sequence[float]) -> list[float]
 INTERVALS = "95 % intervals: fixed n (thick), anytime-valid (thin)"
 
 
+def _draw_gap(
+    axes: Any, bar: dict[str, Any], at: float, tone: str, *, upright: bool = False, label: str | None = None
+) -> None:
+    """Draw a gap with both intervals at a place of the other axis."""
+
+    def plot(gaps: list[float], **style: Any) -> None:
+        places = [at] * len(gaps)
+        axes.plot(*((places, gaps) if upright else (gaps, places)), color=tone, **style)
+
+    mean = bar["mean"]
+    for width, line in ((bar["any"], 1.2), (bar["once"], 4.0)):
+        if width is not None:
+            plot([mean - width, mean + width], lw=line, alpha=0.8)
+    plot([mean], marker="o", ls="", ms=5, label=label)
+
+
 def _ladder_panel(axes: Any, panel: dict[str, Any]) -> None:
     axes.axhspan(-ladder.MARGIN, ladder.MARGIN, color=LINE, alpha=0.3, lw=0)
     named = set()
     for place, size in enumerate(panel["sizes"]):
         for bar in size["gaps"]:
-            arm, mean, tone = bar["arm"], bar["mean"], LADDER[bar["arm"]]
+            arm = bar["arm"]
             at = place + 0.2 * ([*LADDER].index(arm) - 1)
-            for width, line in ((bar["any"], 1.2), (bar["once"], 4.0)):
-                if width is not None:
-                    axes.plot([at, at], [mean - width, mean + width], color=tone, lw=line, alpha=0.8)
-            axes.plot(at, mean, "o", color=tone, ms=5, label=None if arm in named else label_of(arm))
+            label = None if arm in named else label_of(arm)
+            _draw_gap(axes, bar, at, LADDER[arm], upright=True, label=label)
             named.add(arm)
     axes.set_xticks(range(len(panel["sizes"])), [size["label"] for size in panel["sizes"]])
     axes.set_xlabel(f"active parameters; tokens per active parameter\n{INTERVALS}")
@@ -147,10 +161,7 @@ def _gap_panel(axes: Any, panel: dict[str, Any]) -> None:
     axes.axvspan(-ladder.MARGIN, ladder.MARGIN, color=LINE, alpha=0.3, lw=0)
     for place, gap in enumerate(reversed(panel["gaps"])):
         tone = CONTROL_TONE if gap["arm"] == CONTROL else FP8
-        for width, line in ((gap["any"], 1.2), (gap["once"], 4.0)):
-            if width is not None:
-                axes.plot([gap["mean"] - width, gap["mean"] + width], [place, place], color=tone, lw=line, alpha=0.8)
-        axes.plot(gap["mean"], place, "o", color=tone, ms=5)
+        _draw_gap(axes, gap, place, tone)
     labels = [f"{label_of(gap['arm'])} ({gap['pairs']})" for gap in reversed(panel["gaps"])]
     axes.set_yticks(range(len(labels)), labels)
     axes.set_xlabel(f"gap to BF16, % (shaded: equivalence margin)\n{INTERVALS}")
