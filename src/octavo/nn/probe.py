@@ -72,8 +72,8 @@ def judge_once(judge: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
     """Return a function that calls `judge`, which probes a module, once for all modules whose copies would act alike.
 
     The blocks of a model hold the same settings: of all its MLPs one is probed. Two modules are alike if their classes
-    and all attributes are equal. Of parameters, and of linear layers inside, only shapes count, and which of them are
-    the same one: probes replace them. The modules must not change between calls.
+    and all attributes are equal. For parameters and linear layers inside, only shapes and sharing count, since probes
+    replace them. The modules must not change between calls.
     """
     known: dict[tuple[Any, ...], T] = {}
 

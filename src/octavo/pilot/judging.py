@@ -90,7 +90,7 @@ class Pilot:
 
     @property
     def best(self) -> str | None:
-        """The recommended recipe: the fastest that trains like BF16; of equally fast ones the first of small gap."""
+        """Recommended recipe: the fastest that trains like BF16; of equally fast ones, the first with a small gap."""
         fit = [name for name in self.plans if self.plans[name].fp8_layers and self.trains(name)]
         if not fit:
             return None

@@ -36,7 +36,7 @@ class FP8Tensor(Tensor):
     """How scales are chosen for values that are copied in. Scales passed to the constructor are not checked against
     it."""
     shares_scale: bool = False
-    """Whether other rows outside of this tensor have the same scale, so that it can be read only."""
+    """Whether rows outside this tensor have the same scale; then it is read-only."""
 
     @staticmethod
     def __new__(  # noqa: D102

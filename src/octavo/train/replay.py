@@ -73,7 +73,7 @@ class Graphs:
 
     def capture(self, work: Work) -> Captured:
         """Capture work. Other threads, which copy telemetry, continue meanwhile."""
-        if self._pool is None or not any(replay.is_captured for replay in self._replays):
+        if not any(replay.is_captured for replay in self._replays):
             self._pool = torch.cuda.graph_pool_handle()  # PyTorch refuses the pool of graphs that are gone
         self._stream = self._stream or torch.cuda.Stream()  # PyTorch's own is of the GPU that it first captured on
         graph = torch.cuda.CUDAGraph()

@@ -68,7 +68,7 @@ class GreedyZeRO(torch.optim.Optimizer):
             FP8; a parameter is sharded; or `torch.distributed` is not initialised.
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, and says that it is there
+    _step_supports_amp_scaling = True  # a GradScaler then calls `step` on every rank, and sets `found_inf`
 
     def __init__(
         self,

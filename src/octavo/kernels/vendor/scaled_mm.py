@@ -195,8 +195,8 @@ def _unsupported_reason_device(device: torch.device, mode: Mode) -> str | None:
 def cpu_unsupported_reason() -> str | None:
     """Return why this PyTorch cannot run the FP8 GEMM on a CPU, or None: PyTorch 2.11 takes one scale per operand only.
 
-    It tries the smallest product with row scales, as no build of PyTorch says what it has. The device is named, as a
-    model may be built under `torch.device("meta")`, which refuses nothing.
+    Tries the smallest product with row scales, since no build of PyTorch reports what it supports. The device is named,
+    as a model may be built under `torch.device("meta")`, which refuses nothing.
     """
     ones = torch.ones(16, 16, dtype=torch.float32, device="cpu")
     codes = ones.to(torch.float8_e4m3fn)
