@@ -4,7 +4,7 @@ A small model's step is a few milliseconds of small kernels, so that neither Pyt
 A `Lane` keeps a model, its optimizer, the text and the order of its windows on the device. A step reads its batch and
 its learning rate there, by a step counter, so that a replay needs nothing of the host. Another seed overwrites weights,
 moments and order in place. Lanes replay at the same time, each on a stream of its own with its own memory; those of a
-large model replay one by one, and share a stream and its memory.
+large model replay one by one per GPU, and share a stream and its memory.
 
 Shapes: B sequences of a batch, T tokens of a sequence, S held-out sequences.
 """
@@ -65,7 +65,8 @@ class Training:
     clip: float = 1.0
     """Largest norm of the gradient."""
     together: bool = True
-    """Whether the arms run at the same time; those of a large model fill a GPU, and its memory, one by one."""
+    """Whether the arms run at the same time on one GPU. An arm of a large model fills a GPU: arms run one by one, and
+    beside each other on several GPUs."""
     branch: float = 0.0
     """Share of the steps that BF16 makes for all arms, which start from its weights and moments."""
     outliers: float = 1.0
@@ -134,7 +135,8 @@ class GraphMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.MemPool()
+        with torch.cuda.device(device):
+            self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.MemPool()
         self.handle: Any = self.pool.id
         """What `torch.cuda.graph` takes."""
 
@@ -176,7 +178,8 @@ class Lane:
         self._recipe: Recipe | None = None
         self._scales: list[ScalingState] = []  # a graph reads those of its recipe, also once the model has another
         if arm not in (BF16, CONTROL):
-            self._convert(recipe_of(arm))
+            with self._streamed():  # the lane's GPU is the current one, as in every step
+                self._convert(recipe_of(arm))
         self._parameters = dict(self.model.named_parameters())
         self._make_optimizer()
         self._make_buffers(text)
@@ -344,7 +347,8 @@ class Lane:
         torch._foreach_copy_([*self._parameters.values()], snapshot.weights)
         for name, value in snapshot.buffers.items():
             self._buffers[name][0].copy_(value)
-        known = dict(zip(self._parameters.values(), snapshot.moments, strict=True))
+        here = [{name: value.to(self.device) for name, value in own.items()} for own in snapshot.moments]
+        known = dict(zip(self._parameters.values(), here, strict=True))
         if isinstance(self.optimizer, AdamW):
             _import_in_place(self.optimizer, known)
         else:

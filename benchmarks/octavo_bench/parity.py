@@ -15,11 +15,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cyclopts import Parameter
@@ -84,7 +85,7 @@ class Session:
     seeds: int = FIRST_SEED
     """First seed. Machines that work at the same time take different ones."""
     device: str = "auto"
-    """`cuda`, `cpu` or `auto`."""
+    """`cuda:INDEX`, `cpu`, or `auto`: every GPU that is visible, each with some arms of a large size."""
     compiled: bool = True
     """Compile each block; on a GPU only."""
     text_limit: int | None = None
@@ -102,8 +103,8 @@ class _Size:
     condition: str
     training: Training
     seeds: int
-    memory: GraphMemory | None = None
-    """Memory of the graphs of all arms, if they run one by one."""
+    memories: dict[torch.device, GraphMemory] = field(default_factory=dict)
+    """Memory of the graphs of all arms of a GPU, if they run one by one."""
     spent: float = 0.0
     """Seconds of training in this session."""
     block: float | None = None
@@ -193,6 +194,8 @@ class Study:
 
         self._end = time.monotonic() + 60 * session.minutes
         self.device, self.arms, self.session, self._say = resolve(session.device), arms, session, say
+        self.devices = every_gpu(self.device) if session.device == "auto" else [self.device]
+        self._place = {arm: self.devices[number % len(self.devices)] for number, arm in enumerate(arms)}
         self.found = [*found]
         self.machine = machine(self.device)
         self.sizes = [_Size(name, how, under(how, SIZES[name]), session.seeds) for name, how in trained]
@@ -206,13 +209,13 @@ class Study:
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.set_float32_matmul_precision("high")
-            warming = warm([size.training for size in self.sizes], self.arms, self.device, self.session.compiled)
+            warming = warm(self._jobs(), self.session.compiled)
         text = installed_text(limit=self.session.text_limit)
         lengths = ", ".join(f"{name} {len(ids):,}" for name, ids in text.heldout.items())
         self.say(f"text {text.digest}: {len(text.train):,} tokens; held out: {lengths}")
         if on_gpu:
             self.say(f"kernels and graphs compiled ahead: {warming()}")
-        text = text.on(self.device)
+        text = text.on(self.device)  # other GPUs copy it from this one
         with allow_many_compilations():
             while (size := self._next()) is not None:
                 seed, arms = self._unmade(size, text.digest)
@@ -240,9 +243,13 @@ class Study:
         return [row for row in self.found if (row["model"], row["tokens"], row["condition"]) == study]
 
     def _block_before(self, size: _Size) -> float | None:
-        """Return the seconds of a block of earlier sessions on this machine."""
+        """Return the seconds of a block of earlier sessions on this machine: of its busiest GPU."""
         by_arm = {r["recipe"]: r["seconds"] for r in self._own(size) if r["machine"] == self.machine and "seconds" in r}
-        return sum(by_arm.get(arm, 0.0) for arm in self.arms) or None
+        spent: dict[torch.device, float] = {}
+        for arm in self.arms:
+            device = self._device_of(size, arm)
+            spent[device] = spent.get(device, 0.0) + by_arm.get(arm, 0.0)
+        return max(spent.values()) or None
 
     def _unmade(self, size: _Size, digest: str) -> tuple[int | None, list[str]]:
         """Return the next seed that lacks arms, and those; a seed begun with other text or machine is left alone.
@@ -264,7 +271,9 @@ class Study:
 
     def _block(self, size: _Size, seed: int, arms: Sequence[str], text: InstalledText) -> list[Row]:
         lanes = self._lanes(size, [*dict.fromkeys([BF16, *arms])], text)  # recipes also score BF16's weights
-        with turn(self.device):
+        with ExitStack() as stack:
+            for device in self.devices:
+                stack.enter_context(turn(device))
             return [row for row in self._train(size, lanes, seed, text) if row["recipe"] in arms]
 
     def _train(self, size: _Size, lanes: list[Lane], seed: int, text: InstalledText) -> list[Row]:
@@ -275,14 +284,14 @@ class Study:
         began_well = snapshot is not None or not size.training.branch
         before = {BF16: time.monotonic() - began}  # BF16's share of the run that all go on from
         bf16 = next(lane for lane in lanes if lane.arm == BF16)
-        for group in [lanes] if size.training.together else [[lane] for lane in lanes]:
+        for group in [lanes] if size.training.together else waves(lanes):
             start = time.monotonic()
             finished = began_well and run_together(group, seed, snapshot=snapshot, deadline=self._end)
             if not finished:
                 self.say(f"{size.title} seed {seed}: stopped at the end of the session")
                 break
             scores = score_together(group, bf16)
-            each = (time.monotonic() - start) / len(group)
+            each = (time.monotonic() - start) * len({lane.device for lane in group}) / len(group)
             for lane, by_language in zip(group, scores, strict=True):
                 row = self._row(size, lane, seed, text, by_language)
                 rows.append(row if "error" in row else row | {"seconds": round(before.get(lane.arm, 0.0) + each, 2)})
@@ -311,12 +320,12 @@ class Study:
         places = {arm: (size.name, size.training.batch, size.training.steps, arm) for arm in arms}
         for arm in [arm for arm, place in places.items() if place not in self._made]:
             began = time.monotonic()
-            on_gpu = self.device.type == "cuda"
-            if on_gpu and not size.training.together and size.memory is None:
-                size.memory = GraphMemory(self.device)
-            compiled = self.session.compiled and on_gpu
+            on_gpu, device = self.device.type == "cuda", self._device_of(size, arm)
+            if on_gpu and not size.training.together and device not in size.memories:
+                size.memories[device] = GraphMemory(device)
+            compiled, memory = self.session.compiled and on_gpu, size.memories.get(device)
             try:
-                lane = Lane(arm, size.training, text, self.device, compiled=compiled, memory=size.memory)
+                lane = Lane(arm, size.training, text, device, compiled=compiled, memory=memory)
             except Exception as error:
                 rest = [other for other in self.arms if other != arm]
                 if arm == BF16 or {*rest} <= {BF16, CONTROL}:
@@ -325,12 +334,26 @@ class Study:
                 self.say(f"{size.name}, {arm}: left out: {results.failure(error)}")
             else:
                 self._made[places[arm]] = lane
-                held = f", {torch.cuda.memory_reserved(self.device) / GIB:.1f} GiB held" if on_gpu else ""
+                held = f", {torch.cuda.memory_reserved(device) / GIB:.1f} GiB of {device} held" if on_gpu else ""
                 self.say(f"{size.name}, {arm}: ready after {time.monotonic() - began:.1f} s{held}")
         lanes = [self._made[place] for place in places.values() if place in self._made]
         for lane in lanes:
             lane.training = size.training
         return lanes
+
+    def _device_of(self, size: _Size, arm: str) -> torch.device:
+        """Return where an arm runs: those of a large size take the GPUs in turn."""
+        return self.device if size.training.together else self._place[arm]
+
+    def _jobs(self) -> list[Job]:
+        """Return what to compile ahead: each arm of each model and batch for its GPU; the control compiles as BF16."""
+        sizes = {(size.training.model, size.training.batch): size for size in self.sizes}.values()
+        jobs = [
+            Job(BF16 if arm == CONTROL else arm, size.training, self._device_of(size, arm))
+            for size in sizes
+            for arm in self.arms
+        ]
+        return [*dict.fromkeys(jobs)]
 
     def _row(
         self, size: _Size, lane: Lane, seed: int, text: InstalledText, by_language: Mapping[str, dict[str, float]]
@@ -393,19 +416,41 @@ def save(rows: Sequence[Row], directory: Path, command: str, device: str) -> Pat
     return results.write(new, directory)
 
 
-def warm(trainings: Sequence[Training], arms: Sequence[str], device: torch.device, compiled: bool) -> Callable[[], str]:
-    """Compile all arms beside each other, in processes that leave kernels in the caches on disk.
+def every_gpu(first: torch.device) -> list[torch.device]:
+    """Return all GPUs that this process sees, beginning with the first of them; without a GPU the device itself."""
+    if first.type != "cuda":
+        return [first]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def waves(lanes: Sequence[Lane]) -> list[list[Lane]]:
+    """Return lanes in groups that run at the same time: no two of a group are on one device."""
+    by_device: dict[torch.device, list[Lane]] = {}
+    for lane in lanes:
+        by_device.setdefault(lane.device, []).append(lane)
+    return [[lane for lane in wave if lane is not None] for wave in zip_longest(*by_device.values())]
+
+
+class Job(NamedTuple):
+    """An arm of a size to compile ahead."""
+
+    arm: str
+    training: Training
+    device: torch.device
+
+
+def warm(jobs: Sequence[Job], compiled: bool) -> Callable[[], str]:
+    """Compile arms beside each other, in processes that leave kernels in the caches on disk.
 
     Returns:
         A function that waits for them and says how long they took.
     """
     began = time.monotonic()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-    different = {(training.model, training.batch): training for training in trainings}.values()
-    jobs = [(arm, training, device, compiled) for training in different for arm in arms if arm != CONTROL]
-    at_once = 12 if all(training.together for training in trainings) else 2  # of large models memory holds few
+    devices = {job.device for job in jobs}
+    at_once = 12 if all(job.training.together for job in jobs) else 2 * len(devices)  # memory holds few large models
     pool = ProcessPoolExecutor(min(len(jobs), at_once), mp_context=multiprocessing.get_context("spawn"))
-    futures = [pool.submit(_warm, *job) for job in jobs]
+    futures = [pool.submit(_warm, *job, compiled) for job in jobs]
 
     def wait() -> str:
         failed = [str(future.exception()) for future in futures if future.exception() is not None]

@@ -115,6 +115,24 @@ def test_what_is_kept_for_backward_is_an_arm(session: Run) -> None:
     assert len({row["fresh_loss"] for row in rows}) == 4
 
 
+def test_arms_of_a_large_size_run_beside_each_other(session: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the GPUs in turn, from one snapshot, and each run is that of a single GPU."""
+    arms = [BF16, CONTROL, "folded"]
+    first, second = (torch.device("cpu", index) for index in range(2))
+    monkeypatch.setitem(ladder.SIZES, "tiny", replace(ladder.SIZES["tiny"], together=False))
+    alone = session(1)
+    study = parity.Study([("tiny", "half")], arms, parity.Session(device="cpu", pairs=1), [], print)
+    [size], study.devices = [*study.sizes], [first, second]
+    study._place = {BF16: first, CONTROL: second, "folded": first}
+    assert {(job.arm, job.device) for job in study._jobs()} == {(BF16, first), (BF16, second), ("folded", first)}
+    [rows] = study.blocks()
+    assert figures(rows) == figures(alone)
+    lanes = [*study._made.values()]
+    assert [[lane.arm for lane in wave] for wave in parity.waves(lanes)] == [[BF16, CONTROL], ["folded"]]
+    study.found = [row | {"seconds": seconds} for row, seconds in zip(alone, (5.0, 3.0, 2.0), strict=True)]
+    assert study._block_before(size) == 7.0
+
+
 def test_a_settled_study_gives_its_time_to_the_others(session: Run, tmp_path: Path) -> None:
     first = session(1)
     losses = {BF16: 1.0, CONTROL: 1.0, "folded": 1.01}

@@ -421,6 +421,24 @@ def test_lanes_together_and_alone_agree_bit_for_bit(compiled: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.usefixtures("deterministic")
+def test_a_lane_on_another_gpu_is_the_same_run() -> None:
+    """From a snapshot of the first GPU, with scores of the first's weights."""
+    size, own = replace(ladder.SIZES["1m"], tokens_per_parameter=0.5, branch=0.5), long_text()
+    source, *lanes = (
+        Lane(arm, size, own, torch.device("cuda", index), compiled=True)
+        for arm, index in ((BF16, 0), ("folded", 0), ("folded", 1))
+    )
+    assert run_together([source], 0, until=size.first)
+    snapshot = source.snapshot()
+    assert run_together([source, *lanes], 0, snapshot=snapshot)
+    assert torch.equal(lanes[0].losses, lanes[1].losses) and bool(lanes[1].losses.isfinite().all())
+    _, *scores = score_together([source, *lanes], source)
+    assert scores[0] == scores[1] and scores[0]["heldout_of_bf16"] != scores[0]["heldout"]
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 def test_lanes_one_by_one_share_the_memory_of_their_graphs() -> None:
     """Three arms need little more memory than one, and each run is that of a lane with memory of its own."""
