@@ -298,7 +298,7 @@ def _stored_scale(layer: str, factor: float, role: int = 0, every: int = 1) -> S
     def strike(run: Struck, n: int) -> None:
         slot = run.model.get_submodule(layer).scaling_slot
         if n >= 0 and n % every == 0 and scales(run.model) is not None and slot is not None:
-            slot.cells.data[role, 0] *= factor  # type: ignore[union-attr,index,operator]
+            slot.scale_and_amax.data[role, 0] *= factor  # type: ignore[union-attr,index,operator]
 
     return strike
 

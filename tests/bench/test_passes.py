@@ -35,8 +35,8 @@ def run(recipe: Recipe) -> None:
 
 def forward(recipe: Recipe, weight: Tensor, needs_x: bool = True) -> Tensor:
     x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=needs_x)
-    cells = torch.ones(2, 2) if recipe.has_stored_scales else None
-    return linear(x, weight, None, Quantizer(recipe, torch.bfloat16, cells))
+    stored = torch.ones(2, 2) if recipe.has_stored_scales else None
+    return linear(x, weight, None, Quantizer(recipe, torch.bfloat16, stored))
 
 
 @every_recipe

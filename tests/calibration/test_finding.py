@@ -62,8 +62,8 @@ def test_it_agrees_with_delayed_scaling_of_the_same_batches():
     for x in batches():
         layer(x.requires_grad_()).sum().backward()
         optimizer.step()
-    cells = octavo.scales(layer).cells[:, 0].tolist()
-    assert [found.scales[f"0.{role}"].scale for role in ("input", "grad_output")] == cells
+    stored = octavo.scales(layer).scale_and_amax[:, 0].tolist()
+    assert [found.scales[f"0.{role}"].scale for role in ("input", "grad_output")] == stored
 
 
 def test_the_file_is_what_static_and_delayed_load(tmp_path):
@@ -85,14 +85,14 @@ def test_no_trace_is_left():
         if recipe:
             octavo.convert(plain, recipe)
         before, state = loss(plain, batches()[0]).item(), copy.deepcopy(plain.state_dict())
-        cells = octavo.scales(plain).state_dict() if recipe == "delayed" else {}
+        stored = octavo.scales(plain).state_dict() if recipe == "delayed" else {}
         octavo.calibrate(plain, batches(), loss=loss)
         assert loss(plain, batches()[0]).item() == before
         assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
         assert (plain[0].weight.grad == 1).all() and plain[2].weight.grad is None
         if recipe == "delayed":
             after = octavo.scales(plain).state_dict()
-            assert all(torch.equal(cells[name][0], after[name][0]) for name in cells)
+            assert all(torch.equal(stored[name][0], after[name][0]) for name in stored)
         assert not any(module._forward_hooks for module in plain.modules())
         assert all(getattr(module, "enabled", True) for module in plain.modules())
 

@@ -67,8 +67,8 @@ def test_what_is_said_of_a_scale_happens_to_the_codes(format, octaves, scaling, 
     x[3, :7] = 0
     x[5, :60] = torch.exp2(-torch.arange(60.0)).bfloat16()  # ties, where scales are powers of two
     found = choice.scale(seen(x), Operand(format=format, scaling=scaling))
-    cells = torch.tensor([[found.scale, 0.0]])
-    made, _ = quantize_with_scale([x], ScaleRef(cells, 0), QuantSpec(format, "tensor", scaling, "nearest"), None)
+    stored = torch.tensor([[found.scale, 0.0]])
+    made, _ = quantize_with_scale([x], ScaleRef(stored, 0), QuantSpec(format, "tensor", scaling, "nearest"), None)
     flushed, saturated, _ = count_lost(x, made).tolist()
     codes, fmt = made.codes.float().abs(), format_of(made.codes)
     subnormal = ((codes > 0) & (codes < fmt.smallest_normal)).sum()

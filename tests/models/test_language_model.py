@@ -142,7 +142,7 @@ def test_a_head_that_keeps_scales_is_called_as_a_layer():
     x, targets = torch.randn(2, 8, 32), torch.randint(64, (2, 8))
     loss = head_loss(x, head, targets)
     assert torch.equal(loss, cross_entropy(head(x), targets))
-    assert head.scaling_slot.cells[0, 1] == x.abs().max()
+    assert head.scaling_slot.scale_and_amax[0, 1] == x.abs().max()
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "folded"])

@@ -40,7 +40,7 @@ def test_scales_are_read_back_bit_for_bit(tmp_path):
 def test_a_file_by_hand_is_taken(tmp_path):
     converted = model()
     octavo.convert(converted, "static", scales=written(tmp_path / "a.json"))
-    assert converted[0].scaling_slot.cells[0].tolist() == [np.float32(0.0117), 0]
+    assert converted[0].scaling_slot.scale_and_amax[0].tolist() == [np.float32(0.0117), 0]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_missing_file():
 
 def test_a_scale_is_one_even_where_another_is_missing(tmp_path):
     octavo.convert(started := model(), "delayed", scales=written(tmp_path / "a.json", scales={"0.input": GOOD}))
-    assert started[0].scaling_slot.cells[:, 0].tolist() == [np.float32(0.0117), 0]
+    assert started[0].scaling_slot.scale_and_amax[:, 0].tolist() == [np.float32(0.0117), 0]
     assert torch.isfinite(started(torch.randn(4, 40))).all()
 
 

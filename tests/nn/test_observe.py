@@ -179,9 +179,9 @@ def test_a_kept_scale_that_is_too_small_is_seen() -> None:
     layer = Linear(48, 32, bias=False, recipe="delayed")
     scales = {"input": 2.0**-8, "grad_output": 2.0**-15}
     for number, role in enumerate(STORED_SCALE_ROLES):
-        layer.scaling_slot.cells[number, 0] = scales[role]
+        layer.scaling_slot.scale_and_amax[number, 0] = scales[role]
     x, dy = torch.randn(16, 48), torch.randn(16, 32)
-    before = layer.scaling_slot.cells.clone()
+    before = layer.scaling_slot.scale_and_amax.clone()
     with octavo.observed(layer) as report:
         y = layer(x.requires_grad_())
         y.backward(dy)
@@ -189,7 +189,7 @@ def test_a_kept_scale_that_is_too_small_is_seen() -> None:
     expected = counted(x.detach().numpy(), "e4m3", None, scales["input"])
     assert row(report, "", "input")[4:] == expected and expected[1] > 0
     assert row(report, "", "grad_output")[4:] == counted(dy.numpy(), gradient, None, scales["grad_output"])
-    assert torch.equal(layer.scaling_slot.cells[:, 0], before[:, 0])
+    assert torch.equal(layer.scaling_slot.scale_and_amax[:, 0], before[:, 0])
     shares = [r.saturated / r.elements for r in report.rows()]
     assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1] == 0
 
@@ -241,7 +241,7 @@ def test_results_stay_and_nothing_is_left(recipe: str, fuse: bool) -> None:
         assert torch.equal(a, b)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in watched.modules())
     books = octavo.scales(plain), octavo.scales(watched)
-    assert books == (None, None) or torch.equal(books[0].cells, books[1].cells)
+    assert books == (None, None) or torch.equal(books[0].scale_and_amax, books[1].scale_and_amax)
 
 
 def test_what_runs_after_the_block_is_not_counted() -> None:

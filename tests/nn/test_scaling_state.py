@@ -52,7 +52,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 class Oracle:
-    """The delayed rule of one cell in NumPy."""
+    """The delayed rule of one scale in NumPy."""
 
     def __init__(self, format: str, scaling: str, length: int, choose: str, margin: int) -> None:
         self.seen: list[np.float32] = []
@@ -89,8 +89,8 @@ def test_scales_are_those_of_the_delayed_rule(scaling, length, choose, margin):
         step(layer, x_of(amax), gradient=float(i))
         inputs.update(amax)
         gradients.update(i)
-        assert layer.scaling_slot.cells[:, 0].tolist() == [inputs.scale, gradients.scale], i
-        assert layer.scaling_slot.cells[:, 1].tolist() == [0, 0]
+        assert layer.scaling_slot.scale_and_amax[:, 0].tolist() == [inputs.scale, gradients.scale], i
+        assert layer.scaling_slot.scale_and_amax[:, 1].tolist() == [0, 0]
 
 
 def test_the_first_step_is_current_scaling_and_the_second_is_not():
@@ -112,7 +112,7 @@ def test_what_is_no_maximum_changes_nothing(amax):
     layer = layer_of("delayed")
     step(layer, x_of(3.0))
     before = layer.scaling_state.state_dict()
-    layer.scaling_slot.cells[:, 1] = amax
+    layer.scaling_slot.scale_and_amax[:, 1] = amax
     layer.scaling_state.update_scales()
     assert equal(list(before.values()), list(layer.scaling_state.state_dict().values()))
 
@@ -121,7 +121,7 @@ def test_values_that_are_not_finite_do_not_decide_a_scale():
     layer, x = layer_of("delayed"), x_of(3.0)
     x[0, 0], x[1, 0] = float("nan"), float("inf")
     y, *_ = step(layer, x)
-    assert layer.scaling_slot.cells[0, 0] == np.float32(3.0 / 448)
+    assert layer.scaling_slot.scale_and_amax[0, 0] == np.float32(3.0 / 448)
     assert y[:2].isnan().all() and y[2:].isfinite().all()
 
 
@@ -134,7 +134,10 @@ def test_a_spike_saturates_under_delayed_and_is_seen():
     twin = copy.deepcopy(layer)
     y = layer(x.requires_grad_())
     assert torch.equal(y, twin(saturated.requires_grad_()))
-    assert float(layer.scaling_slot.cells[0, 1]) == 1000.0 and float(twin.scaling_slot.cells[0, 1]) == 1.0
+    assert (
+        float(layer.scaling_slot.scale_and_amax[0, 1]) == 1000.0
+        and float(twin.scaling_slot.scale_and_amax[0, 1]) == 1.0
+    )
 
 
 def test_just_in_time_takes_its_own_scale_for_a_spike_at_once():
@@ -176,10 +179,10 @@ def test_in_a_steady_state_it_is_as_near_to_float64_as_current_scaling(name):
 def test_an_evaluation_leaves_no_trace(guard):
     layer = layer_of("delayed")
     step(layer, x_of(1.0))
-    before = layer.scaling_slot.cells.clone()
+    before = layer.scaling_slot.scale_and_amax.clone()
     with guard():
         layer(x_of(50.0))
-    assert torch.equal(layer.scaling_slot.cells, before)
+    assert torch.equal(layer.scaling_slot.scale_and_amax, before)
 
 
 def test_a_disabled_layer_leaves_no_trace():
@@ -187,13 +190,13 @@ def test_a_disabled_layer_leaves_no_trace():
     octavo.convert(model, "delayed")
     with octavo.disabled(model):
         step(model, x_of(1.0))
-    assert not model[0].scaling_slot.cells.any() and not octavo.scales(model).is_known
+    assert not model[0].scaling_slot.scale_and_amax.any() and not octavo.scales(model).is_known
 
 
 def test_an_accumulated_gradient_has_one_scale_made_of_all_its_parts():
     layer = layer_of("delayed")
     step(layer, x_of(1.0), x_of(8.0), x_of(2.0))
-    assert layer.scaling_slot.cells[0, 0] == np.float32(8.0 / 448)
+    assert layer.scaling_slot.scale_and_amax[0, 0] == np.float32(8.0 / 448)
     assert torch.count_nonzero(layer.scaling_state.history[:, 0]) == 1
 
 
@@ -206,14 +209,14 @@ def test_checkpointed(reentrant):
         wrapped.inner = again
         wrapped.forward = lambda x: checkpoint(again, x, use_reentrant=reentrant)
         assert equal(step(plain, x), step(wrapped, x))
-    assert torch.equal(plain.scaling_slot.cells, again.scaling_slot.cells)
+    assert torch.equal(plain.scaling_slot.scale_and_amax, again.scaling_slot.scale_and_amax)
 
 
 def test_saved_tensors_may_be_copies():
     layer = layer_of("delayed")
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         step(layer, x_of(1.0))
-    assert (layer.scaling_slot.cells[:, 0] > 0).all()
+    assert (layer.scaling_slot.scale_and_amax[:, 0] > 0).all()
 
 
 def test_steps_and_calls_between_forward_and_backward_are_no_mistake():
@@ -230,10 +233,10 @@ def test_compiled_it_is_what_it_is_in_eager_mode():
     for amax in (1.0, 0.5, 300.0):
         x = x_of(amax)
         assert equal(step(eager, x), step(compiled, x))
-        assert torch.equal(eager.scaling_slot.cells, twin.scaling_slot.cells)
+        assert torch.equal(eager.scaling_slot.scale_and_amax, twin.scaling_slot.scale_and_amax)
     with torch.no_grad():
         compiled(x_of(9.0))
-    assert torch.equal(eager.scaling_slot.cells, twin.scaling_slot.cells)
+    assert torch.equal(eager.scaling_slot.scale_and_amax, twin.scaling_slot.scale_and_amax)
     torch._dynamo.reset()
 
 
@@ -247,9 +250,9 @@ def test_the_optimizer_of_another_model_updates_no_scales():
     layer, other = layer_of("delayed"), layer_of("delayed")
     layer(x_of(1.0))
     stepped(other.weight)
-    assert layer.scaling_slot.cells[0].tolist() == [0, 1]
+    assert layer.scaling_slot.scale_and_amax[0].tolist() == [0, 1]
     stepped(layer.weight)
-    assert layer.scaling_slot.cells[0].tolist() == [np.float32(1 / 448), 0]
+    assert layer.scaling_slot.scale_and_amax[0].tolist() == [np.float32(1 / 448), 0]
 
 
 UPDATED, WAITS = [np.float32(1 / 448), 0], [0, 1]
@@ -259,7 +262,7 @@ def test_an_optimizer_that_holds_no_parameter_of_a_model_updates_scales_that_nob
     frozen, adapter = layer_of("delayed"), nn.Parameter(torch.ones(WIDTH))
     frozen(adapter * x_of(1.0))
     stepped(adapter)
-    assert frozen.scaling_slot.cells[0].tolist() == UPDATED
+    assert frozen.scaling_slot.scale_and_amax[0].tolist() == UPDATED
 
 
 def test_an_optimizer_that_has_nothing_to_do_with_a_model_does_not_update_its_scales():
@@ -268,12 +271,12 @@ def test_an_optimizer_that_has_nothing_to_do_with_a_model_does_not_update_its_sc
     optimizer = octavo.optim.AdamW(model.parameters(), lr=0.0)
     model(x_of(2.0)).sum().backward()
     optimizer.step()
-    before = float(model[0].scaling_slot.cells[0, 0])
+    before = float(model[0].scaling_slot.scale_and_amax[0, 0])
     model(x_of(1.0)).sum().backward()
     stepped(nn.Parameter(torch.ones(3)))
-    assert model[0].scaling_slot.cells[0].tolist() == [before, 1.0]
+    assert model[0].scaling_slot.scale_and_amax[0].tolist() == [before, 1.0]
     optimizer.step()
-    assert model[0].scaling_slot.cells[0].tolist() == [before, 0.0] and model[0].scaling_state.history[
+    assert model[0].scaling_slot.scale_and_amax[0].tolist() == [before, 0.0] and model[0].scaling_state.history[
         :2, 0
     ].tolist() == [1.0, 2.0]
 
@@ -285,11 +288,13 @@ def test_an_optimizer_of_any_parameter_of_a_model_updates_its_scales():
     model.frozen.requires_grad_(False)
     other = model_of()
     for held in (False, True):
-        other[0].out.scaling_slot.cells[0, 1] = 1.0
+        other[0].out.scaling_slot.scale_and_amax[0, 1] = 1.0
         (model.frozen(x_of(1.0)) + model.adapter(x_of(1.0))).sum().backward()
         stepped(*model.adapter.parameters())
-        assert model.frozen.scaling_slot.cells[0].tolist() == UPDATED and model.frozen.scaling_state.is_held
-        assert other[0].out.scaling_slot.cells[0].tolist() == WAITS and not other[0].out.scaling_state.is_held, held
+        assert model.frozen.scaling_slot.scale_and_amax[0].tolist() == UPDATED and model.frozen.scaling_state.is_held
+        assert (
+            other[0].out.scaling_slot.scale_and_amax[0].tolist() == WAITS and not other[0].out.scaling_state.is_held
+        ), held
 
 
 def test_a_copy_of_a_held_model_is_held_by_nobody_yet():
@@ -347,8 +352,8 @@ def test_each_recipe_keeps_its_own_history():
     for amax in (5.0, 2.0, 1.0):
         step(model[0], x_of(amax))
         step(model[1], x_of(amax))
-    assert model[0].q.scaling_slot.cells[0, 0] == np.float32(5 / 448)
-    assert model[1].q.scaling_slot.cells[0, 0] == np.float32(1 / 448)
+    assert model[0].q.scaling_slot.scale_and_amax[0, 0] == np.float32(5 / 448)
+    assert model[1].q.scaling_slot.scale_and_amax[0, 0] == np.float32(1 / 448)
 
 
 def test_layers_built_one_by_one_are_joined():
@@ -356,10 +361,10 @@ def test_layers_built_one_by_one_are_joined():
         layer_of("delayed"), nn.Tanh(), Linear(32, 16, recipe={"base": "delayed", "history": {"length": 4}})
     )
     step(model, x_of(1.0))
-    cells = [model[i].scaling_slot.cells.clone() for i in (0, 2)]
+    before = [model[i].scaling_slot.scale_and_amax.clone() for i in (0, 2)]
     stored = octavo.scales(model)
     assert stored is octavo.scales(model) is model[0].scaling_state is model[2].scaling_state
-    assert equal(cells, [model[i].scaling_slot.cells for i in (0, 2)])
+    assert equal(before, [model[i].scaling_slot.scale_and_amax for i in (0, 2)])
     assert list(stored.state_dict()) == ["0.input", "0.grad_output", "2.input", "2.grad_output"]
     assert torch.equal(stored.state_dict()["0.input"][2:3], torch.tensor([1.0]))
 
@@ -377,7 +382,7 @@ def test_copies_have_scales_of_their_own():
     before = octavo.scales(model).state_dict()
     step(twin, x_of(9.0))
     assert equal(list(before.values()), list(octavo.scales(model).state_dict().values()))
-    assert twin[0].q.scaling_slot.cells[0, 0] == np.float32(9 / 448)
+    assert twin[0].q.scaling_slot.scale_and_amax[0, 0] == np.float32(9 / 448)
 
 
 def test_a_pickled_model_goes_on_with_its_scales():
@@ -393,18 +398,18 @@ def test_moving_takes_the_book_along():
     layer = layer_of("delayed")
     step(layer, x_of(1.0))
     layer.to("meta")
-    assert layer.scaling_state.cells.is_meta and layer.scaling_slot.cells.is_meta
+    assert layer.scaling_state.scale_and_amax.is_meta and layer.scaling_slot.scale_and_amax.is_meta
     layer.to_empty(device="cpu")
-    assert layer.scaling_slot.cells.tolist() == [[0, 0], [0, 0]]
+    assert layer.scaling_slot.scale_and_amax.tolist() == [[0, 0], [0, 0]]
     layer.double()
-    assert layer.scaling_slot.cells.dtype == torch.float32
-    layer.scaling_slot.cells[0, 0] = 3.0
-    assert layer.scaling_state.cells[0, 0] == 3.0
+    assert layer.scaling_slot.scale_and_amax.dtype == torch.float32
+    layer.scaling_slot.scale_and_amax[0, 0] = 3.0
+    assert layer.scaling_state.scale_and_amax[0, 0] == 3.0
 
 
 def test_a_layer_and_its_scales_on_two_devices_are_refused():
     layer = layer_of("delayed")
-    layer.scaling_slot.cells = layer.scaling_slot.cells.to("meta")
+    layer.scaling_slot.scale_and_amax = layer.scaling_slot.scale_and_amax.to("meta")
     with pytest.raises(ConfigError, match="a tensor on cpu has its scale on meta"):
         layer(x_of(1.0))
 
@@ -424,7 +429,7 @@ def test_one_all_reduce_a_step_takes_the_larger_maxima(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     step(model, x_of(1.0))
     assert calls == [torch.distributed.ReduceOp.MAX]
-    assert model[0].q.scaling_slot.cells[0, 0] == np.float32(7 / 448)
+    assert model[0].q.scaling_slot.scale_and_amax[0, 0] == np.float32(7 / 448)
 
 
 # --- states and files -----------------------------------------------------------------------------------------------
@@ -473,11 +478,11 @@ def test_static_scales_come_from_a_file_and_stay(tmp_path):
         step(model, x_of(amax))
     octavo.scales(model).save(tmp_path / "scales.json")
     static = model_of("static", scales=tmp_path / "scales.json")
-    cells = octavo.scales(model).cells[:, 0].clone()
-    assert torch.equal(octavo.scales(static).cells[:, 0], cells)
+    stored = octavo.scales(model).scale_and_amax[:, 0].clone()
+    assert torch.equal(octavo.scales(static).scale_and_amax[:, 0], stored)
     step(static, x_of(100.0))
-    assert torch.equal(octavo.scales(static).cells[:, 0], cells), "never updated"
-    assert static[0].q.scaling_slot.cells[0, 1] == 100.0, "and what it missed is seen"
+    assert torch.equal(octavo.scales(static).scale_and_amax[:, 0], stored), "never updated"
+    assert static[0].q.scaling_slot.scale_and_amax[0, 1] == 100.0, "and what it missed is seen"
     x = x_of(1.0)
     with torch.no_grad():
         assert torch.equal(static(x), model(x))
@@ -488,15 +493,17 @@ def test_layers_that_are_joined_take_the_largest_of_their_scales(tmp_path):
     step(apart, x_of(1.0), gradient=2.0)
     octavo.scales(apart).save(tmp_path / "scales.json")
     joined = model_of("static", scales=tmp_path / "scales.json")
-    found = [getattr(apart[0], name).scaling_slot.cells[1, 0] for name in "qkv"]
-    assert len(set(map(float, found))) > 1 and joined[0].q.scaling_slot.cells[1, 0] == max(found)
+    found = [getattr(apart[0], name).scaling_slot.scale_and_amax[1, 0] for name in "qkv"]
+    assert len(set(map(float, found))) > 1 and joined[0].q.scaling_slot.scale_and_amax[1, 0] == max(found)
 
 
 def test_delayed_may_start_from_a_file(tmp_path):
     model = model_of()
     step(model, x_of(4.0))
     octavo.scales(model).save(tmp_path / "scales.json")
-    assert torch.equal(octavo.scales(model_of(scales=tmp_path / "scales.json")).cells, octavo.scales(model).cells)
+    assert torch.equal(
+        octavo.scales(model_of(scales=tmp_path / "scales.json")).scale_and_amax, octavo.scales(model).scale_and_amax
+    )
 
 
 def test_nothing_to_save_yet(tmp_path):
@@ -575,7 +582,8 @@ def test_a_captured_step_updates_as_an_eager_one_does():
         train(eager, optimizers[0], x)
     for one, other in zip(eager, captured, strict=True):
         assert (
-            torch.allclose(one.scaling_state.cells, other.scaling_state.cells, rtol=1e-2) and one.scaling_state.is_known
+            torch.allclose(one.scaling_state.scale_and_amax, other.scaling_state.scale_and_amax, rtol=1e-2)
+            and one.scaling_state.is_known
         )
         assert torch.allclose(one.scaling_state.history, other.scaling_state.history, rtol=1e-2)
 
@@ -600,11 +608,11 @@ def test_compiled_on_a_gpu_it_keeps_the_scales_of_eager_mode(mode):
 @pytest.mark.gpu
 def test_a_book_comes_along_to_the_gpu_and_back():
     model = on_gpu()
-    assert model[0].scaling_slot.cells.is_cuda
+    assert model[0].scaling_slot.scale_and_amax.is_cuda
     train(model, torch.optim.SGD(model.parameters(), lr=0.0), inputs_of_steps(1)[0])
     state = octavo.scales(model).state_dict()
     model.cpu()
-    assert not model[0].scaling_slot.cells.is_cuda
+    assert not model[0].scaling_slot.scale_and_amax.is_cuda
     assert equal(list(state.values()), list(octavo.scales(model).state_dict().values()))
 
 
@@ -616,10 +624,10 @@ def static(tmp_path, *amaxes: float) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, 32))
     octavo.convert(model, "delayed")
     stored = octavo.scales(model)
-    stored.cells[:, 0] = 1.0
+    stored.scale_and_amax[:, 0] = 1.0
     stored.save(tmp_path / "a.json")
     octavo.convert(model, "static", scales=tmp_path / "a.json")
-    octavo.scales(model).cells[:, 1] = torch.tensor(amaxes)
+    octavo.scales(model).scale_and_amax[:, 1] = torch.tensor(amaxes)
     return model
 
 
@@ -630,24 +638,24 @@ def test_static_scales_are_made_anew_of_the_largest_values_since(tmp_path):
     assert {name: one.scale for name, one in made.items()} == expected
     assert {name: one.amax for name, one in made.items()} == {"0.input": 7.0, "1.grad_output": 3.0}
     assert {one.origin.how for one in made.values()} == {"a test"}
-    assert stored.cells[:, 0].tolist() == [expected["0.input"], 1.0, 1.0, expected["1.grad_output"]]
-    assert stored.cells[:, 1].tolist() == [0.0, 0.0, float("inf"), 0.0]
+    assert stored.scale_and_amax[:, 0].tolist() == [expected["0.input"], 1.0, 1.0, expected["1.grad_output"]]
+    assert stored.scale_and_amax[:, 1].tolist() == [0.0, 0.0, float("inf"), 0.0]
     assert stored.recalibrate() == {}
 
 
 def test_some_static_scales_are_made_anew_alone(tmp_path):
     stored = octavo.scales(static(tmp_path, 7.0, 5.0, 9.0, 3.0))
     assert stored.recalibrate({"1.input", "1.weight"}).keys() == {"1.input"}
-    assert stored.cells[:, 1].tolist() == [7.0, 5.0, 0.0, 3.0]
+    assert stored.scale_and_amax[:, 1].tolist() == [7.0, 5.0, 0.0, 3.0]
 
 
 def test_other_scales_are_not_made_anew(tmp_path):
     layer = layer_of("delayed")
     step(layer, x_of(3.0))
-    before = layer.scaling_state.cells.clone()
-    layer.scaling_slot.cells[:, 1] = 9.0
+    before = layer.scaling_state.scale_and_amax.clone()
+    layer.scaling_slot.scale_and_amax[:, 1] = 9.0
     assert not layer.scaling_state.has_static and layer.scaling_state.recalibrate() == {}
-    assert torch.equal(layer.scaling_state.cells[:, 0], before[:, 0])
+    assert torch.equal(layer.scaling_state.scale_and_amax[:, 0], before[:, 0])
 
 
 def test_all_ranks_make_the_same_static_scales(tmp_path, monkeypatch):

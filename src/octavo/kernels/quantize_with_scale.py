@@ -1,6 +1,6 @@
 """Quantise a matrix with a scale that was known before it: the contract behind delayed, just-in-time and static scales.
 
-A *cell* is two FP32 values that a model keeps for a matrix it sees in every step:
+A model keeps two FP32 values for a matrix that it sees in every step:
 
     [scale, amax]    what the codes are made with, 0 while it is not known; the largest magnitude seen since it was set
 
@@ -27,27 +27,27 @@ from octavo.numerics import Quantized
 class ScaleRef(NamedTuple):
     """Location of the scale of one matrix of a layer, and how to use it."""
 
-    cells: Tensor
-    """FP32 (n, 2), contiguous: the cells of a layer."""
+    scale_and_amax: Tensor
+    """FP32 (n, 2), contiguous: [scale, amax] of each matrix of a layer."""
     row: int
-    """Index of its cell."""
+    """Row of this matrix."""
     just_in_time: bool = False
     """A matrix that its scale would saturate is scaled by its own maximum."""
     update_amax: bool = True
-    """Raise the amax of the cell to that of the matrix."""
+    """Raise the amax to that of the matrix."""
 
 
 def quantize_with_scale(
     sources: Sequence[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantise the matrix X (R, C) that lies in `sources` side by side, with the scale of a cell.
+    """Quantise the matrix X (R, C) that lies in `sources` side by side, with a stored scale.
 
-    Its own maximum makes the scale, as in `quantize_pair`, where that of the cell is 0 (not known yet), or where the
-    cell is `just_in_time` and amax(X) > scale * largest value of the format. Otherwise what is larger saturates. NaN
+    Its own maximum makes the scale, as in `quantize_pair`, where the stored one is 0 (not known yet), or where it
+    is `just_in_time` and amax(X) > scale * largest value of the format. Otherwise what is larger saturates. NaN
     and infinities become NaN, and do not count for any maximum.
 
     Args:
-        sources: matrices (R, C_i), FP32, BF16 or FP16, on the device of the cell.
+        sources: matrices (R, C_i), FP32, BF16 or FP16, on the device of the scale.
         rows: what to make of X, or None. One scale per tensor, rounded to nearest.
         columns: what to make of X^T, or None. Of the same format and scaling, for it has the same scale.
 
@@ -56,7 +56,7 @@ def quantize_with_scale(
         memory of its own.
 
     Raises:
-        ConfigError: the sources are no matrices of as many rows, the targets differ, or the cell is on another device.
+        ConfigError: the sources are no matrices of as many rows, the targets differ, or the scale is on another device.
     """
     _check(sources, scale_ref, rows, columns)
     arguments = list(sources), scale_ref, rows, columns
@@ -78,19 +78,19 @@ def _check(sources: Sequence[Tensor], scale_ref: ScaleRef, rows: QuantSpec | Non
             "quantize_with_scale makes codes with one scale per tensor, rounded to nearest, alike for both results, "
             f"got '{rows or ''}' and '{columns or ''}'."
         )
-    if scale_ref.cells.device != sources[0].device:
+    if scale_ref.scale_and_amax.device != sources[0].device:
         raise ConfigError(
-            f"a tensor on {sources[0].device} has its scale on {scale_ref.cells.device}. Layers that keep scales lie "
-            "on one device: move the model as a whole."
+            f"a tensor on {sources[0].device} has its scale on {scale_ref.scale_and_amax.device}. Layers that keep "
+            "scales lie on one device: move the model as a whole."
         )
 
 
 def _quantize(
     sources: list[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
 ) -> list[Tensor | None]:
-    cells, row, just_in_time, update_amax = scale_ref
+    stored, row, just_in_time, update_amax = scale_ref
     # Without a version that autograd would count: a layer that runs twice before backward is no mistake.
-    arguments = sources, cells.data[row], rows, columns, just_in_time, update_amax
+    arguments = sources, stored.data[row], rows, columns, just_in_time, update_amax
     x = next((source for source in sources if source.numel()), sources[0])
     return _with_one_scale(*run_twin("quantize_with_scale.quantize_with_scale", x, arguments, "quantize_with_scale"))
 
@@ -111,7 +111,7 @@ def _shape(
     )
 
 
-# It writes an amax that its signature is silent about. Said there, a compiler would carry all cells of a model through
+# It writes an amax that its signature is silent about. Said there, a compiler would carry all scales of a model through
 # its graphs as values that change. Unsaid, it must not copy what it gives: hence outside of the graphs it captures,
 # whose inputs are copies.
 define_packed("quantize_with_scale", _quantize, _shape, torch.Tag.cudagraph_unsafe)

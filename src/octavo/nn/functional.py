@@ -54,9 +54,9 @@ class Quantizer(NamedTuple):
     recipe: Recipe
     dtype: torch.dtype
     """Output dtype of every GEMM, and the dtype in which a GEMM in high precision computes."""
-    cells: Tensor | None = None
-    """FP32 (2, 2), the layer's cells, [scale, amax] each, if its recipe stores scales (`octavo.nn.scaling_state`).
-    Without them every tensor is scaled by its own maximum, as in the first step of such a recipe."""
+    scale_and_amax: Tensor | None = None
+    """FP32 (2, 2), [scale, amax] of input and grad_output, if the recipe stores scales (`octavo.nn.scaling_state`).
+    Without it every tensor is scaled by its own maximum, as in the first step of such a recipe."""
     stats_buffer: Tensor | None = None
     """FP32 (1 + 2 n, WIDTH), telemetry buffer of n layers (`octavo.nn.telemetry_ops`)."""
     keeps_input: bool = False
@@ -110,7 +110,7 @@ def linears(
         keeps_input = True  # attention saves it anyway
     update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
     options = recipe, quantizer.dtype, keeps_input, update_amax
-    buffers = quantizer.cells, quantizer.stats_buffer
+    buffers = quantizer.scale_and_amax, quantizer.stats_buffer
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
         *source, *codes_for(weights, codes), *buffers, options, *weights
     )
@@ -200,7 +200,7 @@ class SavedWeights(NamedTuple):
 _X, _SAVED_X = len(InputSource._fields), len(SavedInput._fields)
 _WEIGHTS = _X + 5
 """Index of the first weight among the arguments of `_Linears.apply`: fields of `InputSource`, codes and scale of the
-weights, cells, stats_buffer, options, *weights."""
+weights, scale_and_amax, stats_buffer, options, *weights."""
 
 
 class _Linears(torch.autograd.Function):
@@ -237,8 +237,8 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return what is saved of X and of W, and the outputs. tensors: the arguments of `_Linears` without options."""
     recipe, dtype, keeps_input, update_amax, needs_x, needs_weight = options
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
-    w_codes, w_scale, cells, stats = tensors[_X : _WEIGHTS - 1]
-    scale_ref = scale_ref_of(cells, recipe, "input", update_amax)
+    w_codes, w_scale, scale_and_amax, stats = tensors[_X : _WEIGHTS - 1]
+    scale_ref = scale_ref_of(scale_and_amax, recipe, "input", update_amax)
     x = read_input(source, recipe, dtype, needs_weight, scale_ref, keeps_input)
     w = read_weights(weights, recipe, w_codes, w_scale)
     saved_w = save_weights(w, weights, recipe, w_codes is not None) if needs_x else SavedWeights()
@@ -246,15 +246,15 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
 
 
 def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
-    """Return dX, and dW_i. tensors: cells, stats_buffer, dY_i, `SavedInput`, tensors of `SavedWeights`."""
+    """Return dX, and dW_i. tensors: scale_and_amax, stats_buffer, dY_i, `SavedInput`, tensors of `SavedWeights`."""
     recipe, dtype, x_dtype, rows, dtypes, needs_x, needs_weights = options
-    cells, stats, *rest = tensors
+    scale_and_amax, stats, *rest = tensors
     dys, saved = rest[: len(rows)], rest[len(rows) :]
     x = SavedInput(*saved[:_SAVED_X])
     w = SavedWeights.of(saved[_SAVED_X:], rows) if needs_x else None
     needs_weights = tuple([needed and dy is not None for needed, dy in zip(needs_weights, dys, strict=True)])
     sources = with_zeros([None if dy is None else dy.to(dtype) for dy in dys], rows)
-    scale_ref = scale_ref_of(cells, recipe, "grad_output")
+    scale_ref = scale_ref_of(scale_and_amax, recipe, "grad_output")
     g, h = read_gradient(sources, x.scale, w, recipe, any(needs_weights), scale_ref)
     dx = None if w is None else dgrad(sources, g, w, recipe, dtype, stats).to(x_dtype)
     if not any(needs_weights):
@@ -276,17 +276,17 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return dtype
 
 
-def scale_ref_of(cells: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:
+def scale_ref_of(scale_and_amax: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:
     """Return the stored scale of a layer's `input` or `grad_output`; None if it is scaled by its own maximum.
 
     Args:
-        cells: see `Quantizer`.
+        scale_and_amax: see `Quantizer`.
         update_amax: whether the maximum of this tensor counts for the scale of later steps.
     """
-    operand = None if cells is None else recipe.stored_scale(role)
-    if cells is None or operand is None:
+    operand = None if scale_and_amax is None else recipe.stored_scale(role)
+    if scale_and_amax is None or operand is None:
         return None
-    return ScaleRef(cells, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", update_amax)
+    return ScaleRef(scale_and_amax, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", update_amax)
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------

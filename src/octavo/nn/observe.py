@@ -138,8 +138,8 @@ class Observation:
             return None
         self._counted += 1
         gemm, transposed = reader
-        cells = layer.scaling_slot.cells if isinstance(layer, Linear) and layer.scaling_slot is not None else None
-        scale_ref = scale_ref_of(cells, recipe, role, update_amax=False) if role in STORED_SCALE_ROLES else None
+        slot = layer.scaling_slot if isinstance(layer, Linear) and role in STORED_SCALE_ROLES else None
+        scale_ref = None if slot is None else scale_ref_of(slot.scale_and_amax, recipe, role, update_amax=False)
         return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, scale_ref, fold, self._counted)
 
 

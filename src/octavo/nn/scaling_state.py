@@ -1,9 +1,9 @@
 """Scales stored from step to step: one `ScalingState` per model, one slot per layer, updated once per optimizer step.
 
-    cells    FP32 (n, 2)       [scale, amax] of a layer's input, then of its grad_output; and so on for each layer
-    history  FP32 (length, n)  maxima of earlier steps, the newest first, 0 if there is none yet
+    scale_and_amax  FP32 (n, 2)       [scale, amax] of a layer's input, then of its grad_output; so on for each layer
+    history         FP32 (length, n)  maxima of earlier steps, the newest first, 0 if there is none yet
 
-A layer quantises with the scale of its cell and raises the amax (`octavo.kernels.quantize_with_scale`). After an
+A layer quantises with its scale and raises the amax (`octavo.kernels.quantize_with_scale`). After an
 optimizer step `update_scales` moves every amax into the history and computes the next scale:
 
     scale = choose(history) / largest value of the format * 2^margin        (Transformer Engine, DelayedScaling)
@@ -43,11 +43,11 @@ from octavo.recipes import STORED_SCALE_ROLES, History, Operand, Recipe
 
 @dataclass(eq=False)
 class ScalingSlot:
-    """Position of the cells of a layer, or of all layers that share an input."""
+    """The stored scales of a layer, or of all layers that share an input."""
 
     number: int
-    """Index of its first cell, divided by `len(STORED_SCALE_ROLES)`."""
-    cells: Tensor
+    """Index of its first row, divided by `len(STORED_SCALE_ROLES)`."""
+    scale_and_amax: Tensor
     """FP32 (2, 2), a view: [scale, amax] of the input and of grad_output. 16 bytes, so that all slots are aligned:
     compiled code would copy an unaligned input."""
 
@@ -64,7 +64,7 @@ class StoredScaleLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Use of a cell."""
+    """What a row of `ScalingState.scale_and_amax` is the scale of."""
 
     names: tuple[str, ...]
     """`<layer>.input` or `<layer>.grad_output`, of each layer that shares it."""
@@ -75,8 +75,8 @@ class _Entry:
 class ScalingState:
     """Stored scales of a model's layers. Found by `octavo.scales(model)`, saved and loaded as a calibration file."""
 
-    cells: Tensor
-    """FP32 (n, 2), see above. Cells of roles without a stored scale are unused."""
+    scale_and_amax: Tensor
+    """FP32 (n, 2), see above. Rows of roles without a stored scale are unused."""
     history: Tensor
     """FP32 (length, n), with the largest length of all recipes."""
     is_held: bool
@@ -96,12 +96,12 @@ class ScalingState:
             for row, role in enumerate(STORED_SCALE_ROLES, start=number * len(STORED_SCALE_ROLES)):
                 if (operand := recipe.stored_scale(role)) is not None:
                     self._entries[row] = _Entry(tuple(full_name(name, role) for name in names), operand, recipe)
-        cells = len(groups) * len(STORED_SCALE_ROLES)
+        rows = len(groups) * len(STORED_SCALE_ROLES)
         length = max((entry.recipe.history.length for entry in self._entries.values()), default=1)
         device = next(iter(layers.values())).weight.device
-        self.cells = torch.zeros(cells, 2, device=device, dtype=torch.float32)
-        self.history = torch.zeros(length, cells, device=device, dtype=torch.float32)
-        self._slots = [ScalingSlot(number, self._cells_of(number)) for number in range(len(groups))]
+        self.scale_and_amax = torch.zeros(rows, 2, device=device, dtype=torch.float32)
+        self.history = torch.zeros(length, rows, device=device, dtype=torch.float32)
+        self._slots = [ScalingSlot(number, self._of_slot(number)) for number in range(len(groups))]
         self._rows = self._find_rows()
         self._layers = [ref(layer) for layer in layers.values()]
         self._model = None if model is None else ref(model)
@@ -113,10 +113,10 @@ class ScalingState:
 
     def move(self, device: torch.device) -> None:
         """Move the scales to another device; all slots follow. From the meta device they are zeros."""
-        if device == self.cells.device:
+        if device == self.scale_and_amax.device:
             return
-        was_meta = self.cells.is_meta
-        for name in ("cells", "history"):
+        was_meta = self.scale_and_amax.is_meta
+        for name in ("scale_and_amax", "history"):
             old = getattr(self, name)
             setattr(self, name, torch.zeros_like(old, device=device) if was_meta else old.to(device))
         self._bind()
@@ -135,11 +135,11 @@ class ScalingState:
     ) -> dict[str, Calibrated]:
         """Recompute static scales from the largest values since they were set, and return them. Waits for the device.
 
-        A cell whose amax is 0 or not finite is unchanged. All ranks must call it, with the same names.
+        A scale whose amax is 0 or not finite is unchanged. All ranks must call it, with the same names.
 
         Args:
-            names: of the scales, `<layer>.input` or `<layer>.grad_output`; all by default. Others in the same cell are
-                recomputed too.
+            names: of the scales, `<layer>.input` or `<layer>.grad_output`; all by default. Layers that
+                share an input share its scale.
             margin: bits of headroom: scales are multiplied by 2^margin.
             how: text of their `Provenance`.
         """
@@ -154,17 +154,18 @@ class ScalingState:
         for row in made:
             operand = self._entries[row].operand
             scale = _scale_of(amax[row], operand, margin)
-            self.cells.data[row, 0], self.cells.data[row, 1] = scale, 0.0
+            self.scale_and_amax.data[row, 0], self.scale_and_amax.data[row, 1] = scale, 0.0
             self.history.data[0, row] = amax[row]  # the maximum that the scale was made from
         return dict(self._calibrated(how, made))
 
     @torch.no_grad()
     def update_scales(self) -> None:
-        """Compute the next scales. A cell whose amax is 0 or not finite is unchanged: its tensor was not seen.
+        """Compute the next scales. One whose amax is 0 or not finite is unchanged: its tensor was not seen.
 
         The optimizer's step calls it. Across ranks one all-reduce takes the maximum of the maxima first.
         """
-        cells, history = self.cells.data, self.history.data  # without a new version: see `kernels.quantize_with_scale`
+        # .data: without a new version, see `kernels.quantize_with_scale`
+        stored, history = self.scale_and_amax.data, self.history.data
         amax = self._amax_of_all_ranks()
         for (operand, rule), rows in self._rows.items():
             seen, past = amax[rows], history[: rule.length, rows]
@@ -173,12 +174,12 @@ class ScalingState:
             chosen = past.amax(0) if rule.choose == "max" else past[0]
             scale = _scale_of(chosen, operand, rule.margin)
             history[: rule.length, rows] = past
-            cells[rows, 0] = torch.where(is_new, scale, cells[rows, 0])
-            cells[:, 1].index_fill_(0, rows, 0.0)  # assigning 0.0 would copy it to the GPU and wait
+            stored[rows, 0] = torch.where(is_new, scale, stored[rows, 0])
+            stored[:, 1].index_fill_(0, rows, 0.0)  # assigning 0.0 would copy it to the GPU and wait
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return [scale, amax, *history] of each cell by name, FP32 (2 + length,), as copies on the CPU."""
-        table = torch.cat([self.cells.t(), self.history]).t().cpu()
+        """Return [scale, amax, *history] of each scale by name, FP32 (2 + length,), as copies on the CPU."""
+        table = torch.cat([self.scale_and_amax.t(), self.history]).t().cpu()
         return {name: table[row].clone() for row, entry in self._entries.items() for name in entry.names}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -200,8 +201,8 @@ class ScalingState:
                 )
         for row, entry in self._entries.items():
             # Layers that share an input have one scale here, which must fit all of them.
-            values = torch.stack([state[name] for name in entry.names]).amax(0).to(self.cells.device)
-            self.cells.data[row] = values[:2]
+            values = torch.stack([state[name] for name in entry.names]).amax(0).to(self.scale_and_amax.device)
+            self.scale_and_amax.data[row] = values[:2]
             self.history.data[:, row] = values[2:]
 
     def save(self, path: str | Path) -> None:
@@ -227,7 +228,7 @@ class ScalingState:
             for name, calibrated in found.items():
                 calibrated.check(name, entry.operand)
             if found:
-                self.cells.data[row, 0] = max(calibrated.scale for calibrated in found.values())
+                self.scale_and_amax.data[row, 0] = max(calibrated.scale for calibrated in found.values())
 
     @property
     def has_static(self) -> bool:
@@ -237,7 +238,7 @@ class ScalingState:
     @property
     def is_known(self) -> bool:
         """Whether any scale is known yet. Waits for the device."""
-        return bool((self.cells[:, 0] > 0).any())
+        return bool((self.scale_and_amax[:, 0] > 0).any())
 
     def __len__(self) -> int:
         """Return the number of stored scales."""
@@ -254,13 +255,14 @@ class ScalingState:
         _live[next(_numbers)] = self
 
     def _amax_of_all_ranks(self) -> Tensor:
-        amax = self.cells.data[:, 1].clone()
+        amax = self.scale_and_amax.data[:, 1].clone()
         if in_process_group():
             torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX)
         return amax
 
     def _calibrated(self, how: str = "", rows: Collection[int] | None = None) -> Iterator[tuple[str, Calibrated]]:
-        scales, largest = self.cells[:, 0].tolist(), torch.maximum(self.history.amax(0), self.cells[:, 1]).tolist()
+        scale, amax = self.scale_and_amax.unbind(1)
+        scales, largest = scale.tolist(), torch.maximum(self.history.amax(0), amax).tolist()
         for row in self._entries if rows is None else rows:
             entry, operand = self._entries[row], self._entries[row].operand
             kept = "as it was loaded" if operand.scale_from == "static" else "the largest values of training"
@@ -269,21 +271,21 @@ class ScalingState:
                 yield name, Calibrated(operand.stored_format, operand.scaling, scales[row], largest[row], origin=origin)
 
     def _bind(self) -> None:
-        """Make the slots views of the cells."""
+        """Make the slots views of `scale_and_amax`."""
         for slot in self._slots:
-            slot.cells = self._cells_of(slot.number)
+            slot.scale_and_amax = self._of_slot(slot.number)
 
-    def _cells_of(self, number: int) -> Tensor:
+    def _of_slot(self, number: int) -> Tensor:
         first = number * len(STORED_SCALE_ROLES)
-        return self.cells[first : first + len(STORED_SCALE_ROLES)]
+        return self.scale_and_amax[first : first + len(STORED_SCALE_ROLES)]
 
     def _find_rows(self) -> dict[tuple[Operand, History], Tensor]:
-        """Return the cells that are updated by each rule. Those of static scales are not updated."""
+        """Return the rows that each rule updates. Static scales are not updated."""
         rows: dict[tuple[Operand, History], list[int]] = {}
         for row, entry in self._entries.items():
             if entry.operand.scale_from != "static":
                 rows.setdefault((entry.operand, entry.recipe.history), []).append(row)
-        return {rule: torch.tensor(found, device=self.cells.device) for rule, found in rows.items()}
+        return {rule: torch.tensor(found, device=self.scale_and_amax.device) for rule, found in rows.items()}
 
 
 def names_by_input(layers: Mapping[str, StoredScaleLayer]) -> list[tuple[str, ...]]:
@@ -308,7 +310,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if _live else []
     # A step on fake tensors does not update real scales.
     is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
-    states = [state for state in _live.values() if isinstance(state.cells, FakeTensor) == is_fake]
+    states = [state for state in _live.values() if isinstance(state.scale_and_amax, FakeTensor) == is_fake]
     stepped = {id(parameter) for parameter in parameters}
     held = [state for state in states if state.belongs_to(stepped)]
     for state in held:
@@ -346,7 +348,7 @@ def scales(model: nn.Module) -> ScalingState | None:
     joined = ScalingState(layers, model)
     for name, (state, slot) in before.items():
         here, there = _rows_of(layers[name].scaling_slot), _rows_of(slot)
-        joined.cells.data[here] = state.cells[there]
+        joined.scale_and_amax.data[here] = state.scale_and_amax[there]
         joined.history.data[: state.history.shape[0], here] = state.history[:, there]
     return joined
 

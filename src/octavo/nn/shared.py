@@ -114,7 +114,7 @@ def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantiz
     """Return how layers that are computed together quantise, and the codes that exist: of x, and of their weights."""
     first = layers[0]
     recipe, slot = first.recipe, first.scaling_slot
-    scales = None if slot is None else slot.cells
+    scales = None if slot is None else slot.scale_and_amax
     quantizer = Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), first.keeps_input)
     return quantizer, attached_codes(x, spec_of(recipe.fprop.input)), first.weight_codes
 

@@ -25,7 +25,7 @@ OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "w
 """Names of the left and right operand of each GEMM."""
 
 STORED_SCALE_ROLES = ("input", "grad_output")
-"""Roles whose scales may be stored from step to step, in the order of a layer's cells."""
+"""Roles whose scales may be stored from step to step, in the order of a layer's rows in `ScalingState`."""
 FormatName = Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"]
 """Formats of codes; the last three are MX formats."""
 Precision = Literal["fp8", "bf16"]

@@ -144,7 +144,7 @@ def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLa
     for layer, part in zip(group, parts, strict=True):
         scale = None
         if recipe.fprop.input.scale_from == "static" and layer.scaling_slot is not None:
-            scale = layer.scaling_slot.cells[0, :1].detach().clone()
+            scale = layer.scaling_slot.scale_and_amax[0, :1].detach().clone()
         yield ServedLayer(
             name=names[id(layer)], weight=part, target=target, input=recipe.fprop.input, input_scale=scale
         )

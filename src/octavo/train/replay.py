@@ -312,7 +312,7 @@ def _computed_as(model: nn.Module) -> list[Any]:
     for module in model.modules():
         own = vars(module)
         if slot := own.get("scaling_slot"):
-            found.append(slot.cells.data_ptr())
+            found.append(slot.scale_and_amax.data_ptr())
         found.append(id(own.get("weight_codes")))
         found += (type(module), *(own[name] for name in _DECIDING if name in own))
     return found

@@ -120,13 +120,13 @@ def books(rank, count):
         shard(model, mp_policy=FP32)
         loss_of(model, tokens[rank : rank + 1], targets[rank : rank + 1]).backward()
     kept = [scales(model) for model in models]
-    before = [book.cells.clone() for book in kept]
+    before = [book.scale_and_amax.clone() for book in kept]
     torch.optim.SGD(models[0].parameters(), lr=0.1).step()
     found = {
-        "seen": [bool((cells[:, 1] > 0).any()) for cells in before],
+        "seen": [bool((stored[:, 1] > 0).any()) for stored in before],
         "rolled": [bool((book.history[0] > 0).any()) for book in kept],
-        "as before": [torch.equal(book.cells, cells) for book, cells in zip(kept, before, strict=True)],
-        "scales": kept[0].cells.clone(),
+        "as before": [torch.equal(book.scale_and_amax, stored) for book, stored in zip(kept, before, strict=True)],
+        "scales": kept[0].scale_and_amax.clone(),
     }
     torch.optim.SGD(models[1].parameters(), lr=0.1).step()
     if rank == 0:  # of no model: nothing is asked of the other ranks, which would wait for ever

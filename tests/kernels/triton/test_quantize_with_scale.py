@@ -1,4 +1,4 @@
-"""The Triton kernel gives the reference's codes, scales and cells, bit for bit, whichever scale is taken."""
+"""The Triton kernel gives the reference's codes, scales and amax, bit for bit, whichever scale is taken."""
 
 import itertools
 
@@ -18,7 +18,7 @@ TARGETS = [
 ]
 SCALES = {"unknown": 0.0, "too small": 2.0**-12, "too large": 0.37, "odd": 0.0123}
 SEEN = 3.0
-"""The amax that a cell holds before: below that of the data."""
+"""The stored amax before: below that of the data."""
 
 
 def data(rows: int, cols: int, device: str) -> Tensor:
@@ -30,8 +30,8 @@ def data(rows: int, cols: int, device: str) -> Tensor:
 def both(sources: list[Tensor], scale: float, *arguments) -> list[tuple[Quantized | None, Quantized | None, Tensor]]:
     results = []
     for twin in (reference, triton_quantize_at):
-        cell = torch.tensor([scale, SEEN], device=sources[0].device)
-        results.append((*twin.quantize_with_scale(sources, cell, *arguments), cell))
+        scale_and_amax = torch.tensor([scale, SEEN], device=sources[0].device)
+        results.append((*twin.quantize_with_scale(sources, scale_and_amax, *arguments), scale_and_amax))
     return results
 
 
@@ -46,7 +46,7 @@ def same(one: Quantized | None, other: Quantized | None) -> bool:
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("just_in_time", [False, True])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_codes_scales_and_cells_are_the_references(target, just_in_time, scale, device):
+def test_codes_scales_and_amax_are_the_references(target, just_in_time, scale, device):
     x = data(70, 90, device)
     expected, got = both([x], scale, target, target, just_in_time, True)
     assert all(same(one, other) for one, other in zip(expected[:2], got[:2], strict=True))

@@ -14,20 +14,20 @@ from octavo.numerics.quantize import to_codes
 
 def quantize_with_scale(
     sources: Sequence[Tensor],
-    cell: Tensor,
+    scale_and_amax: Tensor,
     rows: QuantSpec | None,
     columns: QuantSpec | None,
     just_in_time: bool,
     update_amax: bool,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """See `octavo.kernels.quantize_with_scale.quantize_with_scale`. cell: (2,), [scale, amax]."""
+    """See `octavo.kernels.quantize_with_scale.quantize_with_scale`. scale_and_amax: (2,)."""
     target = rows or columns
     assert target is not None
     x = torch.cat(list(sources), dim=1).float()
     amax = tile_amax(x, PER_TENSOR)
-    scale, inverse = _settle(cell[0], amax, target, just_in_time)
+    scale, inverse = _settle(scale_and_amax[0], amax, target, just_in_time)
     if update_amax:
-        cell[1].copy_(torch.maximum(cell[1], amax.view(())))
+        scale_and_amax[1].copy_(torch.maximum(scale_and_amax[1], amax.view(())))
     codes = to_codes(x * inverse, target.fmt)
     return (
         None if rows is None else Quantized(codes, scale, rows.tile),

@@ -1,6 +1,6 @@
 """Quantise with a known scale in one read, which finds the maximum on its way, and once more if the scale will not do.
 
-begin     what values are multiplied by, from the scale of the cell
+begin     what values are multiplied by, from the stored scale
 write     codes with that scale, and the maximum
 settle    which scale it is; whether the codes stand
 write     codes with the other scale: programs that find nothing to do end at once
@@ -43,13 +43,13 @@ _SIZE = 4
 
 def quantize_with_scale(
     sources: Sequence[Tensor],
-    cell: Tensor,
+    scale_and_amax: Tensor,
     rows: QuantSpec | None,
     columns: QuantSpec | None,
     just_in_time: bool,
     update_amax: bool,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """See `octavo.kernels.quantize_with_scale.quantize_with_scale`. cell: (2,), [scale, amax]."""
+    """See `octavo.kernels.quantize_with_scale.quantize_with_scale`. scale_and_amax: (2,)."""
     target = rows or columns
     assert target is not None
     sources = [contiguous_rows(source) for source in sources]
@@ -61,18 +61,18 @@ def quantize_with_scale(
     )
     scale = torch.empty(1, 1, device=device, dtype=torch.float32)
     work = torch.empty(_SIZE, device=device, dtype=torch.float32)
-    _begin_kernel[(1,)](cell, work, num_warps=1)
+    _begin_kernel[(1,)](scale_and_amax, work, num_warps=1)
     offsets = [sum(source.shape[1] for source in sources[:i]) for i in range(len(sources))]
     placed = list(zip(sources, offsets, strict=True))
     for source, offset in placed:
-        _write(source, offset, total, codes, codes_t, cell, work, again=False)
+        _write(source, offset, total, codes, codes_t, scale_and_amax, work, again=False)
     _settle_kernel[(1,)](
-        cell, work, scale, FORMAT=tl.float8e4nv if target.format == "e4m3" else tl.float8e5,
+        scale_and_amax, work, scale, FORMAT=tl.float8e4nv if target.format == "e4m3" else tl.float8e5,
         SCALING=target.rule, JUST_IN_TIME=just_in_time, UPDATE_AMAX=update_amax, num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
     for source, offset in reversed(placed):
-        _write(source, offset, total, codes, codes_t, cell, work, again=True)
+        _write(source, offset, total, codes, codes_t, scale_and_amax, work, again=True)
     if codes_t is not None and surplus:
         codes_t = codes_t[:, : total[0]].contiguous()
     return (
@@ -83,10 +83,10 @@ def quantize_with_scale(
 
 def _write(
     x: Tensor, offset: int, total: tuple[int, int], codes: Tensor | None, codes_t: Tensor | None,
-    cell: Tensor, work: Tensor, *, again: bool,
+    scale_and_amax: Tensor, work: Tensor, *, again: bool,
 ) -> None:  # fmt: skip
     across, down = WRITE.grid(*x.shape)
-    arguments: tuple[Any, ...] = (x, x.stride(0), *x.shape, offset, *total, codes, codes_t, cell, work)
+    arguments: tuple[Any, ...] = (x, x.stride(0), *x.shape, offset, *total, codes, codes_t, scale_and_amax, work)
     _write_kernel[(across * down,)](*arguments, AGAIN=again, **WRITE.strip(*x.shape))
 
 
