@@ -193,19 +193,19 @@ class Telemetry:
         names = {id(layer): name for name, layer in layers.items()}
         last = {id(layer): number for number, layer in enumerate(layers.values())}
         groups = fusion_groups(model, layers.values())
-        pages = sum(1 + 2 * len(group) for group in groups)
+        operands = sum(1 + 2 * len(group) for group in groups)
         width = WIDTH + BINS if self.histograms_every else WIDTH
         with torch.inference_mode(False):  # it is written outside of inference mode too
-            self._buffer = torch.full((pages + len(layers), width), torch.nan, device=device, dtype=torch.float32)
+            self._buffer = torch.full((operands + len(layers), width), torch.nan, device=device, dtype=torch.float32)
             self._one = torch.ones(1, 1, device=device, dtype=torch.float32)
-        self._of_gradients = self._buffer.data[pages:]
+        self._of_gradients = self._buffer.data[operands:]
         places: list[tuple[Row, int]] = []
         top = 0
         for group in groups:
             slot = StatsSlot(self._buffer[top : top + 1 + 2 * len(group)], len(group))
             for number, layer in enumerate(group):
                 layer.stats_slot = slot
-                places += rows_of(names[id(layer)], layer, top, number, len(group), pages + last[id(layer)])
+                places += rows_of(names[id(layer)], layer, top, number, len(group), operands + last[id(layer)])
             top += len(slot.buffer)
         order = {name: number for number, name in enumerate(layers)}
         places.sort(key=lambda place: order[place[0].layer])  # stable: roles stay in their order
