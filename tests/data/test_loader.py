@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.data import Loader, heldout_batches
-from octavo.data.loader import permutation
+from octavo.data.loader import digest, permutation
 from octavo.errors import CheckpointError, ConfigError, DataError
 
 
@@ -95,6 +95,45 @@ def test_a_position_in_another_corpus_or_none_is_refused(path: Path, tmp_path: P
         Loader(tmp_path / "other.bin", 5, 10, seed=5).load_state_dict(loader.state_dict())
     with pytest.raises(CheckpointError, match="None"):
         loader.load_state_dict({k: v for k, v in loader.state_dict().items() if k != "samples"})
+
+
+@pytest.mark.parametrize("name", ["other.bin", "other.u32"])
+def test_a_position_in_other_content_of_the_same_size_is_refused(path: Path, tmp_path: Path, name: str) -> None:
+    ids = np.arange(1003, dtype="<u4" if name.endswith(".u32") else "<u2")
+    ids[[0, 700]] += 1
+    ids.tofile(tmp_path / name)
+    state = Loader(path, 5, 10, seed=5).state_dict()
+    other = Loader(tmp_path / name, 5, 10, seed=5)
+    with pytest.raises(CheckpointError, match=f"another corpus of 1,003 tokens: .*{state['digest']} there"):
+        other.load_state_dict(state)
+    assert other.state_dict()["samples"] == 0
+
+
+def test_a_position_without_a_digest_of_an_earlier_version_is_loaded(path: Path) -> None:
+    loader, resumed = Loader(path, 5, 10, seed=5), Loader(path, 5, 10, seed=5)
+    starts(loader, 3)
+    resumed.load_state_dict({key: value for key, value in loader.state_dict().items() if key != "digest"})
+    assert resumed.state_dict() == loader.state_dict()
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 64 * 2048), st.data())
+def test_the_digest_of_a_short_file_is_of_every_id(length: int, data: st.DataObject) -> None:
+    ids = np.zeros(length, dtype="<u2")
+    before = digest(ids)
+    ids[data.draw(st.integers(0, length - 1))] = 1
+    assert digest(ids) != before != digest(np.zeros(length + 1, dtype="<u2"))
+
+
+def test_the_digest_of_a_long_file_reads_little_of_it(tmp_path: Path) -> None:
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.truncate(1 << 36)  # 64 GiB without a block on disk
+    tokens = np.memmap(tmp_path / "train.bin", dtype="<u2", mode="r")
+    assert digest(tokens) != digest(tokens[1:])
+
+
+def test_the_digest_is_pinned_across_versions() -> None:
+    assert digest(np.arange(10**6, dtype="<u4")).startswith("f2dced8607fe3e38")
 
 
 def test_seeds_differ_and_repeat(path: Path) -> None:

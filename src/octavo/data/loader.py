@@ -16,6 +16,7 @@ Shapes: B batch, T sequence.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ IDS = np.uint32(FIRST - 1)
 """Mask of the ids themselves."""
 IGNORED = -100
 """Target that does not count, as in PyTorch."""
+_BLOCKS, _BLOCK_BYTES = 64, 4096
+"""Blocks of a token file that its digest reads."""
 
 
 class Loader:
@@ -67,6 +70,7 @@ class Loader:
         if not 0 <= rank < world:
             raise ConfigError(f"rank: {rank} is not in 0 to {world - 1}.")
         self._tokens = open_tokens(tokens_path)
+        self._digest = digest(self._tokens)
         self._windows = (len(self._tokens) - 1) // sequence
         if self._windows < batch * world:
             need = batch * world * sequence + 1
@@ -88,19 +92,21 @@ class Loader:
         self._samples += self._batch * self._world
         return gather(self._tokens, windows, self._sequence)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position and the settings that it depends on."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and the settings and the `digest` of the corpus that it depends on, as JSON values."""
         return {
             "samples": self._samples,
             "seed": self._seed,
             "sequence": self._sequence,
             "tokens": len(self._tokens),
+            "digest": self._digest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last batch before `state_dict` was called.
 
-        Batch size and number of ranks may differ.
+        Batch size and number of ranks may differ. A state of an earlier version, without `digest`, is not compared by
+        content.
 
         Raises:
             CheckpointError: the state belongs to another corpus, sequence or seed, or is malformed.
@@ -112,6 +118,11 @@ class Loader:
                     f"the data position was saved with {name} {state.get(name)}, this run has {mine[name]}; "
                     "resume with the same corpus, sequence and seed."
                 )
+        if state.get("digest", self._digest) != self._digest:
+            raise CheckpointError(
+                f"the data position was saved in another corpus of {mine['tokens']:,} tokens: their digest is "
+                f"{state['digest']} there and {self._digest} here; resume with the same content, tokenized alike."
+            )
         samples = state.get("samples")
         if not isinstance(samples, int) or samples < 0:
             raise CheckpointError(f"the data position {samples!r} is not a number of samples.")
@@ -166,6 +177,20 @@ def open_tokens(path: Path) -> Tokens:
         if size == 0 or size % width:
             raise DataError(f"{path}: {size} bytes are not a file of {8 * width}-bit token ids.")
         return np.memmap(path, dtype=f"<u{width}", mode="r")
+
+
+def digest(tokens: Tokens) -> str:
+    """Return a digest of dtype, number and content of ids, 64 hexadecimal digits.
+
+    It reads up to 64 evenly spaced blocks of 4 KiB, the first and the last included: all of a file of up to 256 KiB. Of
+    a longer one it misses ids that were replaced between the blocks; another text, or another tokenizer, it does not.
+    """
+    size = _BLOCK_BYTES // tokens.dtype.itemsize
+    last = max(len(tokens) - size, 0)
+    found = hashlib.sha256(f"{tokens.dtype.str} {len(tokens)}".encode())
+    for start in sorted({last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}):
+        found.update(tokens[start : start + size].tobytes())
+    return found.hexdigest()
 
 
 def width_of(path: Path) -> int:

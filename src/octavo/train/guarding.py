@@ -136,7 +136,7 @@ class GuardedRun(Guarded):
     @property
     def position(self) -> int:
         """Number of samples drawn so far, by all ranks."""
-        return self.setup.loader.state_dict()["samples"]
+        return int(self.setup.loader.state_dict()["samples"])
 
     def _seek(self, position: int) -> None:
         loader = self.setup.loader
