@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,19 @@ def test_a_run_that_was_rolled_back_resumes_without_the_fault(
     assert summary["heldout_loss_fp8"] == clean["heldout_loss_fp8"]
     steps = [line["step"] for line in read_metrics(tmp_path / "struck/metrics.jsonl") if "lr" in line]
     assert steps == [*range(1, 15)]
+
+
+def test_a_run_that_went_on_from_an_abandoned_checkpoint_is_not_said_to_have_ended_there(
+    configure: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """It resumed from step 4 after a rollback to step 2, saved step 8, and lost that checkpoint."""
+    out = tmp_path / "run"
+    config = configure(run={"steps": 8, "checkpoint_every": 4, "log_every": 1, "twin": False, "out": str(out)})
+    train(config)
+    early, late = checkpoint.find(out / "checkpoints")
+    shutil.rmtree(late)
+    (early / "rolled-back.json").write_text('{"step": 2}\n', encoding="utf-8")
+    train(config, reporters=[resumed := Listener()], resume=True)
+    (said,) = (event.text for event in resumed.of(GuardEvent) if event.rule == "rollback")
+    assert "ended" not in said
+    assert "no checkpoint of its retry" in said and "lacks steps 3 to 4" in said

@@ -98,9 +98,9 @@ class RunLog:
         if resumed is not None and kept:  # what an interrupted run recorded of it was cut
             store.report(events.Saved(step=done, path=resumed.path))
         if until < done:
-            text = f"was rolled back to step {until} and ended before its next checkpoint: it goes on from that of step"
-            lost = f"{done}, which may have the fault, and the log lacks steps {until + 1} to {done}"
-            self.warn(done, "rollback", f"the run {text} {lost}")
+            text = f"the run was rolled back to step {until}, and no checkpoint of its retry is left: it goes on from"
+            lost = f"that of step {done}, which may have the fault, and the log lacks steps {until + 1} to {done}"
+            self.warn(done, "rollback", f"{text} {lost}")
 
     def write_config(self, directory: Path) -> None:
         """Write `config.json` of the run in this directory."""
