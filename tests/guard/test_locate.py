@@ -9,15 +9,24 @@ from torch import nn
 from octavo import Policy, convert
 from octavo.errors import ConfigError
 from octavo.guard.locate import locate_nonfinite, weight_diff
+from octavo.nn.fp8_weights import values
 
 
-@pytest.fixture(params=["folded", "bf16"])
+@pytest.fixture(params=["folded", "weights in FP8", "bf16"])
 def model(request: pytest.FixtureRequest) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32), nn.Linear(32, 32))
     if request.param != "bf16":
-        convert(model, request.param, policy=Policy(min_gain=0))
+        weights = "fp8" if request.param == "weights in FP8" else "unchanged"
+        convert(model, "folded", policy=Policy(min_gain=0, weights=weights))
     return model
+
+
+def struck(weight: nn.Parameter) -> torch.Tensor:
+    """Return the values of a weight, of which one is NaN."""
+    changed = values(weight.detach(), torch.float32).clone()
+    changed[7, 2] = torch.nan
+    return changed
 
 
 def run(model: nn.Module, x: torch.Tensor) -> None:
@@ -38,11 +47,19 @@ def test_a_token_is_named(model: nn.Module) -> None:
 
 
 def test_a_weight_is_named(model: nn.Module) -> None:
-    model[2].weight.data[7, 2] = torch.nan
+    model[2].weight.data.copy_(struck(model[2].weight))
     found = locate_nonfinite(model, lambda: run(model, torch.randn(2, 16, 32)))
     assert found is not None
     assert str(found) == "2 weight, row 7 (1 element)"
     assert str(found._replace(rank=3)) == "2 weight, row 7 (1 element) on rank 3"
+
+
+def test_elements_of_a_weight_that_changed_are_described(model: nn.Module) -> None:
+    weight = model[2].weight
+    before = weight.detach().clone()
+    assert weight_diff(before, weight, 0.0) == ""
+    weight.data.copy_(struck(weight))
+    assert weight_diff(before, weight, 0.1) == "one element, row 7, column 2, as a flipped bit leaves it"
 
 
 def test_a_gradient_is_named(model: nn.Module) -> None:

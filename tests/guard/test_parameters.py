@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from octavo import Policy, convert
 from octavo.guard.parameters import SAMPLE, ParameterCheck, ParameterStats
 from octavo.optim import AdamW
 
@@ -47,6 +48,14 @@ def test_an_element_outside_of_the_sample_shows_in_the_norm(model: nn.Module) ->
     assert measured(check, 1).change[2] > 0.1
     weight.view(-1)[1] = torch.nan
     assert math.isnan(measured(check, 2).norm[2])
+    assert check.nonfinite() == "1.weight"
+
+
+def test_a_code_of_an_fp8_weight_that_is_not_finite_is_found(model: nn.Module) -> None:
+    convert(model, "folded", policy=Policy(min_gain=0, weights="fp8"))
+    check = ParameterCheck(model, AdamW(model.parameters(), lr=1e-3), every=1)
+    assert check.nonfinite() == ""
+    model[1].weight.data.codes.view(torch.uint8)[3, 5] = 0x7F
     assert check.nonfinite() == "1.weight"
 
 

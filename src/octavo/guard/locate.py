@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo._util.terminal import quantity
 from octavo.nn.conv import AnyConvolution
+from octavo.nn.fp8_weights import values
 from octavo.nn.modules import hooked
 
 _INSPECTED = (nn.Linear, nn.Embedding, AnyConvolution)
@@ -46,8 +47,8 @@ def weight_diff(before: Tensor, now: Tensor, reach: float) -> str:
         now: the current weight, on any device.
         reach: largest possible change of an element by the steps since then.
     """
-    old = before.detach().float().reshape(len(before), -1)
-    new = now.detach().float().reshape(old.shape).to(old.device)
+    old = values(before.detach(), torch.float32).reshape(len(before), -1)
+    new = values(now.detach(), torch.float32).reshape(old.shape).to(old.device)
     places = torch.nonzero(~((new - old).abs() <= reach))
     rows = places[:, 0].unique().tolist()
     if len(places) == 1:
@@ -90,7 +91,7 @@ def _inspect(name: str, found: list[NonFinite], module: nn.Module, args: tuple[A
 def _check(name: str, role: str, tensor: Any, found: list[NonFinite]) -> None:
     if found or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.element_size() == 1:
         return
-    bad = ~torch.isfinite(tensor.detach())
+    bad = ~torch.isfinite(values(tensor.detach(), tensor.dtype))
     count = int(bad.sum())
     if count:
         first = torch.nonzero(bad)[0].tolist()

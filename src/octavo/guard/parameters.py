@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo.kernels.transfers import AsyncHostCopy
-from octavo.tensor import FP8Tensor, is_distributed, local
+from octavo.tensor import FP8Tensor, is_distributed, local, non_finite
 
 SAMPLE = 4096
 """Elements sampled per parameter."""
@@ -114,11 +114,11 @@ class ParameterCheck:
 
     def nonfinite(self) -> str:
         """Return the first parameter that holds a NaN or infinity; empty if there is none. Waits for the device."""
-        names, weights = _weights(self._model)
-        is_bad = _norms(weights).isfinite().logical_not().double()
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        counts = torch.stack([non_finite(parameter) for parameter in trained.values()])
         if self._group is not None:
-            dist.all_reduce(is_bad, op=dist.ReduceOp.MAX, group=self._group)
-        return next((name for name, bad in zip(names, is_bad.tolist(), strict=True) if bad), "")
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self._group)
+        return next((name for name, count in zip(trained, counts.tolist(), strict=True) if count), "")
 
     def fingerprints(self) -> dict[str, list[float]]:
         """Return norm and some elements of each parameter; empty if the model is sharded."""

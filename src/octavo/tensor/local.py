@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.tensor.fp8_tensor import FP8Tensor
+
 
 class WrapperTensor(Tensor):
     """Base of tensor subclasses that wrap one tensor of the same shape and dtype to change its handling."""
@@ -51,8 +53,14 @@ def dtensor_like(like: Any, values: Tensor, shape: Sequence[int] | None = None) 
 
 
 def non_finite(tensor: Tensor) -> Tensor:
-    """Return the number of NaN and infinite values of this rank's part, int64, shape (); 0 for integers."""
+    """Return the number of NaN and infinite values of this rank's part, int64, shape (); 0 for integers.
+
+    Those of an `FP8Tensor` are the values of `dequantize()`: NaN and infinite codes, all codes with a scale that is not
+    finite, and products that overflow in the dtype that it represents.
+    """
     part = local(tensor).detach()
+    if isinstance(part, FP8Tensor):
+        part = part.dequantize()
     if not part.is_floating_point():
         return torch.zeros((), dtype=torch.int64, device=part.device)
     return (~torch.isfinite(part.float() if part.element_size() == 1 else part)).sum()  # no isfinite for FP8
