@@ -29,6 +29,13 @@ def test_fp8_is_adopted_from_5_percent_on(make_pilot, step_ms, decision):
     assert said(pilot, "adopt").decision == decision and pilot.adopts == (decision == "yes")
 
 
+def test_a_speed_that_is_not_known_decides_nothing(make_pilot):
+    pilot = make_pilot({"bf16": lane(None), "folded": lane(None)})
+    assert said(pilot, "adopt").decision == "not known" and not pilot.adopts
+    assert "no speed of folded against BF16; 1 of 2 layers" in said(pilot, "adopt").reason
+    assert "folded: not known" in said(pilot, "recipe").reason
+
+
 def test_the_fastest_recipe_whose_loss_follows_is_taken(make_pilot):
     found = {"bf16": lane(), "folded": lane(80), "block": lane(90), "tensorwise": lane(70, 1.02)}
     pilot = make_pilot(found)

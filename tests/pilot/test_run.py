@@ -86,6 +86,18 @@ def test_no_steps_predict_from_shapes_alone(tmp_path):
     assert pilot.base.peak_gib > 4 * 4 * 4096 * 4096 * 3 / 2**30  # weights and moments
 
 
+@pytest.mark.parametrize("steps", [0, 4])
+def test_times_of_a_cpu_do_not_stand_in_for_those_of_a_gpu_where_flops_are_unknown(python_file, steps):
+    reads_values = "    assert batch[0].amax().item() < 99\n    return nn.functional"
+    python_file.write_text(python_file.read_text().replace("    return nn.functional", reads_values))
+    pilot = run_pilot(load_workload(python_file), Settings(recipes=("folded",), steps=steps, device="cpu", gpu="h200"))
+    for found in pilot.measured.values():
+        assert found.step_ms is found.tokens_per_s is found.tflops is found.peak_gib is None and not found.times
+        assert len(found.losses) == steps and not found.failed
+    assert pilot.speedup("folded") == 0 and not pilot.adopts
+    assert "FLOPs are not known, nor time and memory on the GPU" in to_text(pilot)
+
+
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [

@@ -128,9 +128,11 @@ def _adopt(pilot: Pilot) -> Advice:
         changes = "more tokens per forward, larger layers, or a recipe that this GPU has kernels for: octavo plan"
         return Advice("adopt", "no", "; ".join(faults), changes)
     how = f"predicted for {pilot.predicted_for.upper()}" if pilot.predicted_for else "measured"
-    layers = pilot.plans[pilot.best].layers
-    reason = f"{pilot.speedup(pilot.best):.2f} times BF16's speed ({how}) with {pilot.best}, "
-    reason += f"{sum(layer.is_fp8 for layer in layers)} of {len(layers)} layers in FP8{_said_gap(pilot, pilot.best)}"
+    layers, speedup = pilot.plans[pilot.best].layers, pilot.speedup(pilot.best)
+    fp8 = f"{sum(layer.is_fp8 for layer in layers)} of {len(layers)} layers in FP8{_said_gap(pilot, pilot.best)}"
+    if not speedup:
+        return Advice("adopt", "not known", f"no speed of {pilot.best} against BF16; {fp8}", "octavo pilot on that GPU")
+    reason = f"{speedup:.2f} times BF16's speed ({how}) with {pilot.best}, {fp8}"
     if pilot.adopts:
         return Advice("adopt", "yes", reason, f"a speed-up below {WORTH}, or a loss {GAP_LIMIT:g} % above BF16's")
     return Advice("adopt", "not yet", reason, "more tokens per forward, wider layers, fewer launches: batch, host")
@@ -152,7 +154,8 @@ def _said_gap(pilot: Pilot, name: str) -> str:
 
 def _recipe(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
     names = sorted(pilot.plans, key=lambda name: name != pilot.best)
-    said = [f"{name}: {_fault(pilot, name) or f'{pilot.speedup(name):.2f}'}" for name in names]
+    speeds = {name: f"{speedup:.2f}" if (speedup := pilot.speedup(name)) else "not known" for name in names}
+    said = [f"{name}: {_fault(pilot, name) or speeds[name]}" for name in names]
     changes = "trained weights: octavo localize maps layers and GEMMs; an engine that serves in FP8: recipe served"
     return Advice("recipe", found.precision, f"speed against BF16. {'; '.join(said)}", changes)
 

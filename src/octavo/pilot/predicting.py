@@ -10,7 +10,7 @@ from octavo.conversion import Plan, convert, make_plan
 from octavo.conversion.gain import predicted_ms
 from octavo.errors import ConfigError
 from octavo.kernels.devices import GPUS, H200, Rates
-from octavo.pilot.measuring import PRECISIONS, Conditions, Flops, Measurement
+from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement
 from octavo.recipes import load
 from octavo.train.workload import Workload
 
@@ -37,24 +37,26 @@ def products_ms(plan: Plan, rows: int, rates: Rates, *, in_bf16: bool = False) -
     return sum(predicted_ms(chosen.get(layer.name, bf16), *layer.shape, rows, rates=rates) for layer in linears)
 
 
-def predict(found: Measurement, plan: Plan, how: Conditions, flops: Flops) -> None:
-    """Replace the times in a measurement by predicted ones.
+def predict(found: Measurement, plan: Plan, how: Conditions) -> None:
+    """Replace the times in a measurement, which are those of a CPU, by predicted ones; without FLOPs they are unknown.
 
     Args:
         plan: of the recipe; of any recipe for BF16 and FP16.
-        flops: per step.
     """
+    found.step_ms = found.tokens_per_s = found.tflops = None
+    found.phases, found.parts = {}, {}
+    if how.flops is None:
+        return
     is_fp8 = found.precision not in PRECISIONS
-    other = 1e3 * flops.elsewhere / (_OTHER_TFLOPS * 1e12)
+    other = 1e3 * how.flops.elsewhere / (_OTHER_TFLOPS * 1e12)
     rates = GPUS[plan.device].rates
     assert rates is not None  # those of `CAPACITY_GIB` have rates
     base = products_ms(plan, how.rows, rates, in_bf16=True)
     products = products_ms(plan, how.rows, rates) if is_fp8 else base
     found.step_ms = products + other + _REST * H200.copy / rates.copy * (base + other)
-    found.phases = {}
     found.parts = {"gemm": products, "attention": other, "elementwise": found.step_ms - products - other}
     found.tokens_per_s = 1e3 * how.workload.tokens / found.step_ms
-    found.tflops = flops.total / found.step_ms / 1e9
+    found.tflops = how.flops.total / found.step_ms / 1e9
 
 
 def peak_gib(precision: str, how: Conditions) -> float | None:

@@ -98,7 +98,8 @@ def _notes(pilot: Pilot) -> Iterator[str]:
     if pilot.predicted_for:
         yield "not known on this machine: launches, idle time, data loading, communication, energy, decoding, fallbacks"
     if pilot.elsewhere is None:
-        yield "FLOPs are not known: the model cannot be traced without values"
+        also = ", nor time and memory on the GPU" if pilot.predicted_for else ""
+        yield f"FLOPs are not known{also}: the model cannot be traced without values"
     else:
         yield f"{1 - pilot.elsewhere:.0%} of the FLOPs are in linear layers; the rest, such as attention, gains nothing"
     for name, found in pilot.measured.items():

@@ -14,7 +14,7 @@ from octavo.kernels.devices import GPUS, rates_named
 from octavo.models.factory import count_parameters
 from octavo.pilot import predicting
 from octavo.pilot.judging import Pilot
-from octavo.pilot.measuring import PRECISIONS, Conditions, Flops, Measurement, count_flops, measure
+from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement, count_flops, measure
 from octavo.recipes import load, names
 from octavo.train import device as devices
 from octavo.train.workload import Workload, first_tensor
@@ -72,8 +72,8 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         found[name], plans[name] = measure(name, model, how)
     report("plans")
     predicted = {name: predicting.plan_for(name, how, settings.gpu) for name in settings.recipes}
-    if not is_gpu and flops is not None:
-        _predict(found, predicted, how, flops, report)
+    if not is_gpu:
+        _predict(found, predicted, how, report)
     capacity = torch.cuda.get_device_properties(device).total_memory / 2**30 if is_gpu else 0.0
     return Pilot(
         workload=workload.name,
@@ -98,13 +98,14 @@ def _predict(
     found: dict[str, Measurement],
     plans: dict[str, Plan],
     how: Conditions,
-    flops: Flops,
     report: Callable[[str], None],
 ) -> None:
-    """Add the predicted times, and the memory of BF16 and of the fastest recipe."""
+    """Replace times by predicted ones, and add the memory of BF16 and of the fastest recipe, if the model is traced."""
     for name in found:
         plan = plans.get(name) or next(iter(plans.values()))
-        predicting.predict(found[name], plan, how, flops)
+        predicting.predict(found[name], plan, how)
+    if how.flops is None:
+        return
     fastest = min(plans, key=lambda name: found[name].step_ms or 0.0)
     for name in ("bf16", *([fastest] if plans[fastest].fp8_layers else [])):
         report(f"memory in {name}")
