@@ -250,6 +250,17 @@ def test_a_slot_without_an_expert_adds_nothing_anywhere(experts, recipe, run):
     assert not found[3][idle].any() and not found[4][idle].any()
 
 
+@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+@pytest.mark.parametrize("overflows", [0, E - 1])
+def test_a_slot_without_an_expert_is_not_computed_by_one_that_its_token_does_not_have(recipe, overflows):
+    x, ids, weights = skipping(33, E, E)
+    ids[ids == overflows] = 1
+    ids[0, 0] = 1  # in SKIPPED are all slots of this token
+    module = fp8(recipe=recipe)
+    module.up.data[overflows] = 1e30
+    assert all(found.isfinite().all() for found in gradients(module, x.abs(), ids, weights))
+
+
 @pytest.mark.parametrize("wrong", [-1, E + 1, 256, 261, 1 << 16, (1 << 32) + 1])
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])
 def test_an_id_of_no_expert_is_an_error_that_names_it(wrong, recipe):

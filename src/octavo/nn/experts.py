@@ -292,10 +292,13 @@ def adopt(module: nn.Module, roles: ExpertRoles, recipe: Recipe, second: Recipe,
 def without_skipped(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return ids and routing weights (T, S) without the id E, by which transformers says that a slot has no expert.
 
-    Such a slot gets the last expert and the weight 0: it adds 0 to the results and to all gradients.
+    Such a slot is computed with the weight 0 by an expert that its token has, so that it is finite where the token's
+    own slots are (0 times an infinity is NaN), or by the last expert if the token has none: it adds 0 to the results
+    and to all gradients. A token without any expert must be finite: nothing masks it.
     """
     skipped = ids == experts
-    return ids.masked_fill(skipped, experts - 1), weights.masked_fill(skipped, 0)
+    own = ids.amin(dim=1, keepdim=True).clamp(max=experts - 1)
+    return torch.where(skipped, own, ids), weights.masked_fill(skipped, 0)
 
 
 def dispatch(x: Tensor, weights: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
