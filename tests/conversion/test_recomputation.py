@@ -142,6 +142,14 @@ def test_costs_fall_as_more_is_computed_again():
         done.costs(lambda: None)
 
 
+@pytest.mark.parametrize("recipe", ["folded", "block", "mxfp8"])
+def test_results_are_kept_as_they_are_rounded_whatever_kernel_computes_them(recipe):
+    x, _ = inputs()
+    model, plain = model_of(recipe), model_of()
+    found, want = (octavo.recompute(each).costs(lambda each=each: each(x))[1] for each in (model, plain))
+    assert (found.keep, found.bytes, found.flops) == ("products", want.bytes, 0)
+
+
 @pytest.mark.parametrize(
     ("operation", "args", "want"),
     [
@@ -161,6 +169,7 @@ def test_every_product_of_the_library_has_a_price():
     a, ops = torch.empty(2, 3, 5), torch.ops.octavo
     packed = [a, a], [], "tensor|tensor"
     assert price(ops.gemm.default, ([a, a],)) == 5
+    assert price(ops.rounded_product.default, (torch.empty(3, 5), torch.empty(5, 7), torch.bfloat16)) == 5
     assert all(price(operation, packed) == 5 for operation in (ops.bmm.default, ops.grouped_gemm.default))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.operator import define
+
 _BY_DIM = {2: torch.ops.aten.mm.default, 3: torch.ops.aten.bmm.default, 4: torch.ops.aten.matmul.default}
 
 
@@ -12,3 +14,29 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Return A B of matrices, or of batches of them. `octavo.autocast` takes `A @ B` as a user's, and not this."""
     result: Tensor = _BY_DIM[a.dim()](a, b)
     return result
+
+
+def rounded_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return A B of matrices, summed in FP32 and rounded once, to `dtype`.
+
+    It is one operator, so that what looks at operators, as selective checkpoints do, holds the result and not the sums.
+
+    Args:
+        a: (M, K), FP32 or BF16.
+        b: (K, N), as a.
+    """
+    result: Tensor = torch.ops.octavo.rounded_product(a, b, dtype)
+    return result
+
+
+def _rounded_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32).to(dtype)  # no partial sums in BF16
+    return product(a.float(), b.float()).to(dtype)
+
+
+define(
+    "rounded_product(Tensor a, Tensor b, ScalarType dtype) -> Tensor",
+    _rounded_product,
+    lambda a, b, dtype: a.new_empty(a.shape[0], b.shape[1], dtype=dtype),
+)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.product import product
+from octavo.kernels.product import rounded_product
 from octavo.numerics import Quantized, dequantize
 
 
 def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
     """Return a . b^T for a (M, K), b (N, K), any granularity, as (M, N) of `out_dtype`."""
-    return product(dequantize(a), dequantize(b).t()).to(out_dtype)
+    return rounded_product(dequantize(a), dequantize(b).t(), out_dtype)

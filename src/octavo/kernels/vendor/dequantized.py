@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.product import product
+from octavo.kernels.product import rounded_product
 from octavo.numerics import GROUP_1x32, Quantized, dequantize
 
 
@@ -26,7 +26,4 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tens
 
     `fast` is not offered: there is no such accumulator to emulate.
     """
-    a_MK, b_NK = dequantize(a, torch.bfloat16), dequantize(b, torch.bfloat16)
-    if a_MK.is_cuda:
-        return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32).to(out_dtype)  # no partial sums in BF16
-    return product(a_MK.float(), b_NK.float().t()).to(out_dtype)
+    return rounded_product(dequantize(a, torch.bfloat16), dequantize(b, torch.bfloat16).t(), out_dtype)
