@@ -7,11 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from octavo import Policy, convert
+from octavo.distributed import shard
 from octavo.guard.parameters import SAMPLE, ParameterCheck, ParameterStats
 from octavo.optim import AdamW
+from octavo.tensor import local
 
 
 def measured(check: ParameterCheck, step: int) -> ParameterStats:
@@ -86,3 +91,24 @@ def test_fingerprints_are_of_values_not_of_names(model: nn.Module) -> None:
     assert before == check.fingerprints() and len({tuple(each) for each in before.values()}) == 4
     model[0].weight.data *= 1.001
     assert [name for name, now in check.fingerprints().items() if now != before[name]] == ["0.weight"]
+
+
+def of_shards(rank: int, ranks: int) -> tuple[list[list[float]], str]:
+    """Measure a model of whose last layer, with one row, the second rank holds nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+    shard(model, init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    check = ParameterCheck(model, optimizer, every=1, group=dist.group.WORLD)
+    check.restart(0)
+    for parameter in model.parameters():
+        parameter.data.add_(0.25)
+    found = measured(check, 1)
+    local(model[1].weight.data).fill_(torch.nan)
+    return [found.norm.tolist(), found.change.tolist()], check.nonfinite()
+
+
+def test_a_parameter_that_some_ranks_hold_nothing_of() -> None:
+    (found, bad), other = run(of_shards, 2)
+    assert (found, bad) == other and bad == "1.weight"
+    assert found[1] == pytest.approx([0.25] * 4) and np.isfinite(found[0]).all()

@@ -173,11 +173,9 @@ def _is_same(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _weights(model: nn.Module) -> tuple[list[str], list[Tensor]]:
-    """Return the trained parameters that this rank holds some of, as plain tensors."""
+    """Return the trained parameters, as plain tensors; empty ones, too: every rank measures the same rows."""
     own = {name: local(p.detach()) for name, p in model.named_parameters() if p.requires_grad}
-    plain = {name: tensor.scale if isinstance(tensor, FP8Tensor) else tensor for name, tensor in own.items()}
-    held = {name: tensor for name, tensor in plain.items() if tensor.numel()}
-    return [*held], [*held.values()]
+    return [*own], [tensor.scale if isinstance(tensor, FP8Tensor) else tensor for tensor in own.values()]
 
 
 def _moments(
