@@ -1,7 +1,11 @@
 """Recalibration of static scales when due, from values in training; the file keeps previous ones."""
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
+import ranks
 import torch
 from torch import nn
 
@@ -15,7 +19,11 @@ from octavo.nn.telemetry import STATS, Row, Telemetry
 
 @pytest.fixture
 def static(tmp_path):
-    """A model with static scales and margin 0, its optimizer, which changes no weight, and its file."""
+    return static_in(tmp_path)
+
+
+def static_in(tmp_path):
+    """Return a model with static scales and margin 0, its optimizer, which changes no weight, and its file."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(48, 32))
     found = octavo.calibrate(
@@ -132,6 +140,27 @@ def test_all_ranks_make_the_scales_that_any_has_broken(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     assert module._of_all_ranks({"0.input": 0.1}) == {"0.input": 0.3, "1.input": 0.5}
+
+
+def recalibrates(rank, count):
+    """Return what a file that cannot be written makes a rank raise, a new one and one that is there; then a success."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, optimizer, path = static_in(Path(folder))
+        said = []
+        (blocked := Path(folder) / "directory.json").mkdir()
+        for unwritable in (path / "new.json", blocked):
+            recalibration = Recalibration(model, Updates(every=1), unwritable if rank == 0 else path)
+            train(model, optimizer, 2.0)
+            said.append(ranks.refusal(ConfigError, recalibration.step))
+        train(model, optimizer, 4.0 + rank)
+        made = Recalibration(model, Updates(every=1), path).step()
+        return said, {name: [entry.amax, *(old.amax for old in entry.previous)] for name, entry in made.items()}
+
+
+def test_a_file_that_the_first_rank_cannot_write_stops_all():
+    (first, made), (second, same) = ranks.run(recalibrates, 2, timeout=60)
+    assert first == second and all("Not a directory" in text or "Is a directory" in text for text in first)
+    assert made == same and made["0.input"] == [5.0, 1.0]
 
 
 @pytest.mark.parametrize(

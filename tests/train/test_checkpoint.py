@@ -4,12 +4,16 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import ranks
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -17,6 +21,7 @@ from torch import Tensor
 from octavo._util.checksums import file_entry
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.train import checkpoint
+from octavo.train.parallel import Launch, Ranks
 
 
 def tensors(value: float = 1.0) -> dict[str, dict[str, Tensor]]:
@@ -312,3 +317,34 @@ def test_files_outside_the_checkpoint_are_not_read(tmp_path: Path, format: int) 
     (path / "state.json").write_text(json.dumps({**state, "format": format, "files": {str(outside): entry}}))
     with pytest.raises(CheckpointError, match=r"state.json: .*leads out of the checkpoint"):
         checkpoint.load(path)
+
+
+FAULTS = [("_begin", 0), ("save_file", 1), ("_finish", 0), ("_remove", 0)]
+"""What fails while a checkpoint is written, and the rank on which it does."""
+
+
+def faulty(rank: int, count: int, folder: str) -> list[str]:
+    """Return what a rank says of checkpoints that one of two cannot write, and of one that rank 1 cannot read."""
+    own, said = Ranks(launch=Launch(rank, count)), []
+
+    def saved(step: int) -> Path:
+        return checkpoint.save(Path(folder), step, tensors(), {"config": {}, "loader": {}}, keep=1, ranks=own)
+
+    saved(0)
+    for step, (function, on) in enumerate(FAULTS, start=1):
+        error = CheckpointError("no more") if function == "_remove" else OSError(errno.ENOSPC, "No space left")
+        with patch.object(checkpoint, function, side_effect=error) if rank == on else nullcontext():
+            said.append(ranks.refusal(CheckpointError, lambda step=step: saved(step)))
+    last = saved(len(FAULTS) + 1)
+    if rank == 1:
+        (last / "fp8.rank-1.safetensors").write_bytes(b"")
+    own.barrier()
+    return [*said, ranks.refusal(CheckpointError, lambda: checkpoint.load(last, ranks=own))]
+
+
+def test_all_ranks_learn_that_one_cannot_write_or_read(tmp_path: Path) -> None:
+    first, second = ranks.run(faulty, 2, str(tmp_path), timeout=60)
+    assert first == second
+    assert ["No space left" in text for text in first[:-1]] == [True, True, True, False] and first[3] == "no more"
+    assert re.search(r"step-000005/fp8\.rank-1\.safetensors: truncated", first[-1])
+    assert names(tmp_path) == ["step-000005"]

@@ -1,8 +1,17 @@
-"""The rank of this process in distributed training. PyTorch is imported on first use."""
+"""The ranks of distributed training: which one this process is, and what one does for all.
+
+PyTorch is imported on first use.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from octavo.errors import OctavoError, RunError
+
+T = TypeVar("T")
 
 
 def in_process_group() -> bool:
@@ -21,3 +30,53 @@ def is_first_rank() -> bool:
 
     rank = dist.get_rank() if in_process_group() else int(os.environ.get("RANK", "0"))
     return rank == 0
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks, on each of them; without a process group that of this one. All ranks call it."""
+    if not in_process_group():
+        return [value]
+    import torch.distributed as dist
+
+    found: list[Any] = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def together(action: Callable[[], T]) -> T:
+    """Return `action()` of this rank. If it raises on any rank, it raises on all: none waits for one that has failed.
+
+    All ranks call it. The action must not communicate.
+
+    Raises:
+        Exception: the one raised on this rank, else that of the first rank that failed: the same if it is Octavo's or
+            the system's, RunError for any other.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    failures = gather(_sent(error))
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            failure.add_note(f"Raised on rank {rank}.")
+            raise failure
+    return result
+
+
+def on_first_rank(action: Callable[[], T]) -> T | None:
+    """Return `action()` of the first rank, on all ranks; all raise its error, see `together`. All ranks call it.
+
+    Without a process group other ranks, by `RANK`, get None.
+    """
+    return gather(together(action) if is_first_rank() else together(lambda: None))[0]
+
+
+def _sent(error: Exception | None) -> Exception | None:
+    """Return an error as it is sent to other ranks; those of other libraries may not survive that."""
+    if error is None or isinstance(error, OctavoError | OSError):
+        return error
+    return RunError(f"{type(error).__name__}: {error}")

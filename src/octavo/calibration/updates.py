@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from octavo._util.dist import in_process_group, is_first_rank
+from octavo._util.dist import gather, on_first_rank
 from octavo.errors import ConfigError
 from octavo.nn import calibration_file
 from octavo.nn.calibration_file import Calibrated
@@ -110,13 +109,16 @@ class Recalibration:
             self._telemetry.restart(done)
 
     def step(self, values: NDArray[Any] | None = None) -> dict[str, Calibrated]:
-        """Count a step and update scales if due; return the updated ones, on the first rank with their previous ones.
+        """Count a step and update scales if due; return the updated ones, with their previous ones.
+
+        All ranks call it.
 
         Args:
             values: if `rows` were given, the values of this step, whenever `updates.looks` returns True for it.
 
         Raises:
-            ConfigError: `values` are missing, or the file cannot be written.
+            ConfigError: `values` are missing; or the file cannot be written, which all ranks raise. The scales may be
+                updated by then.
         """
         self.done += 1
         updates, names, why = self.updates, None, f"every {self.updates.every} steps"
@@ -134,13 +136,12 @@ class Recalibration:
         scaling_state = scales(self._model)  # not cached: converting the model again replaces it
         if scaling_state is None:
             return {}
-        if is_first_rank() and not self._path.exists():
-            scaling_state.save(self._path)
+        on_first_rank(lambda: None if self._path.exists() else scaling_state.save(self._path))
         made = scaling_state.recalibrate(names, self.updates.margin, how)
-        if made and is_first_rank():
-            written = calibration_file.update(self._path, made)
-            return {name: written[name] for name in made}
-        return made
+        if not made:
+            return {}
+        written = on_first_rank(lambda: calibration_file.update(self._path, made))
+        return {name: (written or made)[name] for name in made}
 
     def close(self) -> None:
         """Stop measuring the model."""
@@ -165,9 +166,6 @@ class Recalibration:
 
 def _of_all_ranks(broken: dict[str, float]) -> dict[str, float]:
     """Return the tensors above the limit on any rank, with the largest share."""
-    if not in_process_group():
-        return broken
-    gathered: list[dict[str, float]] = [{}] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, broken)
+    gathered = gather(broken)
     names = sorted({name for found in gathered for name in found})
     return {name: max(found.get(name, 0.0) for found in gathered) for name in names}

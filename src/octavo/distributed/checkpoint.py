@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from octavo._util.dist import gather, together
 from octavo.distributed import storage
 from octavo.errors import CheckpointError
 from octavo.nn.scaling_state import scales
@@ -130,25 +131,13 @@ def _check_files(folder: Path) -> None:
     """Check the files, each by one rank; all ranks raise if one finds a fault."""
     if not (folder / SETTINGS).is_file():
         raise CheckpointError(f"{folder} is not a complete checkpoint: there is no {SETTINGS}. Take an earlier one.")
-    in_group = dist.is_initialized()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
-    faults: list[str] = [""] * ranks
-    try:
-        storage.check_files(folder, rank=rank, ranks=ranks)
-    except CheckpointError as error:
-        faults[rank] = str(error)
-    if in_group:
-        dist.all_gather_object(faults, faults[rank])
-    if any(faults):
-        raise CheckpointError(next(filter(None, faults)))
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    together(lambda: storage.check_files(folder, rank=rank, ranks=ranks))
 
 
 def _check_model(here: Mapping[str, Tensor], folder: Path) -> None:
     """Check that this model, or that of another rank, as a stage of a pipeline, has every tensor of the one saved."""
-    known = [list(here)]
-    if dist.is_initialized():
-        known *= dist.get_world_size()
-        dist.all_gather_object(known, list(here))
+    known = gather(list(here))
     saved = {name.removeprefix("model.") for name in storage.shapes(folder) if name.startswith("model.")}
     if missing := sorted(saved.difference(*known)):
         raise CheckpointError(

@@ -93,8 +93,8 @@ def save(
     directory.
 
     Raises:
-        CheckpointError: it could not be written (disk full, for example). No partial checkpoint remains, and earlier
-                ones are kept.
+        CheckpointError: a rank could not write it (disk full, for example), or the first one not remove others. All
+                ranks raise it. No partial checkpoint remains, and earlier ones are kept.
     """
     final = directory / name_of(step)
     temporary = directory / f"{_TEMPORARY}{final.name}"
@@ -103,16 +103,13 @@ def save(
         files = _write_tensors(temporary, tensors, ranks)
         about = {"format": FORMAT, "step": step, "ranks": ranks.count, "stages": ranks.parallel.pipeline}
         ranks.on_first(lambda: _finish(temporary, final, {**about, **state, "files": files}))
-    except (OSError, SafetensorError, CheckpointError) as error:
+    except (OSError, CheckpointError) as error:
         raise CheckpointError(_not_written(final, error, latest(directory))) from error
     finally:
         # Also on Ctrl-C; after the rename there is nothing to remove.
         if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
-    if ranks.is_first:
-        earlier, later = _split(directory, step)
-        for path in [*earlier[:-keep], *later]:
-            _remove(path)
+    ranks.on_first(lambda: _remove_others(directory, step, keep))
     return final
 
 
@@ -172,9 +169,18 @@ def load(path: Path, *, ranks: Ranks = SINGLE_PROCESS, place: Place | None = Non
         CheckpointError: a file is missing, truncated, damaged or malformed, or the format version differs.
         NonFiniteError: a weight or an optimizer state is NaN or infinite; the message names it.
     """
+    state, tensors = ranks.together(lambda: _read_own(path, ranks))
+    if any(name.startswith(f"{_SHARDED}/") for name in state["files"]):
+        for name, tensor in _read_sharded(path / _SHARDED, place).items():
+            model, _, key = name.partition(".")
+            tensors.setdefault(model, {})[key] = tensor
+    return Checkpoint(path, tensors, state, _rolled_back_to(path))
+
+
+def _read_own(path: Path, ranks: Ranks) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Return the state of a checkpoint and the tensors in this rank's files, after checks of its share of all files."""
     state = _read_state(path)
-    files, of_all = state["files"], {name for name in state["files"] if name.startswith(f"{_SHARDED}/")}
-    own: dict[str, str] = {}
+    files, own = state["files"], dict[str, str]()
     for suffix in _suffixes(ranks.rank, state.get("ranks", 1), state.get("stages", 1)):
         own |= {name: name.removesuffix(suffix) for name in files if name.endswith(suffix) and "/" not in name}
     for name in sorted({*own, *sorted(files)[ranks.rank :: ranks.count]}):  # those of all ranks by one of them
@@ -184,11 +190,7 @@ def load(path: Path, *, ranks: Ranks = SINGLE_PROCESS, place: Place | None = Non
         tensors.setdefault(model, {}).update(_read_tensors(path / name))
         if fault := first_non_finite(tensors[model]):
             raise NonFiniteError(f"{path / name}: {fault}.{_remedy(path)}")
-    if of_all:
-        for name, tensor in _read_sharded(path / _SHARDED, place).items():
-            model, _, key = name.partition(".")
-            tensors.setdefault(model, {})[key] = tensor
-    return Checkpoint(path, tensors, state, _rolled_back_to(path))
+    return state, tensors
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
@@ -236,6 +238,13 @@ def _leftovers(directory: Path) -> list[Path]:
     return [path for paths in hidden for path in paths if path not in found]
 
 
+def _remove_others(directory: Path, step: int, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints up to `step`, and those after it."""
+    earlier, later = _split(directory, step)
+    for path in [*earlier[:-keep], *later]:
+        _remove(path)
+
+
 def _begin(temporary: Path) -> None:
     for path in _leftovers(temporary.parent):
         shutil.rmtree(path, ignore_errors=True)
@@ -246,15 +255,11 @@ def _write_tensors(
     directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks
 ) -> dict[str, dict[str, Any]]:
     """Write the tensors of all ranks; return the index entries of their files."""
-    sharded: dict[str, Tensor] = {}
-    written: dict[str, dict[str, Any]] = {}
+    own, sharded = dict[str, dict[str, Tensor]](), dict[str, Tensor]()
     for name, named in tensors.items():
-        path = directory / f"{name}{_suffix(ranks.rank, ranks.count)}"
-        own = {key: tensor for key, tensor in named.items() if not is_distributed(tensor)}
-        sharded |= {f"{name}.{key}": tensor for key, tensor in named.items() if key not in own}
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in own.items()}, path)
-        flush(path)
-        written[path.name] = file_entry(path)
+        own[f"{name}{_suffix(ranks.rank, ranks.count)}"] = {k: x for k, x in named.items() if not is_distributed(x)}
+        sharded |= {f"{name}.{key}": tensor for key, tensor in named.items() if is_distributed(tensor)}
+    written = ranks.together(lambda: {file: _write_file(directory / file, of_file) for file, of_file in own.items()})
     files = {name: entry for of_rank in ranks.gather(written) for name, entry in of_rank.items()}
     if sharded:
         from octavo.distributed import storage
@@ -265,6 +270,16 @@ def _write_tensors(
         files |= {f"{_SHARDED}/{name}": entry for name, entry in entries.items()}
     ranks.barrier()
     return files
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write tensors into a file; return its index entry."""
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise CheckpointError(str(error)) from error
+    flush(path)
+    return file_entry(path)
 
 
 def _finish(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:

@@ -94,8 +94,8 @@ class GuardedRun(Guarded):
     def _save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file, on the first rank."""
         scaling_state = scales(self._state.model)
-        if self.ranks.is_first and scaling_state is not None and scaling_state.is_known:
-            scaling_state.save(self.config.run.out / "scales.json")
+        if scaling_state is not None and scaling_state.is_known:
+            self.ranks.on_first(lambda: scaling_state.save(self.config.run.out / "scales.json"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run besides its tensors, as JSON values."""
@@ -211,8 +211,8 @@ class GuardedRun(Guarded):
     def emit(self, event: GuardEvent) -> None:
         """Emit an event; a rollback removes checkpoints first, so that none is of steps that the log has lost."""
         if event.back_to is not None:
-            stays = self.ranks.is_first and checkpoint.roll_back(self.checkpoints, event.back_to)
-            self._owes_checkpoint = self.ranks.broadcast(stays)
+            back_to = event.back_to
+            self._owes_checkpoint = self.ranks.on_first(lambda: checkpoint.roll_back(self.checkpoints, back_to))
         self.log.emit(event)
 
 

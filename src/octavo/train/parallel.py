@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from octavo._util.dist import gather, on_first_rank, together
 from octavo.errors import ConfigError
 from octavo.tensor import is_distributed
 from octavo.train import device as devices
@@ -122,11 +123,13 @@ class Ranks:
         if self.count > 1:
             dist.barrier()
 
-    def on_first(self, action: Callable[[], object]) -> None:
-        """Run `action` on rank 0; all ranks wait for it."""
-        if self.is_first:
-            action()
-        self.barrier()
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Return `action()` of rank 0, on all ranks; all raise its error (`octavo._util.dist.together`)."""
+        return action() if self.count == 1 else cast(T, on_first_rank(action))
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Return `action()` of this rank; if it raises on any, all raise (`octavo._util.dist.together`)."""
+        return action() if self.count == 1 else together(action)
 
     def first_per_host(self, key: str, work: Callable[[], T]) -> T:
         """Return `work()`, run by the first rank of each host before the others, to fill a cache; no time limit."""
@@ -193,10 +196,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on each of them; all ranks call it."""
-        found: list[Any] = [value] * self.count
-        if self.count > 1:
-            dist.all_gather_object(found, value)
-        return found
+        return [value] if self.count == 1 else gather(value)
 
     @property
     def is_greedy(self) -> bool:

@@ -246,8 +246,8 @@ class Trainer(GuardedRun):
                 )
         self._watch_plateau(loss[first])
         by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
-        if self.done == self.config.run.steps and self.ranks.is_first:
-            write_json(self.directory / "heldout.json", by_model)
+        if self.done == self.config.run.steps:
+            self.ranks.on_first(lambda: write_json(self.directory / "heldout.json", by_model))
         return by_model
 
     def _watch_plateau(self, loss: float) -> None:
