@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 from octavo.conversion import Policy
 from octavo.distributed import load, save, save_async, shard
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, NonFiniteError
 from octavo.memory.fake_kernels import clear_caches
 from octavo.nn.scaling_state import scales
 from octavo.optim import AdamW
+from octavo.tensor import local
 
 WIDE = {"ffn": 170, "layers": 1}
 """Rows that four ranks do not share alike."""
@@ -72,6 +74,7 @@ def write(rank, count, folder):
     found["pytorchs"] = pytorchs(rank)
     found["stored"] = stored_scales(folder, rank)
     found["refused"] = refusals(folder)
+    found["not finite"] = not_finite(folder)
     return found
 
 
@@ -150,6 +153,28 @@ def refusals(folder):
     return [ranks.refusal((CheckpointError, TypeError), attempt) for attempt in attempts]
 
 
+def not_finite(folder):
+    """Return what is said of checkpoints with a NaN or of other groups, and what they change."""
+    found = []
+    for part in ("model", "optimizer", "groups"):
+        model, optimizer = build("fp8 float32")
+        step_sharded(model, optimizer, 0, 0, 2)
+        last = list(model.parameters())[-1]
+        if part != "groups":
+            local(last if part == "model" else optimizer.state[last]["step"]).view(-1)[-1:].detach().fill_(torch.nan)
+        save(Path(folder) / f"broken {part}", model, optimizer)
+        model, optimizer = build("fp8 float32")
+        if part == "groups":
+            optimizer = AdamW([*model.named_parameters()][:-1], lr=1e-2)
+        step_sharded(model, optimizer, 1, 0, 2)
+        before = {name: tensor.clone() for name, tensor in everything(model, optimizer).items()}
+        attempt = partial(load, Path(folder) / f"broken {part}", model, optimizer)
+        said = ranks.refusal((NonFiniteError, CheckpointError), attempt)
+        found.append((said, same(before, everything(model, optimizer))))
+    load(Path(folder) / "broken optimizer", model)  # what is not asked for may be broken
+    return found
+
+
 def read(rank, count, folder):
     """Read what two ranks wrote, and go on as they did: rank 0 and 1 with their sequences, the others with the same."""
     found = {}
@@ -222,6 +247,13 @@ def test_what_does_not_fit_is_refused(written):
     words += ["octavo.json: ", "octavo.json: ", "not JSON serializable"]
     for result in written:
         assert all(word in said for word, said in zip(words, result["refused"], strict=True))
+
+
+@pytest.mark.parametrize(("case", "words"), [(0, "of 'model."), (1, "of 'optimizer."), (2, "numbers of parameters")])
+def test_a_checkpoint_that_is_refused_changes_nothing(written, case, words):
+    for result in written:
+        said, changed = result["not finite"][case]
+        assert words in said and not changed
 
 
 def test_settings_are_readable(written, folder):

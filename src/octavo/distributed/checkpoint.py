@@ -8,8 +8,9 @@ tensor parallel, where scales belong to parts of rows. Everything else is in `oc
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +58,23 @@ def save_async(folder: str | Path, model: nn.Module, optimizer: Optimizer | None
 def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Load a checkpoint of `save` into a sharded model and optimizer, and return its `extra` values.
 
+    All ranks call it. Nothing is changed unless everything fits and is finite. Only if a file that was read before
+    cannot be read again, parameters and states may be partly overwritten.
+
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or its model, tier or, with per-tensor scales, number
             of ranks differs.
         NonFiniteError: a parameter or a state of the optimizer has a NaN or an infinity.
     """
-    _check_files(Path(folder))
+    names = [f"model.{name}" for name, _ in model.named_parameters()]  # a buffer may hold infinities, as a mask
+    finite = {*itertools.chain(*gather(names))}
+    _check_files(Path(folder), lambda name: name in finite or (optimizer is not None and name.startswith("optimizer.")))
     settings: dict[str, Any] = json.loads((Path(folder) / SETTINGS).read_text())
     if optimizer is not None:
         _check_tiers(optimizer, settings.get("optimizer"), folder)
     state = _state(model, optimizer)
     _check_model(state["model"], Path(folder))
-    parameters = {f"model.{name}" for name, _ in model.named_parameters()}  # a buffer may hold infinities, as a mask
-    storage.read(Path(folder), _flat(state), lambda name: name in parameters or name.startswith("optimizer."))
+    storage.read(Path(folder), _flat(state))
     # Codes requantised from values could differ from those that the remainders belong to.
     codes = {name: local(part).clone() for name, part in state.get("fp8", {}).items()}
     model.load_state_dict(state["model"])
@@ -127,12 +132,12 @@ def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {f"{part}.{name}": tensor for part, named in state.items() for name, tensor in named.items()}
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(folder: Path, finite: Callable[[str], bool]) -> None:
     """Check the files, each by one rank; all ranks raise if one finds a fault."""
     if not (folder / SETTINGS).is_file():
         raise CheckpointError(f"{folder} is not a complete checkpoint: there is no {SETTINGS}. Take an earlier one.")
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    together(lambda: storage.check_files(folder, rank=rank, ranks=ranks))
+    together(lambda: storage.check_files(folder, finite, rank=rank, ranks=ranks))
 
 
 def _check_model(here: Mapping[str, Tensor], folder: Path) -> None:
@@ -162,7 +167,9 @@ def _check_tiers(optimizer: Optimizer, saved: Mapping[str, Any] | None, folder: 
         raise CheckpointError(f"{folder} holds no state of an optimizer: call load(folder, model) for the model alone.")
     here = flatten(optimizer.state_dict())[1]
     tiers = [[group["states"] for group in each["param_groups"]] for each in (here, saved)]
-    for what, ours, theirs in (("rule is", here["rule"], saved["rule"]), ("states are", *tiers)):
+    sizes = [[len(group["params"]) for group in each["param_groups"]] for each in (here, saved)]
+    rules = here["rule"], saved["rule"]
+    for what, ours, theirs in (("rule is", *rules), ("states are", *tiers), ("numbers of parameters are", *sizes)):
         if ours != theirs:
             raise CheckpointError(
                 f"{folder}: the optimizer's {what} {theirs} there and {ours} here. Make it as it was saved; "

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -70,21 +70,20 @@ def write_async(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str,
     return written
 
 
-def read(folder: Path, tensors: Mapping[str, Tensor], finite: Callable[[str], bool], *, alone: bool = False) -> None:
+def read(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool = False) -> None:
     """Read into these tensors, sharded or not; files must have been checked. All ranks call it, unless `alone`.
 
     Args:
         tensors: by name, to be overwritten.
-        finite: (name) -> whether the tensor may have neither a NaN nor an infinity.
         alone: read in this process only.
 
     Raises:
-        CheckpointError: a tensor is missing, incomplete, or of another shape or dtype, on any rank.
-        NonFiniteError: a tensor that must be finite is not.
+        CheckpointError: a tensor is missing, incomplete, or of another shape or dtype, on any rank, and nothing is
+            overwritten; or a file, which was there before, cannot be read.
     """
     reader = HuggingFaceStorageReader(str(folder))
     with _errors(folder), warnings.catch_warnings(action="ignore", category=UserWarning):  # about one process
-        state_dict_loader.load(dict(tensors), storage_reader=reader, planner=_Planner(finite), no_dist=alone)
+        state_dict_loader.load(dict(tensors), storage_reader=reader, planner=_Planner(), no_dist=alone)
 
 
 def read_index(folder: Path) -> dict[str, dict[str, Any]]:
@@ -109,11 +108,12 @@ def read_index(folder: Path) -> dict[str, dict[str, Any]]:
         raise CheckpointError(f"{path}: truncated or malformed ({error}).") from error
 
 
-def check_files(folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
-    """Check this rank's share of the files, by their checksums.
+def check_files(folder: Path, finite: Callable[[str], bool], *, rank: int = 0, ranks: int = 1) -> None:
+    """Check this rank's share of the files, by their checksums and `check_finite`.
 
     Raises:
         CheckpointError: one of them is missing or damaged, or a file is not in the index.
+        NonFiniteError: a tensor that must be finite is not.
     """
     index = read_index(folder)
     for path in folder.glob("*.safetensors"):
@@ -121,6 +121,26 @@ def check_files(folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
             raise CheckpointError(f"{path}: is not in {folder / INDEX}: it is not of this checkpoint.")
     for name in sorted(index)[rank::ranks]:
         check_file(folder / name, index[name])
+        if name.endswith(".safetensors"):
+            check_finite(folder / name, finite)
+
+
+def check_finite(path: Path, finite: Callable[[str], bool]) -> None:
+    """Check the values of a file of tensors.
+
+    Args:
+        path: the file.
+        finite: (name) -> whether the tensor may have neither a NaN nor an infinity.
+
+    Raises:
+        CheckpointError: the file is malformed.
+        NonFiniteError: a tensor that must be finite is not.
+    """
+    with _errors(path), safe_open(path, framework="pt") as file:
+        for name in filter(finite, file.keys()):
+            tensor = file.get_tensor(name)
+            if count := int(non_finite(tensor)):
+                raise NonFiniteError(f"{path}: {count} of {tensor.numel()} values of '{name}' are NaN or infinite.")
 
 
 def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -181,11 +201,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Refuses tensors that are incomplete or of another dtype, which would be converted, and non-finite values."""
-
-    def __init__(self, finite: Callable[[str], bool]) -> None:
-        super().__init__()
-        self._finite = finite
+    """Refuses tensors that are incomplete or of another dtype, which would be converted."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -196,13 +212,6 @@ class _Planner(DefaultLoadPlanner):
             if name in known and (dtype := known[name].properties.dtype) != tensor.dtype:
                 raise CheckpointError(f"'{name}' is {dtype} there and {tensor.dtype} here.")
         super().set_up_planner(state_dict, metadata, is_coordinator)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        super().commit_tensor(read_item, tensor)
-        if self._finite(read_item.dest_index.fqn) and (count := int(non_finite(tensor))):
-            raise NonFiniteError(
-                f"{count} of {tensor.numel()} values of '{read_item.dest_index.fqn}' are NaN or infinite."
-            )
 
 
 def _complete(metadata: Metadata) -> Mapping[str, Any]:

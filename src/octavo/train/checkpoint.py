@@ -185,6 +185,8 @@ def _read_own(path: Path, ranks: Ranks) -> tuple[dict[str, Any], dict[str, dict[
         own |= {name: name.removesuffix(suffix) for name in files if name.endswith(suffix) and "/" not in name}
     for name in sorted({*own, *sorted(files)[ranks.rank :: ranks.count]}):  # those of all ranks by one of them
         check_file(path / name, files[name], _remedy(path))
+        if name.startswith(f"{_SHARDED}/") and name.endswith(".safetensors"):
+            _check_finite(path / name)
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, model in own.items():
         tensors.setdefault(model, {}).update(_read_tensors(path / name))
@@ -352,10 +354,19 @@ def _read_sharded(directory: Path, place: Place | None) -> dict[str, Tensor]:
             for name, (shape, dtype) in known.items()
         }
         tensors = {name: tensor for name, tensor in memory.items() if tensor is not None}
-        storage.read(directory, tensors, lambda name: _must_be_finite(name.partition(".")[2]), alone=place is None)
-    except (CheckpointError, NonFiniteError) as error:
-        raise type(error)(f"{error}{_remedy(directory.parent)}") from error
+        storage.read(directory, tensors, alone=place is None)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_remedy(directory.parent)}") from error
     return tensors
+
+
+def _check_finite(file: Path) -> None:
+    from octavo.distributed import storage
+
+    try:
+        storage.check_finite(file, lambda name: _must_be_finite(name.partition(".")[2]))
+    except (CheckpointError, NonFiniteError) as error:
+        raise type(error)(f"{error}{_remedy(file.parents[1])}") from error
 
 
 def _remedy(path: Path) -> str:
