@@ -17,6 +17,7 @@ from octavo.models.hugging_face import read_settings
 from octavo.serving.run import export_run
 from octavo.tensor import FP8Tensor
 from octavo.train import train
+from octavo.train.calibrate import calibrate_run
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.evaluate import accuracy_by_task
 from octavo.train.load_run import find, settings_of, states_of
@@ -106,17 +107,33 @@ def test_lora_over_one_byte_weights_is_trained_resumed_evaluated_and_merged(base
     assert len(codes.fp8_layers) == 14
 
 
+def masked_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return four sequences with 6, 6, 96 and no targets."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = (torch.randint(0, 200, (4, 96), generator=generator) for _ in range(2))
+    inputs[:, 0] = ~inputs[:, 0]
+    targets[:2, :90] = -100
+    targets[3] = -100
+    return inputs, targets
+
+
 def test_parts_of_a_batch_weigh_by_their_answers(base: Path, tmp_path: Path) -> None:
     """Accumulated gradients are those of the whole batch, although its parts have different numbers of targets."""
     state = set_up(config(base, tmp_path, run={"recipe": "bf16", "batch": 4})).states[0]
     state.autocast = False
-    inputs = torch.randint(0, 200, (4, 96))
-    inputs[:, 0] = ~inputs[:, 0]
-    targets = torch.randint(0, 200, (4, 96))
-    targets[:2, :90] = -100
-    whole, parts = (state.probe(inputs, targets, count) for count in (1, 4))
+    whole, parts = (state.probe(*masked_batch(), count) for count in (1, 4))
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
     assert parts.gradient_norm == pytest.approx(whole.gradient_norm, rel=1e-4)
+
+
+def test_a_calibration_weighs_parts_as_a_step_does(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.train.setup.Loader.__next__", lambda loader: masked_batch())
+    whole, parts = (
+        calibrate_run(config(base, tmp_path, run={"recipe": "bf16", "batch": 4, "accumulate": n}), batches=n)
+        for n in (1, 4)
+    )
+    for name, scale in whole.scales.items():
+        assert parts.scales[name].amax == pytest.approx(scale.amax, rel=0.05), name
 
 
 def test_the_shape_and_tokenizer_are_those_of_the_weights(base: Path, tmp_path: Path) -> None:

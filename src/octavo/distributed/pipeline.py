@@ -32,6 +32,7 @@ from torch.torch_version import TorchVersion
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec, quantize_matrix
 from octavo.nn import Linear
+from octavo.nn.cross_entropy import count_targets, weighted
 from octavo.numerics import Quantized, dequantize
 
 Sent = Literal["as is", "bf16", "fp8"]
@@ -138,7 +139,10 @@ class PipelineStage(TorchPipelineStage):
 
 
 def given_loss(output: Tensor, _: Any = None) -> Tensor:
-    """`loss_fn` of a schedule, for a last stage that computes the loss itself."""
+    """`loss_fn` of a schedule, for a last stage that computes the loss itself.
+
+    The schedule averages microbatches, whatever number of targets each has; `Pipeline` averages targets.
+    """
     return output.mean()
 
 
@@ -235,13 +239,15 @@ class Pipeline:
         parts: int,
         scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> Tensor | None:
-        """Run forward and backward on a batch, split into `parts` equal microbatches whose gradients are averaged.
+        """Run forward and backward on a batch, split into `parts` microbatches of equally many sequences.
+
+        Loss and gradients are those of the mean over all targets of the batch that are not -100.
 
         Args:
-            scaled: maps the loss of a microbatch to the value on which backward is called.
+            scaled: maps the part of the loss that a microbatch adds to the value on which backward is called.
 
         Returns:
-            The mean loss in nats per token, not scaled, FP32, shape (); None on ranks without the last stage.
+            The mean loss in nats per target, not scaled, FP32, shape (); None on ranks without the last stage.
 
         Raises:
             ConfigError: `parts` does not divide the batch.
@@ -250,7 +256,10 @@ class Pipeline:
             raise ConfigError(f"pipeline: {len(tokens_BT)} sequences do not divide into {parts} equal microbatches.")
         self._losses, self._scaled = [], scaled
         first = (tokens_BT.contiguous(),) if 0 in self.stages else ()  # PyTorch compares strides with a microbatch's
-        last = {"targets_BT": targets_BT, "target": targets_BT} if self.has_last else {}
+        last = {}
+        if self.has_last:
+            counts = count_targets(targets_BT, parts)
+            last = {"targets_BT": targets_BT, "target": counts / counts.sum()}
         self._schedule_for(parts, tokens_BT.shape).step(*first, **last, return_outputs=False)
         return torch.stack(self._losses).sum() if self.has_last else None
 
@@ -292,12 +301,12 @@ class Pipeline:
             stages = [self._prepared(index, stage, part) for index, stage in self.stages.items()]
             own = stages[0] if self.schedule.stages == 1 else stages
             self._made[parts, shape] = self.schedule.kind(
-                own, parts, loss_fn=lambda loss, _: self._noted(loss.sum() / parts), scale_grads=False
+                own, parts, loss_fn=lambda loss, share: self._noted(weighted(loss, share).sum()), scale_grads=False
             )
         return self._made[parts, shape]
 
     def _noted(self, loss: Tensor) -> Tensor:
-        """Store the loss of a microbatch, and return the value on which backward is called."""
+        """Store what a microbatch adds to the loss, and return the value on which backward is called."""
         self._losses.append(loss.detach().float())
         return self._scaled(loss)
 

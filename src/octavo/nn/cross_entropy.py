@@ -48,6 +48,10 @@ CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
 """Bytes that the logits of one chunk may take."""
 
 
+IGNORED = -100
+"""Target of a token that does not count, as in PyTorch."""
+
+
 class LossOptions(NamedTuple):
     """Options beyond those of `torch.nn.functional.cross_entropy`."""
 
@@ -66,7 +70,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     recipe: RecipeLike = "bf16",
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     reduction: Literal["mean", "sum"] = "mean",
     **options: Any,
 ) -> Tensor:
@@ -103,6 +107,22 @@ def linear_cross_entropy(
         return total
     count = (targets_M != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+
+
+def count_targets(targets: Tensor, parts: int) -> Tensor:
+    """Return how many targets of each part of a batch are not `IGNORED`, FP32 (parts,).
+
+    The mean loss of a batch is the sum of those of its parts, `weighted` by their shares of all targets that count.
+
+    Args:
+        targets: (B, ...), of which `targets.chunk(parts)` are the parts.
+    """
+    return torch.stack([part.ne(IGNORED).sum() for part in targets.chunk(parts)]).float()
+
+
+def weighted(loss: Tensor, share: Tensor) -> Tensor:
+    """Return a mean loss times its share of all targets; 0 for none, of which the mean is NaN."""
+    return torch.where(share > 0, loss * share, share)
 
 
 def chunk_of(vocab: int, dtype: torch.dtype, device: str) -> int:

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from octavo import recipes
@@ -17,6 +16,7 @@ from octavo.data.loader import Batch
 from octavo.errors import CheckpointError, ConfigError
 from octavo.guard import GuardEvent
 from octavo.nn.calibration_file import Calibrated
+from octavo.nn.cross_entropy import weighted
 from octavo.recipes import Recipe
 from octavo.train import checkpoint
 from octavo.train.config import RunConfig
@@ -62,12 +62,14 @@ def calibrate_run(
     found = "new weights" if directory is None else _restore(state, directory)
     state.model.train()
 
-    def loss(_: Any, batch: Batch) -> Tensor:
-        return state.loss_scale.scaled(state.loss(*batch) / config.run.accumulate)
+    parts = _Parts(loader, config.run.accumulate, state)
+
+    def loss(_: Any, part: Batch) -> Tensor:
+        return state.loss_scale.scaled(weighted(state.loss(*part), parts.share))
 
     made = calibrate(
         state.model,
-        reported(islice(_parts(loader, config.run.accumulate, state.device), batches), batches, "batch", report),
+        reported(islice(parts, batches), batches, "batch", report),
         loss=loss,
         recipe=target,
         policy=policy_of(config, target),
@@ -135,8 +137,19 @@ def _restore(state: TrainState, directory: Path) -> str:
     return str(newest)
 
 
-def _parts(loader: Iterable[Batch], accumulate: int, device: torch.device) -> Iterator[Batch]:
-    for inputs_BT, targets_BT in loader:
-        parts = zip(inputs_BT.chunk(accumulate), targets_BT.chunk(accumulate), strict=True)
-        for inputs, targets in parts:
-            yield inputs.to(device), targets.to(device)
+class _Parts:
+    """The parts of batches on the device, each the input of one forward pass."""
+
+    share: Tensor
+    """Share of the batch's loss that the part last yielded has, shape ()."""
+
+    def __init__(self, loader: Iterable[Batch], accumulate: int, state: TrainState) -> None:
+        self._loader, self._accumulate, self._state = loader, accumulate, state
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._loader:
+            inputs_BT, targets_BT = (tensor.to(self._state.device) for tensor in batch)
+            shares = self._state.shares(targets_BT, self._accumulate)
+            parts = inputs_BT.chunk(self._accumulate), targets_BT.chunk(self._accumulate), shares
+            for inputs, targets, self.share in zip(*parts, strict=True):
+                yield inputs, targets

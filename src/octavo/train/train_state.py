@@ -19,6 +19,7 @@ from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import clip
 from octavo.models import count_parameters
 from octavo.models.moe import MoE
+from octavo.nn.cross_entropy import count_targets, weighted
 from octavo.optim import Optimizer
 from octavo.tensor import local
 from octavo.train.config import OptimizerConfig
@@ -159,22 +160,24 @@ class TrainState:
         """
         loss = torch.zeros((), device=self.device)
         with self._accumulating(parts):
-            weights = self._weights(targets_BT, parts)
+            shares = self.shares(targets_BT, parts)
             halves = inputs_BT.chunk(parts), targets_BT.chunk(parts)
             for index, (inputs, targets) in enumerate(zip(*halves, strict=True)):
-                part = self.loss(inputs, targets) / parts
-                part = part if weights is None else part * weights[index]
+                part = weighted(self.loss(inputs, targets), shares[index])
                 if torch.is_grad_enabled():
                     (self.loss_scale.scaled(part) if is_scaled else part).backward()
                 loss += part.detach().float()
         return self.ranks.mean(loss)
 
-    def _weights(self, targets_BT: Tensor, parts: int) -> Tensor | None:
-        """Return the number of targets of each part as a share of the mean part of all ranks; None if all are equal."""
-        if self.model.config.documents == "joined":  # type: ignore[union-attr]
-            return None
-        counts = torch.stack([(part >= 0).sum() for part in targets_BT.chunk(parts)]).float()
-        return counts * parts / self.ranks.mean(counts.sum())
+    def shares(self, targets_BT: Tensor, parts: int) -> Tensor:
+        """Return the number of targets of each part that count, as a share of those of a rank's mean batch: (parts,).
+
+        The mean over the ranks of the sum of losses times shares is the mean over all targets.
+        """
+        if self.model.config.documents == "joined":  # type: ignore[union-attr]  # all targets count
+            return torch.full((parts,), 1 / parts, device=targets_BT.device)
+        counts = count_targets(targets_BT, parts)
+        return counts / self.ranks.mean(counts.sum())
 
     def _gradients(self) -> list[Tensor | None]:
         if isinstance(self.optimizer, Optimizer):

@@ -53,8 +53,29 @@ def losses(name, rank, count):
     return rows
 
 
+def masked(rank, count):
+    """Return losses and gradients of batches of which few targets count, of one process and of this rank's stages."""
+    rows = []
+    for counted in ([2, 8, 24, 1], [0, 3, 0, 0]):  # of each sequence
+        tokens, targets = (ids.clone() for ids in batch(0, 4))
+        for sequence, number in zip(targets, counted, strict=True):
+            sequence[number:] = -100
+        alone, parts = (Llama(ModelConfig(**{**SHAPE, "layers": 4})) for _ in range(2))
+        parts.load_state_dict(alone.state_dict())
+        expected = alone(tokens, targets)
+        expected.backward()
+        group = torch.distributed.group.WORLD
+        own, stream = {rank: stages(parts, count)[rank]}, {"width": SHAPE["dim"], "stream": torch.float32}
+        pipeline = Pipeline(own, SCHEDULES["1f1b"], group, device=torch.device("cpu"), **stream, sent="as is")
+        loss = pipeline.step(tokens, targets, 4)
+        gradients = [(alone.get_parameter(name).grad, p.grad) for name, p in own[rank].named_parameters()]
+        rows.append((expected.item(), None if loss is None else loss.item(), gradients))
+    return rows
+
+
 def two_ranks(rank, count):
-    return {name: losses(name, rank, count) for name in ("1f1b", "interleaved", "zero-bubble-v")}
+    found = {name: losses(name, rank, count) for name in ("1f1b", "interleaved", "zero-bubble-v")}
+    return {**found, "masked": masked(rank, count)}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +91,14 @@ def test_losses_are_those_of_the_whole_model_also_after_its_weights_changed(foun
     assert all(row[1:] == (None, None) for row in found[1 - knowing][schedule])
     before, after = (row[0] for row in found[knowing][schedule])
     assert before != after
+
+
+def test_every_target_that_counts_has_the_same_weight(found):
+    for rank, result in enumerate(found):
+        for expected, loss, gradients in result["masked"]:
+            assert loss == (pytest.approx(expected, rel=1e-6) if rank == 1 else None)
+            for one, other in gradients:
+                torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -44,10 +44,8 @@ from octavo.distributed.tensor_parallel.weights import (
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.nn import Linear
+from octavo.nn.cross_entropy import IGNORED
 from octavo.nn.modules import full_name
-
-IGNORED = -100
-"""QuantSpec of a token that the loss ignores."""
 
 
 class Parallel(ParallelStyle):

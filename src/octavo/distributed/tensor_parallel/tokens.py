@@ -27,6 +27,7 @@ from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec, quantize_matrix
 from octavo.kernels.quant_spec import laid_out
 from octavo.nn.attached_codes import attach_codes, attached_codes, placeholder
+from octavo.nn.cross_entropy import weighted
 from octavo.nn.functional import compute_dtype
 from octavo.numerics import Quantized, dequantize
 
@@ -117,8 +118,7 @@ def mean_of_tokens(loss: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Te
         counts: number of tokens behind each element of `loss`, or of its first dimensions.
     """
     own = counts.to(loss.dtype).view(counts.shape + (1,) * (loss.dim() - counts.dim()))
-    share = own / all_reduce_sum(own, group)
-    return reduce_from_region(torch.where(own > 0, loss * share, share), group)
+    return reduce_from_region(weighted(loss, own / all_reduce_sum(own, group)), group)
 
 
 class _GatherCodes(torch.autograd.Function):
