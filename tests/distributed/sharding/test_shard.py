@@ -1,5 +1,6 @@
 """Sharded models against the run of one process: codes and losses, bytes on the wire, and every kind of weight."""
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -90,6 +91,7 @@ def two_ranks(rank, count):
         "reduced": reduced(rank, count),
         "written": written(rank, count),
         "refused": refusals(),
+        "left whole": left_whole(rank, count),
         "converted again": converted_again(rank, count),
         "books": books(rank, count),
         "rows": rows_only(rank, count),
@@ -289,6 +291,39 @@ def converted_again(rank, count):
     return pairs, ranks.refusal(NonFiniteError, lambda: octavo.convert(model))
 
 
+def left_whole(rank, count):
+    """Return what is said of models of which a later module or an option is refused, and whether anything changed."""
+    codes = nn.Linear(64, 64)
+    codes.weight = llama(policy=Policy(weights="fp8")).layers[0].attention.wo.weight
+    lasts = (codes, *(nn.Linear(8, 8) for _ in range(3)))
+    late, scalar, strided, plain = (nn.Sequential(llama(), last) for last in lasts)
+    scalar[1].gain = nn.Parameter(torch.ones(()))
+    strided[1].weight = nn.Parameter(torch.ones(8, 8)[:, ::2])
+    pair = nn.Sequential(nn.Embedding(4, 4), nn.Embedding(4, 4, 0))
+    cube = init_device_mesh("cpu", (count, 1, 1), mesh_dim_names=("a", "b", "c"))
+    attempts = [
+        (late, {}),
+        (scalar, {}),
+        (strided, {}),
+        (pair, {"by_rows": [*pair], "blocks": []}),
+        (plain, {"reduce": "fp8-blocks"}),
+        (plain, {"mesh": cube}),
+        (plain, {"mesh": init_device_mesh("cpu", (1, count))}),
+        (plain, {"blocks": [plain[0].layers]}),
+    ]
+    found = []
+    for model, options in attempts:
+        before = looks(model)
+        said = ranks.refusal((ConfigError, UnsupportedError), partial(shard, model, **options))
+        found.append((said, looks(model) == before))
+    return found
+
+
+def looks(model):
+    hooks = [(len(m._state_dict_hooks), len(m._forward_pre_hooks), type(m).__name__) for m in model.modules()]
+    return [(name, id(parameter)) for name, parameter in model.named_parameters()], hooks
+
+
 def refusals():
     """Return the messages for models that cannot be sharded."""
     model, tied, padded = llama(), llama(tie_embeddings=True, policy=Policy(keep_defaults=False)), nn.Embedding(4, 4, 0)
@@ -452,6 +487,16 @@ def test_what_cannot_be_sharded_is_refused(two):
     ]
     assert len(two[0]["refused"]) == len(words)
     assert all(word in said for word, said in zip(words, two[0]["refused"], strict=True))
+
+
+def test_a_model_that_is_refused_stays_as_it_was(two):
+    words = ["needs row-wise scales", "1.gain is a scalar", "1.weight is not contiguous", "with padding_idx"]
+    words += ["unknown reduction 'fp8-blocks'", "3 dimensions", "without names", "ModuleList has no forward"]
+    for result in two:
+        assert [(word, True) for word in words] == [
+            (word if word in said else said, unchanged)
+            for word, (said, unchanged) in zip(words, result["left whole"], strict=True)
+        ]
 
 
 def test_without_a_process_group():

@@ -136,21 +136,27 @@ def _look_up(tokens: Tensor, layout: RowLayout) -> _Lookup:
         ) from error
 
 
-def send_rows(module: nn.Embedding, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
-    """Shard an embedding by rows, in place, so that only looked-up rows are sent.
-
-    Args:
-        mesh: 1-D, or (replicate, shard).
-        dtype: dtype in which rows are sent; None: their own.
+def check_rows(module: nn.Embedding) -> None:
+    """Check that an embedding can be sharded by rows.
 
     Raises:
-        UnsupportedError: the embedding is not a plain `nn.Embedding`, or uses options beyond row lookup.
+        UnsupportedError: it is not a plain `nn.Embedding`, or uses options beyond row lookup.
     """
     options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
     taken = [name for name in options if not any(getattr(module, name, None) is unset for unset in (None, False))]
     if type(module) is not nn.Embedding or taken or isinstance(module.weight, DTensor):
         what = f"an nn.Embedding with {taken[0]}" if taken else f"{type(module).__name__}, or sharded already"
         raise UnsupportedError(f"shard: by_rows takes plain embeddings, this one is {what}. Leave it out.")
+
+
+def send_rows(module: nn.Embedding, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Shard an embedding by rows, in place, so that only looked-up rows are sent.
+
+    Args:
+        module: one that `check_rows` accepts.
+        mesh: 1-D, or (replicate, shard).
+        dtype: dtype in which rows are sent; None: their own.
+    """
     group, whole = mesh.get_group(mesh.ndim - 1), module.weight
     each = -(-whole.shape[0] // dist.get_world_size(group))
     layout = RowLayout(group, mesh.get_group(0) if mesh.ndim > 1 else None, whole.shape[0], each, dtype)

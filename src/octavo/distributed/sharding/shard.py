@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from octavo.distributed.checkpoint import plain_values_hook
 from octavo.distributed.plans import ParameterUse, ShardPlan, gather_plan, uses_of, weight_codes_or_reason
+from octavo.distributed.reduce import reduction
 from octavo.distributed.reduce.hooks import set_reduction
 from octavo.distributed.reduce.scheme import Scheme
-from octavo.distributed.sharding.embedding import send_rows
+from octavo.distributed.sharding.embedding import check_rows, send_rows
 from octavo.distributed.sharding.weights import GatherSpec, Memory, UnitCodes, WeightShard
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
@@ -83,14 +84,18 @@ def shard(
         How each parameter is gathered.
 
     Raises:
-        ConfigError: no process group, or a block or an embedding that is not one of the model's modules.
+        ConfigError: no process group, a mesh of another form, an unknown `reduce`, or a block or an embedding that is
+            not one of the model's modules.
         UnsupportedError: fused layers are in different blocks, the model is sharded already, or `reshard_after_forward`
-            is a number; or an embedding of `by_rows` uses options beyond row lookup, is shared, or is to be offloaded.
+            is a number; a parameter is a scalar or not contiguous, or in FP8 without row-wise scales; or an embedding
+            of `by_rows` uses options beyond row lookup, is shared, or is to be offloaded.
     """
     options = FullyShardOptions(**fsdp)
     offload, ignored = options.offload_policy, set(options.ignored_params or ())
     mesh = _all_ranks() if mesh is None else mesh
     parts = _blocks(model, blocks)
+    scheme = reduction(reduce) if isinstance(reduce, str) else reduce
+    _check_mesh(mesh)
     _check(model, parts, options.reshard_after_forward)
     embeddings = _row_embeddings(model, by_rows, offload)
     plan = _prepare(model, parts, mesh, options.mp_policy.param_dtype, ignored, embeddings)
@@ -99,8 +104,8 @@ def shard(
     for module in (*parts, model):
         fully_shard(module, mesh=mesh, **settings)
     gather_ahead(model, parts)
-    if reduce is not None:
-        set_reduction(model, reduce)
+    if scheme is not None:
+        set_reduction(model, scheme)
     return plan
 
 
@@ -119,10 +124,10 @@ def _blocks(model: nn.Module, blocks: Sequence[nn.Module] | None) -> list[nn.Mod
         return [model.get_submodule(name) for name in blocks_of(model)]
     known = set(model.modules())
     for block in blocks:
-        if block not in known or block is model:
+        if block not in known or block is model or isinstance(block, nn.ModuleList | nn.ModuleDict):
+            wrong = "has no forward" if block in known and block is not model else "is not a submodule of the model"
             raise ConfigError(
-                f"shard: blocks: {type(block).__name__} is not a submodule of the model. Pass modules of it, such as "
-                "list(model.layers)."
+                f"shard: blocks: {type(block).__name__} {wrong}. Pass modules of it, such as list(model.layers)."
             )
     return list(blocks)
 
@@ -135,6 +140,14 @@ def gather_ahead(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """
     for module, following in pairwise((model, *blocks)):
         cast(FSDPModule, module).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim not in (1, 2) or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
+        form = "2 dimensions without names" if mesh.ndim == 2 else f"{mesh.ndim} dimensions"
+        raise ConfigError(
+            f"shard: a mesh of {form}. Pass one of them, as mesh['shard'], or two with names, as mesh['data', 'shard']."
+        )
 
 
 def _check(model: nn.Module, blocks: Sequence[nn.Module], reshard: Any) -> None:
@@ -174,6 +187,7 @@ def _row_embeddings(
         if len(known[weight]) > 1:
             names = " and ".join(use.full_name for use in known[weight])
             raise UnsupportedError(f"shard: by_rows: {names} share one parameter. Leave it out.")
+        check_rows(module)
         found[weight] = module
     if by_rows and isinstance(offload, CPUOffloadPolicy):
         raise UnsupportedError("shard: by_rows: rows are looked up on the device. Leave it out, or do not offload.")
@@ -201,9 +215,11 @@ def _prepare(
     groups, owners = _groups(model), _gather_units(model, blocks)
     memory: Memory = {}
     units = {owner: UnitCodes(memory) for owner in owners.values()}
-    for parameter, uses in uses_of(model):
-        if parameter in ignored:
-            continue
+    every = [(parameter, uses) for parameter, uses in uses_of(model) if parameter not in ignored]
+    codes = {p: weight_codes_or_reason(p, uses, ranks) for p, uses in every if p not in embeddings}
+    for parameter, uses in every:  # check all before changing one
+        _check_parameter(parameter, uses[0].full_name, codes.get(parameter))
+    for parameter, uses in every:
         name = uses[0].full_name
         in_high_precision = gather_plan(parameter, name, None, dtype, ranks)
         plain += in_high_precision.bytes
@@ -212,12 +228,7 @@ def _prepare(
             rows.append(replace(in_high_precision, sent=looked_up, bytes=0))
             send_rows(embeddings[parameter], mesh, dtype)
             continue
-        sent = weight_codes_or_reason(parameter, uses, ranks)
-        if isinstance(parameter, FP8Tensor) and not (isinstance(sent, QuantSpec) and sent.tile.rows == 1):
-            raise UnsupportedError(
-                f"shard: {name} is {parameter!r}: an FP8 weight needs row-wise scales, and may be read by "
-                "FP8 layers only."
-            )
+        sent = codes[parameter]
         rows.append(gather_plan(parameter, name, sent, dtype, ranks))
         if isinstance(sent, QuantSpec):
             module, attribute, count = uses[0].module, uses[0].attribute, local(parameter).shape[0]
@@ -225,6 +236,17 @@ def _prepare(
             unit.add(module, attribute, groups.get(module, name))
             _wrap(parameter, uses, GatherSpec(count, -(-count // ranks), sent, unit))
     return ShardPlan(ranks=ranks, parameters=tuple(rows), in_high_precision=plain)
+
+
+def _check_parameter(parameter: nn.Parameter, name: str, sent: QuantSpec | str | None) -> None:
+    """Check that FSDP2 can shard a parameter, and gather it as `sent`, see `weight_codes_or_reason`."""
+    if isinstance(parameter, FP8Tensor) and not (isinstance(sent, QuantSpec) and sent.tile.rows == 1):
+        raise UnsupportedError(
+            f"shard: {name} is {parameter!r}: an FP8 weight needs row-wise scales, and may be read by FP8 layers only."
+        )
+    if parameter.dim() == 0 or not parameter.is_contiguous():
+        wrong = "a scalar" if parameter.dim() == 0 else f"not contiguous: its strides are {parameter.stride()}"
+        raise UnsupportedError(f"shard: {name} is {wrong}, which FSDP2 cannot shard. Name it in ignored_params.")
 
 
 def _groups(model: nn.Module) -> dict[nn.Module, int]:
