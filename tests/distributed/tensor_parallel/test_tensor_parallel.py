@@ -102,7 +102,7 @@ def two_ranks(rank, count):
     return {**found, "masked": masked(mesh), "shared": shared(mesh), "gathered": gathered(rank, mesh),
             "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
             "trained": trained(mesh), "frozen": frozen(mesh), "compiled": compiled(count),
-            "refused": refusals(mesh)}  # fmt: skip
+            "refused": refusals(mesh), "left whole": left_whole(mesh)}  # fmt: skip
 
 
 def masked(mesh):
@@ -257,6 +257,23 @@ def steps(models, loss_in, second=None):
             optimizer.zero_grad()
         rows.append(row)
     return rows
+
+
+def left_whole(mesh):
+    """Return what is said of models whose later layers cannot be cut, and whether a parameter was replaced."""
+    odd, tied, both = llama(ffn=161), llama(), nn.ModuleDict({"up": nn.Linear(8, 8), "down": nn.Linear(7, 8)})
+    tied.layers[1].attention.wq.weight = tied.layers[0].attention.wo.weight
+    attempts = [
+        (odd, lambda: tensor_parallel(odd, mesh)),
+        (tied, lambda: tensor_parallel(tied, mesh)),
+        (both, lambda: parallelize_module(both, mesh, Parallel(["up"], ["down"]))),
+    ]
+    found = []
+    for model, attempt in attempts:
+        before = [id(parameter) for parameter in model.parameters()]
+        said = ranks.refusal(UnsupportedError, attempt)
+        found.append((said, before == [id(parameter) for parameter in model.parameters()]))
+    return found
 
 
 def refusals(mesh):
@@ -456,6 +473,13 @@ def test_what_cannot_be_cut_is_refused(on_two):
     words = ["has no layers", "2 ranks cannot share", "has stored per-tensor scales", "7 outputs", "only linear", "2"]
     for said, word in zip(on_two[0]["refused"], words, strict=True):
         assert word in said
+
+
+def test_a_model_that_is_refused_stays_as_it_was(on_two):
+    words = ["layers.0.feed_forward.w1.weight (161, 64): 161 outputs", "a layer that shares it", "7 inputs"]
+    for result in on_two:
+        for word, (said, unchanged) in zip(words, result["left whole"], strict=True):
+            assert word in said and unchanged
 
 
 def test_tensor_parallel_with_data_parallel(on_four):

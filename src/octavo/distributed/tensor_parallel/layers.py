@@ -34,11 +34,13 @@ from octavo.distributed.tensor_parallel.tokens import (
 )
 from octavo.distributed.tensor_parallel.weights import (
     ADDED_BY_ALL,
-    REPLICATED,
     SAME,
     SUMMED,
     LocalParameters,
-    distribute_parameter,
+    Placed,
+    check_placements,
+    distribute,
+    replicate,
     shard_tp,
 )
 from octavo.errors import ConfigError, UnsupportedError
@@ -73,26 +75,35 @@ class Parallel(ParallelStyle):
         self.columns, self.rows, self.sequence = tuple(columns), tuple(rows), sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layers = {name: module.get_submodule(name) for name in (*self.columns, *self.rows)}
-        for name, layer in layers.items():
-            _check_recipe(layer, name or type(module).__name__)
-        for name, layer in layers.items():
-            shard_tp(layer, name or type(module).__name__, device_mesh, 0 if name in self.columns else 1)
-        kinds = self.gradient_kinds(module)
-        for one, kind in kinds:
-            for name in one._parameters if kind == SUMMED else ():
-                distribute_parameter(one, name, device_mesh, REPLICATED)
-        LocalParameters(module, kinds, device_mesh)
-        group, columns = device_mesh.get_group(), [layers[name] for name in self.columns]
+        distribute(self.placements(module, device_mesh.size()), device_mesh)
+        LocalParameters(module, self.gradient_kinds(module), device_mesh)
+        group, columns = device_mesh.get_group(), [module.get_submodule(name) for name in self.columns]
         if self.sequence and columns and _target_now(columns) is not None:
             for layer in columns:
                 layer.reads_codes = True  # type: ignore[assignment]
         if columns:
             module.register_forward_pre_hook(lambda _, args: (self._gather_input(args, columns, group), *args[1:]))
         if self.rows:
-            rows = [layers[name] for name in self.rows]
+            rows = [module.get_submodule(name) for name in self.rows]
             module.register_forward_hook(lambda _, args, result: self._reduce_output(result, rows, group))
         return module
+
+    def placements(self, module: nn.Module, ranks: int, where: str = "") -> list[Placed]:
+        """Return the placements of all parameters inside.
+
+        Args:
+            where: name of the module, for error messages.
+
+        Raises:
+            UnsupportedError: a layer that cannot be sharded, or a recipe with stored scales.
+        """
+        found = []
+        for name in (*self.columns, *self.rows):
+            layer, known = module.get_submodule(name), full_name(where, name) or type(module).__name__
+            _check_recipe(layer, known)
+            found += shard_tp(layer, known, ranks, 0 if name in self.columns else 1)
+        others = (one for one, kind in self.gradient_kinds(module) if kind == SUMMED)
+        return [*found, *(placed for one in others for placed in replicate(one))]
 
     def gradient_kinds(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
         """Return the modules inside that have parameters, and the kind of gradient of those that are replicated."""
@@ -144,12 +155,13 @@ class Replicated(ParallelStyle):
         self.sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        kinds = self.gradient_kinds(module)
-        for one, _ in kinds:
-            for name in one._parameters:
-                distribute_parameter(one, name, device_mesh, REPLICATED)
-        LocalParameters(module, kinds, device_mesh)
+        distribute(self.placements(module, device_mesh.size()), device_mesh)
+        LocalParameters(module, self.gradient_kinds(module), device_mesh)
         return module
+
+    def placements(self, module: nn.Module, ranks: int, where: str = "") -> list[Placed]:
+        """Return the placements of all parameters inside, see `Parallel.placements`."""
+        return [placed for one, _ in self.gradient_kinds(module) for placed in replicate(one)]
 
     def gradient_kinds(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
         """Return the modules inside that have parameters, and the kind of their gradients."""
@@ -175,7 +187,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 
     Raises:
         ConfigError: the model has another structure, or the number of ranks does not divide its heads.
-        UnsupportedError: a layer that cannot be sharded, or a recipe with stored scales.
+        UnsupportedError: a layer that cannot be sharded, a recipe with stored scales, or a parameter that is sharded
+            already or shared by layers that are sharded differently. Nothing is changed.
     """
     blocks = _blocks(model, mesh, sequence)
     styles: dict[str, Parallel | Replicated] = {
@@ -184,13 +197,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
         "ffn_norm": Replicated(sequence=sequence),
         "feed_forward": Parallel(["w1", "w3"], ["w2"], sequence=sequence),
     }
-    rows, sharded = [], {part: style for part, style in styles.items() if isinstance(style, Parallel)}
-    for prefix, block in blocks.items():  # check all blocks before changing one
-        for part, style in sharded.items():
-            for layer in (*style.columns, *style.rows):
-                name = full_name(part, layer)
-                _check_recipe(block.get_submodule(name), name)
-                rows.append(_row(block.get_submodule(name), full_name(prefix, name), style, layer))
+    rows, placements = [], [placed for end in _ends(model) for placed in replicate(end)]
+    for prefix, block in blocks.items():
+        for part, style in styles.items():
+            module, where = block.get_submodule(part), full_name(prefix, part)
+            placements += style.placements(module, mesh.size(), where)
+            for name in (*style.columns, *style.rows) if isinstance(style, Parallel) else ():
+                rows.append(_row(module.get_submodule(name), full_name(where, name), style, name))
+    check_placements(placements, mesh)  # of all blocks before one is changed
     for block in blocks.values():
         parallelize_module(block, mesh, {**styles})
         kinds = [pair for part, style in styles.items() for pair in style.gradient_kinds(block.get_submodule(part))]
@@ -240,14 +254,18 @@ def _has(module: nn.Module, name: str, kind: type[nn.Module] = nn.Linear) -> boo
         return False
 
 
+def _ends(model: nn.Module) -> list[nn.Module]:
+    """Return embedding, last norm and head, of which a pipeline stage has only some."""
+    return [getattr(model, name) for name in _ENDS if getattr(model, name, None) is not None]
+
+
 def _place_ends(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     """Replicate embedding, last norm and head, and shard the tokens between them.
 
-    A pipeline stage has only some of them. The model reads the head's weight for its loss, and does not call it.
+    The model reads the head's weight for its loss, and does not call it.
     """
-    ends = [getattr(model, name) for name in _ENDS if getattr(model, name, None) is not None]
-    for end in ends:
-        distribute_parameter(end, "weight", mesh, REPLICATED)
+    ends = _ends(model)
+    distribute([placed for end in ends for placed in replicate(end)], mesh)
     LocalParameters(model, [(end, SUMMED if sequence else SAME) for end in ends], mesh)
     if not sequence:
         return

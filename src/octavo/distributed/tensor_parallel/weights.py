@@ -10,8 +10,8 @@ and fused operations compute as in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,16 @@ from octavo.tensor import FP8Tensor, columns_of, is_distributed, local, rows_of
 REPLICATED = Replicate()
 
 
-def shard_tp(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Shard the weight of a linear layer over a mesh, in place, and with `dim` 0 its bias.
+class Placed(NamedTuple):
+    """A parameter of a module, which may be None, and how it is to be placed on the mesh."""
+
+    module: nn.Module
+    name: str
+    placement: Placement
+
+
+def shard_tp(layer: nn.Module, name: str, ranks: int, dim: int) -> list[Placed]:
+    """Return the placements that shard the weight of a linear layer, and with `dim` 0 its bias.
 
     Args:
         dim: 0: by rows, column-parallel; 1: by columns, row-parallel.
@@ -40,38 +48,61 @@ def shard_tp(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
     weight = getattr(layer, "weight", None)
     if not isinstance(layer, nn.Linear) or not isinstance(weight, Tensor):
         raise UnsupportedError(f"tensor parallel: {name} is {type(layer).__name__}: only linear layers are sharded.")
-    if weight.shape[dim] % mesh.size():
+    if weight.shape[dim] % ranks:
         raise UnsupportedError(
             f"tensor parallel: {name}.weight {tuple(weight.shape)}: {weight.shape[dim]} "
-            f"{('outputs', 'inputs')[dim]} cannot be divided by {mesh.size()} ranks. Take a number of ranks that "
+            f"{('outputs', 'inputs')[dim]} cannot be divided by {ranks} ranks. Take a number of ranks that "
             "divides them, or leave the layer out."
         )
-    distribute_parameter(layer, "weight", mesh, Shard(dim))
-    if layer.bias is not None:
-        distribute_parameter(layer, "bias", mesh, Shard(0) if dim == 0 else REPLICATED)
+    return [Placed(layer, "weight", Shard(dim)), Placed(layer, "bias", Shard(0) if dim == 0 else REPLICATED)]
 
 
-def distribute_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace a parameter by a DTensor; a tied one by the same. All ranks have the same values before; nothing is sent.
+def replicate(module: nn.Module) -> list[Placed]:
+    """Return the placements that replicate the parameters of a module, without those of modules inside."""
+    return [Placed(module, name, REPLICATED) for name in module._parameters]
+
+
+def check_placements(found: Iterable[Placed], mesh: DeviceMesh) -> None:
+    """Check that parameters can be placed together.
 
     Raises:
-        UnsupportedError: it is distributed in another way already.
+        UnsupportedError: one is distributed in another way already, or shared by modules that place it differently.
     """
-    parameter = module._parameters[name]
-    if parameter is None:
-        return
-    placed: Any = parameter if is_distributed(parameter) else getattr(parameter, "placed", None)
-    if placed is None:
-        placed = _placed(parameter, mesh, placement)
-        parameter.placed = placed  # type: ignore[attr-defined]  # for other modules that share it
-    elif (placed.device_mesh, placed.placements) != (mesh, (placement,)):
-        raise UnsupportedError(
-            f"tensor parallel: {type(module).__name__}.{name} is placed as {placed.placements} already, by a layer that"
-            " shares it or an earlier call. Untie it, or call tensor parallel once, before shard."
-        )
-    module._parameters[name] = placed
-    if isinstance(local(placed), FP8Tensor):
-        module.register_state_dict_post_hook(plain_values_hook)
+    wanted: dict[nn.Parameter, Placement] = {}
+    for module, name, placement in found:
+        if (parameter := module._parameters[name]) is None:
+            continue
+        before = _placed_before(parameter)
+        there = (mesh, (wanted.setdefault(parameter, placement),))
+        there = there if before is None else (before.device_mesh, before.placements)
+        if there != (mesh, (placement,)):
+            raise UnsupportedError(
+                f"tensor parallel: {type(module).__name__}.{name} is placed as {there[1]} already, by a layer that"
+                " shares it or an earlier call. Untie it, or call tensor parallel once, before shard."
+            )
+
+
+def distribute(found: Sequence[Placed], mesh: DeviceMesh) -> None:
+    """Replace parameters by DTensors; a tied one by the same. All ranks have the same values before; nothing is sent.
+
+    Raises:
+        UnsupportedError: see `check_placements`; nothing is replaced.
+    """
+    check_placements(found, mesh)
+    for module, name, placement in found:
+        if (parameter := module._parameters[name]) is None:
+            continue
+        if (placed := _placed_before(parameter)) is None:
+            placed = _placed(parameter, mesh, placement)
+            parameter.placed = placed  # type: ignore[attr-defined]  # for modules that share it, also in later calls
+        module._parameters[name] = placed
+        if isinstance(local(placed), FP8Tensor):
+            module.register_state_dict_post_hook(plain_values_hook)
+
+
+def _placed_before(parameter: nn.Parameter) -> Any:
+    """Return the DTensor that a parameter is, or that has replaced it in another module; None if there is none."""
+    return parameter if is_distributed(parameter) else getattr(parameter, "placed", None)
 
 
 def _placed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
