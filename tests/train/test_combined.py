@@ -26,7 +26,7 @@ from octavo.train.pipelined import PipelinedTrainState
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
 from octavo.train.train_state import TrainState
 
-MODEL = ModelConfig(vocab=96, dim=32, layers=2, heads=4, kv_heads=4, ffn=64, sequence=16)
+MODEL = ModelConfig(vocab=96, dim=32, layers=2, heads=4, kv_heads=4, ffn=64, sequence=16, qkv_bias=True, qk_norm=True)
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, dict[str, Any]] = {"cut": {"tensor": 2}, "stages": {"pipeline": 2, "activations": "stored"}}
 SNR = {"bf16": 39, "fp8-block": 21, "fp8-lm": 15, "two-level": 21}

@@ -452,6 +452,19 @@ def test_ranks_that_share_layers_train_as_one_process(cut: RunConfig, make: Conf
     assert {layer["cut"] for layer in layers} == {"columns", "rows"}
 
 
+def test_norms_of_heads_and_biases_are_those_of_one_process(make: Configure) -> None:
+    model = {"model": {"qk_norm": True, "qkv_bias": True}}
+    found, alone = make("cut-qwen", **CUT, **model), make("qwen", **model)
+    ended = two_ranks("none", 0, 0, found)
+    assert ended.code == 0, ended.errors
+    train(alone)
+    lines, expected = (read_metrics(config.run.out / "metrics.jsonl") for config in (found, alone))
+    for key in ("loss_fp8", "gradient_norm_fp8"):
+        values = [[line[key] for line in of_run if key in line] for of_run in (lines, expected)]
+        assert len(values[0]) == 6
+        assert values[0] == pytest.approx(values[1], rel=CUT_ERROR[key]), key
+
+
 def test_ranks_that_share_layers_go_on_bit_for_bit_after_one_has_died(make: Configure) -> None:
     wide = {"model": {"dim": 128, "ffn": 256}, "run": {"weights": "fp8"}}
     wide["optimizer"] = {"states": "fp8", "loss_scale": "dynamic", "loss_scale_window": 2}

@@ -38,6 +38,7 @@ def test_a_llama_is_split_and_unsplit_sizes_are_not_checked(configure: Configure
     check_tensor(configure(parallel={"tensor": 2}), 2)
     small = {"states": "fp8-lm", "name": "muon", "gradients": "fp8"}
     check_tensor(configure(parallel={"tensor": 2}, run={"weights": "fp8"}, optimizer=small), 2)
+    check_tensor(configure(parallel={"tensor": 2}, model={"qkv_bias": True, "qk_norm": True}), 2)
     check_tensor(configure(model={"architecture": "gpt"}, run={"weights": "fp8"}), 1)
 
 

@@ -161,9 +161,6 @@ def _refuse_with_tensor(config: RunConfig, conflict: _Conflict) -> None:
         reason = "it keeps a scale per tensor from step to step, and each rank has part of a tensor"
         raise conflict("run.recipe", run.recipe, reason, _STATELESS_RECIPES)
     _refuse_of_model(config, conflict)
-    if config.model.qkv_bias or config.model.qk_norm:
-        reason = "biases and norms of heads are not split"
-        raise conflict("model.qkv_bias, model.qk_norm", "true", reason, "parallel.shard")
     if parallel.embedding != "whole":
         reason = "each tensor-parallel rank has the embedding, and looks up its own tokens"
         raise conflict("parallel.embedding", parallel.embedding, reason, "'whole'")

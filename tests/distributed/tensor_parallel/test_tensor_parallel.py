@@ -33,6 +33,7 @@ from octavo_bench.traffic import Traffic
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
 HOW = ["folded", "whole tokens", "bf16", "tensorwise", "apart", "tied", "norms of heads", "norms, whole tokens"]
+HOW += ["biases", "biases, whole tokens"]
 
 
 def llama(recipe="folded", policy=None, **shape):
@@ -98,6 +99,8 @@ def two_ranks(rank, count):
         "tied": compare(mesh, policy=octavo.Policy(keep_defaults=False), tie_embeddings=True),
         "norms of heads": compare(mesh, qk_norm=True),
         "norms, whole tokens": compare(mesh, sequence=False, qk_norm=True),
+        "biases": compare(mesh, qkv_bias=True),
+        "biases, whole tokens": compare(mesh, sequence=False, qkv_bias=True, qk_norm=True),
     }
     return {**found, "masked": masked(mesh), "shared": shared(mesh), "gathered": gathered(rank, mesh),
             "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),

@@ -202,8 +202,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
         for part, style in styles.items():
             module, where = block.get_submodule(part), full_name(prefix, part)
             placements += style.placements(module, mesh.size(), where)
-            for name in (*style.columns, *style.rows) if isinstance(style, Parallel) else ():
-                rows.append(_row(module.get_submodule(name), full_name(where, name), style, name))
+            if isinstance(style, Parallel):
+                names = *style.columns, *style.rows
+                rows += [_row(module.get_submodule(name), full_name(where, name), style, name) for name in names]
     check_placements(placements, mesh)  # of all blocks before one is changed
     for block in blocks.values():
         parallelize_module(block, mesh, {**styles})
