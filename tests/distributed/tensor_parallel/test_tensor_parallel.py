@@ -266,8 +266,11 @@ def left_whole(mesh):
     """Return what is said of models whose later layers cannot be cut, and whether a parameter was replaced."""
     odd, tied, both = llama(ffn=161), llama(), nn.ModuleDict({"up": nn.Linear(8, 8), "down": nn.Linear(7, 8)})
     tied.layers[1].attention.wq.weight = tied.layers[0].attention.wo.weight
+    twice = llama()
+    tensor_parallel(twice, mesh)
     attempts = [
         (odd, lambda: tensor_parallel(odd, mesh)),
+        (twice, lambda: tensor_parallel(twice, mesh)),
         (tied, lambda: tensor_parallel(tied, mesh)),
         (both, lambda: parallelize_module(both, mesh, Parallel(["up"], ["down"]))),
     ]
@@ -479,7 +482,12 @@ def test_what_cannot_be_cut_is_refused(on_two):
 
 
 def test_a_model_that_is_refused_stays_as_it_was(on_two):
-    words = ["layers.0.feed_forward.w1.weight (161, 64): 161 outputs", "a layer that shares it", "7 inputs"]
+    words = [
+        "layers.0.feed_forward.w1.weight (161, 64): 161 outputs",
+        "an earlier call",
+        "a layer that shares it",
+        "7 inputs",
+    ]
     for result in on_two:
         for word, (said, unchanged) in zip(words, result["left whole"], strict=True):
             assert word in said and unchanged

@@ -66,7 +66,7 @@ def check_placements(found: Iterable[Placed], mesh: DeviceMesh) -> None:
     """Check that parameters can be placed together.
 
     Raises:
-        UnsupportedError: one is distributed in another way already, or shared by modules that place it differently.
+        UnsupportedError: one is distributed already, or shared by modules that place it differently.
     """
     wanted: dict[nn.Parameter, Placement] = {}
     for module, name, placement in found:
@@ -75,7 +75,7 @@ def check_placements(found: Iterable[Placed], mesh: DeviceMesh) -> None:
         before = _placed_before(parameter)
         there = (mesh, (wanted.setdefault(parameter, placement),))
         there = there if before is None else (before.device_mesh, before.placements)
-        if there != (mesh, (placement,)):
+        if is_distributed(parameter) or there != (mesh, (placement,)):
             raise UnsupportedError(
                 f"tensor parallel: {type(module).__name__}.{name} is placed as {there[1]} already, by a layer that"
                 " shares it or an earlier call. Untie it, or call tensor parallel once, before shard."
