@@ -124,10 +124,10 @@ def _blocks(model: nn.Module, blocks: Sequence[nn.Module] | None) -> list[nn.Mod
         return [model.get_submodule(name) for name in blocks_of(model)]
     known = set(model.modules())
     for block in blocks:
-        if block not in known or block is model or isinstance(block, nn.ModuleList | nn.ModuleDict):
-            wrong = "has no forward" if block in known and block is not model else "is not a submodule of the model"
+        if block not in known or block is model:
             raise ConfigError(
-                f"shard: blocks: {type(block).__name__} {wrong}. Pass modules of it, such as list(model.layers)."
+                f"shard: blocks: {type(block).__name__} is not a submodule of the model. Pass modules of it, such as "
+                "list(model.layers)."
             )
     return list(blocks)
 
@@ -158,6 +158,12 @@ def _check(model: nn.Module, blocks: Sequence[nn.Module], reshard: Any) -> None:
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UnsupportedError("shard: a module is sharded already. Call it once, instead of fully_shard.")
+    for module in (*blocks, model):
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise ConfigError(
+                f"shard: {type(module).__name__} has no forward, before which FSDP2 gathers weights. Pass the modules"
+                " in it as blocks, such as list(model.layers), or the module around it."
+            )
     owner = _gather_units(model, blocks)
     for name, module in model.named_modules():
         if len({owner.get(member) for members in _fused_groups(module) for member in members}) > 1:

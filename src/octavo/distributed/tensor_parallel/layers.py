@@ -38,10 +38,10 @@ from octavo.distributed.tensor_parallel.weights import (
     SUMMED,
     LocalParameters,
     Placed,
+    all_replicated,
     check_placements,
     distribute,
-    replicate,
-    shard_tp,
+    placements_of,
 )
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
@@ -101,9 +101,9 @@ class Parallel(ParallelStyle):
         for name in (*self.columns, *self.rows):
             layer, known = module.get_submodule(name), full_name(where, name) or type(module).__name__
             _check_recipe(layer, known)
-            found += shard_tp(layer, known, ranks, 0 if name in self.columns else 1)
+            found += placements_of(layer, known, ranks, 0 if name in self.columns else 1)
         others = (one for one, kind in self.gradient_kinds(module) if kind == SUMMED)
-        return [*found, *(placed for one in others for placed in replicate(one))]
+        return [*found, *(placed for one in others for placed in all_replicated(one))]
 
     def gradient_kinds(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
         """Return the modules inside that have parameters, and the kind of gradient of those that are replicated."""
@@ -161,7 +161,7 @@ class Replicated(ParallelStyle):
 
     def placements(self, module: nn.Module, ranks: int, where: str = "") -> list[Placed]:
         """Return the placements of all parameters inside, see `Parallel.placements`."""
-        return [placed for one, _ in self.gradient_kinds(module) for placed in replicate(one)]
+        return [placed for one, _ in self.gradient_kinds(module) for placed in all_replicated(one)]
 
     def gradient_kinds(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
         """Return the modules inside that have parameters, and the kind of their gradients."""
@@ -197,7 +197,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
         "ffn_norm": Replicated(sequence=sequence),
         "feed_forward": Parallel(["w1", "w3"], ["w2"], sequence=sequence),
     }
-    rows, placements = [], [placed for end in _ends(model) for placed in replicate(end)]
+    rows, placements = [], [placed for end in _ends(model) for placed in all_replicated(end)]
     for prefix, block in blocks.items():
         for part, style in styles.items():
             module, where = block.get_submodule(part), full_name(prefix, part)
@@ -266,7 +266,7 @@ def _place_ends(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     The model reads the head's weight for its loss, and does not call it.
     """
     ends = _ends(model)
-    distribute([placed for end in ends for placed in replicate(end)], mesh)
+    distribute([placed for end in ends for placed in all_replicated(end)], mesh)
     LocalParameters(model, [(end, SUMMED if sequence else SAME) for end in ends], mesh)
     if not sequence:
         return

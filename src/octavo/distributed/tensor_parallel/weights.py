@@ -36,7 +36,7 @@ class Placed(NamedTuple):
     placement: Placement
 
 
-def shard_tp(layer: nn.Module, name: str, ranks: int, dim: int) -> list[Placed]:
+def placements_of(layer: nn.Module, name: str, ranks: int, dim: int) -> list[Placed]:
     """Return the placements that shard the weight of a linear layer, and with `dim` 0 its bias.
 
     Args:
@@ -57,7 +57,7 @@ def shard_tp(layer: nn.Module, name: str, ranks: int, dim: int) -> list[Placed]:
     return [Placed(layer, "weight", Shard(dim)), Placed(layer, "bias", Shard(0) if dim == 0 else REPLICATED)]
 
 
-def replicate(module: nn.Module) -> list[Placed]:
+def all_replicated(module: nn.Module) -> list[Placed]:
     """Return the placements that replicate the parameters of a module, without those of modules inside."""
     return [Placed(module, name, REPLICATED) for name in module._parameters]
 
