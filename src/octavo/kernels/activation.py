@@ -1,14 +1,14 @@
-"""The activation contract: the middle of an MLP, straight into the codes that the GEMMs around it read.
+"""The activation contract: the activation of an MLP, fused with quantisation for the adjacent GEMMs.
 
     h = f(gate) * up       gated
     h = f(gate)            otherwise         f: silu, gelu (with erf), gelu_tanh, relu2 (the squared ReLU)
 
-M: tokens. F: hidden width. D (M, N): the gradient, [d gate | d up] side by side (N = 2 F) or d gate alone (N = F).
-All is computed in FP32 from the inputs' dtype; h and D are rounded once, into codes, and never written otherwise. So
-the backward makes h again from gate and up instead of keeping it. Those two may be kept as codes too: the forward makes
-them from the same read, and the backward computes from codes what it would from a tensor of their values.
+M: tokens. F: hidden width. D (M, N): the gradient, [d gate | d up] concatenated (N = 2 F) or d gate alone (N = F).
+Arithmetic is FP32. h and D are rounded once, into codes, and never stored in high precision, so backward recomputes h
+from gate and up. These may be saved as codes as well: forward quantises them in the same pass, and backward gives the
+same result for codes as for a tensor of the dequantised values.
 
-Everything is a custom operator: Triton on a GPU, `reference/activation.py`, which is the definition, elsewhere.
+All are custom operators: Triton on a GPU; `reference/activation.py`, the definition, elsewhere.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from octavo.numerics import Quantized
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 INPUTS = QuantSpec("e4m3", "1x128", "power_of_two")
-"""What gate and up are kept in, where they are kept as codes: whoever reads a tile needs nothing of another one."""
+"""Quantisation of gate and up if saved as codes; each tile can be read independently."""
 
 
 class ActivationGradients(NamedTuple):
-    """What the backward GEMMs read. None where it was not asked for."""
+    """Operands of the backward GEMMs; None if not requested."""
 
     rows: Quantized | None
     """D, codes (M, N)."""
@@ -43,27 +43,27 @@ class ActivationGradients(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """How the backward quantises; None for what is not made. A transpose's granularity is named as it has it."""
+    """Quantisation of backward's results, None to skip one. Granularities of D^T and h^T refer to the transpose."""
 
     rows: QuantSpec | None = None
-    """Of D * `Factors.rows`."""
+    """For D * `Factors.rows`."""
     columns: QuantSpec | None = None
-    """Of (D * `Factors.columns`)^T."""
+    """For (D * `Factors.columns`)^T."""
     hidden: QuantSpec | None = None
-    """Of h^T."""
+    """For h^T."""
 
 
 class Factors(NamedTuple):
-    """Scales that the backward multiplies in, FP32."""
+    """FP32 scales applied in backward."""
 
     rows: Tensor | None = None
-    """(1, N), the scales of a folded weight."""
+    """(1, N), scales of a folded weight."""
     columns: Tensor | None = None
-    """(M, 1), the scales of a folded input."""
+    """(M, 1), scales of a folded input."""
     hidden: Tensor | None = None
-    """(M, 1), powers of two: the scales of the forward's codes, if those are wanted again. Then the codes of h^T are
-    the forward's transposed, its scale is (1, M), and its target must be `column`. With gate and up as codes h is a
-    little off, and saturates where it was at the end of the format's range."""
+    """(M, 1), powers of two: scales of the forward codes, to reproduce those codes. h^T then has the transposed forward
+    codes and scale (1, M), and its target must be `column`. If gate and up are codes, h is approximate, and saturates
+    where the forward value was at the end of the format's range."""
 
 
 def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) -> Quantized:
@@ -71,11 +71,11 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) ->
 
     Args:
         kind: one of `KINDS`.
-        gate: (M, F), BF16, FP16 or FP32; may be a view whose rows lie apart.
+        gate: (M, F), BF16, FP16 or FP32; rows need not be adjacent in memory.
         up: as gate, or None.
 
     Raises:
-        ConfigError: the kind is unknown, the shapes differ, or the rounding is stochastic.
+        ConfigError: unknown kind, mismatched shapes, or stochastic rounding.
     """
     _check(kind, gate=gate, up=up)
     _check_rounding(target)
@@ -86,9 +86,9 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) ->
 def activation_and_inputs(
     kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec
 ) -> tuple[Quantized, tuple[Quantized, ...]]:
-    """Return the codes of h, as `activation` does, and (gate,) or (gate, up) quantised to `INPUTS`, from one read.
+    """Return the codes of h, as `activation` does, and (gate,) or (gate, up) quantised to `INPUTS`, in one pass.
 
-    Args and errors are those of `activation`. Codes are contiguous; scales lie as `target.empty_scale` says.
+    Arguments and errors as for `activation`. Codes are contiguous; scales have the layout of `quant_spec.empty_scale`.
     """
     _check(kind, gate=gate, up=up)
     _check_rounding(target)
@@ -105,22 +105,22 @@ def activation_backward(
     targets: Targets,
     factors: Factors = Factors(),  # noqa: B008 - immutable
 ) -> ActivationGradients:
-    """Return D quantised as it lies and transposed, and h^T. What has no target is not made.
+    """Return D, D^T and h^T, quantised; a result without a target is skipped.
 
     Args:
         kind: one of `KINDS`.
-        dh: (M, F), the gradient of h, of any dtype that gate may have in the forward.
-        gate: (M, F), as in the forward, or its codes, of `activation_and_inputs`.
+        dh: (M, F), gradient of h, BF16, FP16 or FP32.
+        gate: (M, F), as in forward, or its codes from `activation_and_inputs`.
         up: as gate, or None.
 
     Raises:
-        ConfigError: the kind is unknown, shapes do not fit, a rounding is stochastic, `factors.hidden` comes with
-            another granularity, or the codes of gate and up are not of `INPUTS`.
+        ConfigError: unknown kind, mismatched shapes, stochastic rounding, `factors.hidden` with a granularity other
+            than `column`, only one of gate and up as codes, or codes not quantised to `INPUTS`.
     """
     gate_values, up_values = _check_codes("gate", gate), None if up is None else _check_codes("up", up)
     _check(kind, gate=gate_values, dh=dh, up=up_values)
     if up is not None and isinstance(gate, Tensor) != isinstance(up, Tensor):
-        raise ConfigError("gate and up must both be tensors or both be codes: here they are one of each.")
+        raise ConfigError("gate and up must both be tensors or both be codes: got one of each.")
     for name, x in (("gate", gate), ("up", up)):
         if isinstance(x, Quantized):
             _check_factors(f"the scale of {name}", x.scale, INPUTS.tile.scale_shape(*dh.shape))
@@ -131,18 +131,18 @@ def activation_backward(
         _check_factors(f"factors.{name}", factor, shape)
     if factors.hidden is not None and (hidden is None or hidden.granularity != "column"):
         raise ConfigError(
-            f"factors.hidden holds one scale per token, but targets.hidden is '{hidden}': the forward's codes "
-            "transposed have the granularity 'column'. Say so, or leave factors.hidden out."
+            f"factors.hidden holds one scale per token, but targets.hidden is '{hidden}': the transposed forward codes "
+            "have granularity 'column'. Pass a 'column' target, or omit factors.hidden."
         )
     arguments = dh, gate, up, kind, targets, factors
     return ActivationGradients(*call("activation_backward", _activation_backward, arguments, targets))
 
 
 def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return d gate and d up (M, F), contiguous, in the dtype of dh, for recipes that no fused kernel takes.
+    """Return d gate and d up (M, F), contiguous, in the dtype of dh, for recipes without a fused kernel.
 
     Raises:
-        ConfigError: the kind is unknown, or the shapes differ.
+        ConfigError: unknown kind, or mismatched shapes.
     """
     _check(kind, dh=dh, gate=gate, up=up)
     arguments = dh, gate, up, kind
@@ -159,31 +159,29 @@ def _check(kind: str, gate: Tensor, **others: Tensor | None) -> None:
         )
     for name, other in others.items():
         if other is not None and other.shape != gate.shape:
-            raise ConfigError(
-                f"{name} has shape {tuple(other.shape)}, gate {tuple(gate.shape)}: they must be the same."
-            )
+            raise ConfigError(f"{name} has shape {tuple(other.shape)}, gate {tuple(gate.shape)}: shapes must be equal.")
 
 
 def _check_codes(name: str, x: Tensor | Quantized) -> Tensor:
-    """Return a tensor, or codes of the right kind."""
+    """Return the tensor, or the codes after checking their format and granularity."""
     if isinstance(x, Tensor):
         return x
     if (x.codes.dtype, x.granularity) != (INPUTS.fmt.dtype, INPUTS.tile):
         raise ConfigError(
-            f"{name} has codes of {x.codes.dtype} with a scale {x.granularity.name}: the backward reads "
-            f"{INPUTS.fmt.dtype} with a scale {INPUTS.granularity}, as `activation_and_inputs` makes them."
+            f"{name} has codes of {x.codes.dtype} with {x.granularity.name} scales: the backward reads "
+            f"{INPUTS.fmt.dtype} with {INPUTS.granularity} scales, as returned by `activation_and_inputs`."
         )
     return x.codes
 
 
 def _check_rounding(*targets: QuantSpec | None) -> None:
     if any(target.rounding != "nearest" for target in filter(None, targets)):
-        raise ConfigError("a fused activation rounds to nearest: quantise what `activation_backward_plain` returns.")
+        raise ConfigError("a fused activation rounds to nearest: quantise the result of `activation_backward_plain`.")
 
 
 def _check_factors(name: str, factors: Tensor | None, shape: tuple[int, int]) -> None:
     if factors is not None and (factors.shape != shape or factors.dtype != torch.float32):
-        raise ConfigError(f"{name} must be FP32 {shape}, it is {factors.dtype} {tuple(factors.shape)}.")
+        raise ConfigError(f"{name} must be FP32 {shape}, got {factors.dtype} {tuple(factors.shape)}.")
 
 
 def _refused(gate: Tensor, up: object, **targets: QuantSpec | None) -> str | None:
@@ -227,7 +225,7 @@ def _activation_and_inputs_shape(gate: Tensor, up: Tensor | None, _kind: str, ta
 def _activation_backward(
     dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, kind: str, targets: Targets, factors: Factors
 ) -> Sequence[Quantized | None]:
-    if isinstance(gate, Quantized):  # scales that were saved and brought back may lie otherwise than kernels read them
+    if isinstance(gate, Quantized):  # saved and restored scales may have strides that kernels do not take
         gate, up = laid_out(gate), laid_out(up) if isinstance(up, Quantized) else None
     targets, factors = Targets(*targets), Factors(*factors)
     arguments, refused = (kind, dh, gate, up, targets, factors), _refused(dh, up, **targets._asdict())

@@ -1,17 +1,17 @@
-"""The attention contract: softmax attention forward and backward, where what was given may come back in codes.
+"""The attention contract: softmax attention, whose backward takes the output as codes.
 
-    P = softmax(q k^T scale), of a causal one over the tokens up to the query's own         y = P v
+    P = softmax(q k^T scale), causal: over tokens up to and including the query's         y = P v
     dv = P^T dy    dP = dy v^T    dS = P (dP - delta), delta = rowsum(dy y)    dq = dS k scale    dk = dS^T q scale
 
 B: batch. T: tokens. H: query heads. G: key and value heads, a divisor of H, each read by H / G query heads. E: channels
-of a head. Rows stand as linear layers write them, (B, T, H, E), so that y is (B, T, H E) without a move.
+per head. Layout is that of linear layers, (B, T, H, E), so that y is (B, T, H E) without a copy.
 
-Backward needs y only for delta, one sum a token and head (Dao et al., FlashAttention, 2022, section B.2). So y may be
-given as codes: they are decoded inside the operator, where no compiler can move that into the forward.
+Backward needs y only for delta, one sum per token and head (Dao et al., FlashAttention, 2022, section B.2). So y is
+passed as codes and decoded inside the operator, where no compiler can move the decoding into forward.
 
-On a GPU it is the fused kernel that PyTorch's `scaled_dot_product_attention` takes for these tensors under the same
-settings (`torch.nn.attention.sdpa_kernel`); all of them describe a row by the same logsumexp. On a CPU it is PyTorch's
-flash attention. What neither takes, `reference/attention.py` computes, which is the definition.
+On a GPU, PyTorch's fused kernels, selected as by `scaled_dot_product_attention` under the same settings
+(`torch.nn.attention.sdpa_kernel`); all return the same logsumexp per row. On a CPU, PyTorch's flash attention.
+`reference/attention.py`, the definition, covers all else.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from octavo.kernels.reference import attention as reference
 from octavo.numerics import Quantized, dequantize
 
 _SIDE = 32
-"""Rows that memory-efficient attention pads its logsumexp to a multiple of."""
+"""Row alignment of the logsumexp of memory-efficient attention."""
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return y (B, T, H, E), contiguous, in q's dtype, and the logsumexp of each row, (B, H, T) in FP32.
+    """Return y (B, T, H, E), contiguous, in q's dtype, and the logsumexp of each row, FP32 (B, H, T).
 
     Args:
-        q: (B, T, H, E), BF16, FP16 or FP32, the channels of a head contiguous.
+        q: (B, T, H, E), BF16, FP16 or FP32, last dimension contiguous.
         k: (B, T, G, E), as q.
         v: (B, T, G, E), as q.
-        causal: whether a token sees itself and those before it only.
-        scale: what scores are multiplied by; default 1 / sqrt(E).
+        causal: attend to the same and earlier tokens only.
+        scale: factor of the scores; default 1 / sqrt(E).
 
     Raises:
-        ConfigError: shapes or dtypes that do not fit.
+        ConfigError: mismatched shapes or dtypes.
     """
     _check(q, k, v)
     y, lse = call("attention", _attention, (q, k, v, causal, scale), [True, True])
@@ -68,10 +68,10 @@ def attention_backward(
 
     Args:
         dy: (B, T, H, E), in q's dtype.
-        y: the forward's, codes (B T, H E).
-        lse: (B, H, T), the forward's.
+        y: forward's output, codes (B T, H E).
+        lse: FP32 (B, H, T), from forward.
 
-    The other arguments and the errors are those of `attention`.
+    Other arguments and errors as for `attention`.
     """
     _check(q, k, v)
     dq, dk, dv = call("attention_backward", _attention_backward, (dy, (q, k, v), y, lse, causal, scale), [True] * 3)
@@ -82,13 +82,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
     if not fits or (q.shape[2] % k.shape[2] if k.shape[2] else q.shape[2]):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ConfigError(f"attention takes q (B, T, H, E), k and v (B, T, G, E), G a divisor of H; got {shapes}.")
+        raise ConfigError(f"attention takes q (B, T, H, E), k and v (B, T, G, E), with G a divisor of H; got {shapes}.")
     if not q.dtype == k.dtype == v.dtype:
         raise ConfigError(f"attention takes q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
 
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> SDPBackend:
-    """Return what PyTorch computes this with, MATH where it is the definition. q, k, v: (B, H, T, E)."""
+    """Return the SDPA backend, MATH for the reference. q: (B, H, T, E); k, v: (B, G, T, E)."""
     if not (q.numel() and k.numel()) or q.device.type not in ("cpu", "cuda"):
         return SDPBackend.MATH
     chosen: int = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -96,7 +96,7 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None)
     known = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
     fused = backend in known and (q.device.type == "cpu" or q.shape[3] % 8 == 0)
     if not fused and q.is_cuda:
-        ledger.fall_back(f"attention of {tuple(q.shape)} {q.dtype} ran as reference: no fused kernel of PyTorch's fits")
+        ledger.fall_back(f"attention of {tuple(q.shape)} {q.dtype} ran as reference: PyTorch has no fused kernel")
     return backend if fused else SDPBackend.MATH
 
 
@@ -113,7 +113,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
         y, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
         y, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-    rows = lse.flatten(2)[..., : q.shape[2]]  # a last dimension of 1, or rows of padding
+    rows = lse.flatten(2)[..., : q.shape[2]]  # drops a last dimension of 1 or padding rows
     return y.transpose(1, 2).contiguous(), rows.contiguous()
 
 
@@ -139,7 +139,7 @@ def _on_cuda(
     backend: SDPBackend, dy: Tensor, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> Sequence[Tensor]:
     aten, q, length = torch.ops.aten, qkv[0], qkv[0].shape[2]
-    unread = q.new_empty((), dtype=torch.int64)  # seed and offset of dropout, of which there is none
+    unread = q.new_empty((), dtype=torch.int64)  # dropout seed and offset; dropout is off
     if backend == SDPBackend.CUDNN_ATTENTION:
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             dy, *qkv, y, lse[..., None], unread, unread, None, None, None, length, length, 0.0, causal, scale=scale
@@ -158,18 +158,18 @@ def _on_cuda(
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v with a head for each of q's: older versions take no others on a CPU."""
+    """Return k and v repeated to H heads: older PyTorch versions have no GQA on a CPU."""
     times = q.shape[1] // k.shape[1]
     return k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
 
 
 def decode(x: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return what `numerics.dequantize` gives, without an FP32 copy of it: the product is rounded as it is written."""
+    """Return `numerics.dequantize(x, dtype)` without an FP32 copy: products are rounded when stored."""
     rows, cols = x.codes.shape
     tile_cols = x.granularity.cols or cols
     if x.granularity.rows not in (1, None) or not x.codes.numel() or cols % tile_cols or dtype == torch.float32:
         return dequantize(x, dtype)
-    values = x.codes.to(dtype)  # exact: E4M3 and E5M2 are in BF16 and in FP16
+    values = x.codes.to(dtype)  # exact: BF16 and FP16 represent all E4M3 and E5M2 values
     values.view(rows, -1, tile_cols).mul_(x.scale[..., None])
     return values
 

@@ -1,9 +1,9 @@
-"""Many matrices of one shape in FP8, each with scales of its own.
+"""Batches of FP8 matrices of one shape, each matrix with its own scales.
 
-    quantize_batch     `quantize_pair` of every matrix
-    transpose_batch    the byte transpose of every matrix
+    quantize_batch     `quantize_pair` per matrix
+    transpose_batch    byte transpose per matrix
 
-On a GPU each is one launch for the whole batch, elsewhere, and by definition, a loop over the matrices.
+On a GPU each is one launch for the whole batch; elsewhere, and by definition, a loop over the matrices.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from octavo.numerics import PER_TENSOR, Granularity, Quantized, TILE_1x128
 class Batch(NamedTuple):
     """B matrices (R, C) in FP8.
 
-    codes: (B, R, C), contiguous, a float8 dtype.  scale: FP32 (B, r, c), where (r, c) is what
-    `granularity.scale_shape(R, C)` gives for one of them, and each lies as `target.empty_scale` says.
+    codes: (B, R, C), contiguous, a float8 dtype.  scale: FP32 (B, r, c), where (r, c) is
+    `granularity.scale_shape(R, C)`, each matrix in the layout of `quant_spec.empty_scale`.
     """
 
     codes: Tensor
@@ -33,29 +33,29 @@ class Batch(NamedTuple):
     granularity: Granularity
 
     def matrices(self) -> list[Quantized]:
-        """Return the matrices, views."""
+        """Return views of the matrices."""
         pairs = zip(self.codes.unbind(), self.scale.unbind(), strict=True)
         return [Quantized(codes, scale, self.granularity) for codes, scale in pairs]
 
     def transposed(self) -> Batch:
-        """Return every matrix transposed, (B, C, R), its codes contiguous: the same codes, nothing is rounded again."""
+        """Return all matrices transposed, (B, C, R), contiguous: the same codes, without requantisation."""
         return Batch(transpose_batch(self.codes), self.scale.transpose(1, 2), self.granularity.transposed)
 
     def without_scale(self) -> Batch:
-        """Return the same codes with a scale of 1 a matrix: theirs have gone into the other operand."""
+        """Return the same codes with scale 1 per matrix: the scales are folded into the other operand."""
         return Batch(self.codes, self.scale.new_ones(self.scale.shape[0], 1, 1), PER_TENSOR)
 
 
 def batch_of(matrices: Sequence[Quantized | None]) -> Batch | None:
-    """Return matrices of one shape as a batch, copies; None of nothing but None."""
-    there = [matrix for matrix in matrices if matrix is not None]
-    if not there:
+    """Copy matrices of one shape into a batch; None if all are None."""
+    present = [matrix for matrix in matrices if matrix is not None]
+    if not present:
         return None
-    codes = torch.stack([matrix.codes.view(torch.uint8) for matrix in there]).view(there[0].codes.dtype)
-    scale = torch.stack([matrix.scale for matrix in there])
-    if there[0].granularity == TILE_1x128:
+    codes = torch.stack([matrix.codes.view(torch.uint8) for matrix in present]).view(present[0].codes.dtype)
+    scale = torch.stack([matrix.scale for matrix in present])
+    if present[0].granularity == TILE_1x128:
         scale = scale.mT.contiguous().mT
-    return Batch(codes, scale, there[0].granularity)
+    return Batch(codes, scale, present[0].granularity)
 
 
 def quantize_batch(
@@ -65,17 +65,17 @@ def quantize_batch(
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
 ) -> tuple[Batch | None, Batch | None]:
-    """Quantise B >= 1 matrices (R, C), each as `quantize_pair` does: as it lies, and transposed.
+    """Quantise B >= 1 matrices (R, C), each as by `quantize_pair`: row-major, and transposed.
 
     Args:
-        x: (B, R, C), FP32, BF16 or FP16; transposed views are read as they lie.
-        rows: how to quantise x * row_fold, or None for not at all.
-        columns: how to quantise the transpose of x * column_fold, or None.
+        x: (B, R, C), FP32, BF16 or FP16; transposed views are read without a copy.
+        rows: target for x * row_fold, or None to skip it.
+        columns: target for the transpose of x * column_fold, or None.
         row_fold: FP32 (B, 1, C).
         column_fold: FP32 (B, R, 1).
 
     Returns:
-        x as it lies, codes (B, R, C), and transposed, codes (B, C, R).
+        x, codes (B, R, C), and its transpose, codes (B, C, R).
     """
     made = call("quantize_batch", _quantize_batch, (x, rows, columns, row_fold, column_fold), (rows, columns))
     row, column = (None if batch is None else Batch(*batch) for batch in made)
@@ -83,7 +83,7 @@ def quantize_batch(
 
 
 def transpose_batch(codes: Tensor) -> Tensor:
-    """Return the transposes (B, C, R), contiguous, of contiguous codes (B, R, C) of any one-byte dtype."""
+    """Transpose contiguous codes (B, R, C) of any one-byte dtype into contiguous (B, C, R)."""
     result: Tensor = call("transpose_batch", _transpose_batch, (codes,), [True])[0]
     return result
 
@@ -111,8 +111,8 @@ def _quantize_batch_shape(
         if target is None:
             return None
         down, across = target.tile.scale_shape(height, width)
-        lies = (batch, across, down) if target.tile == TILE_1x128 else (batch, down, across)
-        scale = x.new_empty(lies, dtype=torch.float32)
+        layout = (batch, across, down) if target.tile == TILE_1x128 else (batch, down, across)
+        scale = x.new_empty(layout, dtype=torch.float32)
         scale = scale.mT if target.tile == TILE_1x128 else scale
         return Batch(x.new_empty(batch, height, width, dtype=target.fmt.dtype), scale, target.tile)
 
@@ -120,7 +120,7 @@ def _quantize_batch_shape(
 
 
 def _transpose_batch(codes: Tensor) -> list[Tensor]:
-    refused = None if codes.shape[1] % 4 == 0 else f"{codes.shape[1]} rows are no multiple of 4"
+    refused = None if codes.shape[1] % 4 == 0 else f"{codes.shape[1]} rows are not a multiple of 4"
     if codes.numel() and uses_triton(codes, "transpose_batch", refused):
         from octavo.kernels.triton import batch as fast
 

@@ -1,9 +1,9 @@
-"""The batched GEMM contract: many products of one shape in a call, and who fulfils it.
+"""The batched GEMM contract: many products of one shape per call, and kernel selection.
 
-    bmm(a, b) = a_i . b_i^T for every i        a (B, M, K), b (B, N, K): FP8 codes; result (B, M, N), in `out_dtype`
+    bmm(a, b) = a_i . b_i^T for each i         a (B, M, K), b (B, N, K): FP8 codes; result (B, M, N), in `out_dtype`
 
-Every matrix of a batch has its own scales. By definition it is a loop over `gemm`; a GPU that has a batched kernel for
-such scales runs all of them in one launch.
+Every matrix of a batch has its own scales. By definition a loop over `gemm`; a GPU with a batched kernel for these
+scales runs one launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.numerics import PER_ROW, PER_TENSOR, Granularity, Quantized, granula
 
 
 def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") -> Tensor:
-    """Return a_i . b_i^T for every i, (B, M, N). Any extent may be 0.
+    """Return a_i . b_i^T for each i, (B, M, N). Any extent may be 0.
 
     Args:
         a: (B, M, K).
@@ -33,7 +33,7 @@ def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") ->
         accumulate: `slow` or `fast`, as for `gemm`.
 
     Raises:
-        ConfigError: the shapes do not fit.
+        ConfigError: mismatched shapes.
     """
     if a.codes.shape[::2] != b.codes.shape[::2]:
         raise ConfigError(
@@ -45,7 +45,7 @@ def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") ->
 
 
 def batched_unsupported_reason(device: torch.device, a: tuple[str, str], b: tuple[str, str]) -> str | None:
-    """Return why a device has no batched kernel for operands, each (format, granularity), or None."""
+    """Return why a device has no batched kernel for two (format, granularity) operands, or None."""
     names = ["tensor" if granularity == "column" else granularity for _, granularity in (a, b)]  # folded: one scale
     return _unsupported_kind(device, (a[0], b[0]), tuple(granularity_named(name) for name in names))
 
@@ -72,7 +72,7 @@ def _unsupported_reason(a: Batch, b: Batch) -> str | None:
 
 
 def _grouped(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return all products from one launch: the rows of a matrix of a batch are a group."""
+    """Compute all products in one grouped GEMM, each matrix of the batch a group of rows."""
     from octavo.kernels.triton import grouped_gemm as fused
 
     batch, rows, _ = a.codes.shape
@@ -81,11 +81,11 @@ def _grouped(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
         y = fused.grouped_gemm(
             a.codes.flatten(0, 1), _row_scale(a).flatten(), b.codes.contiguous(), _row_scale(b), ends, out_dtype, fast
         )
-    return y.view(batch, rows, -1).detach()  # autograd refuses a write to a view that an autograd function made
+    return y.view(batch, rows, -1).detach()  # autograd forbids in-place writes to a view from an autograd function
 
 
 def _row_scale(x: Batch) -> Tensor:
-    """Return a scale per row: one scale per matrix is spread over its rows."""
+    """Return one scale per row, (B, rows), contiguous; a per-matrix scale is broadcast over the rows."""
     batch, rows = x.codes.shape[:2]
     return x.scale.expand(batch, rows, 1).reshape(batch, rows).contiguous()
 

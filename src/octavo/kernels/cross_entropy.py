@@ -1,13 +1,12 @@
-"""The cross-entropy contract: a chunk of logits in, each row's loss out, the logits' gradient in their place.
+"""The cross-entropy contract: loss per row of a chunk of logits, and their gradient in place.
 
     loss_t = lse_t - z_target + z_loss * lse_t^2                           lse = log(sum(exp(z)))
     dz_tv  = softmax(z)_tv * (1 + 2 * z_loss * lse_t) - [v = target_t]
 
-With a soft cap, z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118, section 2), and the gradient passes
-through it. `z_loss` keeps lse near zero (PaLM, arXiv 2204.02311, section 5). All of it in FP32, each row read twice at
-most.
+With a soft cap, z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118, section 2), included in the gradient.
+`z_loss` keeps lse near zero (PaLM, arXiv 2204.02311, section 5). FP32 arithmetic, at most two reads of each row.
 
-It writes where it reads, so it is no operator that compiled code could meet: one calls it (`octavo.nn.cross_entropy`).
+In-place, hence a plain function rather than a custom operator: an operator calls it (`octavo.nn.cross_entropy`).
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ def cross_entropy_(
     softcap: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Return the loss of each row, FP32 (M,), and write the gradient of their sum over the logits, in their dtype.
+    """Return the loss per row, FP32 (M,), and overwrite the logits with the gradient of the sum, in their dtype.
 
-    A row whose target is `ignore_index` has loss 0 and gradient 0. On a GPU, where looking would mean waiting, a row
-    with any other target outside the vocabulary has NaN for both.
+    A row with target `ignore_index` has loss 0 and gradient 0. On a GPU, where a check would synchronise, a row with
+    any other target outside the vocabulary has NaN for both.
 
     Args:
         logits_MV: (M, V), FP32, BF16 or FP16, rows contiguous.
         targets_M: int64 (M,).
-        gradient: False leaves the logits as they are.
+        gradient: False to leave the logits unchanged.
         softcap: 0 for none.
 
     Raises:
@@ -53,5 +52,5 @@ def _check(targets_M: Tensor, vocab: int, ignore_index: int) -> None:
     if bool(outside.any()):
         raise ConfigError(
             f"target {int(targets_M[outside][0])} is outside the vocabulary of {vocab} tokens. "
-            f"Targets are 0 to {vocab - 1}, or {ignore_index} for a token that does not count."
+            f"Targets are 0 to {vocab - 1}, or {ignore_index} for an ignored token."
         )
