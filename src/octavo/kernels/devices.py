@@ -1,8 +1,8 @@
-"""Devices: which FP8 products each architecture computes, which are emulated or refused, and the rates of known GPUs.
+"""Devices: FP8 products per architecture (native, emulated or refused), and the rates of known GPUs.
 
-The one table of hardware. `dispatch` reads it for the device that is there, `octavo.plan` for one that is not, and the
-documentation shows it. What PyTorch's operators take is from their source (ATen/native/cuda/ScaledBlas.cpp and
-RowwiseScaledMM.cu, PyTorch 2.11); only architectures that are `measured` were ever run.
+The only table of hardware. `dispatch` reads it for the present device, `octavo.plan` for an absent one, and the
+documentation shows it. Operator support is taken from PyTorch's source (ATen/native/cuda/ScaledBlas.cpp and
+RowwiseScaledMM.cu, PyTorch 2.11); only `measured` architectures were run.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Mode = Literal["tensor", "row", "block", "mx"]
-"""A kind of FP8 product, by the scales of its operands: per tensor, per row, 1x128 and 128x128, 1x32."""
+"""Kind of FP8 product, by operand scales: per tensor, per row, 1x128 and 128x128 blocks, 1x32 groups."""
 MODES: tuple[Mode, ...] = ("tensor", "row", "block", "mx")
 
 
 def mode_of(granularities: Collection[str]) -> Mode:
-    """Return the mode of a product by the granularities of its two operands; folded ones count as columns."""
+    """Return the mode of a product from the granularities of its operands, with `column` for a folded one."""
     kinds = {*granularities}
     if "1x32" in kinds:
         return "mx"
@@ -28,28 +28,28 @@ def mode_of(granularities: Collection[str]) -> Mode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """A generation of devices, and what it computes in FP8."""
+    """A device generation and its FP8 support."""
 
     name: str
     backend: str
     """`cuda`, `hip` (both are `cuda` devices to PyTorch), or another device type of PyTorch."""
     since: tuple[int, int] = (0, 0)
-    """First compute capability; the next row of the same backend ends it."""
+    """Lowest compute capability; the next row of the same backend bounds it from above."""
     gpus: str = ""
     """Examples."""
     refused: str = ""
-    """Why nothing runs in FP8 there, in one line; empty if something does."""
+    """Reason why nothing runs in FP8, one line; empty if something does."""
     unsupported: Mapping[Mode, str] = field(default_factory=dict)
-    """Why it has no kernel for these modes. `mx` is emulated instead."""
+    """Reason per unsupported mode. `mx` is emulated instead."""
     no_triton: str = ""
-    """Why Octavo's Triton kernels do not run there."""
+    """Reason why Octavo's Triton kernels do not run."""
     grouped: bool = False
-    """Whether grouped FP8 GEMMs run."""
+    """Whether grouped FP8 GEMMs are supported."""
     measured: bool = False
-    """Whether Octavo was run on one."""
+    """Whether Octavo was run on this architecture."""
 
     def support(self, mode: Mode) -> tuple[Literal["native", "emulated", "refused"], str]:
-        """Return how products of a mode run, and why not natively."""
+        """Return how products of a mode run, and the reason if not natively."""
         if self.refused:
             return "refused", self.refused
         if why := self.unsupported.get(mode):
@@ -84,25 +84,25 @@ ARCHITECTURES = (
     Architecture(name="Intel GPU", backend="xpu", gpus="Max 1550, Arc B580",
                  refused="Octavo has no FP8 kernels for XPU, neither products nor passes"),
 )  # fmt: skip
-"""All architectures; those of a backend by ascending `since`. To support another, add a line."""
+"""All architectures, ascending by `since` within a backend."""
 
 
 class Rates(NamedTuple):
-    """Sustained rates of a GPU on random normal data: TFLOP/s of products, GB/s of a copy (bytes read and written)."""
+    """Sustained rates of a GPU on normal random data: TFLOP/s for GEMMs, GB/s (read plus written) for a copy."""
 
     bf16: float
     tensor: float
     row: float
     block: float
     small_batched: float
-    """Of a batch of products with few rows, columns or terms."""
+    """Batched GEMMs with small M, N or K."""
     copy: float
     grouped: float
-    """Of the products of experts, with row scales and some thousand rows each."""
+    """Grouped GEMMs of experts, with row scales and some thousand rows per expert."""
     fast: float = 1.0
-    """Speed of products with tensor or row scales in fast accumulation, over that in slow, in whole steps."""
+    """Speedup of fast over slow accumulation for tensor and row scales, over whole training steps."""
     derived: str = ""
-    """Where they are from, unless measured on this GPU."""
+    """Origin of the rates, unless measured on this GPU."""
 
 
 H200 = Rates(670.0, 1190.0, 1160.0, 880.0, 760.0, 4200.0, 920.0, fast=1.1)
@@ -113,12 +113,12 @@ H100 = H200._replace(
 
 
 class Gpu(NamedTuple):
-    """A GPU that can be planned for where there is none."""
+    """A GPU to plan for, present or not."""
 
     backend: str
     capability: tuple[int, int]
     device_name: str = ""
-    """What its driver calls it."""
+    """Name reported by the driver."""
     rates: Rates | None = None
 
 
@@ -133,15 +133,15 @@ GPUS = {
     "mi355x": Gpu("hip", (9, 5)),
     "max1550": Gpu("xpu", (0, 0)),
 }
-"""GPUs by name. Only those with rates have a predicted gain."""
+"""GPUs by name. Gains are predicted only for those with rates."""
 
 
 def architecture_of(backend: str, capability: tuple[int, int] = (0, 0)) -> Architecture:
-    """Return the architecture of a device; one that refuses everything for an unknown backend."""
+    """Return the architecture of a device; for an unknown backend, one that refuses everything."""
     found = [each for each in ARCHITECTURES if each.backend == backend and each.since <= capability]
     return found[-1] if found else Architecture(name=backend, backend=backend, refused=f"no FP8 kernels for {backend}")
 
 
 def rates_named(device_name: str) -> Rates | None:
-    """Return the rates of the GPU that a driver calls so; None if Octavo has none."""
+    """Return the rates of a GPU by its driver name; None if unknown."""
     return next((gpu.rates for gpu in GPUS.values() if gpu.device_name and gpu.device_name == device_name), None)

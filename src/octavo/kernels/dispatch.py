@@ -1,4 +1,4 @@
-"""Which twin of a kernel runs: Triton's on a GPU that has FP8, the reference elsewhere. On a GPU, that is loud."""
+"""Kernel dispatch: Triton on a GPU with FP8, the reference elsewhere. On a GPU, the reference is a logged fallback."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _fake_mode = False
 
 
 def on_gpu(where: Tensor | torch.device) -> bool:
-    """Return whether something is computed as on a GPU: it is on one, or stands for a tensor that will be."""
+    """Return whether to compute as on a GPU: the tensor or device is CUDA, or `fake_mode` is active."""
     is_cuda = where.type == "cuda" if isinstance(where, torch.device) else where.is_cuda
     return is_cuda or _fake_mode
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Tensors that are not subclasses: kernels may read their memory."""
+"""Tensor types whose memory kernels may read: no subclasses."""
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether x is a tensor and nothing more, not a subclass that lies in memory as only it knows."""
+    """Return whether x is a plain tensor, not a subclass with a memory layout of its own."""
     return type(x) in PLAIN or (_fake_mode and isinstance(x, torch._subclasses.FakeTensor))
 
 
 @contextmanager
 def fake_mode() -> Iterator[None]:
-    """Let `on_gpu` be true of every tensor inside the block, and fake ones be plain: they have shapes and no data."""
+    """Make `on_gpu` true for all tensors inside the block, and treat fake tensors, which have no data, as plain."""
     global _fake_mode
     before, _fake_mode = _fake_mode, True
     try:
@@ -48,10 +48,10 @@ def fake_mode() -> Iterator[None]:
 
 
 def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:
-    """Return whether `operation` on x runs in Triton. On a GPU, a reason why not is entered as a fallback.
+    """Return whether `operation` on x runs in Triton. On a GPU, the reason against it is recorded as a fallback.
 
     Args:
-        refused: what the Triton kernel itself has against these operands, or None.
+        refused: reason why the Triton kernel does not support these operands, or None.
     """
     if not x.is_cuda:
         return False
@@ -62,10 +62,10 @@ def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:
 
 
 def run_twin(twin: str, x: Tensor, arguments: Sequence[Any], operation: str, refused: str | None = None) -> Any:
-    """Call a function of `kernels/triton/` where `operation` on x runs there, else its twin in `kernels/reference/`.
+    """Call a function of `kernels/triton/` if `operation` on x runs in Triton, else its twin in `kernels/reference/`.
 
     Args:
-        twin: file and function, as in `rotary.rotate`. Of a tensor without elements the reference takes care.
+        twin: file and function, such as `rotary.rotate`. Empty tensors always go to the reference.
         operation, refused: as for `uses_triton`.
     """
     folder = "triton" if x.numel() and uses_triton(x, operation, refused) else "reference"
@@ -76,13 +76,13 @@ def run_twin(twin: str, x: Tensor, arguments: Sequence[Any], operation: str, ref
 
 @cache
 def twin_file(folder: str, name: str) -> ModuleType:
-    """Return a file of `kernels/triton/` or `kernels/reference/`."""
-    return importlib.import_module(f"octavo.kernels.{folder}.{name}")  # on first use: Triton may be missing
+    """Return a module of `kernels/triton/` or `kernels/reference/`."""
+    return importlib.import_module(f"octavo.kernels.{folder}.{name}")  # lazily: Triton may be missing
 
 
 @cache
 def triton_unsupported_reason(device: torch.device) -> str | None:
-    """Return why Triton kernels cannot run on this device, or None. `OCTAVO_TRITON=0` switches them off."""
+    """Return why Triton kernels cannot run on this device, or None. `OCTAVO_TRITON=0` disables them."""
     if device.type != "cuda":
         return f"Triton kernels run on NVIDIA GPUs, this is {device.type}"
     if os.environ.get("OCTAVO_TRITON") == "0":
@@ -102,7 +102,7 @@ _planned: str | None = None
 
 
 def architecture(device: torch.device) -> Architecture:
-    """Return the architecture of a device, or that of the GPU of `planning_for`."""
+    """Return the architecture of a device, or of the GPU in `planning_for`."""
     if _planned is not None:
         return architecture_of(GPUS[_planned].backend, GPUS[_planned].capability)
     return _own_architecture(device)
@@ -116,9 +116,9 @@ def _own_architecture(device: torch.device) -> Architecture:
 
 
 def rates(device: torch.device) -> Rates | None:
-    """Return the rates of a GPU, or of that of `planning_for`; None if Octavo has none for it.
+    """Return the rates of a GPU, or of the GPU in `planning_for`; None if unknown.
 
-    In `fake_mode`, which forecasts memory, they are those of the GPU here, or an H200's where there is none.
+    In `fake_mode`, which forecasts memory: rates of the present GPU, or of an H200 if there is none.
     """
     if _planned is not None:
         return GPUS[_planned].rates
@@ -133,13 +133,13 @@ def _own_rates(device: torch.device) -> Rates | None:
 
 
 def is_planning() -> bool:
-    """Return True inside `planning_for`."""
+    """Return whether a `planning_for` block is active."""
     return _planned is not None
 
 
 @contextmanager
 def planning_for(gpu: str) -> Iterator[None]:
-    """Let kernels answer what they can run as on a GPU of `GPUS`, which need not be here."""
+    """Make kernels report support as on a GPU of `GPUS`, which need not be present."""
     global _planned
     before, _planned = _planned, gpu
     triton_unsupported_reason.cache_clear()
@@ -159,7 +159,7 @@ def _has_one_gpu() -> bool:
 
 
 def launches_on_current(x: Tensor) -> bool:
-    """Return whether x is on the current GPU, where Triton launches by itself."""
+    """Return whether x is on the current GPU, on which Triton launches by default."""
     return _has_one_gpu() or x.get_device() == torch.cuda.current_device()
 
 
@@ -171,7 +171,7 @@ def has_launch_hooks() -> bool:
 
 
 def launches_on(device: torch.device) -> AbstractContextManager[object]:
-    """Return a block in which Triton launches on this device: by itself it takes the current one, and its stream."""
+    """Return a context in which Triton launches on this device; its default is the current device and stream."""
     if device.type != "cuda" or _has_one_gpu() or device.index in (None, torch.cuda.current_device()):
         return _HERE
     return torch.cuda.device(device)

@@ -1,15 +1,15 @@
-"""The experts contract: the passes beside the grouped GEMMs of a mixture of experts.
+"""The experts contract: the passes around the grouped GEMMs of a mixture of experts.
 
-T: tokens. S: experts per token. R = T S: rows, one for each pair of a token and its expert, sorted by expert. E:
-experts. D: width. F: hidden width of an expert.
+T: tokens. S: experts per token. R = T S: rows, one per (token, expert) pair, sorted by expert. E: experts. D: width.
+F: hidden width of an expert.
 
-    route                 ids (T, S) -> where each row comes from, where it goes to, and where experts end
-    quantize_tokens       x (T, D) -> codes of the tokens, and the same codes S times, as sorted rows: one read of x
-    combine               y (R, D) -> (T, D), the sum of the rows of each token in FP32, always in the same order
-    activation_backward   what the backward of `kernels.activation` is to a dense MLP, with the routing weights
+    route                 ids (T, S) -> source and destination of each row, and end offsets of the experts
+    quantize_tokens       x (T, D) -> codes of the tokens, and the same codes gathered into sorted rows, in one pass
+    combine               y (R, D) -> (T, D), FP32 sum over the rows of each token, in a fixed order
+    activation_backward   backward of `kernels.activation` for experts, including the routing weights
 
-A row is a token as an expert sees it. Counts of rows per expert stay on the device. All but `route`, which is PyTorch's
-own sort, are custom operators: Triton on a GPU, `reference/experts.py`, which is the definition, elsewhere.
+Row counts per expert stay on the device. All but `route`, which sorts by PyTorch, are custom operators: Triton on a
+GPU; `reference/experts.py`, the definition, elsewhere.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.numerics import PER_ROW, Quantized
 
 LONGEST_ROW = 16384
-"""Elements of a row that one program of the Triton kernels still holds."""
+"""Maximum row length of the Triton kernels, which hold one row per program."""
 
 
 class Routing(NamedTuple):
-    """Where rows come from and go to."""
+    """Permutation between tokens and rows sorted by expert."""
 
     source: Tensor
-    """int32 (R,): the token of each row."""
+    """int32 (R,): token of each row."""
     place: Tensor
-    """int32 (T, S): the row of each expert that a token is sent to."""
+    """int32 (T, S): rows of each token, one per expert it is routed to."""
     ends: Tensor
-    """int32 (E,): where the rows of each expert end."""
+    """int32 (E,): end offset of each expert's rows."""
 
 
 def route(ids: Tensor, experts: int) -> Routing:
-    """Return the routing of tokens to experts. Rows of one expert are in the order of their tokens.
+    """Return the routing of tokens to experts. The sort is stable: rows of an expert are in token order.
 
     Args:
-        ids: any integers (T, S), from 0 to E - 1.
+        ids: (T, S), any integer dtype, from 0 to E - 1.
         experts: E.
 
     Raises:
-        ConfigError: an id is out of range. On a GPU and in compiled code its rows lie behind all groups, which the
-            grouped GEMMs refuse.
+        ConfigError: an id is out of range. On a GPU and in compiled code its rows are sorted after all groups, which
+            the grouped GEMMs reject.
     """
     if ids.device.type == "cpu" and is_direct(ids):
         _check_ids(ids, experts)
-    inside = ids.reshape(-1).long().clamp(-1, experts).remainder(experts + 1)  # E: out of range
-    found, order = torch.sort(inside.to(_narrowest(experts)), stable=True)
+    keys = ids.reshape(-1).long().clamp(-1, experts).remainder(experts + 1)  # out of range: E
+    found, order = torch.sort(keys.to(_narrowest(experts)), stable=True)
     place = torch.empty_like(order, dtype=torch.int32)
     place[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
     every = torch.arange(experts, dtype=torch.int32, device=ids.device)
@@ -66,7 +66,7 @@ def route(ids: Tensor, experts: int) -> Routing:
 
 
 def _check_ids(ids: Tensor, experts: int) -> None:
-    """Raise if an id is out of range, and name it."""
+    """Raise if an id is out of range."""
     wrong = ids[(ids < 0) | (ids >= experts)]
     if len(wrong):
         raise ConfigError(
@@ -76,43 +76,43 @@ def _check_ids(ids: Tensor, experts: int) -> None:
 
 
 def _narrowest(largest: int) -> torch.dtype:
-    """Return the dtype of the fewest bytes for integers from 0 to `largest`: a radix sort reads each byte once."""
+    """Return the narrowest dtype for integers from 0 to `largest`: radix sort makes one pass per byte."""
     return torch.uint8 if largest < 1 << 8 else torch.int16 if largest < 1 << 15 else torch.int32
 
 
 def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> tuple[Quantized, Quantized]:
-    """Return x (T, D) quantised, as it lies and as sorted rows (R, D).
+    """Quantise x (T, D), and gather the codes into sorted rows (R, D).
 
     Args:
-        place: of `Routing`.
-        target: with a scale per row.
+        place: `Routing.place`.
+        target: one scale per row.
     """
     tokens, rows = call("quantize_tokens", _quantize_tokens, (x, place, target), [target, target])
     return tokens, rows
 
 
 def weighted(rows: Quantized, weights: Tensor) -> Quantized:
-    """Return rows (R, C) multiplied by weights, FP32 (R,), in their scales: not rounded."""
+    """Return rows (R, C) times weights, FP32 (R,), applied to the scales: codes are not requantised."""
     return Quantized(rows.codes, rows.scale * weights[:, None], rows.granularity)
 
 
 def combine(y: Tensor, place: Tensor) -> Tensor:
-    """Return the sums (T, D) of the rows y (R, D) of each token, in y's dtype."""
+    """Return the sum (T, D) of the rows y (R, D) of each token, accumulated in FP32, in y's dtype."""
     result: Tensor = call("combine_rows", _combine, (y, place), [True])[0]
     return result
 
 
 class Gradients(NamedTuple):
-    """What the backward of an activation gives; None where it was not asked for."""
+    """Results of the activation's backward; None if not requested."""
 
     rows: Quantized | None
     """D, codes (R, N)."""
     columns: Padded | None
-    """D, as wgrad reads it."""
+    """D, in the layout of wgrad."""
     hidden: Tensor | None
-    """Codes of h, those of the forward, as wgrad reads them: (F, P)."""
+    """Forward codes of h, in the layout of wgrad: (F, P)."""
     weights: Tensor
-    """FP32 (R,), the gradients of the routing weights."""
+    """FP32 (R,), gradients of the routing weights."""
 
 
 def activation_backward(
@@ -125,19 +125,19 @@ def activation_backward(
     targets: Targets,
     factors: Factors,
 ) -> Gradients:
-    """Return the gradients of an activation between two grouped GEMMs whose result is multiplied by routing weights.
+    """Return the gradients of an activation between two grouped GEMMs, with routing weights applied to the result.
 
-    D, (R, 2 F) or (R, F), is [d gate | d up] of the weighted rows, FP32, and quantised as `quantize_groups` does.
+    D, (R, 2 F) or (R, F), is [d gate | d up] times the routing weights, FP32, quantised as by `quantize_groups`.
 
     Args:
-        kind: as `kernels.activation` names it.
-        dh: (R, F), the gradient of h by a weight of 1.
-        gate: (R, F), as the forward read it, or its codes, of `kernels.activation.INPUTS`.
+        kind: one of `kernels.activation.KINDS`.
+        dh: (R, F), gradient of h before routing weights.
+        gate: (R, F), as in forward, or its codes as in `kernels.activation.INPUTS`.
         up: as gate, or None.
-        weights: FP32 (R,), the routing weights of the rows.
-        ends: int32 (E,), where the rows of each expert end.
-        targets: of D by rows, of D by columns within an expert, and of h, of which only the format counts.
-        factors: for D by rows FP32 (E, N), by columns (R, 1); for h (R, 1), powers of two: the scales of the forward.
+        weights: FP32 (R,), routing weight per row.
+        ends: int32 (E,), end offset of each expert's rows.
+        targets: for D per row, for D per column and expert, and for h, of which only the format is used.
+        factors: FP32; for D per row (E, N), per column (R, 1); for h (R, 1), powers of two: the forward scales.
     """
     arguments = dh, gate, up, kind, weights, ends, targets, factors
     results = [targets.rows, targets.columns, targets.hidden is not None, True]

@@ -1,6 +1,6 @@
-"""Which kernel would run, and why not another: answered by asking the kernels themselves with the smallest operands.
+"""Kernel selection and its reasons, found by probing the kernels with the smallest operands.
 
-Whether a Triton kernel takes a particular shape or target, its contract decides in the call; a ledger has the reason.
+Support for a particular shape or target is decided per call by the contract, and recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TWINS = (
     "patches",
     "grouped",
 )  # fmt: skip
-"""Operations that have two kernels: Triton's and the reference."""
+"""Operations with a Triton and a reference kernel."""
 _PROBES = {
     "scaled_mm.tensor": ("tensor", "tensor"),
     "scaled_mm.row": ("row", "row"),
@@ -27,13 +27,13 @@ _PROBES = {
     "emulated.1x32": ("1x32", "1x32"),
     "reference": ("128x128", "128x128"),
 }
-"""The granularities that a GEMM kernel is asked with. All others are for blocks."""
+"""Operand granularities to probe a GEMM kernel with; 1x128 and 128x128 for all others."""
 
 
 def explain(device: torch.device | str) -> list[dict[str, str | bool]]:
-    """Return for every kernel whether this device can run it: `operation`, `kernel`, `available`, `reason`.
+    """Return one row per kernel: `operation`, `kernel`, `available` on this device, and `reason` if not.
 
-    Of an operation's kernels the first that is available runs.
+    The first available kernel of an operation runs.
     """
     rows: list[dict[str, str | bool]] = []
     for kernel in KERNELS:
@@ -51,16 +51,16 @@ def _row(operation: str, kernel: str, reason: str | None) -> dict[str, str | boo
 
 
 def gemm_kernel(device: torch.device | str, a: tuple[str, str], b: tuple[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the name of the GEMM kernel for two operands, each (format, granularity), and why others were refused."""
+    """Return the GEMM kernel for two (format, granularity) operands, and why the preferred ones were refused."""
     kernel, refused = choose(probe_operand(a[1], a[0], device), probe_operand(b[1], b[0], device))
     return kernel.name, refused
 
 
 def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Quantized:
-    """Return the smallest matrix of that kind. A folded operand reaches the GEMM with a single scale.
+    """Return the smallest operand of a granularity and format. A folded operand has a single scale in the GEMM.
 
     Raises:
-        UnsupportedError: there is no such device here to be asked.
+        UnsupportedError: there is no CUDA device to probe.
     """
     tile = granularity_named("tensor" if granularity == "column" else granularity)
     if is_planning():

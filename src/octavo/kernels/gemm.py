@@ -1,11 +1,10 @@
-"""The GEMM contract, and who fulfils it.
+"""The GEMM contract and kernel selection.
 
     gemm(a, b) = a . b^T        a (M, K), b (N, K): FP8 codes, contiguous; result (M, N), in `out_dtype`
 
-Scales are multiplied in; sums are FP32, or what the hardware keeps where `accumulate` is `fast`. M, N and K may be any
-size, 0 included. `KERNELS` is the order of preference: the first that does not refuse the operands runs, in compiled
-code too, where the compiler launches the vendor's operator itself. `gemm_by` makes another choice, for a block of code
-that asks what an accumulator does to a result.
+Scales are applied. Accumulation is FP32, or in hardware precision if `accumulate` is `fast`. M, N and K may be any
+size, including 0. `KERNELS` is in order of preference: the first that supports the operands runs, in compiled code too,
+where the compiler calls the vendor's operator directly. `gemm_by` overrides the choice, to study accumulators.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from octavo.numerics import Quantized
 
 @dataclass(frozen=True)
 class GemmKernel:
-    """One way to run the GEMM."""
+    """An implementation of the GEMM."""
 
     name: str
     unsupported_reason: Callable[[Quantized, Quantized], str | None]
-    """Returns why it cannot take these operands, or None."""
+    """Returns why these operands are unsupported, or None."""
     run: Callable[[Quantized, Quantized, torch.dtype, bool], Tensor]
     """(a, b, out_dtype, fast accumulation) -> (M, N)."""
 
@@ -49,16 +48,16 @@ KERNELS = (
 )
 
 EMULATED = ("emulated.1x32",)
-"""Kernels that give the numbers of hardware that is not there. They were asked for: no fallback, and no gain."""
+"""Kernels that emulate absent hardware. They are explicit choices: not a fallback, and no speedup."""
 
 
 class _Accumulator(NamedTuple):
-    """What `gemm_by` sets in place of the usual choices."""
+    """Overrides that `gemm_by` sets."""
 
     kernel: GemmKernel | None
-    """None: the first of `KERNELS` that takes the operands, as before."""
+    """None: the first of `KERNELS` that supports the operands, as by default."""
     fast: bool | None
-    """None: as the recipe says."""
+    """None: as set by the recipe."""
 
 
 _HOPPER = GemmKernel("hopper", accumulator.unsupported_reason, accumulator.gemm)
@@ -70,28 +69,28 @@ ACCUMULATORS = {
     "hopper-fast": _Accumulator(_HOPPER, True),
     "exact": _Accumulator(_EXACT, None),
 }
-"""What `gemm_by` takes. `slow`: this device's kernels, none of them fast. `hopper`: Hopper's accumulator emulated, slow
-and fast where the recipe says so; `hopper-slow` and `hopper-fast`: one of them everywhere. `exact`: sums in FP64."""
+"""Accumulators for `gemm_by`. `slow`: this device's kernels with slow accumulation. `hopper`: Hopper's accumulator,
+emulated, slow or fast as set by the recipe; `hopper-slow` and `hopper-fast`: always so. `exact`: sums in FP64."""
 
-# Backward runs in threads of the autograd engine, which see no context variables: hence one for the process.
+# Process-wide: autograd runs backward in its own threads, which do not inherit context variables.
 _usual = _Accumulator(None, None)
 _now = _usual
 
 
 @contextmanager
 def gemm_by(name: str) -> Iterator[None]:
-    """Run every FP8 GEMM inside the block, in any thread and in compiled code, by one accumulator of `ACCUMULATORS`.
+    """Run every FP8 GEMM inside the block with an accumulator of `ACCUMULATORS`, in any thread and in compiled code.
 
-    Emulated ones are plain PyTorch: for small models on a CPU, and some hundred times slower than a GPU's own.
+    Emulations are plain PyTorch: for small models on a CPU, and some hundred times slower than GPU kernels.
 
     Raises:
-        ConfigError: there is no such accumulator.
-        UnsupportedError: from inside the block, where Hopper has no GEMM for the operands (1x32 scales).
+        ConfigError: unknown accumulator.
+        UnsupportedError: raised inside the block, if Hopper has no GEMM for the operands (1x32 scales).
     """
     global _now
     if name not in ACCUMULATORS:
         near = did_you_mean(name, ACCUMULATORS)
-        raise ConfigError(f"there is no accumulator '{name}'.{near} Accumulators: {', '.join(ACCUMULATORS)}.")
+        raise ConfigError(f"unknown accumulator '{name}'.{near} Accumulators: {', '.join(ACCUMULATORS)}.")
     before, _now = _now, ACCUMULATORS[name]
     try:
         yield
@@ -100,12 +99,12 @@ def gemm_by(name: str) -> Iterator[None]:
 
 
 def is_usual() -> bool:
-    """Return whether GEMMs run as they do outside of every `gemm_by` block."""
+    """Return whether no `gemm_by` block is active."""
     return _now is _usual
 
 
 def choose(a: Quantized, b: Quantized) -> tuple[GemmKernel, dict[str, str]]:
-    """Return the kernel for these operands, and why each one before it was refused."""
+    """Return the kernel for these operands, and the reason against each preferred one."""
     refused: dict[str, str] = {}
     if _now.kernel is not None:
         if reason := _now.kernel.unsupported_reason(a, b):
@@ -126,7 +125,7 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, accumulate: str = "
         a: (M, K), codes contiguous.
         b: (N, K), codes contiguous.
         out_dtype: BF16, FP16 or FP32.
-        accumulate: `slow` or `fast`; `fast` is taken up by kernels that have it.
+        accumulate: `slow` or `fast`; kernels without fast accumulation ignore `fast`.
     """
     arguments = a, b, out_dtype, accumulate == "fast"
     result: Tensor = (_gemm(*arguments) if is_direct(a.codes) else call("gemm", _gemm, arguments, [True]))[0]
@@ -146,12 +145,12 @@ def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool)
     device = left.codes.device.type
     if not torch.is_autocast_enabled(device):
         return [kernel.run(left, right, out_dtype, fast).contiguous()]
-    with torch.autocast(device, enabled=False):  # it would round the reference's FP32 operands to BF16
+    with torch.autocast(device, enabled=False):  # autocast would round the FP32 operands of the reference to BF16
         return [kernel.run(left, right, out_dtype, fast).contiguous()]
 
 
 def _in_graph(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> bool:
-    """Return whether a compiler may see `torch._scaled_mm` itself: it has lowerings for tensor and row scales."""
+    """Return whether to expose `torch._scaled_mm` to the compiler, which lowers it for tensor and row scales."""
     if not (left.codes.is_cuda and is_usual()) or 0 in (left.codes.shape[1], right.codes.shape[0]):
         return False
     return choose(left, right)[0].name in ("scaled_mm.tensor", "scaled_mm.row")

@@ -1,19 +1,19 @@
-"""The grouped contract: GEMMs of tokens that are sorted by expert, each group with a weight of its own.
+"""The grouped contract: GEMMs of tokens sorted by expert, one weight per group.
 
-T: tokens. E: experts. N: output features. K: input features. `ends` (E,), int32: where the tokens of each expert end,
+T: tokens. E: experts. N: output features. K: input features. `ends`, int32 (E,): end offset of each expert's tokens,
 the last one T; an expert may have none.
 
     grouped_gemm       y[t] = a[t] . b[e(t)]^T                    fprop, and dgrad with the transposed weights
     grouped_wgrad      dW[e] = sum over its tokens of a[t]^T b[t]
-    quantize_groups    `quantize_pair` of every group: a scale per token, transposed a scale per column and expert
-    transpose_groups   the byte transpose of every group
+    quantize_groups    `quantize_pair` per group: one scale per token; transposed, one scale per column and expert
+    transpose_groups   byte transpose per group
     grouped_mm         the first two in high precision
 
-What wgrad reads is transposed, its tokens along the sum, and *padded*: every group starts at a multiple of 128 and has
-128 tokens at the least, the missing ones zero codes, so that no step of a sum reads two groups. How many there are is
-known on the device alone, so the memory has room for the worst case, and nothing waits for the host.
+Operands of wgrad are transposed, with tokens along K, and *padded*: every group starts at a multiple of 128 and has at
+least 128 tokens, padding being zero codes, so that no K tile straddles two groups. Group sizes are known on the device
+only, so buffers are sized for the worst case, without a synchronisation.
 
-All are custom operators: on a GPU Triton, and PyTorch's grouped GEMM in high precision; elsewhere `reference/`.
+All are custom operators: Triton on a GPU, and PyTorch's grouped GEMM in high precision; `reference/` elsewhere.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from octavo.kernels.vendor import grouped_mm as vendor
 from octavo.numerics import PER_ROW, Quantized
 
 ALIGNED = 16
-"""Of which features of both operands must be a multiple: 16 bytes of codes."""
+"""Required alignment of the features of both operands: 16 bytes of codes."""
 
 
 class ExpertCodes(NamedTuple):
-    """The weights of experts in FP8, as a grouped GEMM reads them."""
+    """FP8 weights of experts, in the layout of a grouped GEMM."""
 
     codes: Tensor
-    """(E, R, C), the last dimension contiguous."""
+    """(E, R, C), last dimension contiguous."""
     scale: Tensor | None
-    """FP32 (E, R); None for 1, if the scales have moved into the other operand."""
+    """FP32 (E, R); None for 1, if folded into the other operand."""
 
 
 class Padded(NamedTuple):
-    """A matrix (T, C) as wgrad reads it: transposed, each group padded."""
+    """A matrix (T, C) in the layout of wgrad: transposed, each group padded."""
 
     codes: Tensor
     """(C, P), P = `padded_length(T, E)`."""
     scale: Tensor | None
-    """FP32 (E, C), one per expert and column; None for 1, if the scales have moved into the other operand."""
+    """FP32 (E, C), one per expert and column; None for 1, if folded into the other operand."""
 
 
 def grouped_gemm(
@@ -62,7 +62,7 @@ def grouped_gemm(
     """Return a[t] . b[e(t)]^T for every token, (T, R).
 
     Args:
-        a: (T, C), a scale per row.
+        a: (T, C), one scale per row.
         b: (E, R, C).
         ends: int32 (E,).
         accumulate: `slow` or `fast`.
@@ -73,12 +73,12 @@ def grouped_gemm(
 
 
 def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Return the sums over each expert's tokens of a[t]^T b[t], (E, N, K).
+    """Return the sum of a[t]^T b[t] over the tokens of each expert, (E, N, K).
 
     Args:
-        a: of (T, N), with scales.
-        b: of (T, K).
-        ends: int32 (E,), of the groups as they are, not padded.
+        a: a padded (T, N), with scales.
+        b: a padded (T, K).
+        ends: int32 (E,), of the groups before padding.
     """
     result: Tensor = call("grouped_wgrad", _grouped_wgrad, (a, *b, ends, out_dtype), [True])[0]
     return result
@@ -93,14 +93,14 @@ def quantize_groups(
     column_fold: Tensor | None = None,
     source: Tensor | None = None,
 ) -> tuple[Quantized | None, Padded | None]:
-    """Quantise a matrix (T, C) group by group, as `quantize_pair` does: as it lies, and transposed.
+    """Quantise a matrix (T, C) per group, as by `quantize_pair`: row-major, and transposed.
 
     Args:
-        rows: a target with a scale per row, or None.
-        columns: a target with a scale per row of the transpose, or None.
-        row_fold: FP32 (E, C), what each expert's tokens are multiplied by before `rows`.
-        column_fold: FP32 (T, 1), multiplied in before `columns`.
-        source: int32 (T,), the row of x that stands at each place; None where x is (T, C) itself.
+        rows: target with one scale per row, or None.
+        columns: target with one scale per row of the transpose, or None.
+        row_fold: FP32 (E, C), factors of each expert's tokens, applied before `rows`.
+        column_fold: FP32 (T, 1), factors applied before `columns`.
+        source: int32 (T,), row of x to gather per token; None if x is (T, C) already.
     """
     arguments = x, ends, rows, columns, row_fold, column_fold, source
     row, column = call("quantize_groups", _quantize_groups, arguments, [rows, columns])
@@ -108,16 +108,16 @@ def quantize_groups(
 
 
 def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) -> Tensor:
-    """Return codes (T, C) as wgrad reads them, (C, P). `source`: as for `quantize_groups`."""
+    """Return codes (T, C) in the layout of wgrad, (C, P). `source`: as for `quantize_groups`."""
     result: Tensor = call("transpose_groups", _transpose_groups, (codes, ends, source), [True])[0]
     return result
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return the products of groups in the dtype of a and b, as `torch.nn.functional.grouped_mm`.
+    """Return grouped products in the dtype of a and b, as `torch.nn.functional.grouped_mm`.
 
     Args:
-        a: (T, C); or (N, T), to sum over the tokens of each expert.
+        a: (T, C); or (N, T), to reduce over the tokens of each expert.
         b: (E, C, R); or (T, K).
 
     Returns:
@@ -167,18 +167,18 @@ def _grouped_wgrad_shape(a: Padded, b: Tensor, _: Any, ends: Tensor, out_dtype: 
 
 
 def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:
-    """Return why no grouped GEMM on this GPU takes codes a (.., C) and b (.., C), or None."""
+    """Return why this GPU has no grouped GEMM for codes a (.., C) and b (.., C), or None."""
     if not (found := architecture(a.device)).grouped:
         return f"the grouped FP8 GEMM is Hopper's, this is {found.name}"
     if torch.float8_e5m2 in (a.dtype, b.dtype):
         return "row scales take E4M3 operands only"
     if a.shape[-1] % ALIGNED or b.shape[-2] % ALIGNED:
-        return f"{a.shape[-1]} columns or {b.shape[-2]} rows are no multiple of {ALIGNED}"
+        return f"{a.shape[-1]} columns or {b.shape[-2]} rows are not a multiple of {ALIGNED}"
     return None
 
 
 def _run(twin: str, operands: tuple[Any, ...]) -> Tensor:
-    """Return a grouped GEMM, and enter it in the ledger."""
+    """Run a grouped GEMM and record it in the ledger."""
     codes = operands[0]
     refused = _unsupported_reason(codes, operands[2]) if codes.is_cuda else None
     reason = triton_unsupported_reason(codes.device) or refused
@@ -190,7 +190,7 @@ def _run(twin: str, operands: tuple[Any, ...]) -> Tensor:
 def _quantize_groups(
     x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *folds: Tensor | None
 ) -> list[Quantized | None]:
-    """`folds`: those of rows and of columns, and the source."""
+    """`folds`: row fold, column fold, and source."""
     _check_ends(ends, len(x if folds[2] is None else folds[2]))
     arguments, first = (x, ends, rows, columns, *folds), x if len(ends) else ends
     made: Sequence[tuple[Tensor, Tensor] | None] = run_twin(
@@ -200,7 +200,7 @@ def _quantize_groups(
 
 
 def _check_ends(ends: Tensor, tokens: int) -> None:
-    """Stop where the groups do not cover the tokens: on a GPU by an assertion there, which nothing waits for."""
+    """Raise if the groups do not cover the tokens; on a GPU by an asynchronous device-side assertion."""
     if not ends.shape[0]:
         return
     if ends.is_cuda:

@@ -1,4 +1,4 @@
-"""What really ran: FP8 GEMMs by kernel, quantised weights and every fallback, for as long as a ledger is open."""
+"""Record of execution: FP8 GEMMs per kernel, quantised weights and fallbacks, while a ledger is open."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ log = logging.getLogger("octavo")
 
 @dataclass(eq=False)
 class Ledger:
-    """The GEMMs counted while a `record()` block was open."""
+    """Counts of a `record()` block."""
 
     gemms: Counter[str] = field(default_factory=Counter)
-    """FP8 GEMMs run, by kernel."""
+    """FP8 GEMMs run, per kernel."""
     weights: int = 0
-    """Weights quantised for fprop: once per forward, and not those whose codes are reused."""
+    """Weights quantised for fprop: once per forward, excluding weights whose codes are reused."""
     fallbacks: list[str] = field(default_factory=list)
-    """One line for each reason a slower kernel ran on a device that has a faster one."""
+    """One line per reason why a slower kernel ran on a device with a faster one."""
 
 
-# Backward runs in threads of the autograd engine, which see no context variables: hence one list for the process.
+# Process-wide: autograd runs backward in its own threads, which do not inherit context variables.
 _open: list[Ledger] = []
 _warned: set[str] = set()
 _held: list[list[str]] = []
@@ -42,9 +42,9 @@ def record() -> Iterator[Ledger]:
 
 @contextmanager
 def apart() -> Iterator[Ledger]:
-    """Count what runs inside the block in a ledger of its own alone: a capture, in which nothing runs.
+    """Count inside the block in a separate ledger only, for a graph capture, which executes nothing.
 
-    Nothing is counted where no ledger is open: compiled code would be compiled again, amid the capture.
+    Counts nothing if no ledger is open: opening one would recompile compiled code during the capture.
     """
     ledger, others = Ledger(), _open[:]
     _open[:] = [ledger] if others else []
@@ -55,12 +55,12 @@ def apart() -> Iterator[Ledger]:
 
 
 def is_open() -> bool:
-    """Return whether any ledger is open. Compiled code is specialised on it: only counted code pays for counting."""
+    """Return whether any ledger is open. Compiled code is specialised on it, so that counting is free when off."""
     return len(_open) > 0
 
 
 def enter(counted: Ledger) -> None:
-    """Enter all that another ledger has counted in every open one: a replay of what was captured under it."""
+    """Add the counts of another ledger to every open one, for each replay of a graph captured under it."""
     for kernel, number in counted.gemms.items():
         count(kernel, number)
     count_weights(counted.weights)
@@ -69,19 +69,19 @@ def enter(counted: Ledger) -> None:
 
 
 def count(kernel: str, number: int = 1) -> None:
-    """Enter a GEMM, or that many in one launch, in every open ledger."""
+    """Count a GEMM, or `number` of them in one launch, in every open ledger."""
     for ledger in _open:
         ledger.gemms[kernel] += number
 
 
 def count_weights(number: int) -> None:
-    """Enter weights that were quantised in every open ledger."""
+    """Count quantised weights in every open ledger."""
     for ledger in _open:
         ledger.weights += number
 
 
 def fall_back(reason: str) -> None:
-    """Enter a fallback in every open ledger, and warn of it in the log, once a reason."""
+    """Record a fallback in every open ledger, and log a warning, once per reason."""
     for ledger in _open:
         if reason not in ledger.fallbacks:
             ledger.fallbacks.append(reason)
@@ -89,7 +89,7 @@ def fall_back(reason: str) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Warn in the log, once per process and message; in a `hold_warnings` block add the message to its list."""
+    """Log a warning, once per process and message; in a `hold_warnings` block, append it to the list instead."""
     if _held:
         _held[-1].append(message)
     elif message not in _warned:
@@ -99,7 +99,7 @@ def warn_once(message: str) -> None:
 
 @contextmanager
 def hold_warnings() -> Iterator[list[str]]:
-    """Keep the messages of `warn_once` in this block out of the log, in a list: for models that are only tried."""
+    """Collect the messages of `warn_once` in a list instead of logging them, for trial runs of a model."""
     held: list[str] = []
     _held.append(held)
     try:

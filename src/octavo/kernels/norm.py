@@ -1,13 +1,13 @@
-"""The norm contract: one read of a matrix gives its normalised rows, and their codes for the GEMMs that read them.
+"""The norm contract: normalisation of the rows of a matrix, fused with quantisation for the GEMMs that read them.
 
     RMS norm      y = x * rstd * weight                   rstd = 1 / sqrt(mean(x^2) + eps)
     layer norm    y = (x - mean) * rstd * weight + bias   rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 
-M: rows, one a token. D: width. All in FP32; y is rounded once to x's dtype. The codes are those of y *before* that
-rounding: one rounding fewer. Where the kernel sums in another order than the reference, a code may be one off.
-The backward takes x itself, or the codes of it that `KEPT` describes: then it computes what it would from their values.
+M: rows, one per token. D: width. Arithmetic is FP32; y is rounded once to x's dtype. y is quantised *before* that
+rounding, to save one. As summation order differs from the reference's, a code may be off by one. Backward takes x, or
+its codes as described by `KEPT`, with the same result as for the dequantised values.
 
-Everything is a custom operator: Triton on a GPU, `reference/norm.py`, which is the definition, elsewhere.
+All are custom operators: Triton on a GPU; `reference/norm.py`, the definition, elsewhere.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.numerics import Quantized
 
 GRANULARITIES = ("row", "1x128")
-"""What a program that holds a row can quantise by."""
+"""Granularities available to a program that holds one row."""
 KEPT = QuantSpec("e4m3", "1x128", "power_of_two")
-"""What x is kept in for the backward, where it is kept as codes: `kernels.quantize(x, *KEPT)`."""
+"""Quantisation of x if saved for backward as codes: `kernels.quantize(x, *KEPT)`."""
 LONGEST_ROW = 16384
-"""Elements of a row that one program of the Triton kernels still holds."""
+"""Maximum row length of the Triton kernels, which hold one row per program."""
 
 
 class Normed(NamedTuple):
-    """What one pass gives."""
+    """Results of one forward pass."""
 
     y: Tensor
     """(M, D), x's dtype."""
     quantized: Quantized | None
-    """y, codes (M, D), where there is a target."""
+    """Codes of y (M, D); None without a target."""
     rstd: Tensor
-    """(M,), FP32: what the backward reads beside x."""
+    """(M,), FP32, for backward."""
     mean: Tensor | None
-    """(M,), FP32, of a layer norm."""
+    """(M,), FP32, for backward of a layer norm; None for an RMS norm."""
 
 
 def unsupported_reason(target: QuantSpec) -> str | None:
-    """Return why a norm cannot quantise so in its one pass, or None."""
+    """Return why a norm cannot quantise to `target` in the same pass, or None."""
     if target.rounding != "nearest":
         return f"it rounds to nearest only, not '{target.rounding}'"
     if target.granularity not in GRANULARITIES:
-        return f"the scales of '{target.granularity}' are not known when a row is: {' and '.join(GRANULARITIES)} are"
+        return f"it has {' and '.join(GRANULARITIES)} scales only, not '{target.granularity}'"
     return None
 
 
@@ -66,15 +66,15 @@ def normalise(
     """Return the norm of each row of x.
 
     Args:
-        x: (M, D), BF16, FP16 or FP32; its rows may lie apart.
+        x: (M, D), BF16, FP16 or FP32; rows need not be adjacent in memory.
         weight: (D,), any of these dtypes, or None.
-        bias: as weight, of a layer norm.
-        centred: a layer norm, not an RMS norm.
-        target: how to quantise y, or None for not at all.
+        bias: as weight, for a layer norm.
+        centred: True for a layer norm, False for an RMS norm.
+        target: quantisation of y, or None to skip it.
 
     Raises:
-        ConfigError: shapes that do not fit.
-        UnsupportedError: `unsupported_reason(target)`: normalise without it, and hand y to `kernels.quantize`.
+        ConfigError: mismatched shapes.
+        UnsupportedError: `unsupported_reason(target)`; omit the target, and pass y to `kernels.quantize`.
     """
     _check(x, weight=weight, bias=bias)
     if target is not None and (reason := unsupported_reason(target)):
@@ -88,22 +88,23 @@ def normalise_backward(
     """Return the gradients of x, weight and bias.
 
     Args:
-        dy: (M, D), any dtype that x may have.
-        x: (M, D), or its codes, as `KEPT` says.
+        dy: (M, D), BF16, FP16 or FP32.
+        x: (M, D), or its codes as in `KEPT`.
         weight: (D,) or None.
         bias: as weight.
-        mean: (M,), FP32, the forward's; None of an RMS norm.
-        rstd: (M,), FP32, the forward's.
+        mean: FP32 (M,), from forward; None for an RMS norm.
+        rstd: FP32 (M,), from forward.
 
     Returns:
-        dx (M, D) in x's dtype, of codes in dy's; dweight and dbias (D,) in those of weight and bias, summed in FP32.
+        dx (M, D) in x's dtype, or in dy's if x is codes; dweight and dbias (D,), accumulated in FP32, in the dtypes of
+        weight and bias.
 
     Raises:
-        ConfigError: shapes that do not fit.
-        UnsupportedError: codes of another granularity than `KEPT`.
+        ConfigError: mismatched shapes.
+        UnsupportedError: codes with a granularity other than that of `KEPT`.
     """
     if isinstance(x, Quantized) and x.granularity != KEPT.tile:
-        raise UnsupportedError(f"a norm's input is kept as '{KEPT}', and these codes are '{x.granularity.name}'.")
+        raise UnsupportedError(f"a norm's input is kept as '{KEPT}', got codes with '{x.granularity.name}' scales.")
     _check(x if isinstance(x, Tensor) else x.codes, dy=dy, weight=weight, bias=bias)
     made = [True, weight is not None, bias is not None]
     dx, dweight, dbias = call("norm_backward", _backward, (dy, x, weight, bias, mean, rstd), made)
@@ -121,7 +122,7 @@ def _check(x: Tensor, **others: Tensor | None) -> None:
 
 def _refused(x: Tensor) -> str | None:
     cols = x.shape[1]
-    return f"rows of {cols} elements do not fit a program, {LONGEST_ROW} do" if cols > LONGEST_ROW else None
+    return f"rows of {cols} elements are longer than {LONGEST_ROW}" if cols > LONGEST_ROW else None
 
 
 def _forward(

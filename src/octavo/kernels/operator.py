@@ -1,9 +1,9 @@
 """Kernels as custom operators, `torch.ops.octavo.<name>`.
 
-Eager code on plain tensors calls a kernel's function directly. The operator serves what looks at tensors through the
-dispatcher: `torch.compile`, fake tensors, tensor subclasses, dispatch modes. An operator that is `in_graph` is
-decomposed by AOTAutograd: the compiler sees Triton launches and the vendor's GEMMs, and launches them itself. All
-others, and every operator while a ledger is open, are one opaque call.
+Eager code on plain tensors calls a kernel's function directly. The operator serves users of the dispatcher:
+`torch.compile`, fake tensors, tensor subclasses, dispatch modes. An `in_graph` operator is decomposed by AOTAutograd:
+the compiler sees its Triton launches and vendor GEMMs, and launches them itself. All others, and every operator while a
+ledger is open, are one opaque call.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def define(
     """Define an operator for every device.
 
     Args:
-        signature: `name(arguments) -> results`, as PyTorch's operator schemas are written.
-        run: computes it.
-        shape: the same without data: returns results of the right shapes, dtypes and strides.
-        tags: facts for compilers, in addition to `pt2_compliant_tag`.
-        in_graph: takes the arguments of `run`; returns whether `run` consists of Triton launches and PyTorch's own
-            operators only, so that a compiler may look inside.
+        signature: `name(arguments) -> results`, a PyTorch operator schema.
+        run: implementation.
+        shape: fake implementation: returns results of the same shapes, dtypes and strides, without data.
+        tags: operator tags, in addition to `pt2_compliant_tag`.
+        in_graph: takes the arguments of `run`; returns whether `run` consists only of Triton launches and PyTorch
+            operators, so that a compiler may trace it.
     """
     name = signature.partition("(")[0]
     _library.define(signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
@@ -52,7 +52,7 @@ def define(
 
 
 def _decompose(name: str, run: Callable[..., Any], in_graph: Callable[..., bool]) -> None:
-    """Let AOTAutograd trace `run` in place of the operator: what `torch.library.triton_op` does, with a condition."""
+    """Let AOTAutograd trace `run` in place of the operator: a conditional `torch.library.triton_op`."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     def trace(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,20 +65,20 @@ def _decompose(name: str, run: Callable[..., Any], in_graph: Callable[..., bool]
 
 
 def is_direct(x: Tensor) -> bool:
-    """Return whether to call a kernel's function itself: eager code on a plain tensor with data."""
+    """Return whether to bypass the operator: eager code on a plain tensor with data."""
     if torch.compiler.is_compiling():
-        ledger.is_open()  # read here, so that compiled code is specialised on it
+        ledger.is_open()  # read to specialise compiled code on it
         return False
     return type(x) in PLAIN and not x.is_meta
 
 
 def composite(operator: Any) -> Callable[..., Any] | None:
-    """Return the function of an operator that calls several kernels; None for a kernel and for other operators."""
+    """Return the function of an operator that calls several kernels; None for any other operator."""
     name = operator._schema.name if isinstance(operator, torch._ops.OpOverload) else ""
     return _made_of_kernels.get(name)
 
 
-# --- operators of structures: one list of tensors, and one text that says what they belong to -------------------------
+# --- operators on structures, packed into a list of tensors and a string that describes them --------------------------
 
 
 def define_packed(
@@ -88,10 +88,10 @@ def define_packed(
     *tags: torch.Tag,
     in_graph: Callable[..., bool] | None = None,
 ) -> None:
-    """Define an operator whose arguments and results are structures, for `call`. Arguments are those of `define`.
+    """Define an operator on structures, for use by `call`. Arguments as for `define`.
 
-    Arguments may be tensors, `Quantized`, `QuantSpec`, dtypes, text without `|`, numbers, None, and sequences of these;
-    named tuples arrive as plain ones. Results are a sequence of tensors, matrices with codes and scale, and None.
+    Arguments may be tensors, `Quantized`, `QuantSpec`, dtypes, strings without `|`, numbers, None, and sequences of
+    these; named tuples may arrive as lists. Results are a sequence of tensors, matrices with codes and scale, and None.
     """
 
     def flat(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], Sequence[float], str], Any]:
@@ -118,11 +118,11 @@ def define_packed(
 def call(
     name: str, run: Callable[..., Any], arguments: Sequence[Any], results: Sequence[QuantSpec | bool | None]
 ) -> Any:
-    """Return the results of an operator of `define_packed`; eager code on plain tensors calls `run` itself.
+    """Call an operator of `define_packed`; eager code on plain tensors calls `run` directly.
 
     Args:
-        arguments: of `run`. The first one is a tensor, a `Quantized`, or a sequence of either.
-        results: of each whether it is made: a tensor (True), codes and scales as described, or nothing (False, None).
+        arguments: arguments of `run`. The first is a tensor, a `Quantized`, or a sequence of either.
+        results: kind of each result: a tensor (True), codes and scales (`QuantSpec`), or none (False, None).
     """
     first = arguments[0]
     while not isinstance(first, Tensor):
@@ -142,14 +142,14 @@ _DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float
 
 
 def pack(arguments: Sequence[Any]) -> tuple[list[Tensor], list[float], str]:
-    """Return arguments as an operator of `define_packed` takes them."""
+    """Pack arguments for an operator of `define_packed`."""
     tensors: list[Tensor] = []
     numbers: list[float] = []
     return tensors, numbers, "|".join([_pack(argument, tensors, numbers) for argument in arguments])
 
 
 def _pack(x: Any, tensors: list[Tensor], numbers: list[float]) -> str:
-    """Return the text of an argument, and append its tensors and FP64 numbers: Dynamo may trace these as symbols."""
+    """Describe an argument as a string; append its tensors, and its floats, which Dynamo may trace as symbols."""
     if x is None:
         return "none"
     if isinstance(x, Tensor):
@@ -161,7 +161,7 @@ def _pack(x: Any, tensors: list[Tensor], numbers: list[float]) -> str:
     if isinstance(x, Quantized):
         tensors += x[:2]
         return "quantized " + x.granularity.name
-    if isinstance(x, QuantSpec):  # word by word: Dynamo of PyTorch 2.11 does not join what `str` of an object gives
+    if isinstance(x, QuantSpec):  # not `str(x)`: Dynamo of PyTorch 2.11 cannot join its result
         return f"spec {x.format} {x.granularity} {x.scaling} {x.rounding}"
     if isinstance(x, torch.dtype):
         return "dtype " + _DTYPES[x]
@@ -171,7 +171,7 @@ def _pack(x: Any, tensors: list[Tensor], numbers: list[float]) -> str:
 
 
 def unpack(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) -> list[Any]:
-    """Return the arguments that `call` has packed."""
+    """Undo `pack`."""
     words, found = iter(_words(arguments)), (iter(tensors), iter(numbers))
     return [_argument(kind, value, words, *found) for kind, value in words]
 
