@@ -94,5 +94,5 @@ def test_what_has_no_such_scale_is_refused(targets, message):
 
 
 def test_matrices_of_other_rows_are_refused():
-    with pytest.raises(ConfigError, match=r"of as many rows, got shapes \[\(2, 2\), \(3, 2\)\]"):
+    with pytest.raises(ConfigError, match=r"equal row counts, got shapes \[\(2, 2\), \(3, 2\)\]"):
         kernels.quantize_with_scale([torch.ones(2, 2), torch.ones(3, 2)], stored(0.5), TARGET, None)

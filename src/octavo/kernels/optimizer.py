@@ -1,7 +1,7 @@
-"""The optimizer contract: one step of many tensors, each in the storage that it has, in one launch a kind of storage.
+"""The optimizer contract: one step of many tensors, with one launch per `Layout`.
 
-Everything is computed in FP32, operation by operation as `reference/optimizer.py` writes it down: no multiplication is
-fused with an addition, divisions and roots are correctly rounded. So the codes are equal to the bit on every device.
+Arithmetic is FP32, in the order of operations of `reference/optimizer.py`: no fused multiply-add, and correctly rounded
+divisions and roots. So codes are bit-identical on every device.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ COEFFICIENTS = (
     "largest_update",  # bound of |update|, in learning rates
     "first_decay",  # beta1, of `momentum`
 )
-"""What a step takes for each tensor, FP32, one a column. Divisions are made beforehand, in FP64."""
+"""Coefficients of a step per tensor, FP32, one column each. Divisions are precomputed in FP64."""
 
 
 class Layout(NamedTuple):
-    """What all tensors of a launch have in common."""
+    """Parameters shared by all tensors of a launch."""
 
     rule: Rule
     weight: torch.dtype
     """FP32, BF16, FP16, or float8_e4m3fn with one scale per row."""
     gradient: torch.dtype
-    """FP32, BF16, FP16; or float8_e4m3fn and float8_e5m2 with the scales of `gradient_scaling`."""
+    """FP32, BF16, FP16; or float8_e4m3fn or float8_e5m2 with scales as in `gradient_scaling`."""
     first: Storage | None
-    """None for the rule `given`, which has no moments."""
+    """First moment; None for the rule `given`, which has no moments."""
     second: Storage | None
-    """None for a rule that has no second moment."""
+    """Second moment; None for rules without one."""
     remainder_bits: int = 0
-    """Of the weight's FP32 master, kept beside a BF16 or FP8 weight; the mantissa bits behind them are rounded off."""
+    """Bits of the FP32 master stored beside a BF16 or FP8 weight; lower mantissa bits are rounded off."""
     master: Storage | None = None
-    """A master kept apart from the weight; the weight is that value, rounded to nearest."""
+    """Separate master of the weight; the weight is the master rounded to nearest."""
     stochastic: bool = True
-    """How all but the weight's own codes is rounded."""
+    """Stochastic rounding of moments and master, or of a weight without a master."""
     gradient_scaling: Scaling = "none"
-    """Of a gradient that is FP8 codes: E8M0 scales, as `store_gradient` writes them."""
+    """Scaling of an FP8 gradient: E8M0 scales, as written by `store_gradient`."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the moments are FP32; so they are where there are none."""
+        """Whether all moments are FP32; True without moments."""
         return all(moment is None or moment.is_exact for moment in (self.first, self.second))
 
     @property
     def searches(self) -> bool:
-        """Whether something that is written has one scale per tensor, which a first pass finds."""
+        """Whether a stored value has a per-tensor scale, which takes an extra amax pass."""
         return any(s is not None and s.scaling == "tensor" for s in (self.first, self.second, self.master))
 
     @property
     def split(self) -> tuple[Float, int] | None:
-        """The weight's format and the mantissa bits that are rounded off, where there is a remainder."""
+        """Format of the weight and number of mantissa bits rounded off; None without a remainder."""
         if not self.remainder_bits:
             return None
         fmt = E4M3 if self.weight == E4M3.dtype else BF16
@@ -78,54 +78,54 @@ class Layout(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One tensor and its state, all of them matrices (R, C) whose memory is contiguous."""
+    """One tensor and its state, all contiguous matrices (R, C)."""
 
     row: int
-    """Its row in `Control`."""
+    """Row in `Control`."""
     number: int
-    """Which stream of random bits is its own."""
+    """Stream of random bits."""
     weight: Tensor
     weight_scale: Tensor | None
-    """FP32 (R, 1), of an FP8 weight."""
+    """FP32 (R, 1), for an FP8 weight."""
     gradient: Tensor
     master: Tensor | None
-    """The remainder, int8 or int16, or the master kept apart."""
+    """Remainder, int8 or int16, or separate master."""
     master_scale: Tensor | None
     first: Tensor | None
     first_scale: Tensor | None
     second: Tensor | None
     second_scale: Tensor | None
     gradient_scale: Tensor | None = None
-    """uint8, of a gradient that is FP8 codes: (R, ceil(C / 128)), or (1, 1) where the scaling is `tensor`."""
+    """uint8, for an FP8 gradient: (R, ceil(C / 128)), or (1, 1) for the scaling `tensor`."""
 
 
 class Control(NamedTuple):
-    """What a step reads and counts on the device."""
+    """Inputs and counters of a step, on the device."""
 
     coefficients: Tensor
-    """FP32 (P, len(COEFFICIENTS)); a slot names its row."""
+    """FP32 (P, len(COEFFICIENTS)), indexed by `Slot.row`."""
     steps: Tensor
-    """int32 (P,): the number of this step, from 1, for each row; of their random bits."""
+    """int32 (P,): step number per row, from 1; part of the Philox counter."""
     skip: Tensor
-    """int32 (1,): not 0 to leave everything as it is."""
+    """int32 (1,): nonzero to skip the step."""
     clamped: Tensor
-    """int64 (1,): counts updates that were held at their bound."""
+    """int64 (1,): counts update elements clamped to their bound."""
     seed: int
 
 
 def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: PinnedStaging) -> None:
-    """Make one step, in place. `uploads` keeps from step to step where the tensors lie.
+    """Make one step, in place. `uploads` caches the address table between steps.
 
         adamw   m += (g - m) (1 - b1);  v = v b2 + g^2 (1 - b2);  u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
                 w = w (1 - lr wd) - lr clamp(u)
-        adam    the same with g += wd w before it, and wd = 0 in the last line
+        adam    as adamw after g += wd w, with wd = 0 in the last line
         lion    u = sign(m + (g - m) (1 - b1));  m += (g - m) (1 - b2);  w = w (1 - lr wd) - lr u
-        given   u = g, an update that is ready, as Muon's is; no moments;  w = w (1 - lr wd) - lr clamp(u)
+        given   u = g, a precomputed update, such as Muon's; no moments;  w = w (1 - lr wd) - lr clamp(u)
 
     Sources: arXiv 1711.05101, algorithm 2; 1412.6980, algorithm 1; 2302.06675, algorithm 2.
 
-    Random bits are words of Philox: of the value with index i among its tensor's groups, word i % 4 of the counter
-    (i / 4, number, step); its low half rounds m, its high half v, and that of its product with 0x9E3779B9 the weight.
+    Random bits are Philox words: for index i in the padded groups of a tensor, word i % 4 at counter (i / 4, number,
+    step). Its low half rounds m, its high half v, and the high half of its product with 0x9E3779B9 the weight.
     """
     if slots:
         run_twin("optimizer.update", control.skip, (slots, layout, control, uploads), "optimizer")
@@ -140,16 +140,16 @@ def momentum(
     *,
     nesterov: bool = True,
 ) -> None:
-    """Add gradients to first moments, in place, and write the updates that an orthogonalisation begins with.
+    """Accumulate gradients into first moments, in place, and write updates for orthogonalisation.
 
-        m = b1 m + g;  update = g + b1 m  (m itself without nesterov), of the new m before it is rounded
+        m = b1 m + g;  update = g + b1 m  (m without nesterov), from the new m before rounding
 
-    Only the gradient, the first moment and `number` of a slot are read, and the columns `factor` and `first_decay` of
-    the coefficients. Random bits are those of the first moment in `update`. A step that is skipped writes nothing, the
-    updates included.
+    Reads only the gradient, the first moment, `row` and `number` of a slot, and the columns `factor` and `first_decay`
+    of the coefficients. Random bits are those of the first moment in `update`. A skipped step writes nothing, updates
+    included.
 
     Args:
-        updates: BF16, of the shapes of the weights, contiguous; rounded to nearest, ties to even.
+        updates: BF16, shaped like the weights, contiguous; rounded to nearest, ties to even.
 
     Source: Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon).
     """
@@ -159,11 +159,11 @@ def momentum(
 
 
 def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
-    """Quantise a gradient into FP8 codes with E8M0 scales, in place: what a slot's gradient may be.
+    """Quantise a gradient into the given FP8 codes and E8M0 scales, the format of an FP8 `Slot.gradient`.
 
-    Rounded to nearest, ties to even. A scale is the smallest power of two (at least 2^-126) with which the largest
-    finite value fits; values that are not finite stay so: E5M2 has codes for infinities and NaN, E4M3 writes both as
-    NaN. So the search for overflows still sees them.
+    Rounded to nearest, ties to even. A scale is the smallest power of two, at least 2^-126, for which the largest
+    finite value fits. Non-finite values are preserved for overflow detection: E5M2 has codes for infinities and NaN,
+    E4M3 stores both as NaN.
 
     Args:
         gradient: FP32, BF16 or FP16 (R, C), contiguous.
@@ -171,7 +171,7 @@ def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scal
         scale: uint8 (R, ceil(C / 128)) for `group`, (1, 1) for `tensor`.
 
     Raises:
-        ConfigError: a scaling or a dtype that is none of these, codes or scales of another shape, or not contiguous.
+        ConfigError: another scaling or dtype, codes or scales of another shape, or a tensor that is not contiguous.
     """
     _check_stored(gradient, codes, scale, scaling)
     if gradient.numel():
@@ -179,22 +179,25 @@ def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scal
 
 
 def load_gradient(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the FP32 values of a stored gradient, (R, C). The scaling is seen from the shape of the scales."""
+    """Dequantise a stored gradient to FP32 (R, C). The scaling follows from the shape of the scales."""
     return reference.load_gradient(codes, scale)
 
 
 def squares(tensors: Sequence[Tensor], uploads: PinnedStaging, scales: Sequence[Tensor | None] | None = None) -> Tensor:
-    """Return the sum of the squares of each tensor, FP64 (P,), from one read of them in their own dtype.
+    """Return the sum of squares of each tensor, FP64 (P,), read once in its own dtype.
 
-    Each must be contiguous in memory, in whatever order of its dimensions. FP8 codes must be matrices (R, C).
+    Tensors must be dense in memory, with dimensions in any order. FP8 codes must be matrices (R, C).
 
-    The squares are exact and their sum is made in FP64, so that its FP32 rounding does not depend on the order.
+    Squares are exact and accumulated in FP64, so that the result rounded to FP32 does not depend on the order.
 
     Args:
-        scales: of tensors that are FP8 codes, uint8, (R, ceil(C / 128)) or (1, 1); None where there are none.
+        scales: per tensor, uint8 (R, ceil(C / 128)) or (1, 1) for FP8 codes, else None.
+
+    Raises:
+        ConfigError: there are no tensors.
     """
     if not tensors:
-        raise ConfigError("there are no tensors whose squares could be summed.")
+        raise ConfigError("squares: there are no tensors to sum. Pass at least one.")
     scales = [None] * len(tensors) if scales is None else scales
     like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
     sums: Tensor = run_twin("gradient.squares", like, (tensors, scales, uploads), "gradient norm")
@@ -204,15 +207,17 @@ def squares(tensors: Sequence[Tensor], uploads: PinnedStaging, scales: Sequence[
 def _check_stored(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
     if codes.dtype not in GRADIENT_CODES or gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"store_gradient: {gradient.dtype} in {codes.dtype}: gradients are FP32, BF16 or FP16, codes E4M3 or E5M2."
+            f"store_gradient: {gradient.dtype} to {codes.dtype}: gradients are FP32, BF16 or FP16, codes E4M3 or E5M2."
         )
     if scaling not in ("tensor", "group") or scale.dtype != torch.uint8:
-        raise ConfigError(f"store_gradient: scaling '{scaling}' in {scale.dtype}: pass 'group' or 'tensor', in uint8.")
+        raise ConfigError(
+            f"store_gradient: scaling '{scaling}' in {scale.dtype}: pass 'group' or 'tensor', and scales in uint8."
+        )
     shape = Storage(GRADIENT_CODES[codes.dtype], scaling).scale_shape(*gradient.shape)
     if codes.shape != gradient.shape or scale.shape != shape:
         raise ConfigError(
             f"store_gradient: a gradient {tuple(gradient.shape)} needs codes of its shape and scales {shape},"
-            f" these are {tuple(codes.shape)} and {tuple(scale.shape)}."
+            f" got {tuple(codes.shape)} and {tuple(scale.shape)}."
         )
     if not (gradient.is_contiguous() and codes.is_contiguous() and scale.is_contiguous()):
         raise ConfigError("store_gradient: the gradient, its codes and its scales must be contiguous.")

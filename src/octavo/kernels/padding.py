@@ -1,4 +1,4 @@
-"""Where the groups of tokens lie once padded, for GEMMs that sum over them."""
+"""Layout of padded token groups, for GEMMs that reduce over tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 128
-"""Tokens of which a padded group has a multiple, and at the least: as many as a step of a GEMM's sum reads."""
+"""Granularity and minimum size of a padded group, in tokens: one K tile of a GEMM."""
 
 
 def padded_length(tokens: int, experts: int) -> int:
-    """Return the tokens that groups have room for when padded, however they are divided among the experts."""
+    """Return the padded token capacity, sufficient for any distribution of tokens over experts."""
     return (tokens + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT + ALIGNMENT * experts
 
 
 def padded_ends(ends: Tensor) -> Tensor:
-    """Return where groups that end at `ends`, int32 (E,), end once padded."""
+    """Return the end offsets of the padded groups, int32 (E,), from those before padding, int32 (E,)."""
     counts = ends.diff(prepend=ends.new_zeros(1))
     return ((counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).clamp(min=ALIGNMENT).cumsum(0, dtype=torch.int32)

@@ -1,12 +1,12 @@
-"""The patches contract: a convolution as a GEMM. Images are channels last, x (B, H, W, C).
+"""The patches contract: a convolution as a GEMM (im2col). Images are channels-last, x (B, H, W, C).
 
-    unfold             the matrix whose row m is what output pixel m reads: (M, K), M = B H_out W_out, K = kh kw C
-    quantize_patches   `quantize_pair` of that matrix, which is not written in high precision where one scale serves
-                       a row or the whole of it: the maxima of patches are maxima of their pixels' maxima
-    fold               the transpose of unfold: what the patches of a pixel have for it, added in FP32
+    unfold             the patch matrix (M, K), one row per output pixel: M = B H_out W_out, K = kh kw C
+    quantize_patches   `quantize_pair` of that matrix; with scales per row or per tensor it is not materialised in high
+                       precision: the amax of a patch is the maximum over the amax of its pixels
+    fold               transpose of unfold: sum per pixel over all patches that contain it, in FP32
 
-Columns are ordered (kh, kw, C), so that a channels-last weight (N, C, kh, kw) is the matrix (N, K) as it lies. A pixel
-in the padding is zero. The last two are custom operators: Triton on a GPU, `reference/patches.py` elsewhere.
+Columns are ordered (kh, kw, C), so that a channels-last weight (N, C, kh, kw) is the matrix (N, K) without a copy.
+Padding is zero. The last two are custom operators: Triton on a GPU, `reference/patches.py` elsewhere.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from octavo.numerics import Quantized
 
 
 def unfold(x: Tensor, window: Window) -> Tensor:
-    """Return the patches (M, kh kw C) of x (B, H, W, C); a view of x where every pixel is a patch."""
+    """Return the patches (M, kh kw C) of x (B, H, W, C); a reshape of x if every pixel is a patch."""
     return x.reshape(-1, x.shape[-1]) if window.is_pixel else reference.unfold(x, window)
 
 
 def unfold_rows(x: Tensor, window: Window, rows: Tensor) -> Tensor:
-    """Return some rows of `unfold(x, window)`, (n, kh kw C), for int64 rows (n,); nothing else is read or made."""
+    """Return rows, int64 (n,), of `unfold(x, window)` as (n, kh kw C), without computing the others."""
     high, wide = window.output(x.shape[1], x.shape[2])
     image, down, across = rows // (high * wide), rows // wide % high, rows % wide
     places = []
@@ -51,7 +51,7 @@ def quantize_patches(
 
     Args:
         x: (B, H, W, C), contiguous, FP32, BF16 or FP16.
-        scale: FP32 (M, 1), the scales of the patches where they are known from an earlier call: a search is spared.
+        scale: FP32 (M, 1), scales of the patches if known from an earlier call, to skip the amax pass.
     """
     if window.is_pixel and scale is None:
         return quantize_pair([unfold(x, window)], rows, columns)
@@ -60,14 +60,14 @@ def quantize_patches(
 
 
 def makes_directly(granularity: str, *, transposed: bool) -> bool:
-    """Return whether the scales of the patches follow from the pixels' maxima: codes need no unfolded matrix then."""
+    """Return whether patch scales follow from the amax per pixel, so that codes need no unfolded matrix."""
     return granularity in ("tensor", "column" if transposed else "row")
 
 
 def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Tensor:
-    """Return the images (B, H, W, C) of that size to whose pixels patches (M, kh kw C) are added.
+    """Return images of `size` (B, H, W, C), each pixel the sum over the patches (M, kh kw C) that contain it.
 
-    Sums are FP32, in the order of the taps, and rounded once to the dtype of the patches.
+    Accumulated in FP32, in tap order, and rounded once to the dtype of the patches.
     """
     if window.is_pixel:
         return patches.reshape(size)
@@ -102,7 +102,7 @@ def _quantize_patches_shape(
 
 
 def _window(pairs: Sequence[Sequence[int]]) -> Window:
-    """Return a window that went through an operator."""
+    """Return the window from the lists that operators pass."""
     return Window(*((height, width) for height, width in pairs))
 
 

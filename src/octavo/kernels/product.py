@@ -1,4 +1,4 @@
-"""Products in high precision that Octavo computes itself."""
+"""High-precision products of Octavo itself, which `octavo.autocast` leaves alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BY_DIM = {2: torch.ops.aten.mm.default, 3: torch.ops.aten.bmm.default, 4: torch
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return A B of matrices, or of batches of them. `octavo.autocast` takes `A @ B` as a user's, and not this."""
+    """Return A B for matrices or batches. Unlike `A @ B`, not intercepted by `octavo.autocast` as a user's product."""
     result: Tensor = _BY_DIM[a.dim()](a, b)
     return result
 

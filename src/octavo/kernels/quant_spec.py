@@ -1,4 +1,4 @@
-"""What a kernel is asked to make of a matrix."""
+"""Quantisation target of a kernel: format, granularity, scaling and rounding."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _RULES: dict[Scaling, int] = {"float32": 0, "power_of_two": 1, "engine": 2}
 
 
 class QuantSpec(NamedTuple):
-    """Codes of a format, one scale per tile."""
+    """Quantisation target: codes of a format with one scale per tile."""
 
     format: str
     granularity: str
     scaling: Scaling
     rounding: Rounding = "nearest"
-    """Fused kernels round to nearest only."""
+    """`nearest` for fused kernels."""
 
     @property
     def fmt(self) -> Format:
-        """The format itself."""
+        """The format by name."""
         return format_named(self.format)
 
     @property
     def tile(self) -> Granularity:
-        """The granularity itself."""
+        """The granularity by name."""
         return granularity_named(self.granularity)
 
     @property
     def rule(self) -> int:
-        """Number of the scaling, as kernels take it (`octavo.kernels.triton.codes`)."""
+        """Scaling rule as an integer argument of kernels (`octavo.kernels.triton.codes`)."""
         return _RULES[self.scaling]
 
     def __str__(self) -> str:
@@ -52,13 +52,13 @@ class QuantSpec(NamedTuple):
 
 
 def spec_of(operand: Operand) -> QuantSpec:
-    """Return what a kernel is asked to make for an operand of a recipe."""
+    """Return the quantisation target for an operand of a recipe."""
     return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding)
 
 
 @cache
 def parse_spec(text: str) -> QuantSpec | None:
-    """Return the target that `str` gave, None for an empty text: operators take plain types."""
+    """Parse the `str` of a target, None for an empty string: operators take plain types."""
     if not text:
         return None
     format, granularity, scaling, rounding = text.split()
@@ -66,15 +66,15 @@ def parse_spec(text: str) -> QuantSpec | None:
 
 
 def empty(target: QuantSpec, rows: int, cols: int, device: torch.device) -> Quantized:
-    """Return an (rows, cols) matrix of that kind, its memory not written yet."""
+    """Allocate an uninitialised (rows, cols) matrix for a target."""
     codes = torch.empty(rows, cols, dtype=target.fmt.dtype, device=device)
     return Quantized(codes, empty_scale(target, rows, cols, device), target.tile)
 
 
 def empty_scale(target: QuantSpec, rows: int, cols: int, device: torch.device) -> Tensor:
-    """Return the memory for the scales of an (rows, cols) matrix.
+    """Allocate the scales of an (rows, cols) matrix.
 
-    Scales of 1x128 tiles lie column after column, as GEMMs read them: those of one step of the sum together.
+    Scales of 1x128 tiles are column-major, the layout of GEMMs: contiguous within one K tile.
     """
     if target.granularity == "row":
         return torch.empty(rows, 1, dtype=torch.float32, device=device)
@@ -85,12 +85,12 @@ def empty_scale(target: QuantSpec, rows: int, cols: int, device: torch.device) -
 
 
 def laid_out(quantized: Quantized) -> Quantized:
-    """Return the same matrix with contiguous codes, and scales that lie as `empty_scale` says."""
+    """Return the same matrix with contiguous codes, and scales in the layout of `empty_scale`."""
     scale = quantized.scale
     scale = scale.t().contiguous().t() if quantized.granularity == TILE_1x128 else scale.contiguous()
     return Quantized(quantized.codes.contiguous(), scale, quantized.granularity)
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return x (R, C) with its rows contiguous: a copy only where they are not."""
+    """Return x (R, C) with contiguous rows, copied only if needed."""
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()

@@ -1,14 +1,14 @@
-"""The quantise contract: codes and scales of a matrix, in the layout that the GEMM reads.
+"""The quantise contract: codes and scales of a matrix, in the layout of the GEMM.
 
-    quantize        one matrix, as it lies
-    quantize_pair   one matrix, as the left operand of two GEMMs: as it lies, and transposed
-    quantize_stack  the rows of several matrices, as one matrix
-    quantize_transposed    a matrix that was kept as it is, transposed
-    requantize_transposed  the same, by scales that are known
-    quantize_normed        the rows of an RMS norm, of its input
+    quantize               one matrix
+    quantize_pair          one matrix and its transpose, as the left operands of two GEMMs
+    quantize_stack         several matrices, stacked by rows
+    quantize_transposed    transpose of a matrix saved in high precision
+    requantize_transposed  the same, with known scales
+    quantize_normed        result of an RMS norm, from its input
 
-On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere it is the specification.
-So are the codes of short rows in compiled code on a GPU: the compiler makes them in the kernel that computes the rows.
+On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere, the specification; also
+for short rows in compiled code on a GPU, where the compiler fuses it into the kernel that computes the rows.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from octavo.numerics import (
 from octavo.numerics import quantize as specified
 
 Norm = tuple[Tensor, Tensor]
-"""An RMS norm: rstd of its input's rows, FP32 (M,), and its weight (D,)."""
+"""An RMS norm: rstd per input row, FP32 (M,), and weight (D,)."""
 LONGEST_NORM = 16384
-"""Elements of a row that one program still holds."""
+"""Maximum row length of a program that holds one row."""
 COMPILED_ROW = 1024
-"""Longest row that Inductor holds whole. It reads a longer one twice, which takes longer than a launch of its own."""
+"""Maximum row length of Inductor's persistent reduction. Longer rows are read twice, slower than a separate launch."""
 
 
 def quantize(
@@ -57,10 +57,10 @@ def quantize(
     rounding: Rounding = "nearest",
     seed: int | Tensor = 0,
 ) -> Quantized:
-    """Quantise an (R, C) matrix. The codes come out contiguous, also those of a transposed view.
+    """Quantise an (R, C) matrix. Codes are contiguous, also for a transposed view.
 
     Raises:
-        ConfigError: x is not a matrix, or a name is unknown.
+        ConfigError: x is not a matrix, or an unknown name.
     """
     fmt, tile = format_named(format), granularity_named(granularity)
     if rounding == "nearest" and on_gpu(x) and x.dim() == 2 and not _is_left_to_compiler(x, tile):
@@ -76,9 +76,9 @@ def quantize(
 
 
 def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
-    """Quantise an (R, C) matrix as `target` says, with random bits of its own for stochastic rounding.
+    """Quantise an (R, C) matrix to `target`, with fresh random bits for stochastic rounding.
 
-    The seed is drawn per call from PyTorch's generator, so that a resumed run draws the same ones.
+    The seed is drawn per call from PyTorch's generator, so that a resumed run draws the same sequence.
     """
     stochastic = target.rounding == "stochastic"
     seed = torch.randint(2**62, (), device=x.device) if stochastic else 0
@@ -86,7 +86,7 @@ def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
 
 
 def _is_left_to_compiler(x: Tensor, tile: Granularity) -> bool:
-    """Return whether a compiler quantises these rows where it computes them: no launch, and x need not be stored."""
+    """Return whether the compiler fuses quantisation into the producer of x: no launch, and x is not stored."""
     return torch.compiler.is_compiling() and tile == PER_ROW and x.shape[1] <= COMPILED_ROW and x.stride(1) == 1
 
 
@@ -97,24 +97,24 @@ def quantize_pair(
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantise the matrix X (R, C) that lies in `sources` side by side, as two GEMMs read it.
+    """Quantise X (R, C), the concatenation of `sources` along columns, and its transpose, for two GEMMs.
 
     Args:
         sources: matrices (R, C_i), FP32, BF16 or FP16.
-        rows: how to quantise X * row_fold, or None for not at all.
-        columns: how to quantise (X * column_fold)^T, or None. Its granularity is named as the transpose has it.
-        row_fold: FP32 (1, C), the scales of a folded partner.
-        column_fold: FP32 (R, 1).
+        rows: target for X * row_fold, or None to skip it.
+        columns: target for (X * column_fold)^T, or None. Its granularity refers to the transpose.
+        row_fold: FP32 (1, C), scales folded in from the other operand.
+        column_fold: FP32 (R, 1), likewise.
 
     Returns:
-        X as it lies, codes (R, C), and X^T, codes (C, R), both contiguous.
+        X, codes (R, C), and X^T, codes (C, R), both contiguous.
 
     Raises:
-        ConfigError: a source is not a matrix, or their rows differ.
+        ConfigError: a source is not a matrix, or row counts differ.
     """
     if sources[0].dim() != 2 or (len(sources) > 1 and any(_differs(source, sources[0]) for source in sources)):
         shapes = [tuple(source.shape) for source in sources]
-        raise ConfigError(f"quantize_pair takes matrices of as many rows, got shapes {shapes}.")
+        raise ConfigError(f"quantize_pair takes matrices with equal row counts, got shapes {shapes}.")
     arguments = list(sources), rows, columns, row_fold, column_fold
     row, column = call("quantize_pair", _quantize_pair, arguments, (rows, columns))
     return row, column
@@ -125,13 +125,13 @@ def _differs(source: Tensor, first: Tensor) -> bool:
 
 
 def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
-    """Quantise the matrix (sum of N_i, K) whose rows are those of matrices (N_i, K), one below the other.
+    """Quantise matrices (N_i, K) stacked by rows into one (sum of N_i, K).
 
-    With a scale per row on a GPU, up to three matrices of one dtype take one launch and no copy.
+    With row scales on a GPU, up to three matrices of one dtype take one launch and no copy.
 
     Args:
         weights: FP32, BF16 or FP16.
-        target: rounded to nearest.
+        target: with rounding to nearest.
     """
     weights = [weight.detach() for weight in weights]
     made: Quantized = call("quantize_stack", _quantize_stack, (weights, target), [target])[0]
@@ -139,11 +139,11 @@ def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
 
 
 def quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> Quantized:
-    """Quantise the rows of `x * rstd * weight`, the result of an RMS norm, which need not exist.
+    """Quantise the rows of `x * rstd * weight`, the result of an RMS norm, without storing it.
 
     Args:
-        x: (M, D), the norm's input, FP32, BF16 or FP16.
-        target: a scale per row.
+        x: (M, D), input of the norm, FP32, BF16 or FP16.
+        target: one scale per row.
     """
     made: Quantized = call("quantize_normed", _quantize_normed, (x.detach(), norm, target), [target])[0]
     return made
@@ -152,16 +152,16 @@ def quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> Quantized:
 def requantize_transposed(
     weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor, norm: Norm | None = None
 ) -> Quantized:
-    """Quantise a stack of weights as dgrad of a folded recipe reads it: transposed, with a scale of 1 per row.
+    """Quantise a stack of weights for dgrad of a folded recipe: transposed, with scale 1 per row.
 
-    The codes are those of `quantize_stack(weights, target)`, transposed: nothing is searched, and none had to be kept.
+    Codes equal those of `quantize_stack(weights, target)`, transposed, without an amax pass and without saving codes.
 
     Args:
-        weights: (N_i, K), FP32, BF16 or FP16, as they were then.
-        scale: of the stack, FP32 (sum of N_i, 1), powers of two.
-        target: a scale per row.
-        after: the operand that it is multiplied with (`octavo.kernels.transpose`).
-        norm: what was applied to one matrix: then the codes are those of `quantize_normed`.
+        weights: (N_i, K), FP32, BF16 or FP16, unchanged since `quantize_stack`.
+        scale: scales of the stack, FP32 (sum of N_i, 1), powers of two.
+        target: one scale per row.
+        after: the other operand of the product, as for `octavo.kernels.transpose`.
+        norm: RMS norm of a single matrix; codes then equal those of `quantize_normed`.
 
     Returns:
         Codes (K, sum of N_i).
@@ -173,18 +173,18 @@ def requantize_transposed(
 
 
 def quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
-    """Quantise the transpose of a matrix (R, C), rounded to nearest: `quantize_pair` for what is kept as it is.
+    """Quantise the transpose of a matrix (R, C) saved in high precision, rounded to nearest, as by `quantize_pair`.
 
     Args:
-        after: the operand that it is multiplied with. A compiler sees one call that needs it, and cannot move it into
-            the forward and keep what it makes.
+        after: the other operand of the product. As a dependency, it keeps a compiler from moving the call into forward
+            and saving the result.
     """
     made: Quantized = call("quantize_transposed", _quantize_transposed, (x, target, after), (target,))[0]
     return made
 
 
 def contiguous(quantized: Quantized) -> Quantized:
-    """Return the same matrix with contiguous codes, by a byte transpose if need be, and scales as GEMMs read them."""
+    """Return the same matrix with contiguous codes, by a byte transpose if needed, and scales in GEMM layout."""
     codes = quantized.codes
     if not codes.is_contiguous() and codes.t().is_contiguous():
         codes = transpose(codes.t())
@@ -192,17 +192,17 @@ def contiguous(quantized: Quantized) -> Quantized:
 
 
 def transpose_quantized(source: Quantized, after: Tensor) -> Quantized:
-    """Return a matrix transposed, codes contiguous and scales as GEMMs read them; nothing is rounded again.
+    """Return the transpose, with contiguous codes and scales in GEMM layout, without requantisation.
 
     Args:
-        after: the operand that it is multiplied with (`octavo.kernels.transpose`).
+        after: the other operand of the product, as for `octavo.kernels.transpose`.
     """
     codes = transpose(source.codes, after)
     return laid_out(Quantized(codes, source.scale.t(), source.granularity.transposed))
 
 
 def without_scale(folded: Quantized) -> Quantized:
-    """Return an operand whose scales have moved into its partner: codes, and one scale of 1."""
+    """Return the codes with a single scale of 1, for an operand whose scales are folded into the other one."""
     return Quantized(folded.codes, folded.scale.new_ones(1, 1), PER_TENSOR)
 
 
@@ -298,7 +298,7 @@ def _quantize_stack(weights: list[Tensor], target: QuantSpec) -> list[Quantized]
 
 
 def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
-    """Return whether one launch quantises the rows of several matrices."""
+    """Return whether one launch can quantise the rows of all matrices."""
     if not weights[0].is_cuda or target.granularity != "row":
         return False
     from octavo.kernels.triton.weights import STACKED, unsupported_reason
@@ -318,7 +318,7 @@ def _quantize_stack_shape(weights: list[Tensor], target: QuantSpec) -> list[Quan
 
 @cache
 def _triton_twin(*targets: QuantSpec | None) -> tuple[Any, str | None]:
-    """Return the module that makes these targets, and why it cannot; that for groups makes all others beside them."""
+    """Return the Triton module for these targets, and its reason against them or None; `groups` if any is 1x32."""
     module: Any
     if any(target is not None and target.tile == GROUP_1x32 for target in targets):
         from octavo.kernels.triton import groups as module

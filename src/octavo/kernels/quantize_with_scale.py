@@ -1,12 +1,11 @@
-"""Quantise a matrix with a scale that was known before it: the contract behind delayed, just-in-time and static scales.
+"""Quantise with a stored scale: the contract of delayed, just-in-time and static scaling.
 
-A model keeps two FP32 values for a matrix that it sees in every step:
+A model keeps two FP32 values per matrix that recurs in every step:
 
-    [scale, amax]    what the codes are made with, 0 while it is not known; the largest magnitude seen since it was set
+    [scale, amax]    scale of the codes, 0 if not known yet; largest magnitude since the scale was set
 
-`quantize_with_scale` reads the scale and raises the amax, in memory that outlives the call. `octavo.nn.scaling_state`
-makes the one out of the other once an optimizer step. Which scale is used is decided on the device: nothing waits for
-it.
+`quantize_with_scale` reads the scale and raises the amax, in persistent memory. `octavo.nn.scaling_state` updates the
+scale from the amax once per optimizer step. The scale is selected on the device, without a synchronisation.
 """
 
 from __future__ import annotations
@@ -25,38 +24,38 @@ from octavo.numerics import Quantized
 
 
 class ScaleRef(NamedTuple):
-    """Location of the scale of one matrix of a layer, and how to use it."""
+    """Location of the scale of one matrix of a layer, and options for its use."""
 
     scale_and_amax: Tensor
-    """FP32 (n, 2), contiguous: [scale, amax] of each matrix of a layer."""
+    """FP32 (n, 2), contiguous: [scale, amax] per matrix of a layer."""
     row: int
     """Row of this matrix."""
     just_in_time: bool = False
-    """A matrix that its scale would saturate is scaled by its own maximum."""
+    """Scale by the current amax if the stored scale would saturate."""
     update_amax: bool = True
-    """Raise the amax to that of the matrix."""
+    """Raise the stored amax to that of the matrix."""
 
 
 def quantize_with_scale(
     sources: Sequence[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantise the matrix X (R, C) that lies in `sources` side by side, with a stored scale.
+    """Quantise X (R, C), the concatenation of `sources` along columns, with a stored scale.
 
-    Its own maximum makes the scale, as in `quantize_pair`, where the stored one is 0 (not known yet), or where it
-    is `just_in_time` and amax(X) > scale * largest value of the format. Otherwise what is larger saturates. NaN
-    and infinities become NaN, and do not count for any maximum.
+    The scale is computed from the current amax, as in `quantize_pair`, if the stored one is 0 (not known yet), or if
+    `just_in_time` and amax(X) > scale * largest value of the format. Otherwise larger values saturate. NaN and
+    infinities become NaN, and are excluded from every amax.
 
     Args:
         sources: matrices (R, C_i), FP32, BF16 or FP16, on the device of the scale.
-        rows: what to make of X, or None. One scale per tensor, rounded to nearest.
-        columns: what to make of X^T, or None. Of the same format and scaling, for it has the same scale.
+        rows: target for X, or None. One scale per tensor, rounded to nearest.
+        columns: target for X^T, or None. Same format and scaling as `rows`, since the scale is shared.
 
     Returns:
-        X as it lies, codes (R, C), and X^T, codes (C, R), both contiguous, with the scale that was used, (1, 1), in
-        memory of its own.
+        X, codes (R, C), and X^T, codes (C, R), both contiguous, with a copy (1, 1) of the scale used.
 
     Raises:
-        ConfigError: the sources are no matrices of as many rows, the targets differ, or the scale is on another device.
+        ConfigError: sources that are not matrices with equal row counts, different targets, or a scale on another
+            device.
     """
     _check(sources, scale_ref, rows, columns)
     arguments = list(sources), scale_ref, rows, columns
@@ -71,17 +70,17 @@ def quantize_with_scale(
 def _check(sources: Sequence[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None) -> None:
     if any(source.dim() != 2 or source.shape[0] != sources[0].shape[0] for source in sources):
         shapes = [tuple(source.shape) for source in sources]
-        raise ConfigError(f"quantize_with_scale takes matrices of as many rows, got shapes {shapes}.")
+        raise ConfigError(f"quantize_with_scale takes matrices with equal row counts, got shapes {shapes}.")
     asked = {target for target in (rows, columns) if target is not None}
     if len(asked) != 1 or any((t.granularity, t.rounding) != ("tensor", "nearest") for t in asked):
         raise ConfigError(
-            "quantize_with_scale makes codes with one scale per tensor, rounded to nearest, alike for both results, "
+            "quantize_with_scale takes targets with one scale per tensor, rounded to nearest, alike for both results, "
             f"got '{rows or ''}' and '{columns or ''}'."
         )
     if scale_ref.scale_and_amax.device != sources[0].device:
         raise ConfigError(
             f"a tensor on {sources[0].device} has its scale on {scale_ref.scale_and_amax.device}. Layers that keep "
-            "scales lie on one device: move the model as a whole."
+            "scales must be on one device: move the model as a whole."
         )
 
 
@@ -89,14 +88,14 @@ def _quantize(
     sources: list[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
 ) -> list[Tensor | None]:
     stored, row, just_in_time, update_amax = scale_ref
-    # Without a version that autograd would count: a layer that runs twice before backward is no mistake.
+    # `data`: no autograd version bump, as a layer may run twice before backward.
     arguments = sources, stored.data[row], rows, columns, just_in_time, update_amax
     x = next((source for source in sources if source.numel()), sources[0])
     return _with_one_scale(*run_twin("quantize_with_scale.quantize_with_scale", x, arguments, "quantize_with_scale"))
 
 
 def _with_one_scale(rows: Quantized | None, columns: Quantized | None) -> list[Tensor | None]:
-    """Return the codes of both, and the scale that they share: results of an operator must not be the same tensor."""
+    """Return both codes and the shared scale once: operators must not return the same tensor twice."""
     made = rows or columns
     assert made is not None
     return [rows and rows.codes, columns and columns.codes, made.scale]
@@ -111,7 +110,6 @@ def _shape(
     )
 
 
-# It writes an amax that its signature is silent about. Said there, a compiler would carry all scales of a model through
-# its graphs as values that change. Unsaid, it must not copy what it gives: hence outside of the graphs it captures,
-# whose inputs are copies.
+# The amax is mutated, but not declared so in the signature: a compiler would otherwise functionalise all scales of a
+# model in its graphs. Undeclared mutations need the original memory, hence no CUDA graphs, whose inputs are copies.
 define_packed("quantize_with_scale", _quantize, _shape, torch.Tag.cudagraph_unsafe)

@@ -1,12 +1,12 @@
-"""The rotary contract: each head's channel pairs turn by their token's position.
+"""The rotary contract: rotation of channel pairs by token position (RoPE).
 
     y_i       = x_i       * cos - x_(i+E/2) * sin        i < E/2
     y_(i+E/2) = x_(i+E/2) * cos + x_i       * sin
 
-B: batch. T: tokens. H: heads. E: channels of a head, i paired with i + E/2, as Hugging Face stores weights. In FP32,
-rounded once to x's dtype. The gradient is the same turn the other way: `conjugate` takes -sin for sin.
+B: batch. T: tokens. H: heads. E: channels per head; channel i is paired with i + E/2, as in Hugging Face's weights.
+FP32 arithmetic, rounded once to x's dtype. The gradient is the inverse rotation: `conjugate` negates sin.
 
-It is a custom operator: Triton on a GPU, `reference/rotary.py`, which is the definition, elsewhere.
+A custom operator: Triton on a GPU; `reference/rotary.py`, the definition, elsewhere.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from octavo.kernels.operator import call, define_packed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> Tensor:
-    """Return x turned, (B, T, H, E) in x's dtype, contiguous: `y.flatten(2)` is free.
+    """Rotate x into (B, T, H, E) in x's dtype, contiguous, so that `y.flatten(2)` is a view.
 
     Args:
-        x: (B, T, H, E), BF16, FP16 or FP32, of any strides: pass a (B, H, T, E) tensor as `x.transpose(1, 2)`.
-        cos: (T, E/2), or (1, T, E/2), or (B, T, E/2) where positions differ in the batch; any of these dtypes. Also of
-            width E, as Hugging Face makes them: the second half repeats the first and is not read.
+        x: (B, T, H, E), BF16, FP16 or FP32, any strides: pass a (B, H, T, E) tensor as `x.transpose(1, 2)`.
+        cos: (T, E/2), (1, T, E/2), or (B, T, E/2) for positions per sequence; any of these dtypes. Width E is accepted,
+            as in Hugging Face: the second half repeats the first and is not read.
         sin: as cos.
-        conjugate: turn back.
+        conjugate: inverse rotation.
 
     Raises:
-        ConfigError: shapes that do not fit.
+        ConfigError: mismatched shapes.
     """
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ConfigError(f"rotate takes (B, T, H, E) with E even, got shape {tuple(x.shape)}.")
@@ -38,7 +38,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> T
 
 
 def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
-    """Return a table as (1 or B, T, E/2)."""
+    """Return a table in the shape (1 or B, T, E/2)."""
     batch, length, _, width = x.shape
     given = tuple(table.shape)
     table = table[None] if table.dim() == 2 else table
@@ -52,7 +52,7 @@ def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> list[Tensor]:
-    refused = "it has more rows than 32 bits count" if x.numel() >= 2**31 * x.shape[-1] else None
+    refused = "the row count exceeds 32 bits" if x.numel() >= 2**31 * x.shape[-1] else None
     return [run_twin("rotary.rotate", x, (x, cos, sin, conjugate), "rotate", refused)]
 
 

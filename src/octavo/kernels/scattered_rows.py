@@ -1,6 +1,6 @@
-"""The scattered-rows contract: rows that lie anywhere in memory quantised as one matrix, on a GPU in one launch.
+"""The scattered-rows contract: rows at arbitrary addresses, quantised as one matrix in one launch on a GPU.
 
-`octavo.kernels.quantize_stack` needs no table of addresses, and takes a few matrices at most.
+`octavo.kernels.quantize_stack` needs no address table, but takes few matrices only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class ScatteredRows(NamedTuple):
     quantized: Quantized
     """Codes (N, K), one scale per row."""
     table: Any
-    """Addresses of the rows, as the kernel reads them: valid as long as the matrices stay where they are."""
+    """Address table of the rows for the kernel; valid until the matrices are reallocated."""
 
 
 def is_supported(matrices: Sequence[Tensor], target: QuantSpec) -> bool:
-    """Return whether one launch quantises these matrices (N_i, K)."""
+    """Return whether one launch can quantise these matrices (N_i, K)."""
     if not runs_triton(matrices[0]) or (target.granularity, target.rounding) != ("row", "nearest"):
         return False
     from octavo.kernels.triton.weights import unsupported_reason
@@ -36,11 +36,11 @@ def is_supported(matrices: Sequence[Tensor], target: QuantSpec) -> bool:
 def quantize_scattered_rows(
     matrices: Sequence[Tensor], target: QuantSpec, into: Quantized | None = None, table: Any = None
 ) -> ScatteredRows:
-    """Quantise matrices that are supported.
+    """Quantise matrices for which `is_supported` holds.
 
     Args:
-        into: memory for the result, used if it fits.
-        table: that of an earlier result, for matrices at the same addresses.
+        into: buffer for the result, used if shape and device match.
+        table: address table of an earlier result, for matrices at the same addresses.
     """
     from octavo.kernels.triton.weights import find_rows, quantize_rows
 

@@ -1,12 +1,12 @@
-"""How an optimizer keeps a value: a format, one scale for how many values, and whether it is the root that is kept.
+"""Storage of optimizer state: format, scaling granularity, and optionally the square root.
 
-Every format is FP32 with mantissa bits dropped. Multiplied by a power of two that moves the format's smallest normal
-value onto FP32's, a value has the code in its top bits, subnormals included:
+Every format is FP32 with fewer mantissa bits. Once scaled by the power of two that maps the format's smallest normal
+value to FP32's, the top bits of an FP32 value are the code, including subnormals:
 
-    code  = bits(value * shift) >> dropped          rounded up or down before the shift
+    code  = bits(value * shift) >> dropped          with rounding before the right shift
     value = float(code << dropped) / shift
 
-so one line of arithmetic reads and writes all of them, and a stochastic rounding is one addition of random bits.
+so one expression encodes or decodes all formats, and stochastic rounding is one addition of random bits.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from octavo.errors import ConfigError, did_you_mean
 
 GROUP = 128
-"""Values of a row that share a scale; a group never straddles two rows."""
+"""Values per scale along a row; groups do not straddle rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Float:
-    """A floating-point format as a range of FP32's bits."""
+    """A floating-point format as a slice of the bits of FP32."""
 
     name: str
     dtype: torch.dtype
     mantissa_bits: int
     smallest_exponent: int
-    """Of its normal values."""
+    """Exponent of the smallest normal value."""
     max: float
     signed: bool = True
 
@@ -41,12 +41,12 @@ class Float:
 
     @property
     def dropped(self) -> int:
-        """Mantissa bits that FP32 has beyond it."""
+        """Mantissa bits dropped from FP32."""
         return 23 - self.mantissa_bits
 
     @property
     def shift(self) -> float:
-        """What moves its smallest normal value onto FP32's, 2^-126."""
+        """Power of two that maps the smallest normal value to FP32's, 2^-126."""
         return float(2.0 ** (-126 - self.smallest_exponent))
 
 
@@ -56,26 +56,26 @@ FP16 = Float(name="fp16", dtype=torch.float16, mantissa_bits=10, smallest_expone
 E4M3 = Float(name="e4m3", dtype=torch.float8_e4m3fn, mantissa_bits=3, smallest_exponent=-6, max=448.0)
 E5M2 = Float(name="e5m2", dtype=torch.float8_e5m2, mantissa_bits=2, smallest_exponent=-14, max=57344.0)
 UE4M4 = Float(name="ue4m4", dtype=torch.uint8, mantissa_bits=4, smallest_exponent=-6, max=496.0, signed=False)
-"""For values that are never negative: the sign bit is a mantissa bit. No code stands for NaN or an infinity."""
+"""For non-negative values: the sign bit is a mantissa bit. No codes for NaN and infinity."""
 
 FLOATS = {f.name: f for f in (FP32, BF16, FP16, E4M3, E5M2, UE4M4)}
 
 GRADIENT_CODES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-"""Dtypes of stored gradients, and their formats."""
+"""Formats of stored gradients by dtype."""
 
 Scaling = Literal["none", "tensor", "group"]
-"""One scale for how many values. Scales are powers of two, a byte each (E8M0): never FP16, whose range is too small."""
+"""Scaling granularity. Scales are powers of two in one byte (E8M0); the range of FP16 would be too small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How one value per parameter is kept."""
+    """Storage of one value per parameter."""
 
     format: str
-    """A name in `FLOATS`."""
+    """Key of `FLOATS`."""
     scaling: Scaling = "none"
     root: bool = False
-    """It is the square root that is kept, for values that are never negative; half the exponents do."""
+    """Store the square root, for non-negative values: it needs half the exponent range."""
 
     def __post_init__(self) -> None:
         if self.format not in FLOATS:
@@ -84,19 +84,19 @@ class Storage:
 
     @property
     def float(self) -> Float:
-        """The facts of its format."""
+        """Properties of the format."""
         return FLOATS[self.format]
 
     @property
     def is_exact(self) -> bool:
-        """Whether it keeps an FP32 value as it is."""
+        """Whether FP32 values are stored unchanged."""
         return self == Storage("fp32")
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, int] | None:
-        """Return the shape of the scales of a matrix (rows, cols), uint8; None where there are none."""
+        """Return the shape of the uint8 scales of a matrix (rows, cols); None without scales."""
         return {"none": None, "tensor": (1, 1), "group": (rows, groups_of(cols))}[self.scaling]
 
 
 def groups_of(cols: int) -> int:
-    """Return how many groups a row of so many values has; the last may be shorter."""
+    """Return the number of groups per row of `cols` values; the last may be shorter."""
     return -(-cols // GROUP)
