@@ -1,9 +1,8 @@
-"""Do this machine's Triton kernels give what their reference twins give? A table of cases, on small random data.
+"""Self-check of this machine's Triton kernels against their reference twins, on small random data.
 
-Triton has compiled correct kernels wrongly before, in one version and not in the next: transposes of tiles of bytes,
-and maxima that hand NaN on. The kernels here avoid both. Whether they do is worth a look on every new machine, and the
-twins, on its CPU, are what to compare with. Codes and scales are equal; where sums or exponentials differ in their last
-bit, a code may be one off on at most 1 element in 10,000.
+Some Triton versions miscompile correct kernels: transposes of byte tiles, and NaN-propagating maxima. The kernels here
+avoid both, to be verified on every new machine by comparison with the twins on its CPU. Codes and scales are equal; if
+sums or exponentials differ in the last bit, codes may be off by one for at most 1 element in 10,000.
 """
 
 from __future__ import annotations
@@ -23,15 +22,18 @@ from octavo.kernels.reference import activation, norm, wire
 from octavo.numerics import Quantized, quantize
 
 SHAPES = ((130, 300), (256, 1024))
-"""One that no tile divides, and one that is compiled as those of real models are: every tile divides it."""
+"""One shape that no tile divides, and one that every tile divides, compiled like shapes of real models."""
 STEP = {torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-"""By dtype, relative: what another order of FP32 sums may turn a rounding by."""
+"""Relative tolerance per dtype, for another order of FP32 summation."""
 OF_LARGEST = 1e-5
-"""The same, relative to the largest element."""
+"""Additional tolerance relative to the largest element."""
 
 _ROW, _COLUMN = QuantSpec("e4m3", "row", "power_of_two"), QuantSpec("e4m3", "column", "power_of_two")
 _TILE = QuantSpec("e4m3", "1x128", "power_of_two")
-_FORWARD, _GRADIENT = QuantSpec("e4m3", "tensor", "float32"), QuantSpec("e5m2", "tensor", "float32")  # of `tensorwise`
+_FORWARD, _GRADIENT = (
+    QuantSpec("e4m3", "tensor", "float32"),
+    QuantSpec("e5m2", "tensor", "float32"),
+)  # as in `tensorwise`
 _GRANULARITIES = ("tensor", "row", "column", "1x128", "128x1", "128x128")
 _TARGETS = (
     *(QuantSpec("e4m3", granularity, "power_of_two") for granularity in _GRANULARITIES),
@@ -42,25 +44,25 @@ _TARGETS = (
 
 
 class Case(NamedTuple):
-    """One call of a kernel and of its twin."""
+    """One call of a kernel and its twin."""
 
     name: str
     operands: tuple[Any, ...]
     """On the CPU."""
     twins: str | tuple[Callable[..., Any], Callable[..., Any]]
-    """File and function, as for `run_twin`; or the kernel and what it is compared with."""
+    """File and function, as for `run_twin`; or a pair of kernel and reference."""
     exact: bool = False
-    """Whether the two must be equal to the bit."""
+    """Whether results must be bit-identical."""
 
 
 def check_kernels(device: torch.device | str, kernels: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return one row a case: `kernel`, `case`, `passed`, `detail`. The first time, every kernel is compiled.
+    """Return one row per case: `kernel`, `case`, `passed`, `detail`. The first call compiles every kernel.
 
     Args:
-        kernels: which of `KERNELS` to look at; default all.
+        kernels: keys of `KERNELS` to check; default all.
 
     Raises:
-        UnsupportedError: this device runs no Triton kernels.
+        UnsupportedError: the device has no support for Triton kernels.
     """
     device = torch.device(device)
     if reason := triton_unsupported_reason(device):
@@ -74,21 +76,21 @@ def _row(kernel: str, case: str, passed: bool, detail: str) -> dict[str, Any]:
 
 
 def _check(cases: Callable[[], Iterator[Case]], device: torch.device) -> Iterator[tuple[str, bool, str]]:
-    """Yield (case, whether it passed, what was found)."""
+    """Yield (case, passed, detail)."""
     try:
         for case in cases():
             yield case.name, *_outcome(case, device)
-    except Exception as error:  # a Triton that lacks what we import
+    except Exception as error:  # an import missing in this Triton version
         yield "all", False, _said(error)
 
 
 def _outcome(case: Case, device: torch.device) -> tuple[bool, str]:
-    """Compare what both return, and what they have made of their operands."""
+    """Compare results and, for in-place kernels, operands after the call."""
     try:
         kernel, reference = case.twins if isinstance(case.twins, tuple) else _twins(case.twins)
         operands, wanted = _copied(case.operands, device), _copied(case.operands, torch.device("cpu"))
         return compare((kernel(*operands), operands), (reference(*wanted), wanted), case.exact)
-    except Exception as error:  # of Triton's compiler, or of the driver: a finding like any other
+    except Exception as error:  # from Triton's compiler or the driver: reported as a failure
         return False, _said(error)
 
 
@@ -102,7 +104,7 @@ def _said(error: Exception) -> str:
 
 
 def _copied(operands: Sequence[Any], device: torch.device) -> list[Any]:
-    """Return operands on a device, copied: a kernel may write where it reads."""
+    """Return copies of operands on a device: kernels may write in place."""
     copies = []
     for value in operands:
         if isinstance(value, Tensor):
@@ -117,7 +119,7 @@ def _copied(operands: Sequence[Any], device: torch.device) -> list[Any]:
 
 
 def compare(got: Any, want: Any, exact: bool) -> tuple[bool, str]:
-    """Return whether results agree, and how far apart they are: tensors, `Quantized`, None, or tuples of them."""
+    """Return whether results agree, and a description: tensors, `Quantized`, None, or tuples of these."""
     pairs = itertools.zip_longest(_tensors(got), _tensors(want))
     found = [_compare(one, other, exact) for one, other in pairs]
     apart = [text for passed, text in found if not passed] or [text for _, text in found if text]
@@ -134,10 +136,10 @@ def _tensors(made: Any) -> Iterator[Tensor | None]:
 
 def _compare(got: Tensor | None, want: Tensor | None, exact: bool) -> tuple[bool, str]:
     if got is None or want is None:
-        return got is want, "" if got is want else "one result is missing, or one too many"
+        return got is want, "" if got is want else "a result is missing or unexpected"
     got = got.cpu()
     if (got.dtype, got.shape) != (want.dtype, want.shape):
-        return False, f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+        return False, f"got {got.dtype} {tuple(got.shape)}, expected {want.dtype} {tuple(want.shape)}"
     if want.dtype.itemsize == 1:
         return _compare_codes(got, want, exact)
     return _compare_numbers(got, want, exact)
@@ -153,7 +155,7 @@ def _compare_codes(got: Tensor, want: Tensor, exact: bool) -> tuple[bool, str]:
 
 
 def _position(codes: Tensor) -> Tensor:
-    """Number codes from the lowest to the highest; NaN is far from all but NaN."""
+    """Rank codes by value; NaN is far from all other codes."""
     bits = codes.view(torch.uint8).int()
     return torch.where(codes.float().isnan(), 999, torch.where(bits < 128, bits, 128 - bits))
 
@@ -167,7 +169,7 @@ def _compare_numbers(got: Tensor, want: Tensor, exact: bool) -> tuple[bool, str]
     allowed = STEP.get(want.dtype, 0.0) * size + OF_LARGEST * size.max()
     far = ~equal & ~((one - other).abs() <= allowed)
     if far.any():
-        return False, _places(far, "values are too far off")
+        return False, _places(far, "values exceed the tolerance")
     return True, "" if equal.all() else "within rounding"
 
 
@@ -182,14 +184,14 @@ def _places(differ: Tensor, what: str) -> str:
 
 
 def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal numbers that depend on the shape alone, rows of very different sizes."""
+    """Normal random numbers, seeded by the shape, with row magnitudes over 12 binades."""
     generator = torch.Generator().manual_seed(sum(shape))
     sizes = torch.exp2(torch.randint(-6, 7, (shape[0], *(1 for _ in shape[1:])), generator=generator))
     return (torch.randn(shape, generator=generator, dtype=torch.float32) * sizes).to(dtype)
 
 
 def _hard(rows: int, cols: int) -> Tensor:
-    """Normal numbers, NaN, infinities, zero rows and columns, tiny and huge rows."""
+    """Normal random numbers with NaN, infinities, zero rows and columns, tiny and huge rows."""
     x = _normal(rows, cols)
     x[3, 5], x[7, 9], x[8, 1], x[rows - 1, cols - 1] = torch.nan, torch.inf, -torch.inf, torch.nan
     x[9], x[:, 11], x[12] = 0, 0, torch.nan
@@ -242,7 +244,7 @@ def _weights() -> Iterator[Case]:
 def _hidden(rows: int, cols: int, gated: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradient of h, gate and up."""
     dh, gate, up = (_normal(rows + i, cols)[:rows] for i in range(3))
-    gate = (gate / 8).clamp(-4, 4)  # what is further out is 0, or what went in
+    gate = (gate / 8).clamp(-4, 4)  # beyond it, outputs are 0 or the input
     gate[1], gate[2, 3], dh[4, 5] = 0, torch.nan, torch.inf
     return dh, gate, up if gated else None
 
@@ -270,7 +272,7 @@ def _activation() -> Iterator[Case]:
 
 
 def _inputs_of_activations() -> Iterator[Case]:
-    """Gate and up kept as codes: made in the forward, read in the backward."""
+    """Gate and up saved as codes: quantised in forward, read in backward."""
     recipes = (("folded", _ROW, _ROW, _COLUMN), ("block", _TILE, _TILE, _TILE))
     for (rows, cols), gated, (recipe, ahead, gradient, hidden) in itertools.product(SHAPES, (True, False), recipes):
         cols = cols if recipe == "folded" else -(-cols // 128) * 128
@@ -315,7 +317,7 @@ def _cross_entropy() -> Iterator[Case]:
 
 
 def _wire() -> Iterator[Case]:
-    """Gradients packed into messages, and messages of three ranks added up."""
+    """Gradients packed into messages, and messages of three ranks reduced."""
     for length, dtype in itertools.product((300, 8192), (torch.float32, torch.bfloat16)):
         ranks = [_hard(40, 1024).flatten()[i : i + 2 * length].to(dtype) for i in range(3)]
         name = f"2x{length} of {str(dtype)[6:]}"
@@ -331,7 +333,7 @@ def _grouped() -> Iterator[Case]:
     ends, (row_fold, column_fold) = torch.tensor([30, 30, 47], dtype=torch.int32), _folds(47, 48)
     operands = _hard(47, 48), ends, _ROW, _ROW, row_fold.repeat(3, 1), column_fold
     yield Case("3 groups, both ways", operands, "grouped.quantize_groups", exact=True)
-    whole = (torch.arange(3 * 48 * 128) * 7 % 9 - 4).float().to(torch.float8_e4m3fn)  # their sums are exact anywhere
+    whole = (torch.arange(3 * 48 * 128) * 7 % 9 - 4).float().to(torch.float8_e4m3fn)  # sums are exact in any order
     rows, stack = whole[: 47 * 48].view(47, 48), whole.view(3, 128, 48)
     yield Case("bytes of 3 groups", (rows, ends), "grouped.transpose_groups", exact=True)
     if torch.cuda.is_available() and not architecture(torch.device("cuda")).grouped:
@@ -357,9 +359,9 @@ KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "wire": _wire,
     "grouped": _grouped,
 }
-"""What is looked at: the cases of each kernel."""
+"""Test cases per kernel."""
 
 
 def failures(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the names of the kernels that failed a case, each once."""
+    """Return the names of kernels with a failed case, without duplicates."""
     return list(dict.fromkeys(str(row["kernel"]) for row in rows if not row["passed"]))

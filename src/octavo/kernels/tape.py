@@ -1,14 +1,14 @@
-"""Replay of what a function launched, without running its Python again.
+"""Record and replay of kernel launches, without running the Python that made them.
 
-On small layers eager FP8 waits for Python: between two launches there is more of it than the GPU needs for a kernel. A
-function that only launches kernels and calls PyTorch's operators does the same for tensors of the same shapes. `replay`
-runs such a function when it first meets a signature, records it the second time, and from then on allocates, launches
-and calls what was recorded, on new tensors. Nothing is captured: it is eager execution, on any stream, also into a CUDA
-graph.
+On small layers eager FP8 is bound by Python: host time between two launches exceeds the kernel's. A function that only
+launches kernels and calls PyTorch operators makes the same calls for tensors of the same shapes. `replay` runs such a
+function at the first call with a signature, records it at the second, and from then on repeats the recorded
+allocations, launches and operator calls on new tensors. This is not graph capture: it executes eagerly, on any stream,
+also inside a CUDA graph capture.
 
-A recording consists of slots and steps. A step takes its arguments from slots, tensors as well as constants, and puts
-its result into one; a slot is cleared after its last use. Whatever is not understood makes a signature unrecordable,
-and the function runs as written: tensors of unknown origin, results that are no tensors, one tensor passed twice.
+A recording consists of slots and steps. A step reads its arguments, tensors and constants, from slots and writes its
+result to one; slots are cleared after their last use. Anything unsupported makes a signature unrecordable, and the
+function runs as written: tensors of unknown origin, results other than tensors, one tensor passed twice.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from octavo.kernels import ledger
 from octavo.kernels.dispatch import PLAIN, has_launch_hooks, is_planning, launches_on_current
 
 CAPACITY = 4096
-"""Signatures kept; the one met first goes first."""
+"""Maximum number of signatures, evicted first-in, first-out."""
 
 Result = tuple[Sequence[Tensor | None], ...]
 _aten = torch.ops.aten
 
 
 class Unrecordable(Exception):
-    """A function did something that a recording has no step for."""
+    """A function made a call that cannot be recorded as a step."""
 
 
 class Step(NamedTuple):
@@ -43,25 +43,25 @@ class Step(NamedTuple):
 
     call: Callable[..., Any]
     arguments: Callable[[list[Any]], tuple[Any, ...]]
-    """Takes them from the slots."""
+    """Reads the arguments from the slots."""
     outputs: tuple[int, ...] | int | None
-    """The slot of a result, those of a list of results, or None for a launch."""
+    """Slot of the result, slots of a list of results, or None for a launch."""
     finished: tuple[int, ...]
-    """Slots that no later step reads."""
+    """Slots to clear: no later step reads them."""
 
 
 class Recording(NamedTuple):
-    """What a function did for tensors of one signature."""
+    """Calls of a function for tensors of one signature."""
 
     slots: list[Any]
-    """Initial values of all slots after the inputs: constants, and None for what steps make."""
+    """Initial values of the slots after inputs and stream: constants, and None for results of steps."""
     steps: list[Step]
     results: tuple[Callable[[list[Any]], tuple[Any, ...]], ...]
     holds: Any
-    """What must stay alive, so that its `id` in the signature names nothing else."""
+    """Objects whose `id` is in the signature, kept alive so that ids stay unique."""
 
     def replay(self, tensors: Sequence[Tensor | None], stream: int) -> Result:
-        """Do the same with other tensors, launching on a stream."""
+        """Repeat the calls on other tensors, launching on `stream`."""
         slots = [*tensors, stream, *self.slots]
         for call, arguments, outputs, finished in self.steps:
             made = call(*arguments(slots))
@@ -81,13 +81,13 @@ _thread = threading.local()
 
 
 def replay(function: Callable[..., Result], options: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> Result:
-    """Return `function(options, *tensors)`, from a recording where there is one.
+    """Return `function(options, *tensors)`, replayed from a recording if there is one.
 
     Args:
-        function: makes its results from the tensors alone, by PyTorch's operators and by launches (`launch.Kernel`),
-            in the same order for tensors of the same shapes, strides, dtypes and alignments. Its results are groups of
-            tensors and None.
-        options: everything else that it depends on. Recipes and other objects are compared by identity.
+        function: computes its results from the tensors only, by PyTorch operators and launches (`launch.Kernel`), in
+            the same order for tensors of the same shapes, strides, dtypes and alignments. Returns groups of tensors
+            and None.
+        options: all other arguments. Recipes and other objects are compared by identity.
     """
     if not _is_recordable(tensors):
         return function(options, *tensors)
@@ -101,7 +101,7 @@ def replay(function: Callable[..., Result], options: tuple[Any, ...], tensors: S
     stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
     if autocast is None:
         return recording.replay(tensors, stream)
-    torch.set_autocast_enabled(kind, False)  # the recording has its casts
+    torch.set_autocast_enabled(kind, False)  # the recording includes the casts
     try:
         return recording.replay(tensors, stream)
     finally:
@@ -109,7 +109,7 @@ def replay(function: Callable[..., Result], options: tuple[Any, ...], tensors: S
 
 
 def _is_recordable(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether these are plain tensors of one GPU that nothing but the kernels looks at."""
+    """Return whether these are plain tensors on the current GPU, with no compiler, mode, hook or ledger active."""
     if torch.compiler.is_compiling() or ledger.is_open() or is_planning() or has_launch_hooks():
         return False
     first = next((x for x in tensors if x is not None), None)
@@ -126,7 +126,7 @@ _BY_VALUE = (int, float, str, tuple, torch.dtype)
 
 
 def _facts_of(x: Tensor | None) -> Any:
-    """Return what of a tensor a host function may depend on."""
+    """Return the metadata of a tensor that a host function may depend on."""
     return x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.get_device())
 
 
@@ -137,7 +137,7 @@ def _first_runs(
     options: tuple[Any, ...],
     tensors: Sequence[Tensor | None],
 ) -> Result:
-    """Run a function; the second time that a signature is met, record it."""
+    """Run a function, and record it at the second call with a signature."""
     if state == "met":
         results, recording = record(function, options, tensors)
         _recordings[key] = recording or "unrecordable"
@@ -152,7 +152,7 @@ def _first_runs(
 def record(
     function: Callable[..., Result], options: tuple[Any, ...], tensors: Sequence[Tensor | None]
 ) -> tuple[Result, Recording | None]:
-    """Run a function, and return its results and what it did; None where that cannot be replayed."""
+    """Run a function; return its results and the recording, or None if it cannot be replayed."""
     recorder = _Recorder(tensors)
     before = recorder_here()
     _thread.recorder = recorder
@@ -165,12 +165,12 @@ def record(
 
 
 def recorder_here() -> _Recorder | None:
-    """Return the recorder of this thread, while a function is recorded: a launch tells it what it does."""
+    """Return the active recorder of this thread, or None; launches report to it."""
     return getattr(_thread, "recorder", None)
 
 
 class _Recorder(TorchDispatchMode):
-    """Collects the steps of a function while it runs."""
+    """Records the steps of a function as it runs."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -201,7 +201,7 @@ class _Recorder(TorchDispatchMode):
             self.refused = True
 
     def refuse(self) -> None:
-        """Note that something cannot be replayed."""
+        """Mark the recording as not replayable."""
         self.refused = True
 
     def finish(self, results: Result, holds: Any) -> Recording | None:
@@ -254,7 +254,7 @@ class _Recorder(TorchDispatchMode):
         raise Unrecordable
 
     def _new(self, tensor: Tensor) -> int:
-        """Return the slot of a tensor that a step gives: an in-place operator gives its argument."""
+        """Return the slot of a step's result; for an in-place operator, that of its argument."""
         if id(tensor) not in self.known:
             self.known[id(tensor)] = self._add(None)
             self.alive.append(tensor)
@@ -292,18 +292,18 @@ _FAST: dict[Any, Callable[..., Any]] = {
     _aten.new_ones.default: Tensor.new_ones,
     _aten.zeros.default: torch.zeros,
 }
-"""Python bindings that take the arguments of an operator in a fraction of the time that `torch.ops` takes."""
+"""Python bindings with a fraction of the call overhead of `torch.ops`."""
 
 
 def _regrouped(call: Callable[..., Any], lengths: tuple[int | None, ...], *flat: Any, **options: Any) -> Any:
-    """Call an operator that takes lists, given their elements."""
+    """Call an operator on lists rebuilt from flat elements."""
     rest = iter(flat)
     arguments = [next(rest) if n is None else [next(rest) for _ in range(n)] for n in lengths]
     return call(*arguments, **options)
 
 
 def _getter(slots: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Return what takes the values of these slots."""
+    """Return a function that reads these slots."""
     if not slots:
         return _nothing
     if len(slots) == 1:

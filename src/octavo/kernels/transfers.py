@@ -1,4 +1,4 @@
-"""Copies between host and device that wait for nothing: batches and tables to the device, scalars to the host."""
+"""Asynchronous copies between host and device: batches and tables to the device, scalars to the host."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from octavo.errors import UnsupportedError
 
 
 class AsyncHostCopy:
-    """A copy into pinned memory, queued on the current stream; a CPU tensor is not copied."""
+    """Copy into pinned memory, enqueued on the current stream; a CPU tensor is not copied."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._here = tensor
+        self._host = tensor
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._here.copy_(tensor, non_blocking=True)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(tensor.device))
 
     def has_arrived(self) -> bool:
-        """Return whether `result` need not wait."""
+        """Return whether `result` would not block."""
         return self._copied is None or self._copied.query()
 
     def result(self) -> Tensor:
-        """Return the tensor on the CPU; waits for it where it has not arrived, and for no later work of the GPU."""
+        """Return the tensor on the CPU; blocks until the copy is complete, but not on later GPU work."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._here
+        return self._host
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on the device.
+    """Copy a host tensor to the device asynchronously.
 
-    From memory that is not pinned the host would wait for all that the GPU was given before.
+    Through pinned memory: from pageable memory, the host would block on all preceding GPU work.
     """
     pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
     return pinned.to(device, non_blocking=True)
 
 
 class PinnedStaging:
-    """Tables by name, kept on the device for as long as they say the same.
+    """Cache of tables on the device by name, uploaded when their key changes.
 
-    No upload waits for the device, and one that a CUDA graph captures is good for every replay.
+    Uploads do not synchronise with the device; those captured by a CUDA graph stay valid for every replay.
     """
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, tuple[Hashable, Tensor]] = {}
         self._spare: dict[Hashable, Tensor] = {}
         self._captured: list[Tensor] = []
-        """What graphs read whenever they are replayed: it must not be freed."""
+        """Buffers that graphs read at every replay, kept alive."""
 
     def __call__(self, name: Hashable, key: Hashable, make: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Return the table `name` on the device; `make` is called only where `key` is another than last time.
+        """Return the table `name` on the device; `make` is called only if `key` changed since the last call.
 
         Raises:
-            UnsupportedError: a graph is being captured, and there was no step like this one before it.
+            UnsupportedError: during a graph capture without an earlier step of the same shape.
         """
         captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         known = self._tables.get(name)
@@ -67,7 +67,7 @@ class PinnedStaging:
                 self._captured.append(known[1])
             return known[1]
         if captures:
-            return self._capture(name, make(), device)  # filled when it is replayed, so no table for other steps
+            return self._capture(name, make(), device)  # filled at replay, so not cached for other steps
         table = make()
         if device.type == "cuda":
             table = self._move(name, table, device)
@@ -84,9 +84,9 @@ class PinnedStaging:
         spare = self._spare.pop(name, None)
         if spare is None or spare.shape != table.shape or spare.dtype != table.dtype:
             raise UnsupportedError(
-                "a CUDA graph is being captured, and memory cannot be pinned now: make a step with the same "
-                "parameters before the capture."
+                "memory cannot be pinned during a CUDA graph capture: make a step with the same parameters before the "
+                "capture."
             )
         self._captured.append(spare.copy_(table))
-        self._tables.pop(name, None)  # so that the next step pins memory for another capture
+        self._tables.pop(name, None)  # makes the next step pin memory for another capture
         return spare.to(device, non_blocking=True)

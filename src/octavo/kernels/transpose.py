@@ -1,4 +1,4 @@
-"""The byte transpose: FP8 codes (R, C) to (C, R). What a backward GEMM reads is what fprop read, moved."""
+"""The byte transpose of FP8 codes, (R, C) to (C, R), to reuse operands of fprop in backward GEMMs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     """Return the transpose (C, R), contiguous, of contiguous codes (R, C) of any one-byte dtype.
 
     Args:
-        after: a tensor that a compiler must not transpose before: in forward, the result of what backward reads would
-            be kept in memory until then.
+        after: a tensor to order the transpose after. Without this dependency a compiler could move it into forward,
+            and keep the result in memory until backward.
     """
     result: Tensor = call("transpose", _transpose, (codes, after), [True])[0]
     return result
 
 
 def transpose_folded(codes: Tensor, after: Tensor) -> Quantized:
-    """Return codes (R, C) transposed, with a scale of 1 per row: their scales have moved into the other operand.
+    """Return codes (R, C) transposed, with scale 1 per row: the scales are folded into the other operand.
 
     Args:
-        after: the other operand, see `transpose`.
+        after: the other operand, as for `transpose`.
     """
     codes_t, scale = call("transpose_folded", _transpose_folded, (codes, after), [True, True])
     return Quantized(codes_t, scale, PER_ROW)

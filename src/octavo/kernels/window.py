@@ -1,4 +1,4 @@
-"""The window of a convolution: how its kernel moves over an image."""
+"""The sliding window of a convolution."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 Pair = tuple[int, int]
-"""Of height and width."""
+"""(height, width)."""
 
 
 class Window(NamedTuple):
-    """How a convolution's kernel moves over an image: PyTorch's arguments, a pair each."""
+    """Sliding window of a convolution: PyTorch's arguments, one pair each."""
 
     kernel: Pair
     stride: Pair = (1, 1)
@@ -19,23 +19,23 @@ class Window(NamedTuple):
 
     @property
     def is_pixel(self) -> bool:
-        """Whether every pixel is a patch: the convolution is a linear layer."""
+        """Whether every pixel is a patch (1x1, stride 1), so that the convolution is a linear layer."""
         return self == Window((1, 1), dilation=self.dilation)
 
     @property
     def taps(self) -> int:
-        """Pixels of a patch."""
+        """Pixels per patch."""
         return self.kernel[0] * self.kernel[1]
 
     def output(self, height: int, width: int) -> Pair:
-        """Return the size of the result for an image of that size; 0 where the kernel does not fit."""
+        """Return the output size for an image size; 0 if the kernel does not fit."""
         sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         high, wide = ((size + 2 * pad - dil * (k - 1) - 1) // step + 1 for size, k, step, pad, dil in sizes)
         return max(high, 0), max(wide, 0)
 
     @property
     def flat(self) -> list[int]:
-        """The numbers in order, as operators take them."""
+        """All integers as a flat list, for operators."""
         return [*self.kernel, *self.stride, *self.padding, *self.dilation]
 
     @classmethod

@@ -1,7 +1,7 @@
-"""The wire contract: a gradient quantised into messages, and the sum of the messages that arrive.
+"""The wire contract: quantisation of a gradient into messages, and reduction of received messages.
 
-`kernels.message` says how a message lies in memory. Both functions run between collectives, never in a compiled graph:
-they are plain functions, not operators.
+`kernels.message` defines the message format. Both functions run between collectives, never in a compiled graph, so they
+are plain functions, not operators.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from octavo.kernels.message import message_bytes
 
 
 def pack(x: Tensor, messages: int, length: int) -> Tensor:
-    """Quantise a gradient into messages: the values m * length to (m + 1) * length - 1 are message m.
+    """Quantise a gradient into messages; message m holds the values m * length to (m + 1) * length - 1.
 
-    Finite values are rounded to nearest and never saturate. NaN and infinities become NaN, and touch no scale. Where
-    the values end before the last message does, it goes on with zeros, which touch no scale either.
+    Finite values are rounded to nearest and never saturate. NaN and infinities become NaN, and do not affect scales.
+    The last messages are padded with zeros, which do not affect scales either.
 
     Args:
         x: (n,), FP32, BF16 or FP16, contiguous; n <= messages * length.
@@ -27,7 +27,7 @@ def pack(x: Tensor, messages: int, length: int) -> Tensor:
         uint8 (messages, message_bytes(length)).
 
     Raises:
-        ConfigError: x is not such a vector, or has more values than the messages hold.
+        ConfigError: x is not a contiguous vector, or does not fit the messages.
     """
     _check_vector("pack", x, messages * length)
     if not messages * length:
@@ -37,20 +37,20 @@ def pack(x: Tensor, messages: int, length: int) -> Tensor:
 
 
 def add(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> None:
-    """Decode messages and sum them into `out`.
+    """Dequantise messages and write their sum to `out`.
 
         out[p * length + i] = factor * (value i of messages[p, 0] + value i of messages[p, 1] + ...)
 
-    In FP32, in this order, rounded once to the dtype of `out`. With one message a part this decodes, with one part it
-    reduces. NaN and infinities come through.
+    Accumulated in FP32, in this order, and rounded once to the dtype of `out`. With one term per part this dequantises,
+    with one part it reduces. NaN and infinities propagate.
 
     Args:
-        messages: (parts, terms, message_bytes(length)) uint8, as `pack` makes them; or the values themselves, BF16,
-            FP16 or FP32 (parts, terms, length). Contiguous.
-        out: (n,), FP32, BF16 or FP16, contiguous; n <= parts * length: what is beyond its end is dropped.
+        messages: (parts, terms, message_bytes(length)) uint8, from `pack`; or plain values (parts, terms, length),
+            BF16, FP16 or FP32. Contiguous.
+        out: (n,), FP32, BF16 or FP16, contiguous; n <= parts * length, values beyond n are dropped.
 
     Raises:
-        ConfigError: the messages have another length, or `out` is longer than all of them.
+        ConfigError: messages of another length, or `out` is longer than all parts.
     """
     parts, _, width = messages.shape
     expected = message_bytes(length) if messages.dtype == torch.uint8 else length
@@ -64,5 +64,5 @@ def add(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> None
 def _check_vector(name: str, x: Tensor, limit: int) -> None:
     if x.dim() != 1 or not x.is_contiguous() or x.numel() > limit:
         raise ConfigError(
-            f"{name}: a vector {tuple(x.shape)} for messages that hold {limit} values: flatten it, contiguous."
+            f"{name}: {tuple(x.shape)} for messages that hold {limit} values: flatten it, and make it contiguous."
         )

@@ -1,1 +1,1 @@
-"""The readable twin of every kernel, in plain PyTorch: what the fast ones are tested against, and what a CPU runs."""
+"""Reference implementation of every kernel in plain PyTorch, for tests of the fast ones and for CPUs."""

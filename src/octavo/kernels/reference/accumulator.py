@@ -1,17 +1,17 @@
-"""Hopper's FP8 accumulator, bit for bit, on any device.
+"""Bit-exact emulation of Hopper's FP8 accumulator, on any device.
 
-A tensor core adds 32 products to its accumulator at once. It aligns the products and the accumulator to the largest of
-their exponents, cuts each toward zero to 13 fraction bits, adds them exactly, and cuts the sum to 13 fraction bits
-again. Nothing is ever rounded up, so sums of one sign shrink. `fast` accumulation is one such chain over all of K;
-`slow` starts a new chain every 128 products and adds the chains in FP32, as CUDA cores do.
+A tensor core accumulates 32 products per step. It aligns products and accumulator to their largest exponent, truncates
+each toward zero to 13 fraction bits, adds them exactly, and truncates the sum to 13 fraction bits again. As nothing is
+rounded up, sums of one sign are biased toward zero. `fast` accumulation is one such chain over all of K; `slow` starts
+a new chain every 128 products and adds the chains in FP32, as on CUDA cores.
 
-The exponent of a product is that of its two codes added, before the product is normalised; a subnormal code has the
-smallest normal exponent; a zero product takes no part. Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores",
-arXiv 2512.07004, and Xie et al., "MMA-Sim", arXiv 2511.10909, found these rules with probes on the hardware.
+The exponent of a product is the sum of the exponents of its codes, before normalisation; a subnormal code has the
+smallest normal exponent; zero products are ignored. Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores",
+arXiv 2512.07004, and Xie et al., "MMA-Sim", arXiv 2511.10909, derived these rules by probing the hardware.
 
-How cuBLAS cuts K into parts for several blocks of threads (split K, on small outputs) is not modelled.
+Split-K in cuBLAS (on small outputs) is not modelled.
 
-M: rows of a, N: rows of b, K: the summed index.
+M: rows of a, N: rows of b, K: reduction dimension.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from octavo.kernels.product import product
 from octavo.numerics import Quantized, format_of
 
 PRODUCTS = 32
-"""Products of one step."""
+"""Products per step."""
 FRACTION_BITS = 13
-"""Kept of every term of a step, below the largest exponent, and of its result."""
+"""Fraction bits of every term of a step, relative to the largest exponent, and of the sum."""
 CHAIN = 128
-"""Products of a chain where accumulation is slow."""
+"""Products per chain in slow accumulation."""
 
 _FP32_FRACTION_BITS = 23
-_CUT = -(1 << (_FP32_FRACTION_BITS - FRACTION_BITS))
-"""Clears, by `&`, the fraction bits of an FP32 number that the accumulator does not keep."""
+_TRUNCATION_MASK = -(1 << (_FP32_FRACTION_BITS - FRACTION_BITS))
+"""Mask of the bits of an FP32 number that the accumulator keeps."""
 _ZERO = -60
-"""Stands for the exponent of a zero: below that of every product and every accumulator, and twice it fits in int8."""
+"""Exponent that represents zero: below any product and accumulator, and its double fits in int8."""
 
 
 def matmul(a_codes: Tensor, b_codes: Tensor, accumulate: Literal["slow", "fast"] = "slow") -> Tensor:
-    """Return a . b^T as Hopper's tensor cores compute it, before any scale: FP32 (M, N).
+    """Return a . b^T as on Hopper's tensor cores, before scaling: FP32 (M, N).
 
     Args:
         a_codes: (M, K), E4M3 or E5M2.
         b_codes: (N, K), E4M3 or E5M2.
-        accumulate: one chain over all of K, or one every 128.
+        accumulate: `fast`: one chain over all of K; `slow`: one per 128 products.
     """
     if accumulate == "fast":
         return chain(a_codes, b_codes)
@@ -56,9 +56,9 @@ def matmul(a_codes: Tensor, b_codes: Tensor, accumulate: Literal["slow", "fast"]
 
 
 def chain(a_codes: Tensor, b_codes: Tensor) -> Tensor:
-    """Return a . b^T from one chain of steps that starts at zero. Arguments and result are those of `matmul`.
+    """Return a . b^T from one chain of steps that starts at zero. Arguments and result as for `matmul`.
 
-    A result that is not finite in IEEE arithmetic is what it is there.
+    Results that are non-finite in IEEE arithmetic are returned as such.
     """
     a, b = a_codes.float(), b_codes.float()
     a_finite, b_finite = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
@@ -73,18 +73,18 @@ def chain(a_codes: Tensor, b_codes: Tensor) -> Tensor:
 
 
 def _exponents(values: Tensor, codes: Tensor) -> Tensor:
-    """Return the exponent of each value as the tensor core reads it from the code, int8."""
+    """Return the exponent of each code as used by the tensor core, int8; `_ZERO` for zero."""
     smallest = _exponent(torch.tensor(format_of(codes).smallest_normal, device=codes.device, dtype=torch.float32))
     return torch.where(values == 0, _ZERO, torch.maximum(_exponent(values), smallest)).to(torch.int8)
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """Return the exponent of FP32 numbers, int32; less than any other for zero."""
+    """Return the unbiased exponent of FP32 numbers, int32; -127 for zero."""
     return ((x.view(torch.int32) >> _FP32_FRACTION_BITS) & 255) - 127
 
 
 def _chain_of_tile(a: Tensor, a_exponent: Tensor, b: Tensor, b_exponent: Tensor) -> Tensor:
-    """Return the accumulators (M, N) of a tile after all of K."""
+    """Return the accumulators (M, N) of an output tile after all of K."""
     accumulator = torch.zeros(a.shape[0], b.shape[0], device=a.device, dtype=torch.float32)
     for start in range(0, a.shape[1], PRODUCTS):
         step = slice(start, start + PRODUCTS)
@@ -99,17 +99,17 @@ def _add(accumulator: Tensor, products: Tensor, largest: Tensor) -> Tensor:
 
     Args:
         accumulator: FP32 (M, N).
-        products: FP32 (32, M, N); used up.
-        largest: the largest exponent among the products, int32 (M, N).
+        products: FP32 (32, M, N); overwritten.
+        largest: largest exponent of the products, int32 (M, N).
     """
     aligned = torch.maximum(largest, _exponent(accumulator)).clamp_(min=_ZERO)
     unit = ((aligned - FRACTION_BITS + 127) << _FP32_FRACTION_BITS).view(torch.float32)
     total = products.div_(unit).trunc_().sum(dim=0) + (accumulator / unit).trunc()
-    return ((total * unit).view(torch.int32) & _CUT).view(torch.float32)
+    return ((total * unit).view(torch.int32) & _TRUNCATION_MASK).view(torch.float32)
 
 
 def _tiles(result: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the tiles of an (M, N) result: small enough for a cache, or to fill a GPU and not its memory."""
+    """Yield output tiles of (M, N), sized for a CPU cache, or to occupy a GPU within its memory."""
     side = 1024 if result.is_cuda else 64
     for row in range(0, result.shape[0], side):
         for col in range(0, result.shape[1], side):
@@ -117,7 +117,7 @@ def _tiles(result: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
-    """Return why Hopper's tensor cores cannot multiply these operands as they are, or None."""
+    """Return why Hopper's tensor cores do not support these operands, or None."""
     for operand in (a, b):
         if operand.granularity.cols not in (None, CHAIN) or operand.granularity.rows not in (None, 1, CHAIN):
             return f"no tensor core of Hopper takes {operand.granularity.name} scales"
@@ -125,10 +125,10 @@ def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
 
 
 def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a . b^T of two operands with no `unsupported_reason`, as (M, N) of `out_dtype`.
+    """Return a . b^T as (M, N) of `out_dtype`, for operands with no `unsupported_reason`.
 
-    Scales of tiles along K are multiplied into each chain, in FP32, before it is added: such a GEMM is always slow.
-    Others are multiplied into the result. Power-of-two scales change no bit of the sums wherever they stand.
+    Scales of tiles along K are applied to each chain in FP32 before it is added: such a GEMM is always slow. Others are
+    applied to the result. Power-of-two scales are exact either way.
     """
     if a.granularity.cols is None and b.granularity.cols is None:
         total = matmul(a.codes, b.codes, "fast" if fast else "slow")
@@ -141,13 +141,13 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tens
 
 
 def _scale(x: Quantized, tile: int) -> Tensor:
-    """Return the scale of each row in the `tile`-th 128 columns, (rows, 1)."""
+    """Return the scale per row for tile number `tile` of 128 columns, (rows, 1)."""
     column = x.scale if x.granularity.cols is None else x.scale[:, tile : tile + 1]
     rows, height = x.codes.shape[0], x.granularity.rows
     return column.expand(rows, 1) if height is None else column.repeat_interleave(height, dim=0)[:rows]
 
 
 def exact(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
-    """Return a . b^T summed in FP64 and rounded to FP32, then to `out_dtype`: no accumulator shows in it."""
+    """Return a . b^T accumulated in FP64, rounded to FP32, then to `out_dtype`: free of accumulator error."""
     a_values, b_values = (x.codes.double() * x.granularity.expand(x.scale, *x.codes.shape) for x in (a, b))
     return product(a_values, b_values.t()).float().to(out_dtype)

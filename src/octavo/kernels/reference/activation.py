@@ -1,4 +1,4 @@
-"""The activations of an MLP as they are defined, in FP32: h = f(gate) * up, its gradients, and their codes."""
+"""Reference activations of an MLP in FP32: h = f(gate) * up, its gradients, and their codes."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | 
 
 
 def value(kind: str, x: Tensor) -> Tensor:
-    """Return f(x) of an FP32 tensor."""
+    """Return f(x) for an FP32 tensor."""
     return value_and_slope(kind, x)[0]
 
 
 def value_and_slope(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f(x) and f'(x) of an FP32 tensor.
+    """Return f(x) and f'(x) for an FP32 tensor.
 
     | kind        | f(x)                                                          |
     |-------------|---------------------------------------------------------------|
@@ -71,7 +71,7 @@ def value_and_slope(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
     | `gelu_tanh` | x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))            |
     | `relu2`     | max(x, 0)^2                                                   |
 
-    `gelu_tanh` is the usual one: (1 + tanh(u)) / 2 = sigmoid(2 u).
+    `gelu_tanh` equals the usual formula, as (1 + tanh(u)) / 2 = sigmoid(2 u).
     """
     if kind == "silu":
         share = 1 / (1 + torch.exp(-x))
@@ -85,7 +85,7 @@ def value_and_slope(kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
         share = 1 / (1 + torch.exp(-steepness * x * (1 + 0.044715 * x * x)))
         f = x * share
         return f, share + f * (1 - share) * (steepness * (1 + 3 * 0.044715 * x * x))
-    positive = torch.where(x <= 0, 0.0, x)  # NaN stays
+    positive = torch.where(x <= 0, 0.0, x)  # preserves NaN
     return positive * positive, 2 * positive
 
 

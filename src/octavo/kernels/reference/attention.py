@@ -1,6 +1,6 @@
-"""Attention as it is defined, in FP32, with the whole matrix of scores in memory.
+"""Reference attention in FP32, with the score matrix materialised.
 
-Shapes here are (B, H, T, E) and, of k and v, (B, G, T, E): see `octavo.kernels.attention`.
+Shapes are (B, H, T, E), and (B, G, T, E) for k and v; see `octavo.kernels.attention`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def attention_backward(
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
     scores = product(q.float(), _heads(k, q).mT) * _scale(q, scale)
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(hidden, -torch.inf) if causal else scores
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(future, -torch.inf) if causal else scores
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -44,11 +44,11 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _heads(x: Tensor, q: Tensor) -> Tensor:
-    """Return k or v in FP32, with a head for each of q's."""
+    """Return k or v in FP32, repeated to the query heads."""
     return x.float().repeat_interleave(q.shape[1] // max(x.shape[1], 1), dim=1)
 
 
 def _grouped(gradient: Tensor, k: Tensor) -> Tensor:
-    """Return the gradient of k's heads, each the sum over the query heads that read it."""
+    """Sum the gradient over the query heads of each key head, in the dtype of k."""
     batch, groups, *rest = k.shape
     return gradient.reshape(batch, groups, gradient.shape[1] // max(groups, 1), *rest).sum(2).to(k.dtype)

@@ -1,4 +1,4 @@
-"""Coefficients as they are defined, in plain PyTorch. See `octavo.kernels.coefficients`."""
+"""Reference coefficients in plain PyTorch. See `octavo.kernels.coefficients`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.kernels.optimizer import COEFFICIENTS
 
 
 def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
-    """Return the sums of squares of each group. See `octavo.kernels.coefficients.group_squares`."""
+    """Return the sum of squares per group. See `octavo.kernels.coefficients.group_squares`."""
     is_member = torch.arange(groups, device=squares.device)[:, None] == own[:, 0]
     return torch.where(is_member, squares, 0.0).sum(dim=1)
 
@@ -28,7 +28,7 @@ def coefficients(inputs: StepInputs, counts: Sequence[Tensor], skipped: Tensor, 
     group, bound, lr_ratio, averages = own.unbind(dim=1)
     factor = by_group[group.long()]
     lr, beta1, beta2, eps, decay, *_ = hyper[group.long()].unbind(dim=1)
-    first, second = power(torch.stack((beta1, beta2)), steps.clamp(min=1))  # 1: a first step that is skipped
+    first, second = power(torch.stack((beta1, beta2)), steps.clamp(min=1))  # a skipped first step has count 0
     columns = {
         "factor": torch.where(averages > 0, factor * (1 - beta1), factor),
         "first_share": 1 - beta1,
@@ -47,7 +47,7 @@ def coefficients(inputs: StepInputs, counts: Sequence[Tensor], skipped: Tensor, 
 
 
 def power(base: Tensor, exponent: Tensor) -> Tensor:
-    """Return base to an integer power of at least 0, by repeated squaring."""
+    """Return base to a non-negative integer power, by repeated squaring."""
     result = torch.ones_like(base)
     for _ in range(int(exponent.max()).bit_length() if exponent.numel() else 0):
         result = torch.where(exponent % 2 > 0, result * base, result)
@@ -56,7 +56,7 @@ def power(base: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _clip(inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what the gradients of each group are multiplied by, FP64 (G,); whether to skip; and the norm."""
+    """Return the gradient factor per group, FP64 (G,); whether to skip the step, int32 (1,); and the norm or None."""
     *_, sign, clip, clip_all = inputs.hyper.unbind(dim=1)
     scale = torch.ones_like(sign[:1]) if inputs.grad_scale is None else inputs.grad_scale.double().reshape(1)
     inverse = 1 / scale.to(sign.device)

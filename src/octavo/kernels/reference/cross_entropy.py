@@ -1,4 +1,4 @@
-"""Cross-entropy and its gradient as they are defined."""
+"""Reference cross-entropy and its gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def cross_entropy_(
         z_MV = softcap * torch.tanh(z_MV / softcap)
     counted_M = targets_M != ignore_index
     valid_M = counted_M & (targets_M >= 0) & (targets_M < logits_MV.shape[1])
-    elsewhere_M = torch.where(counted_M, torch.nan, 0.0)  # a row without a valid target has this for everything
+    fill_M = torch.where(counted_M, torch.nan, 0.0)  # loss and gradient of rows without a valid target
     index_M1 = targets_M.where(valid_M, 0)[:, None]
     log_p_MV = z_MV.log_softmax(dim=1)
     loss_M = -log_p_MV.gather(1, index_M1)[:, 0]
@@ -30,5 +30,5 @@ def cross_entropy_(
         if softcap:
             d_MV *= 1 - (z_MV / softcap).square()
         logits_MV.copy_(d_MV)
-        logits_MV[~valid_M] = elsewhere_M[~valid_M, None].to(logits_MV.dtype)
-    return torch.where(valid_M, loss_M, elsewhere_M)
+        logits_MV[~valid_M] = fill_M[~valid_M, None].to(logits_MV.dtype)
+    return torch.where(valid_M, loss_M, fill_M)

@@ -1,4 +1,4 @@
-"""Passes over the rows of experts as they are defined: see `octavo.kernels.experts`."""
+"""Reference passes over the rows of experts. See `octavo.kernels.experts`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def activation_backward(
     targets: Sequence[QuantSpec | None],
     factors: Sequence[Tensor | None],
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None, Tensor | None, Tensor]:
-    """See `octavo.kernels.experts.activation_backward`: D by rows, by columns, codes of h, d weights."""
+    """See `octavo.kernels.experts.activation_backward`: D per row, D per column, codes of h, d weights."""
     (rows, columns, hidden), (row_fold, column_fold, scale) = targets, factors
     gate = gate if isinstance(gate, Tensor) else dequantize(gate)
     up = up if up is None or isinstance(up, Tensor) else dequantize(up)
@@ -54,5 +54,5 @@ def activation_backward(
     row, column = quantize_groups(d, ends, rows, columns, row_fold, column_fold)
     h_t = None
     if hidden is not None and scale is not None:
-        h_t = transpose_groups(to_codes(h * (1 / scale), hidden.fmt), ends)  # exact: a power of two
+        h_t = transpose_groups(to_codes(h * (1 / scale), hidden.fmt), ends)  # exact, as scales are powers of two
     return row, column, h_t, (dh.float() * h).sum(1)

@@ -1,4 +1,4 @@
-"""The GEMM as it is defined: give the values back, multiply and add in FP32, round once."""
+"""Reference GEMM: dequantise, multiply and accumulate in FP32, round once."""
 
 from __future__ import annotations
 

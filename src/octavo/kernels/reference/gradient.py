@@ -1,4 +1,4 @@
-"""Stored gradients and sums of squares as they are defined. Values come in groups, (G, 128); see `storage`."""
+"""Reference gradient storage and sums of squares. Values are in groups, (G, 128); see `storage`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scal
 
 
 def load_gradient(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the values of a stored gradient. See `octavo.kernels.optimizer.load_gradient`."""
+    """Dequantise a stored gradient. See `octavo.kernels.optimizer.load_gradient`."""
     groups = codec.to_groups(codes.float()) * codec.scale_of(scale.int()).reshape(-1, 1)
     return codec.from_groups(groups, *codes.shape)
 

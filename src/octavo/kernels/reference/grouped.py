@@ -1,4 +1,4 @@
-"""Quantisation of groups, and products in high precision, as they are defined: each expert as if it were alone."""
+"""Reference quantisation of groups and high-precision products: a loop over the experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def quantize_groups(
     column_fold: Tensor | None,
     source: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """See `octavo.kernels.grouped.quantize_groups`: (codes, scale) of either."""
+    """See `octavo.kernels.grouped.quantize_groups`: (codes, scale) for rows and for columns."""
     x = x if source is None else x[source]
     groups = list(groups_of(ends))
     row = column = None
@@ -34,7 +34,7 @@ def quantize_groups(
     if columns is not None:
         folded = x.float() if column_fold is None else x.float() * column_fold
         parts = [quantize(folded[tokens].t(), columns.fmt, PER_ROW, columns.scaling) for tokens in groups]
-        empty = x.new_empty(x.shape[1], 0, dtype=torch.uint8)  # bytes: autocast has no torch.cat of FP8
+        empty = x.new_empty(x.shape[1], 0, dtype=torch.uint8)  # bytes: torch.cat has no FP8 under autocast
         codes = torch.cat([empty, *(part.codes.view(torch.uint8) for part in parts)], dim=1).view(columns.fmt.dtype)
         scales = [part.scale.t() for part in parts]
         column = transpose_groups(codes.t(), ends), torch.cat([x.new_empty(0, x.shape[1]).float(), *scales])

@@ -1,4 +1,4 @@
-"""Grouped FP8 GEMMs as they are defined: a loop over the experts, each as if it were alone."""
+"""Reference grouped FP8 GEMMs: a loop over the experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def grouped_gemm(
 def grouped_wgrad(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: of the groups not padded."""
+    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: end offsets before padding."""
     b_scale = a_scale.new_ones(len(ends), b.shape[0]) if b_scale is None else b_scale
     parts = [
         gemm(

@@ -1,6 +1,6 @@
-"""RMS norm and layer norm as they are defined, forward and backward, in FP32.
+"""Reference RMS norm and layer norm, forward and backward, in FP32.
 
-Backward, with the normalised row n = (x - mean) * rstd, mean 0 for an RMS norm, and g = dy * weight:
+Backward, with the normalised row n = (x - mean) * rstd, mean = 0 for an RMS norm, and g = dy * weight:
 
     dx = rstd * (g - n * mean(g n) - mean(g))      the last term for a layer norm only
     dweight = sum over rows of dy * n              dbias = sum over rows of dy
@@ -18,7 +18,7 @@ from octavo.numerics import Quantized, dequantize, quantize
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
 ) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
-    """Return y, its codes, rstd and mean: see `octavo.kernels.norm`. centred: a layer norm."""
+    """Return y, its codes, rstd and mean. See `octavo.kernels.norm`. centred: True for a layer norm."""
     s = x.float()
     mean = s.mean(dim=1) if centred else None
     if mean is not None:
@@ -36,7 +36,7 @@ def forward(
 def backward(
     dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dx in x's dtype, dweight and dbias in those of weight and bias: see `octavo.kernels.norm`."""
+    """Return dx, dweight and dbias in the dtypes of x, weight and bias. See `octavo.kernels.norm`."""
     dtype, s = (x.dtype, x.float()) if isinstance(x, Tensor) else (dy.dtype, dequantize(x))
     dy = dy.float()
     normed = (s if mean is None else s - mean[:, None]) * rstd[:, None]

@@ -1,4 +1,4 @@
-"""One step of one tensor as it is defined, in plain PyTorch. Values come in groups, (G, 128); see `storage`."""
+"""Reference optimizer step in plain PyTorch. Values are in groups, (G, 128); see `storage`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _write_moment(
 
 Coefficients = tuple[Tensor, ...]
 Result = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
-"""The weight but for its update, both moments, the update."""
+"""Decayed weight before the update, both moments, update."""
 
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor | None, v: Tensor | None, c: Coefficients) -> Result:
@@ -108,7 +108,7 @@ RULES: dict[str, Callable[..., Result]] = {"adamw": _adamw, "adam": _adam, "lion
 
 
 def _random(slot: Slot, control: Control) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 16 random bits per value for each of the three that are rounded."""
+    """Return 16 random bits per value for first moment, second moment and weight."""
     rows, cols = slot.weight.shape
     counter = torch.arange(rows * groups_of(cols) * 32, device=slot.weight.device)
     words = random_words(control.seed, counter, slot.number, control.steps[slot.row].long())
@@ -118,7 +118,7 @@ def _random(slot: Slot, control: Control) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def read(codes: Tensor, scale: Tensor | None, storage: Storage) -> Tensor:
-    """Return the FP32 values of stored ones, in groups."""
+    """Decode stored values to FP32, in groups."""
     if storage.format == "fp32":
         values = codec.to_groups(codes)
     else:
@@ -136,7 +136,7 @@ def write(values: Tensor, codes: Tensor, scale: Tensor | None, storage: Storage,
     if scale is not None:
         amax = codec.largest(values)
         if storage.scaling == "tensor":
-            amax = F.pad(amax, (0, 0, 0, 1)).amax().reshape(1, 1)  # a row of zeros, where there are no others
+            amax = F.pad(amax, (0, 0, 0, 1)).amax().reshape(1, 1)  # pads a row of zeros, for an empty tensor
         code = codec.scale_code(amax, storage.float)
         scale.copy_(code.reshape(scale.shape))
         values = values * codec.inverse_of(code)
@@ -163,7 +163,7 @@ def read_weight(slot: Slot, layout: Layout) -> Tensor:
 
 
 def write_weight(weight: Tensor, slot: Slot, layout: Layout, random: Tensor | None) -> None:
-    """Store an FP32 master, in groups, and the weight that is computed with."""
+    """Store an FP32 master, in groups, and the weight derived from it."""
     if layout.master is not None:
         assert slot.master is not None
         write(weight, slot.master, slot.master_scale, layout.master, random)

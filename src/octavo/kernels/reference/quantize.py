@@ -1,4 +1,4 @@
-"""`quantize_pair` as it is defined: put the sources side by side, fold, and quantise both ways."""
+"""Reference `quantize_pair`: concatenate the sources, fold, quantise X and X^T."""
 
 from __future__ import annotations
 

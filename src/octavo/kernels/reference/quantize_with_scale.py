@@ -1,4 +1,4 @@
-"""`quantize_with_scale` as it is defined: find the maximum, decide on a scale, quantise with it."""
+"""Reference `quantize_with_scale`: compute the amax, select the scale, quantise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def quantize_with_scale(
     assert target is not None
     x = torch.cat(list(sources), dim=1).float()
     amax = tile_amax(x, PER_TENSOR)
-    scale, inverse = _settle(scale_and_amax[0], amax, target, just_in_time)
+    scale, inverse = _select_scale(scale_and_amax[0], amax, target, just_in_time)
     if update_amax:
         scale_and_amax[1].copy_(torch.maximum(scale_and_amax[1], amax.view(())))
     codes = to_codes(x * inverse, target.fmt)
@@ -35,11 +35,11 @@ def quantize_with_scale(
     )
 
 
-def _settle(known: Tensor, amax: Tensor, target: QuantSpec, just_in_time: bool) -> tuple[Tensor, Tensor]:
-    """Return (scale, inverse), (1, 1) each: the known ones where they are of use, else those of the maximum."""
-    own, own_inverse = scale_from_amax(amax, target.fmt, target.scaling)
-    of_use = known > 0
+def _select_scale(stored: Tensor, amax: Tensor, target: QuantSpec, just_in_time: bool) -> tuple[Tensor, Tensor]:
+    """Return (scale, inverse), (1, 1) each: the stored scale if usable, else that of the current amax."""
+    current, current_inverse = scale_from_amax(amax, target.fmt, target.scaling)
+    is_usable = stored > 0
     if just_in_time:
-        of_use = of_use & (amax <= known * target.fmt.max)
-    known_inverse = (1 / known.double()).float()  # rounded once from FP64, as in `scale_from_amax`
-    return torch.where(of_use, known, own), torch.where(of_use, known_inverse, own_inverse)
+        is_usable = is_usable & (amax <= stored * target.fmt.max)
+    stored_inverse = (1 / stored.double()).float()  # rounded once from FP64, as in `scale_from_amax`
+    return torch.where(is_usable, stored, current), torch.where(is_usable, stored_inverse, current_inverse)

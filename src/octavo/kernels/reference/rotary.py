@@ -1,4 +1,4 @@
-"""The rotation of channel pairs as it is defined, in FP32."""
+"""Reference rotation of channel pairs, in FP32."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
     """See `octavo.kernels.rotary.rotate`; the tables are (1 or B, T, E/2)."""
     cos, sin = cos.float()[:, :, None], (-sin if conjugate else sin).float()[:, :, None]
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype).contiguous()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype).contiguous()

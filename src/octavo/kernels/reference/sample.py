@@ -1,6 +1,6 @@
-"""`sample` as it is defined, in NumPy: a few calls on the sampled rows. Moments, powers and ratios are FP64.
+"""Reference `sample` in NumPy, for few calls on the sampled rows. Moments, powers and ratios are FP64.
 
-A GPU without Triton kernels copies the sample to the host, and waits for it: its CUDA graphs cannot hold this.
+A GPU without Triton kernels copies the sample to the host synchronously, so CUDA graphs cannot capture it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Floats = NDArray[np.float32]
 
 
 class _Read(NamedTuple):
-    """Copies on the host of what the statistics of a tensor (R, C) are made of, n rows of it sampled."""
+    """Host copies of the inputs of the statistics of a tensor (R, C), with n sampled rows."""
 
     x: Floats
     """(n, C), FP32."""
     quantised: Floats
-    """x * fold, what is quantised."""
+    """x * fold, the quantised values before rounding."""
     scale: Floats
-    """Of each sampled element, broadcastable to (n, C)."""
+    """Scale per sampled element, broadcastable to (n, C)."""
     largest: np.float32
-    """The largest scale."""
+    """Largest scale."""
 
 
 def sample(operand: SampleInput, row: Tensor) -> None:
@@ -66,11 +66,11 @@ def _read(operand: SampleInput, scales: Floats, phase: int) -> _Read:
 
 
 def _stats(operand: SampleInput, read: _Read, scales: Floats) -> list[Any]:
-    """Return all of `STATS` but sqnr."""
+    """Return all of `STATS` except sqnr."""
     x, r, size = read.x, read.quantised, read.x.size
     y = r * (1 / read.scale)
     amax = _magnitude(x)
-    if not amax < np.inf:  # all that follows is of what is finite
+    if not amax < np.inf:  # restrict to finite elements
         finite = np.abs(x) < np.inf
         x, r, y = x[finite], r[finite], y[finite]
         amax = _magnitude(x)
@@ -85,7 +85,7 @@ def _stats(operand: SampleInput, read: _Read, scales: Floats) -> list[Any]:
 
 
 def _counts(r: Floats, y: Floats, fmt: Format) -> tuple[Any, Any, Any]:
-    """Return how many elements are flushed, subnormal and saturated."""
+    """Return the numbers of flushed, subnormal and saturated elements."""
     zeroed, normal, largest = limits(fmt)
     small = y <= zeroed
     subnormal = np.count_nonzero(y < normal) - np.count_nonzero(small)
@@ -94,19 +94,19 @@ def _counts(r: Floats, y: Floats, fmt: Format) -> tuple[Any, Any, Any]:
 
 
 def _moments(x: Floats) -> tuple[np.float64, np.float64, np.float64]:
-    """Return mean, variance and kurtosis of finite elements: NaN of none."""
+    """Return mean, variance and kurtosis of finite elements; NaN if there are none."""
     number = np.float64(x.size)
     off = x.astype(np.float64).ravel()
     mean = off.sum() / number
     off -= mean
     off *= off
     variance = off.sum() / number
-    off *= off  # no dot product: that may wait for the threads of a BLAS
+    off *= off  # no dot product: BLAS may synchronise threads
     return mean, variance, off.sum() / number / (variance * variance)
 
 
 def _amax(operand: SampleInput, scales: Floats, largest: np.float32) -> np.float32:
-    """Return the largest magnitude under the largest scale, or what that scale says of it."""
+    """Return the amax of the tile with the largest scale, at least its bound from that scale."""
     bound = np.float32(operand.bound) * largest if largest > 2.0**-126 else np.float32(0)
     if not operand.reads_tile:
         return bound
@@ -119,7 +119,7 @@ def _amax(operand: SampleInput, scales: Floats, largest: np.float32) -> np.float
 
 
 def _detail(operand: SampleInput, read: _Read) -> tuple[float, Floats]:
-    """Return sqnr in dB, NaN where nothing was lost or nothing is known, and the bins (BINS,)."""
+    """Return sqnr in dB, NaN if the error is zero or unknown, and the bins (BINS,)."""
     fmt, r, y = operand.target.fmt, read.quantised, read.quantised * (1 / read.scale)
     finite = (np.abs(read.x) < np.inf) & (np.abs(y) < np.inf)
     codes = torch.from_numpy(np.clip(y, -fmt.max, fmt.max)).to(fmt.dtype).float().numpy()
@@ -132,30 +132,30 @@ def _detail(operand: SampleInput, read: _Read) -> tuple[float, Floats]:
 
 
 def _lost(edges: Floats) -> int:
-    """Return how many rows (R, 2) hold nothing finite."""
+    """Return the number of rows of (R, 2) without finite values."""
     finite = np.isfinite(edges)
     return 0 if finite.all() else int(np.count_nonzero(~(finite[:, 0] | finite[:, 1])))
 
 
 def _magnitude(x: Floats) -> np.float32:
-    """Return the largest magnitude, 0 of nothing; NaN or infinite where any element is."""
+    """Return the largest magnitude, 0 if empty; propagates NaN and infinities."""
     return np.maximum(x.max(), -x.min()) if x.size else np.float32(0)
 
 
 def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Return a copy of some rows of a matrix on the host; PyTorch has no index of FP8 tensors."""
+    """Copy rows of a matrix to the host, as bytes for FP8, which PyTorch cannot index."""
     x = x.detach()
     bits = x.view(torch.uint8) if x.element_size() == 1 else x
     return bits.index_select(0, rows.to(x.device)).view(x.dtype).cpu()
 
 
 def _copied(x: Tensor) -> Tensor:
-    """Return a copy on the host: a storage that NumPy has seen can never be resized, as FSDP does with weights."""
+    """Copy to the host. A view would not do: storage shared with NumPy cannot be resized, as FSDP does with weights."""
     return x.detach().to("cpu", copy=True)
 
 
 def _values(x: Tensor) -> Floats:
-    """Return a tensor of the host as FP32 of NumPy, which knows neither BF16 nor FP8."""
+    """Convert a host tensor to FP32 in NumPy, which has neither BF16 nor FP8."""
     if x.dtype == torch.bfloat16:
         bits: NDArray[np.int32] = np.left_shift(x.view(torch.int16).numpy(), 16, dtype=np.int32)
         return bits.view(np.float32)
@@ -165,6 +165,6 @@ def _values(x: Tensor) -> Floats:
 
 @cache
 def _decoded(dtype: torch.dtype) -> Floats:
-    """Return the values of all codes of a format."""
+    """Return the values of all codes of an FP8 dtype."""
     values: Floats = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().numpy()
     return values

@@ -1,4 +1,4 @@
-"""Write and read values as `kernels.storage` says, in plain PyTorch, in groups: (G, 128), zeros behind."""
+"""Reference codec of `kernels.storage` in plain PyTorch, on groups (G, 128), zero-padded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.kernels.storage import GROUP, Float, groups_of
 
 
 def to_groups(x: Tensor) -> Tensor:
-    """Return a matrix (R, C) as its groups, (R * ceil(C / 128), 128); a short one is filled with zeros."""
+    """Return a matrix (R, C) as groups (R * ceil(C / 128), 128), zero-padded."""
     cols = x.shape[1]
     return F.pad(x, (0, groups_of(cols) * GROUP - cols)).reshape(-1, GROUP)
 
@@ -28,22 +28,21 @@ def bits_in(codes: Tensor) -> Tensor:
 
 
 def store(bits: Tensor, codes: Tensor) -> None:
-    """Write int32 codes, in groups, into memory of one or two bytes each."""
+    """Write int32 codes, in groups, to a tensor of one or two bytes per code."""
     flat = from_groups(bits, *codes.shape)
     if codes.element_size() == 1:
         codes.view(torch.uint8).copy_(flat)
     else:
-        codes.view(torch.int16).copy_(flat)  # the same bits: copy_ keeps the low ones
+        codes.view(torch.int16).copy_(flat)  # copy_ keeps the low bits
 
 
 def encode(x: Tensor, fmt: Float, random: Tensor | None = None, never_zero: bool = False, root: bool = False) -> Tensor:
-    """Return the codes of FP32 values within the format's range, int32 holding its bits.
+    """Encode FP32 values within the range of the format to codes, as bits of int32.
 
     Args:
-        random: int32 in [0, 2^16): round up with the probability of the distance from below; to nearest where None,
-            ties to even.
-        never_zero: a positive normal value has at least the code 1.
-        root: x is a root whose square is kept on average, not x itself; with `random`.
+        random: int32 in [0, 2^16), for stochastic rounding; None rounds to nearest, ties to even.
+        never_zero: encode positive normal values as at least 1.
+        root: with `random`, round the root x such that x^2 is unbiased, rather than x.
     """
     bits = bits_of(x, fmt)
     if root and random is not None:
@@ -52,23 +51,23 @@ def encode(x: Tensor, fmt: Float, random: Tensor | None = None, never_zero: bool
         code = round_off(bits & 0x7FFFFFFF, fmt.dropped, random)
     if never_zero:
         code = torch.maximum(code, (x.view(torch.int32) >> fmt.dropped).clamp(max=1))
-    sign_at = fmt.bits - 1
-    return code & ((1 << sign_at) - 1) | (bits >> 31 & 1) << sign_at if fmt.signed else code
+    sign_bit = fmt.bits - 1
+    return code & ((1 << sign_bit) - 1) | (bits >> 31 & 1) << sign_bit if fmt.signed else code
 
 
 def bits_of(x: Tensor, fmt: Float) -> Tensor:
-    """Return FP32 values as int32 that has a format's codes in its first bits; NaN, where it has one, as all ones."""
+    """Return the shifted FP32 bits as int32, with the code in the top bits; NaN, if the format has it, as all ones."""
     bits = (x * fmt.shift).view(torch.int32)
     return torch.where(x.isnan(), ((1 << (fmt.bits - 1)) - 1) << fmt.dropped, bits) if fmt.signed else bits
 
 
 def largest(x: Tensor) -> Tensor:
-    """Return the largest magnitude of each row, (R, 1); NaN does not count."""
+    """Return the largest magnitude per row, (R, 1), ignoring NaN."""
     return torch.where(x.isnan(), 0.0, x.abs()).amax(dim=1, keepdim=True)
 
 
 def decode(code: Tensor, fmt: Float) -> Tensor:
-    """Return the FP32 values of codes (int32); the codes of NaN are NaN."""
+    """Decode codes (int32) to FP32, including NaN."""
     if not fmt.signed:
         return (code << fmt.dropped).view(torch.float32) * (1 / fmt.shift)
     whole = torch.uint8 if fmt.bits == 8 else torch.int16
@@ -76,23 +75,23 @@ def decode(code: Tensor, fmt: Float) -> Tensor:
 
 
 def round_off(bits: Tensor, dropped: int, random: Tensor | None) -> Tensor:
-    """Return non-negative int32 without their last `dropped` bits, rounded. Arguments as `encode` has them."""
+    """Round off the low `dropped` bits of non-negative int32. `random` as for `encode`."""
     if dropped == 0:
         return bits
     if random is None:
         return (bits + ((1 << (dropped - 1)) - 1) + (bits >> dropped & 1)) >> dropped
     if dropped >= 16:
-        # Half a unit of the random bits on top: else every rounding would lean down by as much.
+        # Adds half a unit of the random bits: without it, rounding would be biased downward by as much.
         return (bits + (random << (dropped - 16)) + (1 << dropped >> 17)) >> dropped
     return (bits + (random >> (16 - dropped))) >> dropped
 
 
 def round_root(x: Tensor, bits: Tensor, fmt: Float, random: Tensor) -> Tensor:
-    """Return the codes of roots x >= 0, of which `bits_of` gave the bits: their squares average to x^2.
+    """Round roots x >= 0, with bits from `bits_of`, to codes such that the expected square is x^2.
 
-    Between the codes a and b up with the probability (x^2 - a^2) / (b^2 - a^2). Rounded so that a and b average to x,
-    the squares average to x^2 + (x - a)(b - x): a second moment that is read and written in every step would gain that
-    much each time. The left side of the comparison is exact in FP32.
+    Between adjacent codes a and b, rounds up with probability (x^2 - a^2) / (b^2 - a^2). With unbiased rounding of x,
+    the expected square would be x^2 + (x - a)(b - x), and a second moment would drift up by that much per step. The
+    left side of the comparison is exact in FP32.
     """
     below = bits & -(1 << fmt.dropped)
     a, b = ((below + step).view(torch.float32) * (1 / fmt.shift) for step in (0, 1 << fmt.dropped))
@@ -101,7 +100,7 @@ def round_root(x: Tensor, bits: Tensor, fmt: Float, random: Tensor) -> Tensor:
 
 
 def scale_code(amax: Tensor, fmt: Float) -> Tensor:
-    """Return the E8M0 codes (int32) of the smallest powers of two with amax <= scale * max, at least 2^-126."""
+    """Return the E8M0 codes (int32) of the smallest power of two with amax <= scale * max, at least 2^-126."""
     limit = torch.tensor(fmt.max, dtype=torch.float32).view(torch.int32).item()
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - (int(limit) >> 23) + 127 + ((bits & 0x7FFFFF) > (int(limit) & 0x7FFFFF)).int()
@@ -114,23 +113,23 @@ def scale_of(code: Tensor) -> Tensor:
 
 
 def inverse_of(code: Tensor) -> Tensor:
-    """Return what values are multiplied by, FP32."""
+    """Return the reciprocal of the scale of an E8M0 code (int32), FP32."""
     return ((254 - code) << 23).view(torch.float32)
 
 
 def join(high: Tensor, low: Tensor, bits: int, dropped: int) -> Tensor:
-    """Return the magnitude bits whose first part is a code and whose rest a signed remainder of so many bits.
+    """Combine a code and a signed remainder of `bits` bits into magnitude bits.
 
-    Where the code has been set to 0 since, a remainder below 0 counts as 0.
+    If the code was set to 0 in the meantime, a negative remainder is clamped to 0.
     """
     return ((high << bits) + low).clamp(min=0) << dropped
 
 
 def split(magnitude: Tensor, bits: int, dropped: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (code, remainder) of magnitude bits: the code is the nearest one, ties away from zero.
+    """Split magnitude bits into (code, remainder): the nearest code, ties away from zero.
 
-    `dropped` bits behind the remainder are rounded off first, so that a code may be off by one near a tie; with none,
-    nothing is lost.
+    The `dropped` bits below the remainder are rounded off first, so that codes may be off by one near a tie; lossless
+    if `dropped` is 0.
     """
     kept = round_off(magnitude, dropped, random)
     high = (kept + (1 << (bits - 1))) >> bits
@@ -138,15 +137,15 @@ def split(magnitude: Tensor, bits: int, dropped: int, random: Tensor | None) -> 
 
 
 TINY = 2.0**-100
-"""Below which a root or a quotient counts as 0: fast sequences that round correctly have not enough bits there."""
+"""Roots and quotients flush to 0 below this bound: fast correctly rounded sequences lack the bits there."""
 
 
 def root(x: Tensor) -> Tensor:
     """Return the correctly rounded square root, FP32, and 0 below TINY."""
-    return torch.where(x < TINY, 0.0, x.double().sqrt().float())  # PyTorch's own in FP32 is not on every processor
+    return torch.where(x < TINY, 0.0, x.double().sqrt().float())  # not correctly rounded on every CPU in FP32
 
 
 def quotient(x: Tensor, by: Tensor) -> Tensor:
-    """Return x / by, correctly rounded, by no less than TINY; 0 where x is below it, NaN where that overflows."""
+    """Return x / max(by, TINY), correctly rounded; 0 for |x| < TINY, NaN on overflow."""
     quotient = x / by.clamp(min=TINY)
     return torch.where(x.abs() < TINY, 0.0, torch.where(quotient.isinf(), torch.nan, quotient))

@@ -1,4 +1,4 @@
-"""The byte transpose as it is defined."""
+"""Reference byte transpose."""
 
 from __future__ import annotations
 

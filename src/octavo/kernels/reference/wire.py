@@ -1,4 +1,4 @@
-"""Messages of gradients in plain PyTorch."""
+"""Reference gradient messages in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.kernels.message import message_bytes
 from octavo.numerics import E4M3, TILE_1x128, quantize
 
 EMPTY = 1
-"""E8M0 of 2^-126, the scale of a group without values."""
+"""E8M0 code of 2^-126, the scale of empty groups."""
 
 
 def pack(x: Tensor, messages: int, length: int) -> Tensor:
@@ -32,7 +32,7 @@ def add(messages: Tensor, length: int, out: Tensor, factor: float) -> None:
 
 
 def decode(messages: Tensor, length: int) -> Tensor:
-    """Return the FP32 values (M, length) of messages (M, bytes)."""
+    """Dequantise messages (M, bytes) to FP32 (M, length)."""
     codes = messages[:, :length].contiguous().view(E4M3.dtype).float()
     groups = TILE_1x128.scale_shape(1, length)[1]
     scale = (messages[:, length : length + groups].to(torch.int32) << 23).view(torch.float32)
