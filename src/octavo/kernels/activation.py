@@ -79,8 +79,8 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) ->
     """
     _check(kind, gate=gate, up=up)
     _check_rounding(target)
-    made: Quantized = call("activation", _activation, (gate, up, kind, target), [target])[0]
-    return made
+    result: Quantized = call("activation", _activation, (gate, up, kind, target), [target])[0]
+    return result
 
 
 def activation_and_inputs(
@@ -92,8 +92,8 @@ def activation_and_inputs(
     """
     _check(kind, gate=gate, up=up)
     _check_rounding(target)
-    wanted = [target, INPUTS, *(() if up is None else (INPUTS,))]
-    hidden, *inputs = call("activation_and_inputs", _activation_and_inputs, (gate, up, kind, target), wanted)
+    targets = [target, INPUTS, *(() if up is None else (INPUTS,))]
+    hidden, *inputs = call("activation_and_inputs", _activation_and_inputs, (gate, up, kind, target), targets)
     return hidden, tuple(inputs)
 
 
@@ -213,8 +213,8 @@ def _activation_shape(gate: Tensor, _up: Tensor | None, _kind: str, target: Quan
 def _activation_and_inputs(gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec) -> list[Quantized]:
     arguments, refused = (kind, gate, up, target, INPUTS), _refused(gate, up, hidden=target)
     operation = f"activation_and_inputs {kind}"
-    made: list[Quantized] = run_twin("activation.activation_and_inputs", gate, arguments, operation, refused)
-    return made
+    results: list[Quantized] = run_twin("activation.activation_and_inputs", gate, arguments, operation, refused)
+    return results
 
 
 def _activation_and_inputs_shape(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec) -> list[Quantized]:
@@ -230,8 +230,8 @@ def _activation_backward(
     targets, factors = Targets(*targets), Factors(*factors)
     arguments, refused = (kind, dh, gate, up, targets, factors), _refused(dh, up, **targets._asdict())
     operation = f"activation_backward {kind}"
-    made: Sequence[Quantized | None] = run_twin("activation.activation_backward", dh, arguments, operation, refused)
-    return made
+    results: Sequence[Quantized | None] = run_twin("activation.activation_backward", dh, arguments, operation, refused)
+    return results
 
 
 def _backward_in_graph(
@@ -251,8 +251,8 @@ def _activation_backward_shape(
 
 def _activation_backward_plain(dh: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> list[Tensor | None]:
     operation, refused = f"activation_backward_plain {kind}", _refused(gate, up)
-    made = run_twin("activation.activation_backward_plain", gate, (kind, dh, gate, up), operation, refused)
-    return [None if gradient is None else gradient.contiguous() for gradient in made]
+    results = run_twin("activation.activation_backward_plain", gate, (kind, dh, gate, up), operation, refused)
+    return [None if gradient is None else gradient.contiguous() for gradient in results]
 
 
 def _activation_backward_plain_shape(dh: Tensor, _gate: Tensor, up: Tensor | None, _kind: str) -> list[Tensor | None]:

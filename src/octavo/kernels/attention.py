@@ -29,7 +29,7 @@ from octavo.kernels.operator import call, define_packed
 from octavo.kernels.reference import attention as reference
 from octavo.numerics import Quantized, dequantize
 
-_SIDE = 32
+_LSE_ALIGNMENT = 32
 """Row alignment of the logsumexp of memory-efficient attention."""
 
 
@@ -131,28 +131,28 @@ def _attention_backward(
         )
         gradients = dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in repeated)
     else:
-        gradients = _on_cuda(backend, dy, (q, k, v), decoded, lse, causal, scale)
+        gradients = _backward_on_cuda(backend, dy, (q, k, v), decoded, lse, causal, scale)
     return [gradient.transpose(1, 2).contiguous() for gradient in gradients]
 
 
-def _on_cuda(
+def _backward_on_cuda(
     backend: SDPBackend, dy: Tensor, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> Sequence[Tensor]:
     aten, q, length = torch.ops.aten, qkv[0], qkv[0].shape[2]
-    unread = q.new_empty((), dtype=torch.int64)  # dropout seed and offset; dropout is off
+    unused = q.new_empty((), dtype=torch.int64)  # dropout seed and offset; dropout is off
     if backend == SDPBackend.CUDNN_ATTENTION:
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            dy, *qkv, y, lse[..., None], unread, unread, None, None, None, length, length, 0.0, causal, scale=scale
+            dy, *qkv, y, lse[..., None], unused, unused, None, None, None, length, length, 0.0, causal, scale=scale
         )
     elif backend == SDPBackend.FLASH_ATTENTION:
-        state = q.new_empty(2, dtype=torch.uint64)
+        rng_state = q.new_empty(2, dtype=torch.uint64)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            dy, *qkv, y, lse, None, None, length, length, 0.0, causal, state, unread, scale=scale
+            dy, *qkv, y, lse, None, None, length, length, 0.0, causal, rng_state, unused, scale=scale
         )
     else:
-        padded = F.pad(lse, (0, -length % _SIDE), value=torch.inf)
+        padded = F.pad(lse, (0, -length % _LSE_ALIGNMENT), value=torch.inf)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dy, *qkv, None, y, padded, unread, unread, 0.0, [True, True, True, False], causal, scale=scale
+            dy, *qkv, None, y, padded, unused, unused, 0.0, [True, True, True, False], causal, scale=scale
         )
     return dq, dk, dv
 

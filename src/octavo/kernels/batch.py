@@ -77,8 +77,8 @@ def quantize_batch(
     Returns:
         x, codes (B, R, C), and its transpose, codes (B, C, R).
     """
-    made = call("quantize_batch", _quantize_batch, (x, rows, columns, row_fold, column_fold), (rows, columns))
-    row, column = (None if batch is None else Batch(*batch) for batch in made)
+    results = call("quantize_batch", _quantize_batch, (x, rows, columns, row_fold, column_fold), (rows, columns))
+    row, column = (None if batch is None else Batch(*batch) for batch in results)
     return row, column
 
 
@@ -97,8 +97,8 @@ def _quantize_batch(
         if uses_triton(x, "quantize_batch", fast.unsupported_reason(x, rows, columns)):
             with launches_on(x.device):
                 return fast.quantize_batch(x, rows, columns, *folds)
-    each = [[None] * x.shape[0] if fold is None else fold.unbind() for fold in folds]
-    parts = [quantize_pair([matrix], rows, columns, *fold) for matrix, *fold in zip(x.unbind(), *each, strict=True)]
+    unbound = [[None] * x.shape[0] if fold is None else fold.unbind() for fold in folds]
+    parts = [quantize_pair([matrix], rows, columns, *fold) for matrix, *fold in zip(x.unbind(), *unbound, strict=True)]
     return [batch_of([row for row, _ in parts]), batch_of([column for _, column in parts])]
 
 

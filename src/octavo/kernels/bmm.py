@@ -57,8 +57,8 @@ def _unsupported_kind(device: torch.device, formats: Sequence[str], granularitie
         return "the grouped FP8 GEMM takes row scales only"
     if "e5m2" in formats:
         return "the grouped FP8 GEMM takes E4M3 only"
-    found = architecture(device)
-    reason = None if found.grouped else f"the grouped FP8 GEMM is Hopper's, this is {found.name}"
+    arch = architecture(device)
+    reason = None if arch.grouped else f"the grouped FP8 GEMM is Hopper's, this is {arch.name}"
     return reason or triton_unsupported_reason(device)
 
 

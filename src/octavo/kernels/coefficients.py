@@ -80,5 +80,5 @@ def coefficients(
         uploads: caches the address table of `counts` between steps, under `name`.
     """
     arguments = inputs, counts, skipped, uploads, name
-    made: StepCoefficients = run_twin("coefficients.coefficients", inputs.hyper, arguments, "optimizer coefficients")
-    return made
+    result: StepCoefficients = run_twin("coefficients.coefficients", inputs.hyper, arguments, "optimizer coefficients")
+    return result

@@ -138,8 +138,8 @@ GPUS = {
 
 def architecture_of(backend: str, capability: tuple[int, int] = (0, 0)) -> Architecture:
     """Return the architecture of a device; for an unknown backend, one that refuses everything."""
-    found = [each for each in ARCHITECTURES if each.backend == backend and each.since <= capability]
-    return found[-1] if found else Architecture(name=backend, backend=backend, refused=f"no FP8 kernels for {backend}")
+    known = [arch for arch in ARCHITECTURES if arch.backend == backend and arch.since <= capability]
+    return known[-1] if known else Architecture(name=backend, backend=backend, refused=f"no FP8 kernels for {backend}")
 
 
 def rates_named(device_name: str) -> Rates | None:

@@ -89,8 +89,8 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
         return "OCTAVO_TRITON=0 switches Triton kernels off"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    found = architecture(device)
-    return found.refused or found.no_triton or None
+    arch = architecture(device)
+    return arch.refused or arch.no_triton or None
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -150,7 +150,7 @@ def planning_for(gpu: str) -> Iterator[None]:
         triton_unsupported_reason.cache_clear()
 
 
-_HERE = nullcontext()
+_CURRENT_DEVICE = nullcontext()
 
 
 @cache
@@ -173,5 +173,5 @@ def has_launch_hooks() -> bool:
 def launches_on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which Triton launches on this device; its default is the current device and stream."""
     if device.type != "cuda" or _has_one_gpu() or device.index in (None, torch.cuda.current_device()):
-        return _HERE
+        return _CURRENT_DEVICE
     return torch.cuda.device(device)

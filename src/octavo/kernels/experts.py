@@ -57,11 +57,11 @@ def route(ids: Tensor, experts: int) -> Routing:
     if ids.device.type == "cpu" and is_direct(ids):
         _check_ids(ids, experts)
     keys = ids.reshape(-1).long().clamp(-1, experts).remainder(experts + 1)  # out of range: E
-    found, order = torch.sort(keys.to(_narrowest(experts)), stable=True)
+    sorted_keys, order = torch.sort(keys.to(_narrowest(experts)), stable=True)
     place = torch.empty_like(order, dtype=torch.int32)
     place[order] = torch.arange(len(order), dtype=torch.int32, device=ids.device)
-    every = torch.arange(experts, dtype=torch.int32, device=ids.device)
-    ends = torch.searchsorted(found.int(), every, right=True, out_int32=True)
+    expert_ids = torch.arange(experts, dtype=torch.int32, device=ids.device)
+    ends = torch.searchsorted(sorted_keys.int(), expert_ids, right=True, out_int32=True)
     return Routing((order // max(ids.shape[1], 1)).int(), place.view(ids.shape), ends)
 
 
@@ -152,8 +152,8 @@ def _refused(x: Tensor) -> str | None:
 
 def _quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
     like, arguments = x if place.numel() else place, (x, place, target)
-    made: list[Quantized] = run_twin("experts.quantize_tokens", like, arguments, "quantize_tokens", _refused(x))
-    return made
+    results: list[Quantized] = run_twin("experts.quantize_tokens", like, arguments, "quantize_tokens", _refused(x))
+    return results
 
 
 def _quantize_tokens_shape(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
@@ -189,7 +189,7 @@ def _activation_backward_shape(
     ]
     scales = [weights.new_empty(shape) for shape in ((rows, 1), (len(ends), wide))]
     pairs = [
-        None if made is None else Quantized(made, scale, PER_ROW) for made, scale in zip(codes[:2], scales, strict=True)
+        None if code is None else Quantized(code, scale, PER_ROW) for code, scale in zip(codes[:2], scales, strict=True)
     ]
     return [*pairs, codes[2], weights.new_empty(rows)]
 

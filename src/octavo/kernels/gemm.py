@@ -73,8 +73,8 @@ ACCUMULATORS = {
 emulated, slow or fast as set by the recipe; `hopper-slow` and `hopper-fast`: always so. `exact`: sums in FP64."""
 
 # Process-wide: autograd runs backward in its own threads, which do not inherit context variables.
-_usual = _Accumulator(None, None)
-_now = _usual
+_DEFAULT = _Accumulator(None, None)
+_active = _DEFAULT
 
 
 @contextmanager
@@ -87,29 +87,29 @@ def gemm_by(name: str) -> Iterator[None]:
         ConfigError: unknown accumulator.
         UnsupportedError: raised inside the block, if Hopper has no GEMM for the operands (1x32 scales).
     """
-    global _now
+    global _active
     if name not in ACCUMULATORS:
         near = did_you_mean(name, ACCUMULATORS)
         raise ConfigError(f"unknown accumulator '{name}'.{near} Accumulators: {', '.join(ACCUMULATORS)}.")
-    before, _now = _now, ACCUMULATORS[name]
+    before, _active = _active, ACCUMULATORS[name]
     try:
         yield
     finally:
-        _now = before
+        _active = before
 
 
 def is_usual() -> bool:
     """Return whether no `gemm_by` block is active."""
-    return _now is _usual
+    return _active is _DEFAULT
 
 
 def choose(a: Quantized, b: Quantized) -> tuple[GemmKernel, dict[str, str]]:
     """Return the kernel for these operands, and the reason against each preferred one."""
     refused: dict[str, str] = {}
-    if _now.kernel is not None:
-        if reason := _now.kernel.unsupported_reason(a, b):
-            raise UnsupportedError(f"the accumulator '{_now.kernel.name}' cannot be emulated here: {reason}.")
-        return _now.kernel, refused
+    if _active.kernel is not None:
+        if reason := _active.kernel.unsupported_reason(a, b):
+            raise UnsupportedError(f"the accumulator '{_active.kernel.name}' cannot be emulated here: {reason}.")
+        return _active.kernel, refused
     for kernel in KERNELS:
         reason = kernel.unsupported_reason(a, b)
         if reason is None:
@@ -141,7 +141,7 @@ def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool)
         pair = left.granularity.name, right.granularity.name
         nearest = {"tensor": "scaled_mm.tensor", "row": "scaled_mm.row"}.get(pair[0], "scaled_mm.block")
         ledger.fall_back(f"gemm {pair[0]} x {pair[1]} ran as reference: {nearest}: {refused[nearest]}")
-    fast = fast if _now.fast is None else _now.fast
+    fast = fast if _active.fast is None else _active.fast
     device = left.codes.device.type
     if not torch.is_autocast_enabled(device):
         return [kernel.run(left, right, out_dtype, fast).contiguous()]

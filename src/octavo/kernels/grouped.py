@@ -168,8 +168,8 @@ def _grouped_wgrad_shape(a: Padded, b: Tensor, _: Any, ends: Tensor, out_dtype: 
 
 def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:
     """Return why this GPU has no grouped GEMM for codes a (.., C) and b (.., C), or None."""
-    if not (found := architecture(a.device)).grouped:
-        return f"the grouped FP8 GEMM is Hopper's, this is {found.name}"
+    if not (arch := architecture(a.device)).grouped:
+        return f"the grouped FP8 GEMM is Hopper's, this is {arch.name}"
     if torch.float8_e5m2 in (a.dtype, b.dtype):
         return "row scales take E4M3 operands only"
     if a.shape[-1] % ALIGNED or b.shape[-2] % ALIGNED:
@@ -193,10 +193,10 @@ def _quantize_groups(
     """`folds`: row fold, column fold, and source."""
     _check_ends(ends, len(x if folds[2] is None else folds[2]))
     arguments, first = (x, ends, rows, columns, *folds), x if len(ends) else ends
-    made: Sequence[tuple[Tensor, Tensor] | None] = run_twin(
+    results: Sequence[tuple[Tensor, Tensor] | None] = run_twin(
         "grouped.quantize_groups", first, arguments, "quantize_groups"
     )
-    return [None if pair is None else Quantized(*pair, PER_ROW) for pair in made]
+    return [None if pair is None else Quantized(*pair, PER_ROW) for pair in results]
 
 
 def _check_ends(ends: Tensor, tokens: int) -> None:
@@ -207,14 +207,16 @@ def _check_ends(ends: Tensor, tokens: int) -> None:
         message = "grouped: the last of `ends` is not the number of tokens, or a token's expert does not exist"
         torch._assert_async(ends[-1] == tokens, message)
         return
-    found = ends.tolist()
-    if found[-1] != tokens:
+    offsets = ends.tolist()
+    if offsets[-1] != tokens:
         raise ConfigError(
-            f"the last of `ends` must be the number of tokens, {tokens}, and is {found[-1]}. If a router gave the ids "
-            "of the experts, one of them is out of range."
+            f"the last of `ends` must be the number of tokens, {tokens}, and is {offsets[-1]}. If a router gave the "
+            "ids of the experts, one of them is out of range."
         )
-    if found != sorted(found) or found[0] < 0:
-        raise ConfigError(f"`ends` says where the groups end, one after another, and must not fall; got {found}.")
+    if offsets != sorted(offsets) or offsets[0] < 0:
+        raise ConfigError(
+            f"`ends` are the end offsets of the groups: they start at 0 or above and must not fall; got {offsets}."
+        )
 
 
 def _transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:

@@ -106,8 +106,8 @@ def normalise_backward(
     if isinstance(x, Quantized) and x.granularity != KEPT.tile:
         raise UnsupportedError(f"a norm's input is kept as '{KEPT}', got codes with '{x.granularity.name}' scales.")
     _check(x if isinstance(x, Tensor) else x.codes, dy=dy, weight=weight, bias=bias)
-    made = [True, weight is not None, bias is not None]
-    dx, dweight, dbias = call("norm_backward", _backward, (dy, x, weight, bias, mean, rstd), made)
+    results = [True, weight is not None, bias is not None]
+    dx, dweight, dbias = call("norm_backward", _backward, (dy, x, weight, bias, mean, rstd), results)
     return dx, dweight, dbias
 
 
@@ -115,9 +115,9 @@ def _check(x: Tensor, **others: Tensor | None) -> None:
     if x.dim() != 2:
         raise ConfigError(f"a norm takes a matrix (M, D), got shape {tuple(x.shape)}: flatten the leading dimensions.")
     for name, other in others.items():
-        wanted = x.shape[1:] if name in ("weight", "bias") else x.shape
-        if other is not None and other.shape != wanted:
-            raise ConfigError(f"{name} has shape {tuple(other.shape)}, but x {tuple(x.shape)} wants {tuple(wanted)}.")
+        expected = x.shape[1:] if name in ("weight", "bias") else x.shape
+        if other is not None and other.shape != expected:
+            raise ConfigError(f"{name} has shape {tuple(other.shape)}, but x {tuple(x.shape)} wants {tuple(expected)}.")
 
 
 def _refused(x: Tensor) -> str | None:

@@ -21,7 +21,7 @@ from octavo.kernels.quant_spec import QuantSpec, parse_spec
 from octavo.numerics import Quantized, granularity_named
 
 _library = torch.library.Library("octavo", "FRAGMENT")
-_made_of_kernels: dict[str, Callable[..., Any]] = {}
+_composites: dict[str, Callable[..., Any]] = {}
 
 
 def define(
@@ -48,7 +48,7 @@ def define(
     if in_graph is not None:
         _decompose(name, run, in_graph)
     if not run.__module__.startswith("octavo.kernels"):
-        _made_of_kernels[f"octavo::{name}"] = run
+        _composites[f"octavo::{name}"] = run
 
 
 def _decompose(name: str, run: Callable[..., Any], in_graph: Callable[..., bool]) -> None:
@@ -75,7 +75,7 @@ def is_direct(x: Tensor) -> bool:
 def composite(operator: Any) -> Callable[..., Any] | None:
     """Return the function of an operator that calls several kernels; None for any other operator."""
     name = operator._schema.name if isinstance(operator, torch._ops.OpOverload) else ""
-    return _made_of_kernels.get(name)
+    return _composites.get(name)
 
 
 # --- operators on structures, packed into a list of tensors and a string that describes them --------------------------
@@ -101,18 +101,18 @@ def define_packed(
 
         return unpacked
 
-    def made(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], Sequence[float], str], Any]:
+    def flattened(function: Callable[..., Any]) -> Callable[[Sequence[Tensor], Sequence[float], str], Any]:
         @functools.wraps(function)
         def listed(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) -> list[Tensor]:
-            found: list[Tensor] = []
+            flat_results: list[Tensor] = []
             for one in function(*unpack(tensors, numbers, arguments)):
-                found += [] if one is None else [one] if isinstance(one, Tensor) else [one.codes, one.scale]
-            return found
+                flat_results += [] if one is None else [one] if isinstance(one, Tensor) else [one.codes, one.scale]
+            return flat_results
 
         return listed
 
     signature = f"{name}(Tensor[] tensors, float[] numbers, str arguments) -> Tensor[]"
-    define(signature, made(run), made(shape), *tags, in_graph=None if in_graph is None else flat(in_graph))
+    define(signature, flattened(run), flattened(shape), *tags, in_graph=None if in_graph is None else flat(in_graph))
 
 
 def call(
@@ -129,9 +129,9 @@ def call(
         first = first[0]
     if is_direct(first):
         return run(*arguments)
-    found = iter(getattr(torch.ops.octavo, name)(*pack(arguments)))
+    tensors = iter(getattr(torch.ops.octavo, name)(*pack(arguments)))
     return [
-        Quantized(next(found), next(found), result.tile) if isinstance(result, QuantSpec) else next(found)
+        Quantized(next(tensors), next(tensors), result.tile) if isinstance(result, QuantSpec) else next(tensors)
         if result
         else None
         for result in results
@@ -172,8 +172,8 @@ def _pack(x: Any, tensors: list[Tensor], numbers: list[float]) -> str:
 
 def unpack(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) -> list[Any]:
     """Undo `pack`."""
-    words, found = iter(_words(arguments)), (iter(tensors), iter(numbers))
-    return [_argument(kind, value, words, *found) for kind, value in words]
+    words, values = iter(_words(arguments)), (iter(tensors), iter(numbers))
+    return [_argument(kind, value, words, *values) for kind, value in words]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -34,14 +34,14 @@ def unfold_rows(x: Tensor, window: Window, rows: Tensor) -> Tensor:
     """Return rows, int64 (n,), of `unfold(x, window)` as (n, kh kw C), without computing the others."""
     high, wide = window.output(x.shape[1], x.shape[2])
     image, down, across = rows // (high * wide), rows // wide % high, rows % wide
-    places = []
-    for at, taps, step, pad, dil in zip((down, across), window.kernel, *window[1:], strict=True):
-        places.append(at[:, None] * step - pad + torch.arange(taps, device=x.device) * dil)  # (n, kh), (n, kw)
-    (i, height), (j, width) = zip(places, x.shape[1:3], strict=True)
-    inside = ((i >= 0) & (i < height))[:, :, None] & ((j >= 0) & (j < width))[:, None]
+    coordinates = []
+    for pos, taps, step, pad, dil in zip((down, across), window.kernel, *window[1:], strict=True):
+        coordinates.append(pos[:, None] * step - pad + torch.arange(taps, device=x.device) * dil)  # (n, kh), (n, kw)
+    (i, height), (j, width) = zip(coordinates, x.shape[1:3], strict=True)
+    mask = ((i >= 0) & (i < height))[:, :, None] & ((j >= 0) & (j < width))[:, None]
     i, j = i.clamp(0, height - 1), j.clamp(0, width - 1)
-    found = x[image[:, None, None], i[:, :, None], j[:, None]]
-    return torch.where(inside[..., None], found, 0).flatten(1)
+    pixels = x[image[:, None, None], i[:, :, None], j[:, None]]
+    return torch.where(mask[..., None], pixels, 0).flatten(1)
 
 
 def quantize_patches(

@@ -63,7 +63,7 @@ def quantize(
         ConfigError: x is not a matrix, or an unknown name.
     """
     fmt, tile = format_named(format), granularity_named(granularity)
-    if rounding == "nearest" and on_gpu(x) and x.dim() == 2 and not _is_left_to_compiler(x, tile):
+    if rounding == "nearest" and on_gpu(x) and x.dim() == 2 and not _is_fused_by_compiler(x, tile):
         target = QuantSpec(format, granularity, scaling)
         if x.stride(0) == 1 and x.stride(1) != 1:
             transposed = quantize_pair([x.t()], None, target)[1]
@@ -85,7 +85,7 @@ def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
     return quantize(x, *target, seed)
 
 
-def _is_left_to_compiler(x: Tensor, tile: Granularity) -> bool:
+def _is_fused_by_compiler(x: Tensor, tile: Granularity) -> bool:
     """Return whether the compiler fuses quantisation into the producer of x: no launch, and x is not stored."""
     return torch.compiler.is_compiling() and tile == PER_ROW and x.shape[1] <= COMPILED_ROW and x.stride(1) == 1
 
@@ -112,7 +112,7 @@ def quantize_pair(
     Raises:
         ConfigError: a source is not a matrix, or row counts differ.
     """
-    if sources[0].dim() != 2 or (len(sources) > 1 and any(_differs(source, sources[0]) for source in sources)):
+    if sources[0].dim() != 2 or (len(sources) > 1 and any(_rows_differ(source, sources[0]) for source in sources)):
         shapes = [tuple(source.shape) for source in sources]
         raise ConfigError(f"quantize_pair takes matrices with equal row counts, got shapes {shapes}.")
     arguments = list(sources), rows, columns, row_fold, column_fold
@@ -120,7 +120,7 @@ def quantize_pair(
     return row, column
 
 
-def _differs(source: Tensor, first: Tensor) -> bool:
+def _rows_differ(source: Tensor, first: Tensor) -> bool:
     return source.dim() != 2 or source.shape[0] != first.shape[0]
 
 
@@ -134,8 +134,8 @@ def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
         target: with rounding to nearest.
     """
     weights = [weight.detach() for weight in weights]
-    made: Quantized = call("quantize_stack", _quantize_stack, (weights, target), [target])[0]
-    return made
+    result: Quantized = call("quantize_stack", _quantize_stack, (weights, target), [target])[0]
+    return result
 
 
 def quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> Quantized:
@@ -145,8 +145,8 @@ def quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> Quantized:
         x: (M, D), input of the norm, FP32, BF16 or FP16.
         target: one scale per row.
     """
-    made: Quantized = call("quantize_normed", _quantize_normed, (x.detach(), norm, target), [target])[0]
-    return made
+    result: Quantized = call("quantize_normed", _quantize_normed, (x.detach(), norm, target), [target])[0]
+    return result
 
 
 def requantize_transposed(
@@ -167,8 +167,8 @@ def requantize_transposed(
         Codes (K, sum of N_i).
     """
     weights = [weight.detach() for weight in weights]
-    made = call("requantize_transposed", _requantize_transposed, (weights, scale, target, after, norm), (target,))
-    codes_t, ones, _ = made[0]
+    result = call("requantize_transposed", _requantize_transposed, (weights, scale, target, after, norm), (target,))
+    codes_t, ones, _ = result[0]
     return Quantized(codes_t, ones, PER_ROW)
 
 
@@ -179,8 +179,8 @@ def quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> Quantize
         after: the other operand of the product. As a dependency, it keeps a compiler from moving the call into forward
             and saving the result.
     """
-    made: Quantized = call("quantize_transposed", _quantize_transposed, (x, target, after), (target,))[0]
-    return made
+    result: Quantized = call("quantize_transposed", _quantize_transposed, (x, target, after), (target,))[0]
+    return result
 
 
 def contiguous(quantized: Quantized) -> Quantized:
@@ -270,10 +270,10 @@ def _quantize_pair(
     if x.is_cuda and x.shape[0] and (x.shape[1] or any(source.shape[1] for source in sources)):
         fast, refused = _triton_twin(rows, columns)
         if uses_triton(x, "quantize", refused):
-            made: tuple[Quantized | None, Quantized | None]
+            result: tuple[Quantized | None, Quantized | None]
             with launches_on(x.device):
-                made = fast.quantize_pair(sources, rows, columns, row_fold, column_fold)
-            return made
+                result = fast.quantize_pair(sources, rows, columns, row_fold, column_fold)
+            return result
     return reference.quantize_pair(sources, rows, columns, row_fold, column_fold)
 
 

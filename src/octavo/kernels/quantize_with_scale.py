@@ -59,8 +59,8 @@ def quantize_with_scale(
     """
     _check(sources, scale_ref, rows, columns)
     arguments = list(sources), scale_ref, rows, columns
-    made = rows is not None, columns is not None, True
-    codes, codes_t, scale = call("quantize_with_scale", _quantize, arguments, made)
+    results = rows is not None, columns is not None, True
+    codes, codes_t, scale = call("quantize_with_scale", _quantize, arguments, results)
     return (
         None if rows is None else Quantized(codes, scale, rows.tile),
         None if columns is None else Quantized(codes_t, scale, columns.tile),
@@ -71,8 +71,8 @@ def _check(sources: Sequence[Tensor], scale_ref: ScaleRef, rows: QuantSpec | Non
     if any(source.dim() != 2 or source.shape[0] != sources[0].shape[0] for source in sources):
         shapes = [tuple(source.shape) for source in sources]
         raise ConfigError(f"quantize_with_scale takes matrices with equal row counts, got shapes {shapes}.")
-    asked = {target for target in (rows, columns) if target is not None}
-    if len(asked) != 1 or any((t.granularity, t.rounding) != ("tensor", "nearest") for t in asked):
+    targets = {target for target in (rows, columns) if target is not None}
+    if len(targets) != 1 or any((t.granularity, t.rounding) != ("tensor", "nearest") for t in targets):
         raise ConfigError(
             "quantize_with_scale takes targets with one scale per tensor, rounded to nearest, alike for both results, "
             f"got '{rows or ''}' and '{columns or ''}'."
@@ -96,9 +96,9 @@ def _quantize(
 
 def _with_one_scale(rows: Quantized | None, columns: Quantized | None) -> list[Tensor | None]:
     """Return both codes and the shared scale once: operators must not return the same tensor twice."""
-    made = rows or columns
-    assert made is not None
-    return [rows and rows.codes, columns and columns.codes, made.scale]
+    quantized = rows or columns
+    assert quantized is not None
+    return [rows and rows.codes, columns and columns.codes, quantized.scale]
 
 
 def _shape(

@@ -68,7 +68,7 @@ def check_kernels(device: torch.device | str, kernels: Sequence[str] | None = No
     if reason := triton_unsupported_reason(device):
         raise UnsupportedError(f"there are no Triton kernels to check: {reason}.")
     with launches_on(device):
-        return [_row(name, *found) for name in kernels or KERNELS for found in _check(KERNELS[name], device)]
+        return [_row(name, *outcome) for name in kernels or KERNELS for outcome in _check(KERNELS[name], device)]
 
 
 def _row(kernel: str, case: str, passed: bool, detail: str) -> dict[str, Any]:
@@ -81,17 +81,17 @@ def _check(cases: Callable[[], Iterator[Case]], device: torch.device) -> Iterato
         for case in cases():
             yield case.name, *_outcome(case, device)
     except Exception as error:  # an import missing in this Triton version
-        yield "all", False, _said(error)
+        yield "all", False, _message_of(error)
 
 
 def _outcome(case: Case, device: torch.device) -> tuple[bool, str]:
     """Compare results and, for in-place kernels, operands after the call."""
     try:
         kernel, reference = case.twins if isinstance(case.twins, tuple) else _twins(case.twins)
-        operands, wanted = _copied(case.operands, device), _copied(case.operands, torch.device("cpu"))
-        return compare((kernel(*operands), operands), (reference(*wanted), wanted), case.exact)
+        operands, expected = _copy_to(case.operands, device), _copy_to(case.operands, torch.device("cpu"))
+        return compare((kernel(*operands), operands), (reference(*expected), expected), case.exact)
     except Exception as error:  # from Triton's compiler or the driver: reported as a failure
-        return False, _said(error)
+        return False, _message_of(error)
 
 
 def _twins(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -99,19 +99,19 @@ def _twins(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return getattr(twin_file("triton", file), function), getattr(twin_file("reference", file), function)
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _copied(operands: Sequence[Any], device: torch.device) -> list[Any]:
+def _copy_to(operands: Sequence[Any], device: torch.device) -> list[Any]:
     """Return copies of operands on a device: kernels may write in place."""
     copies = []
     for value in operands:
         if isinstance(value, Tensor):
             value = value.to(device, copy=True)
         if isinstance(value, Quantized):
-            value = Quantized(*_copied(value, device))
-        copies.append(_copied(value, device) if type(value) in (list, tuple) else value)
+            value = Quantized(*_copy_to(value, device))
+        copies.append(_copy_to(value, device) if type(value) in (list, tuple) else value)
     return copies
 
 
@@ -121,16 +121,16 @@ def _copied(operands: Sequence[Any], device: torch.device) -> list[Any]:
 def compare(got: Any, want: Any, exact: bool) -> tuple[bool, str]:
     """Return whether results agree, and a description: tensors, `Quantized`, None, or tuples of these."""
     pairs = itertools.zip_longest(_tensors(got), _tensors(want))
-    found = [_compare(one, other, exact) for one, other in pairs]
-    apart = [text for passed, text in found if not passed] or [text for _, text in found if text]
-    return all(passed for passed, _ in found), "; ".join(dict.fromkeys(apart)) or "equal"
+    outcomes = [_compare(one, other, exact) for one, other in pairs]
+    details = [text for passed, text in outcomes if not passed] or [text for _, text in outcomes if text]
+    return all(passed for passed, _ in outcomes), "; ".join(dict.fromkeys(details)) or "equal"
 
 
-def _tensors(made: Any) -> Iterator[Tensor | None]:
-    if made is None or isinstance(made, Tensor):
-        yield made
-    elif isinstance(made, tuple | list):
-        for each in made:
+def _tensors(value: Any) -> Iterator[Tensor | None]:
+    if value is None or isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
             yield from _tensors(each)
 
 
@@ -148,13 +148,13 @@ def _compare(got: Tensor | None, want: Tensor | None, exact: bool) -> tuple[bool
 def _compare_codes(got: Tensor, want: Tensor, exact: bool) -> tuple[bool, str]:
     if exact:
         differ = got.view(torch.uint8) != want.view(torch.uint8)
-        return not differ.any(), _places(differ, "bytes differ")
-    apart = (_position(got) - _position(want)).abs()
-    passed = int(apart.max()) <= 1 and int((apart > 0).sum()) <= -(-apart.numel() // 10_000)
-    return passed, _places(apart > 0, f"codes differ, by up to {int(apart.max())}")
+        return not differ.any(), _describe(differ, "bytes differ")
+    distance = (_ordinal(got) - _ordinal(want)).abs()
+    passed = int(distance.max()) <= 1 and int((distance > 0).sum()) <= -(-distance.numel() // 10_000)
+    return passed, _describe(distance > 0, f"codes differ, by up to {int(distance.max())}")
 
 
-def _position(codes: Tensor) -> Tensor:
+def _ordinal(codes: Tensor) -> Tensor:
     """Rank codes by value; NaN is far from all other codes."""
     bits = codes.view(torch.uint8).int()
     return torch.where(codes.float().isnan(), 999, torch.where(bits < 128, bits, 128 - bits))
@@ -164,16 +164,16 @@ def _compare_numbers(got: Tensor, want: Tensor, exact: bool) -> tuple[bool, str]
     one, other = got.double(), want.double()
     equal = (one == other) | (one.isnan() & other.isnan())
     if exact:
-        return bool(equal.all()), _places(~equal, "values differ")
+        return bool(equal.all()), _describe(~equal, "values differ")
     size = other.abs().where(other.isfinite(), 0.0)
     allowed = STEP.get(want.dtype, 0.0) * size + OF_LARGEST * size.max()
     far = ~equal & ~((one - other).abs() <= allowed)
     if far.any():
-        return False, _places(far, "values exceed the tolerance")
+        return False, _describe(far, "values exceed the tolerance")
     return True, "" if equal.all() else "within rounding"
 
 
-def _places(differ: Tensor, what: str) -> str:
+def _describe(differ: Tensor, what: str) -> str:
     if not differ.any():
         return ""
     first = tuple(torch.nonzero(differ)[0].tolist())
@@ -190,7 +190,7 @@ def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(shape, generator=generator, dtype=torch.float32) * sizes).to(dtype)
 
 
-def _hard(rows: int, cols: int) -> Tensor:
+def _special_values(rows: int, cols: int) -> Tensor:
     """Normal random numbers with NaN, infinities, zero rows and columns, tiny and huge rows."""
     x = _normal(rows, cols)
     x[3, 5], x[7, 9], x[8, 1], x[rows - 1, cols - 1] = torch.nan, torch.inf, -torch.inf, torch.nan
@@ -209,12 +209,12 @@ def _folds(rows: int, cols: int) -> tuple[Tensor, Tensor]:
 def _quantize() -> Iterator[Case]:
     twins = "quantize.quantize_pair"
     for shape in SHAPES:
-        size, x, folds = f"{shape[0]}x{shape[1]}", _hard(*shape), _folds(*shape)
+        size, x, folds = f"{shape[0]}x{shape[1]}", _special_values(*shape), _folds(*shape)
         for target in _TARGETS:
             yield Case(f"{target}, both ways, {size}", ([x], target, target, *folds), twins, exact=True)
         yield Case(f"{_ROW}, as it lies, {size}", ([x], _ROW, None, folds[0]), twins, exact=True)
         yield Case(f"{_ROW}, transposed, {size}", ([x], None, _ROW, None, folds[1]), twins, exact=True)
-    parts = list(_hard(130, 300).split((128, 128, 44), dim=1))
+    parts = list(_special_values(130, 300).split((128, 128, 44), dim=1))
     for target in (_ROW, _TILE):
         yield Case(f"{target}, three matrices", (parts, target, target, *_folds(130, 300)), twins, exact=True)
 
@@ -319,7 +319,7 @@ def _cross_entropy() -> Iterator[Case]:
 def _wire() -> Iterator[Case]:
     """Gradients packed into messages, and messages of three ranks reduced."""
     for length, dtype in itertools.product((300, 8192), (torch.float32, torch.bfloat16)):
-        ranks = [_hard(40, 1024).flatten()[i : i + 2 * length].to(dtype) for i in range(3)]
+        ranks = [_special_values(40, 1024).flatten()[i : i + 2 * length].to(dtype) for i in range(3)]
         name = f"2x{length} of {str(dtype)[6:]}"
         yield Case(f"pack {name}", (ranks[0], 2, length), "wire.pack", exact=True)
         messages = torch.stack([wire.pack(x, 2, length) for x in ranks], dim=1)
@@ -331,7 +331,7 @@ def _wire() -> Iterator[Case]:
 
 def _grouped() -> Iterator[Case]:
     ends, (row_fold, column_fold) = torch.tensor([30, 30, 47], dtype=torch.int32), _folds(47, 48)
-    operands = _hard(47, 48), ends, _ROW, _ROW, row_fold.repeat(3, 1), column_fold
+    operands = _special_values(47, 48), ends, _ROW, _ROW, row_fold.repeat(3, 1), column_fold
     yield Case("3 groups, both ways", operands, "grouped.quantize_groups", exact=True)
     whole = (torch.arange(3 * 48 * 128) * 7 % 9 - 4).float().to(torch.float8_e4m3fn)  # sums are exact in any order
     rows, stack = whole[: 47 * 48].view(47, 48), whole.view(3, 128, 48)

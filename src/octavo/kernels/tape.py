@@ -64,18 +64,18 @@ class Recording(NamedTuple):
         """Repeat the calls on other tensors, launching on `stream`."""
         slots = [*tensors, stream, *self.slots]
         for call, arguments, outputs, finished in self.steps:
-            made = call(*arguments(slots))
+            result = call(*arguments(slots))
             if isinstance(outputs, int):
-                slots[outputs] = made
+                slots[outputs] = result
             elif outputs is not None:
-                for slot, part in zip(outputs, made, strict=True):
+                for slot, part in zip(outputs, result, strict=True):
                     slots[slot] = part
             for slot in finished:
                 slots[slot] = None
         return tuple(result(slots) for result in self.results)
 
 
-_recordings: OrderedDict[tuple[Any, ...], Recording | Literal["met", "unrecordable"]] = OrderedDict()
+_recordings: OrderedDict[tuple[Any, ...], Recording | Literal["seen", "unrecordable"]] = OrderedDict()
 """By signature."""
 _thread = threading.local()
 
@@ -94,10 +94,10 @@ def replay(function: Callable[..., Result], options: tuple[Any, ...], tensors: S
     first = next(x for x in tensors if x is not None)
     device, kind = first.get_device(), first.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    key = (function, *map(_key_of, options), device, autocast, *map(_facts_of, tensors))
+    key = (function, *map(_key_of, options), device, autocast, *map(_metadata_of, tensors))
     recording = _recordings.get(key)
     if not isinstance(recording, Recording):
-        return _first_runs(recording, key, function, options, tensors)
+        return _run_or_record(recording, key, function, options, tensors)
     stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
     if autocast is None:
         return recording.replay(tensors, stream)
@@ -125,12 +125,12 @@ def _key_of(option: Any) -> Any:
 _BY_VALUE = (int, float, str, tuple, torch.dtype)
 
 
-def _facts_of(x: Tensor | None) -> Any:
+def _metadata_of(x: Tensor | None) -> Any:
     """Return the metadata of a tensor that a host function may depend on."""
     return x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.get_device())
 
 
-def _first_runs(
+def _run_or_record(
     state: str | None,
     key: tuple[Any, ...],
     function: Callable[..., Result],
@@ -138,12 +138,12 @@ def _first_runs(
     tensors: Sequence[Tensor | None],
 ) -> Result:
     """Run a function, and record it at the second call with a signature."""
-    if state == "met":
+    if state == "seen":
         results, recording = record(function, options, tensors)
         _recordings[key] = recording or "unrecordable"
         return results
     if state is None:
-        _recordings[key] = "met"
+        _recordings[key] = "seen"
         if len(_recordings) > CAPACITY:
             _recordings.popitem(last=False)
     return function(options, *tensors)
@@ -214,18 +214,18 @@ class _Recorder(TorchDispatchMode):
             return None
         last: dict[int, int] = {}
         for number, (_, arguments, outputs) in enumerate(self.steps):
-            made = (outputs,) if isinstance(outputs, int) else outputs or ()
-            last |= dict.fromkeys((*arguments, *made), number)
+            written = (outputs,) if isinstance(outputs, int) else outputs or ()
+            last |= dict.fromkeys((*arguments, *written), number)
         returned = {slot for group in groups for slot in group}
         temporary = {slot for slot in last if slot > self.inputs and self.slots[slot - self.inputs - 1] is None}
         ends: dict[int, list[int]] = {}
         for slot in temporary - returned:
             ends.setdefault(last[slot], []).append(slot)
         steps = [
-            Step(call, _getter(arguments), outputs, tuple(ends.get(number, ())))
+            Step(call, _slot_reader(arguments), outputs, tuple(ends.get(number, ())))
             for number, (call, arguments, outputs) in enumerate(self.steps)
         ]
-        return Recording(self.slots, steps, tuple(map(_getter, groups)), holds)
+        return Recording(self.slots, steps, tuple(map(_slot_reader, groups)), holds)
 
     def _operator(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if func is _aten.detach.default and not args[0]._is_view():  # autograd refuses writes to undetached views
@@ -302,18 +302,18 @@ def _regrouped(call: Callable[..., Any], lengths: tuple[int | None, ...], *flat:
     return call(*arguments, **options)
 
 
-def _getter(slots: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
+def _slot_reader(slots: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
     """Return a function that reads these slots."""
     if not slots:
-        return _nothing
+        return _read_none
     if len(slots) == 1:
-        return partial(_one, slots[0])
+        return partial(_read_one, slots[0])
     return itemgetter(*slots)
 
 
-def _nothing(slots: list[Any]) -> tuple[Any, ...]:
+def _read_none(slots: list[Any]) -> tuple[Any, ...]:
     return ()
 
 
-def _one(slot: int, slots: list[Any]) -> tuple[Any, ...]:
+def _read_one(slot: int, slots: list[Any]) -> tuple[Any, ...]:
     return (slots[slot],)

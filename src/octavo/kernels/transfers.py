@@ -15,21 +15,21 @@ class AsyncHostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor
-        self._copied: torch.cuda.Event | None = None
+        self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(tensor.device))
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
 
     def has_arrived(self) -> bool:
         """Return whether `result` would not block."""
-        return self._copied is None or self._copied.query()
+        return self._event is None or self._event.query()
 
     def result(self) -> Tensor:
         """Return the tensor on the CPU; blocks until the copy is complete, but not on later GPU work."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         return self._host
 
 

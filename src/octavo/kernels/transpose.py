@@ -38,8 +38,8 @@ def _transpose(codes: Tensor, after: Tensor | None) -> list[Tensor]:
 
 
 def _transpose_folded(codes: Tensor, after: Tensor) -> Sequence[Tensor]:
-    made: Sequence[Tensor] = run_twin("transpose.transpose_folded", codes, (codes, after), "transpose")
-    return made
+    results: Sequence[Tensor] = run_twin("transpose.transpose_folded", codes, (codes, after), "transpose")
+    return results
 
 
 def _in_graph(codes: Tensor, after: Tensor | None) -> bool:

@@ -25,8 +25,8 @@ def activation_and_inputs(
     kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec, inputs: QuantSpec
 ) -> list[Quantized]:
     """See `octavo.kernels.activation.activation_and_inputs`: h, gate, and up if there is one."""
-    kept = [quantize_pair([x], inputs, None)[0] for x in (gate, up) if x is not None]
-    return [activation(kind, gate, up, target), *filter(None, kept)]
+    quantized_inputs = [quantize_pair([x], inputs, None)[0] for x in (gate, up) if x is not None]
+    return [activation(kind, gate, up, target), *filter(None, quantized_inputs)]
 
 
 def activation_backward(

@@ -67,7 +67,7 @@ def _clip(inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor | None]:
         return sign * inverse, skip.int(), None
     squares = inputs.group_squares * (inverse * inverse)
     norms, norm = squares.sqrt(), squares.sum().sqrt()
-    kept = (clip / (norms + 1e-6)).clamp(max=1.0)
-    clipped = kept * norms
-    kept = kept * (clip_all / ((clipped * clipped).sum().sqrt() + 1e-6)).clamp(max=1.0)
-    return sign * inverse * kept, (skip | ~norm.isfinite()).int(), norm.float()
+    factor = (clip / (norms + 1e-6)).clamp(max=1.0)
+    clipped = factor * norms
+    factor = factor * (clip_all / ((clipped * clipped).sum().sqrt() + 1e-6)).clamp(max=1.0)
+    return sign * inverse * factor, (skip | ~norm.isfinite()).int(), norm.float()

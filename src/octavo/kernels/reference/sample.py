@@ -17,7 +17,7 @@ from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS,
 from octavo.numerics import Format
 
 _SQNR = STATS.index("sqnr")
-_GROWING = STATS.index("amax"), STATS.index("nonfinite")
+_MAXIMA = STATS.index("amax"), STATS.index("nonfinite")
 
 Floats = NDArray[np.float32]
 
@@ -40,13 +40,13 @@ def sample(operand: SampleInput, row: Tensor) -> None:
     written: Floats = row.cpu().numpy()
     if written[PHASE] < 0:
         return
-    scales = _copied(operand.scale).numpy()
+    scales = _to_host(operand.scale).numpy()
     with np.errstate(all="ignore"):
         read = _read(operand, scales, int(written[PHASE]))
-        found = _stats(operand, read, scales)
-        for grows in _GROWING:
-            found[grows] = np.fmax(found[grows], written[grows])
-        written[:_SQNR], written[SAMPLED] = found, read.x.size
+        stats = _stats(operand, read, scales)
+        for column in _MAXIMA:
+            stats[column] = np.fmax(stats[column], written[column])
+        written[:_SQNR], written[SAMPLED] = stats, read.x.size
         if len(written) > WIDTH and written[DETAILED] > 0:
             written[_SQNR], written[WIDTH:] = _detail(operand, read)
     if not row.is_cpu:
@@ -59,9 +59,9 @@ def _read(operand: SampleInput, scales: Floats, phase: int) -> _Read:
     height, width = operand.target.tile.tile(total, cols)
     scale = scales[rows // height]
     scale = scale if scale.shape[1] == 1 else scale.repeat(width, axis=1)[:, :cols]
-    x = _values(_copied(operand.x) if operand.rows is not None else _rows_of(operand.x, torch.from_numpy(rows)))
+    x = _values(_to_host(operand.x) if operand.rows is not None else _rows_of(operand.x, torch.from_numpy(rows)))
     x = x * scale if operand.is_coded else x
-    quantised = x if operand.fold is None else x * _values(_copied(operand.fold))
+    quantised = x if operand.fold is None else x * _values(_to_host(operand.fold))
     return _Read(x, quantised, scale, scales.max())
 
 
@@ -75,12 +75,12 @@ def _stats(operand: SampleInput, read: _Read, scales: Floats) -> list[Any]:
         x, r, y = x[finite], r[finite], y[finite]
         amax = _magnitude(x)
     flushed, subnormal, saturated = _counts(r, np.abs(y, out=y), operand.target.fmt)
-    broken = (size - x.size) / size
+    nonfinite = (size - x.size) / size
     if operand.edges is not None:
         rows, cols = operand.shape
-        broken = max(broken, _lost(_values(_copied(operand.edges))) / (rows * cols))
+        nonfinite = max(nonfinite, _nonfinite_rows(_values(_to_host(operand.edges))) / (rows * cols))
     known = np.nan if operand.is_coded else 1.0
-    shares = known * flushed / size, subnormal / size, known * saturated / size, broken
+    shares = known * flushed / size, subnormal / size, known * saturated / size, nonfinite
     return [max(amax, _amax(operand, scales, read.largest)), read.largest, *shares, *_moments(x)]
 
 
@@ -96,13 +96,13 @@ def _counts(r: Floats, y: Floats, fmt: Format) -> tuple[Any, Any, Any]:
 def _moments(x: Floats) -> tuple[np.float64, np.float64, np.float64]:
     """Return mean, variance and kurtosis of finite elements; NaN if there are none."""
     number = np.float64(x.size)
-    off = x.astype(np.float64).ravel()
-    mean = off.sum() / number
-    off -= mean
-    off *= off
-    variance = off.sum() / number
-    off *= off  # no dot product: BLAS may synchronise threads
-    return mean, variance, off.sum() / number / (variance * variance)
+    deviations = x.astype(np.float64).ravel()
+    mean = deviations.sum() / number
+    deviations -= mean
+    deviations *= deviations
+    variance = deviations.sum() / number
+    deviations *= deviations  # no dot product: BLAS may synchronise threads
+    return mean, variance, deviations.sum() / number / (variance * variance)
 
 
 def _amax(operand: SampleInput, scales: Floats, largest: np.float32) -> np.float32:
@@ -112,10 +112,10 @@ def _amax(operand: SampleInput, scales: Floats, largest: np.float32) -> np.float
         return bound
     height, width = operand.target.tile.tile(*operand.shape)
     down, across = divmod(int(scales.argmax()), scales.shape[1])
-    tile = _values(_copied(operand.x[down * height : (down + 1) * height, across * width : (across + 1) * width]))
+    tile = _values(_to_host(operand.x[down * height : (down + 1) * height, across * width : (across + 1) * width]))
     tile = tile * largest if operand.is_coded else tile
-    met = _magnitude(tile)
-    return max(bound, met if met < np.inf else _magnitude(tile[np.abs(tile) < np.inf]))
+    tile_amax = _magnitude(tile)
+    return max(bound, tile_amax if tile_amax < np.inf else _magnitude(tile[np.abs(tile) < np.inf]))
 
 
 def _detail(operand: SampleInput, read: _Read) -> tuple[float, Floats]:
@@ -131,7 +131,7 @@ def _detail(operand: SampleInput, read: _Read) -> tuple[float, Floats]:
     return 10 * np.log10(ratio) if known else np.nan, bins.astype(np.float32)
 
 
-def _lost(edges: Floats) -> int:
+def _nonfinite_rows(edges: Floats) -> int:
     """Return the number of rows of (R, 2) without finite values."""
     finite = np.isfinite(edges)
     return 0 if finite.all() else int(np.count_nonzero(~(finite[:, 0] | finite[:, 1])))
@@ -149,7 +149,7 @@ def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
     return bits.index_select(0, rows.to(x.device)).view(x.dtype).cpu()
 
 
-def _copied(x: Tensor) -> Tensor:
+def _to_host(x: Tensor) -> Tensor:
     """Copy to the host. A view would not do: storage shared with NumPy cannot be resized, as FSDP does with weights."""
     return x.detach().to("cpu", copy=True)
 
@@ -159,12 +159,12 @@ def _values(x: Tensor) -> Floats:
     if x.dtype == torch.bfloat16:
         bits: NDArray[np.int32] = np.left_shift(x.view(torch.int16).numpy(), 16, dtype=np.int32)
         return bits.view(np.float32)
-    found: Floats = _decoded(x.dtype)[x.view(torch.uint8).numpy()] if x.element_size() == 1 else x.float().numpy()
-    return found
+    values: Floats = _code_values(x.dtype)[x.view(torch.uint8).numpy()] if x.element_size() == 1 else x.float().numpy()
+    return values
 
 
 @cache
-def _decoded(dtype: torch.dtype) -> Floats:
+def _code_values(dtype: torch.dtype) -> Floats:
     """Return the values of all codes of an FP8 dtype."""
     values: Floats = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().numpy()
     return values

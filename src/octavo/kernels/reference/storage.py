@@ -131,9 +131,9 @@ def split(magnitude: Tensor, bits: int, dropped: int, random: Tensor | None) -> 
     The `dropped` bits below the remainder are rounded off first, so that codes may be off by one near a tie; lossless
     if `dropped` is 0.
     """
-    kept = round_off(magnitude, dropped, random)
-    high = (kept + (1 << (bits - 1))) >> bits
-    return high, kept - (high << bits)
+    rounded = round_off(magnitude, dropped, random)
+    high = (rounded + (1 << (bits - 1))) >> bits
+    return high, rounded - (high << bits)
 
 
 TINY = 2.0**-100
