@@ -127,10 +127,10 @@ def test_what_does_not_fit():
     with pytest.raises(ConfigError, match=r"torch\.int64"):
         layer(torch.randn(5, 32), ends_of([2, 3]).long())
     for recipe in RECIPES:
-        with pytest.raises(ConfigError, match="must be the number of tokens, 6, and is 5"):
+        with pytest.raises(ConfigError, match="must be the number of tokens, 6, got 5"):
             GroupedLinear(2, 32, 16, recipe=recipe)(torch.randn(6, 32), ends_of([2, 3]))
         for ends in ([4, 2, 6], [-1, 2, 6]):
-            with pytest.raises(ConfigError, match=r"must not fall; got \[.*, 2, 6\]"):
+            with pytest.raises(ConfigError, match=r"must not decrease; got \[.*, 2, 6\]"):
                 GroupedLinear(3, 32, 16, recipe=recipe)(torch.randn(6, 32), torch.tensor(ends).int())
 
 

@@ -70,8 +70,8 @@ def _check_ids(ids: Tensor, experts: int) -> None:
     wrong = ids[(ids < 0) | (ids >= experts)]
     if len(wrong):
         raise ConfigError(
-            f"a token is routed to expert {int(wrong[0])}, and the ids of {experts} experts are 0 to {experts - 1}. "
-            "Correct the router; a slot without an expert has an id in this range and the routing weight 0."
+            f"a token is routed to expert {int(wrong[0])}, but the ids of {experts} experts are 0 to {experts - 1}. "
+            "Correct the router; for a slot without an expert, use an id in this range and routing weight 0."
         )
 
 

@@ -210,12 +210,12 @@ def _check_ends(ends: Tensor, tokens: int) -> None:
     offsets = ends.tolist()
     if offsets[-1] != tokens:
         raise ConfigError(
-            f"the last of `ends` must be the number of tokens, {tokens}, and is {offsets[-1]}. If a router gave the "
-            "ids of the experts, one of them is out of range."
+            f"the last of `ends` must be the number of tokens, {tokens}, got {offsets[-1]}. If they come from the "
+            "expert ids of a router, an id is out of range."
         )
     if offsets != sorted(offsets) or offsets[0] < 0:
         raise ConfigError(
-            f"`ends` are the end offsets of the groups: they start at 0 or above and must not fall; got {offsets}."
+            f"`ends` are the end offsets of the groups: they start at 0 or above and must not decrease; got {offsets}."
         )
 
 

@@ -64,11 +64,11 @@ class Recording(NamedTuple):
         """Repeat the calls on other tensors, launching on `stream`."""
         slots = [*tensors, stream, *self.slots]
         for call, arguments, outputs, finished in self.steps:
-            result = call(*arguments(slots))
+            value = call(*arguments(slots))
             if isinstance(outputs, int):
-                slots[outputs] = result
+                slots[outputs] = value
             elif outputs is not None:
-                for slot, part in zip(outputs, result, strict=True):
+                for slot, part in zip(outputs, value, strict=True):
                     slots[slot] = part
             for slot in finished:
                 slots[slot] = None
