@@ -1,7 +1,7 @@
-"""Gradients as the optimizers read them: FP32, BF16, FP16, or FP8 codes with scales; their storage; their squares."""
+"""Gradients of the optimizers, in FP32, BF16, FP16, or FP8 with scales: loads, FP8 storage, sums of squares."""
 
 # mypy: disable-error-code=assignment
-# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+# Tuples grow in loops that Triton unrolls; to mypy, their type changes.
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from octavo.kernels.triton.storage import (
 )
 
 WARPS = 4
-"""Groups that a program takes at a time."""
+"""Warps per program; each takes one group per iteration."""
 STEPS = 8
 SQUARES_STEPS = 32
-"""How often."""
+"""Iterations per program."""
 
-# What a gradient is to a kernel; see `kind_of`.
+# Formats of a gradient; see `kind_of`.
 FROM_FLOAT: tl.constexpr = tl.constexpr(0)
 FROM_BF16: tl.constexpr = tl.constexpr(1)
 FROM_HALF: tl.constexpr = tl.constexpr(2)
-"""FP16, and E5M2, whose codes are the upper halves of FP16's."""
+"""FP16, and E5M2, whose codes are the upper bytes of FP16's."""
 FROM_E4M3: tl.constexpr = tl.constexpr(3)
 
 _KINDS = {
@@ -70,7 +70,7 @@ E5M2: tl.constexpr = tl.constexpr(packed(Storage("e5m2")))
 
 
 def kind_of(dtype: torch.dtype, scaling: Scaling) -> tuple[int, int, int]:
-    """Return how a kernel reads such gradients: what they are, their bytes, how many have a scale."""
+    """Return KIND of such gradients: format, bytes per value, scaling."""
     return _KINDS[dtype].value, dtype.itemsize, {"none": NONE, "tensor": TENSOR, "group": GROUP}[scaling].value
 
 
@@ -99,7 +99,7 @@ def squares(tensors: Sequence[Tensor], scales: Sequence[Tensor | None], uploads:
 
 
 class _Kind(NamedTuple):
-    """What tensors of a launch have in common."""
+    """Parameters shared by all tensors of a launch."""
 
     read: tuple[int, int, int]
     """See `kind_of`."""
@@ -112,7 +112,7 @@ class _Kind(NamedTuple):
 
 
 def _matrix(tensor: Tensor, scale: Tensor | None) -> tuple[int, int]:
-    """Rows and columns; one row where none has a scale of its own."""
+    """Return rows and columns; one row without scales."""
     return (1, tensor.numel()) if scale is None else (tensor.shape[0], tensor.shape[1])
 
 
@@ -143,7 +143,7 @@ def _squares(kind: _Kind, tensors: Sequence[Tensor], scales: Sequence[Tensor | N
 
 @triton.jit
 def values_of(top, KIND: tl.constexpr):
-    """FP32 values of gradients in the top bits of int32; infinities and NaN are what they are."""
+    """Decode gradients in the top bits of int32 to FP32; infinities and NaN are kept."""
     if KIND[0] == FROM_FLOAT:
         x = top
     elif KIND[0] == FROM_BF16:
@@ -156,13 +156,13 @@ def values_of(top, KIND: tl.constexpr):
 
 @triton.jit
 def read_gradient(address, scale, at, KIND: tl.constexpr, WHOLE: tl.constexpr):
-    """Four times the FP32 values of a gradient, 0 where there are none. scale: the address of its scales."""
+    """Load a gradient in FP32, as four tensors, 0 outside the matrix. scale: address of its scales."""
     return gradient_of(fetch_gradient(address, scale, at, KIND, WHOLE), KIND, WHOLE)
 
 
 @triton.jit
 def fetch_gradient(address, scale, at, KIND: tl.constexpr, WHOLE: tl.constexpr):
-    """Its words, and the codes of its scales."""
+    """Load the raw words of a gradient and its scale codes."""
     code = 0
     if KIND[2] == GROUP:
         code = load_bytes(scale, at)
@@ -173,7 +173,7 @@ def fetch_gradient(address, scale, at, KIND: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def gradient_of(fetched, KIND: tl.constexpr, WHOLE: tl.constexpr):
-    """Four times the FP32 values of what `fetch_gradient` has returned."""
+    """Decode the result of `fetch_gradient` to FP32, as four tensors."""
     words, code = fetched
     if KIND[0] == FROM_E4M3:
         values = decoded(words, E4M3, WHOLE)
@@ -181,14 +181,14 @@ def gradient_of(fetched, KIND: tl.constexpr, WHOLE: tl.constexpr):
         a, b, c, d = tops(words, KIND[1], WHOLE)
         values = (values_of(a, KIND), values_of(b, KIND), values_of(c, KIND), values_of(d, KIND))
     if KIND[2] != NONE:
-        by = scale_of(code)
-        values = (values[0] * by, values[1] * by, values[2] * by, values[3] * by)
+        scale = scale_of(code)
+        values = (values[0] * scale, values[1] * scale, values[2] * scale, values[3] * scale)
     return values
 
 
 @triton.jit
 def groups_at(turn, rows, cols, WHOLE: tl.constexpr, TILE: tl.constexpr):
-    """The groups of a turn, one after the other, over the ends of rows."""
+    """Position of iteration `turn`: TILE consecutive groups, across row ends."""
     group = turn * TILE + tl.arange(0, TILE)
     across = (cols + 127) // 128
     if WHOLE:
@@ -228,13 +228,13 @@ def _store_kernel(
     if S[5] == TENSOR and not SEARCH:
         common = scale_code(tl.load(found), S[3])
         tl.store(scale, common.to(tl.uint8), mask=tl.program_id(0) == 0)
-    most = tl.zeros((TILE, 32), tl.int32)
+    running = tl.zeros((TILE, 32), tl.int32)
     for turn in range(STEPS):
         at = groups_at(tl.program_id(0) * STEPS + turn, rows, cols, WHOLE, TILE)
         values = read_gradient(gradient, scale, at, FROM, WHOLE)
         finite = (_finite(values[0]), _finite(values[1]), _finite(values[2]), _finite(values[3]))
         if SEARCH:
-            most = tl.maximum(most, largest_of_quads(finite))
+            running = tl.maximum(running, largest_of_quads(finite))
         else:
             exponent = common
             if S[5] == GROUP:
@@ -246,18 +246,18 @@ def _store_kernel(
                 coded += (_coded(values[i], finite[i] * inverse, S),)
             store_quads(coded, codes, at, 1, WHOLE)
     if SEARCH:
-        raise_to(found, most)
+        raise_to(found, running)
 
 
 @triton.jit
 def _finite(x):
-    """Values, and 0 for those that are not finite."""
+    """Replace infinities and NaN with 0."""
     return tl.where(tl.abs(x) <= 3.4028234663852886e38, x, 0.0)
 
 
 @triton.jit
 def _coded(x, scaled, S: tl.constexpr):
-    """Codes of what has been scaled, and those of infinities and NaN; E4M3 has none for infinities."""
+    """Codes of scaled values, or of infinity and NaN where x has them; E4M3, without infinities, takes NaN for both."""
     INFINITY: tl.constexpr = 0x7C000000 if S[0] == E5M2[0] else 0x7F000000
     NAN: tl.constexpr = 0x7E000000 if S[0] == E5M2[0] else 0x7F000000
     top = tl.where(tl.abs(x) == float("inf"), INFINITY | sign_of(as_bits(x)), encode(scaled, S, 0, False))

@@ -1,20 +1,19 @@
-"""One step of many tensors in one launch: a program takes some groups of one tensor, or some whole rows.
+"""Optimizer step of many tensors in one launch: each program steps groups or whole rows of one tensor.
 
-Where a scale belongs to a whole tensor, a launch before it searches for the maxima, and sets aside the scales of
-before: the step, one of whose programs may be done before another begins, writes over them.
+Per-tensor scales take an earlier launch, which finds the maxima and saves the old scales: in the step, one program may
+overwrite a scale before another has read it.
 
-Where a scale belongs to a row, as an FP8 weight's does, a program walks along its rows in chunks. All but the new
-weights is written at once; they stay in registers until the row's maximum is known. Tensors are launched together
-whose rows take as many chunks.
+With per-row scales (FP8 weights), a program walks along its rows in chunks. It stores everything but the new weights
+at once; those stay in registers until the row's maximum is known. Tensors with equal numbers of chunks per row share a
+launch.
 
-Memory is read well ahead of what is made of it, and by neighbouring programs at neighbouring places: programs take
-turns, and in each turn all of a tensor's programs lie side by side. These kernels are bound by instructions as much as
-by memory. Hence no branch for what hardly ever is: a root or a quotient too small for the fast sequence that rounds
-correctly counts as zero, in the reference too.
+Loads are issued well ahead of their use, and the tiles of a tensor's programs are adjacent in each iteration. These
+kernels are bound by instructions as much as by memory, so rare cases get no branch: a root or quotient too small for
+the fast, correctly rounded sequence counts as zero, in the reference too.
 """
 
 # mypy: disable-error-code="assignment,var-annotated"
-# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+# Tuples grow in loops that Triton unrolls; to mypy, their type changes.
 
 from __future__ import annotations
 
@@ -68,46 +67,46 @@ from octavo.kernels.triton.tile import (
 )
 
 WARPS = 4
-"""Of a program that has no rows."""
+"""Warps per program without per-row scales; fewest with them."""
 GROUPS = 1
-"""That each of them takes at a time."""
+"""Groups per warp and iteration."""
 STEPS = 8
-"""How often."""
+"""Iterations per program."""
 AHEAD = 2
-"""Of these, how many are read before the first is stepped."""
+"""Tiles loaded before the first is stepped."""
 REGISTERS: int | None = 64
-"""Of a thread; None for as many as the compiler likes."""
+"""Limit per thread; None leaves it to the compiler."""
 ROW_STEPS = 4
-"""How often a program takes rows."""
+"""Row groups per program."""
 ROW_AHEAD = 2
-"""Chunks of a row that are read before the first is stepped."""
+"""Chunks of a row loaded before the first is stepped."""
 ROW_REGISTERS: int | None = 64
-"""Of a thread that takes rows, so that there is room for other programs beside one that waits for its row's maximum."""
+"""Limit per thread with per-row scales: other programs stay resident while one waits for its row's maximum."""
 CHUNKS = 2
-"""Of a row, at most, as long as there may be more warps: what a thread keeps in registers."""
+"""Most chunks per row, held in registers, before a program gets more warps (up to MOST_WARPS)."""
 MOST_WARPS = 32
 
 _RULES = {"adamw": 0, "adam": 1, "lion": 2, "given": 3, "momentum": 4}
 
 C: tl.constexpr = tl.constexpr(12)
-"""Columns of the coefficients."""
+"""Coefficients per tensor."""
 
 
 class Shape(NamedTuple):
-    """How a program goes over a tensor: by so many warps, so many groups at a time, of so many rows, so often."""
+    """Launch shape: warps, groups and rows per tile, chunks per row, iterations, tiles loaded ahead, registers."""
 
     warps: int
     groups: int
     rows: int
     chunks: int
-    """0 where rows do not matter."""
+    """0 without per-row scales."""
     steps: int
     ahead: int
     registers: int | None
 
     @classmethod
     def of_rows(cls, cols: int) -> Shape:
-        """Return how whole rows of so many values are taken."""
+        """Return the shape for whole rows of `cols` values."""
         across = groups_of(cols)
         if across < WARPS:
             rows = WARPS // next_power_of_2(across)
@@ -116,23 +115,23 @@ class Shape(NamedTuple):
         while warps < MOST_WARPS and across > CHUNKS * warps:
             warps *= 2
         chunks = cdiv(across, warps)
-        ahead = ROW_AHEAD if chunks <= CHUNKS else 1  # what is kept leaves no registers for more
+        ahead = ROW_AHEAD if chunks <= CHUNKS else 1  # the held chunks leave no registers for more
         return cls(warps, warps, 1, chunks, ROW_STEPS, ahead, ROW_REGISTERS)
 
     @classmethod
     def flat(cls, cols: int = 0) -> Shape:
-        """Return how groups are taken, whatever row they are of."""
+        """Return the shape for groups of any row; `cols` is unused."""
         return cls(WARPS, WARPS * GROUPS, 0, 0, STEPS, AHEAD, REGISTERS)
 
     def meta(self) -> dict[str, Any]:
-        """Return the constants of a launch."""
+        """Return the meta-parameters of a launch."""
         return {
             "TILE": self.groups, "STEPS": self.steps, "AHEAD": self.ahead,
             "num_warps": self.warps, "maxnreg": self.registers, "enable_fp_fusion": False,
         }  # fmt: skip
 
     def programs(self, rows: int, cols: int) -> int:
-        """Return how many programs a matrix takes."""
+        """Return the number of programs for a matrix."""
         own, each = (rows, self.rows) if self.chunks else (rows * groups_of(cols), self.groups)
         return -(-own // (each * self.steps))
 
@@ -166,15 +165,15 @@ def momentum(
 
 
 class _Place(NamedTuple):
-    """Where a tensor and its state lie."""
+    """Sizes and addresses of a tensor and its state."""
 
     row: int
-    """Of `Control`."""
+    """Row of `Control`."""
     rows: int
     cols: int
     number: int
     addresses: tuple[int, ...]
-    """Columns of the table from WEIGHT on; 0 where there is nothing."""
+    """Columns of the tensor table from WEIGHT on; 0 for absent tensors."""
 
     @classmethod
     def of(cls, slot: Slot, update: Tensor | None = None) -> _Place:
@@ -184,7 +183,7 @@ class _Place(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether quads are read at once: rows are whole groups, and all tensors begin at multiples of 16 bytes."""
+        """Whether quads load as vectors: rows are whole groups, and all tensors are 16-byte aligned."""
         return self.cols % GROUP == 0 and not any(address % 16 for address in _READ_BY_QUADS(self.addresses))
 
 
@@ -202,14 +201,14 @@ def _launch(
     nesterov: bool = False,
 ) -> None:
     device = control.skip.device
-    name = (rule, layout, places[0].number)  # the first tells apart what is released one by one
-    alone, flat = rule == "momentum", Shape.flat()
+    name = (rule, layout, places[0].number)  # the tensor's number tells single-tensor launches apart
+    is_momentum, flat = rule == "momentum", Shape.flat()
     common = {
         "KIND": kind_of(layout.gradient, layout.gradient_scaling),
         "FIRST": _packed(layout.first),
         "WHOLE": whole,
     }
-    weights = {"RULE": _RULES[rule], **_weight_meta(layout, alone)}
+    weights = {"RULE": _RULES[rule], **_weight_meta(layout, is_momentum)}
     table, owners = _tables(places, shape, name, uploads, device)
     maxima = control.skip  # not read
     if layout.searches:
@@ -220,7 +219,7 @@ def _launch(
         )
     arguments = table, owners, control.coefficients, control.steps, control.skip, control.clamped, maxima, control.seed
     common |= {"STOCHASTIC": layout.stochastic, **shape.meta()}
-    if alone:
+    if is_momentum:
         _momentum_kernel[(len(owners),)](*arguments, **common, NESTEROV=nesterov)
     else:
         _update_kernel[(len(owners),)](*arguments, **common, **weights, ACROSS=shape.rows, CHUNKS=shape.chunks)
@@ -229,7 +228,7 @@ def _launch(
 def _tables(
     places: Sequence[_Place], shape: Shape, name: tuple[Hashable, ...], uploads: PinnedStaging, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return where each tensor lies, int64 (T, WIDTH), and for each program its tensor and its row of `Control`."""
+    """Return the tensor table, int64 (T, WIDTH), and per program its tensor and its row of `Control`, int32 (P, 2)."""
 
     def table() -> Tensor:
         starts = accumulate(programs(), initial=0)
@@ -248,14 +247,14 @@ def _tables(
     return moved, uploads(("owners", *name), tuple(place[:3] for place in places), owners, device)
 
 
-def _weight_meta(layout: Layout, alone: bool) -> dict[str, Any]:
-    """Return how weights and second moments are kept; None where first moments are all that matters."""
+def _weight_meta(layout: Layout, is_momentum: bool) -> dict[str, Any]:
+    """Return the constants for weight, second moment and master; the latter two are None for `momentum`."""
     fmt, dropped = layout.split or (None, 0)
     plain = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", E4M3.dtype: "e4m3"}
     return {
         "W": packed(Storage(plain[layout.weight])),
-        "SECOND": None if alone else _packed(layout.second),
-        "APART": None if alone else _packed(layout.master),
+        "SECOND": None if is_momentum else _packed(layout.second),
+        "APART": None if is_momentum else _packed(layout.master),
         "REMAINDER": layout.remainder_bits if fmt else 0,
         "DROPPED": dropped,
     }
@@ -282,7 +281,7 @@ def _update_kernel(
     c = _coefficients(coefficients + C * slot)
     step = tl.load(steps + slot)
     scales = tensor_scales(tensors, maxima + 6 * slot, first, FIRST, SECOND, APART)
-    held = tl.zeros((TILE, 32), tl.float32)
+    num_clamped = tl.zeros((TILE, 32), tl.float32)
     if CHUNKS == 0:
         for turn in range(0, STEPS, AHEAD):
             read = _read_ahead(
@@ -290,20 +289,20 @@ def _update_kernel(
             )
             for i in tl.static_range(AHEAD):
                 at, fetched = read[i]
-                w, rest, more = step_tile(
+                w, weight_bits, more = step_tile(
                     fetched, tensors, at, c, scales, seed, step, None, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER,
                     DROPPED, STOCHASTIC, WHOLE,
                 )  # fmt: skip
-                held += more
-                write_weight(w, tensors, at, W, REMAINDER, DROPPED, rest, ROUNDS, WHOLE)
+                num_clamped += more
+                write_weight(w, tensors, at, W, REMAINDER, DROPPED, weight_bits, ROUNDS, WHOLE)
     else:
         for turn in range(STEPS):
-            # At most CHUNKS, of as many groups as TILE, in ACROSS rows.
-            tensors = _tensors(row)  # again, here and below: else all that is reckoned from it would be kept
+            # CHUNKS chunks of TILE groups, in ACROSS rows.
+            tensors = _tensors(row)  # reloaded here and below, or values derived from it would occupy registers
             place = first + turn * tl.cdiv(tensors[ROWS], ACROSS * STEPS)
             kept, largest_w = (), tl.zeros((TILE,), tl.int32)
-            at, of_row = _rows_at(place, 0, tensors, WHOLE, TILE, ACROSS)
-            scale = tl.load(of_row, mask=at[1], other=1.0)[:, None]
+            at, scale_ptr = _rows_at(place, 0, tensors, WHOLE, TILE, ACROSS)
+            scale = tl.load(scale_ptr, mask=at[1], other=1.0)[:, None]
             for chunk in tl.static_range(0, CHUNKS, AHEAD):
                 read = ()
                 for i in tl.static_range(chunk, min(chunk + AHEAD, CHUNKS)):
@@ -311,24 +310,24 @@ def _update_kernel(
                     read += ((at, read_tile(tensors, at, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, WHOLE)),)
                 for i in tl.static_range(min(AHEAD, CHUNKS - chunk)):
                     at, fetched = read[i]
-                    w, rest, more = step_tile(
+                    w, weight_bits, more = step_tile(
                         fetched, tensors, at, c, scales, seed, step, scale, RULE, W, KIND, FIRST, SECOND, APART,
                         REMAINDER, DROPPED, STOCHASTIC, WHOLE,
                     )  # fmt: skip
-                    held += more
-                    kept += ((w, rest),)
+                    num_clamped += more
+                    kept += ((w, weight_bits),)
                     largest_w = tl.maximum(largest_w, largest(w))
-            exponent = scale_code(_of_rows(largest_w, TILE, ACROSS), W[3])
+            exponent = scale_code(_row_maxima(largest_w, TILE, ACROSS), W[3])
             inverse = inverse_of(exponent)[:, None]
             tensors = _tensors(row)
-            at, of_row = _rows_at(place, 0, tensors, WHOLE, TILE, ACROSS)
-            tl.store(of_row, scale_of(exponent), mask=at[1] & (tl.arange(0, TILE) % (TILE // ACROSS) == 0))
+            at, scale_ptr = _rows_at(place, 0, tensors, WHOLE, TILE, ACROSS)
+            tl.store(scale_ptr, scale_of(exponent), mask=at[1] & (tl.arange(0, TILE) % (TILE // ACROSS) == 0))
             for chunk in tl.static_range(CHUNKS):
                 at, _ = _rows_at(place, chunk, tensors, WHOLE, TILE, ACROSS)
-                w, rest = kept[chunk]
+                w, weight_bits = kept[chunk]
                 w = (w[0] * inverse, w[1] * inverse, w[2] * inverse, w[3] * inverse)
-                write_weight(w, tensors, at, W, REMAINDER, DROPPED, rest, ROUNDS, WHOLE)
-    count = tl.sum(tl.sum(held, axis=1), axis=0)
+                write_weight(w, tensors, at, W, REMAINDER, DROPPED, weight_bits, ROUNDS, WHOLE)
+    count = tl.sum(tl.sum(num_clamped, axis=1), axis=0)
     if count > 0:
         tl.atomic_add(clamped, count.to(tl.int64), sem="relaxed")
 
@@ -341,13 +340,13 @@ def _update_search_kernel(
     APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
     STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Find the maxima of what has one scale per tensor, and set aside the scales of before."""
+    """Find the maxima for per-tensor scales, and save the old scales."""
     row, slot, first = _owned(table, owners)
     if tl.load(skip) != 0:
         return
     tensors = _tensors(row)
     c = _coefficients(coefficients + C * slot)
-    amax = maxima + 6 * slot  # three maxima, as bits, and the three scales of before
+    amax = maxima + 6 * slot  # three maxima, as bits, and the three old scales
     scales = (
         set_aside(tensors[M_SCALE], amax + 3, first, FIRST),
         set_aside(tensors[V_SCALE], amax + 4, first, SECOND),
@@ -413,22 +412,22 @@ def _read_ahead(
     SECOND: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
     STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Where the tiles of the next AHEAD turns lie, and all that a step reads of them.
+    """Load the tiles of the next AHEAD iterations: pairs of position and raw words.
 
-    In each turn all of a tensor's programs lie side by side.
+    In each iteration the tiles of a tensor's programs are adjacent.
     """
     rows, cols = tensors[ROWS], tensors[COLUMNS]
-    apart = tl.cdiv(rows * ((cols + 127) // 128), TILE * STEPS)
+    stride = tl.cdiv(rows * ((cols + 127) // 128), TILE * STEPS)
     read = ()
     for i in tl.static_range(AHEAD):
-        at = groups_at(first + (turn + i) * apart, rows, cols, WHOLE, TILE)
+        at = groups_at(first + (turn + i) * stride, rows, cols, WHOLE, TILE)
         read += ((at, read_tile(tensors, at, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, WHOLE)),)
     return read
 
 
 @triton.jit
 def _owned(table, owners):
-    """A program's tensor: where its row of the table is, its row of `Control`, which of its programs this is."""
+    """Pointer to this program's row of the table, its row of `Control`, its index among the tensor's programs."""
     program = tl.program_id(0)
     row = table + WIDTH * tl.load(owners + 2 * program)
     slot = tl.load(owners + 2 * program + 1)
@@ -454,7 +453,7 @@ def _coefficients(c):
 
 @triton.jit
 def _rows_at(first, chunk, tensors, WHOLE: tl.constexpr, TILE: tl.constexpr, ACROSS: tl.constexpr):
-    """The groups of a chunk of rows, and where their rows' scales are."""
+    """Position of a chunk's groups, and pointers to their row scales."""
     place = tl.arange(0, TILE)
     own = first * ACROSS + place // (TILE // ACROSS)
     column = chunk * (TILE // ACROSS) + place % (TILE // ACROSS)
@@ -468,8 +467,8 @@ def _row_scales(tensors):
 
 
 @triton.jit
-def _of_rows(x, TILE: tl.constexpr, ACROSS: tl.constexpr):
-    """For each group of a tile, the maximum of its row."""
+def _row_maxima(x, TILE: tl.constexpr, ACROSS: tl.constexpr):
+    """Reduce a tile to row maxima, broadcast to the groups, (TILE)."""
     if ACROSS == 1:
         x = tl.max(x, axis=0) + tl.zeros((TILE,), tl.int32)
     elif ACROSS != TILE:

@@ -1,7 +1,8 @@
-"""Four values that lie side by side, as a thread has them: a quad. A warp has a group of 128, one value a lane.
+"""Quads: four adjacent values per thread, so that a warp holds a group of 128, one quad per lane.
 
-One word holds the codes of a quad, one counter of Philox gives its random bits, and the maximum of a group is one
-reduction of a warp. Where rows are not whole groups, or a tensor does not begin at 16 bytes, they are read one by one.
+One word holds the codes of a quad, one Philox counter gives its random bits, and one warp reduction the maximum of a
+group. Kernels hold the values of quads as four tensors (TILE, 32), one per position in the quad. Unless WHOLE (rows
+are whole groups and tensors 16-byte aligned), values are loaded and stored one by one.
 """
 
 from __future__ import annotations
@@ -15,58 +16,57 @@ from octavo.kernels.triton.storage import DROPPED_E4M3, as_bits, decode
 
 @triton.jit
 def quads_at(row, column, rows, across, cols, WHOLE: tl.constexpr):
-    """Where the groups of some rows and columns of groups, int32 (TILE), lie, of as many; and cols of values.
+    """Position of the groups at (row, column), int32 (TILE) each, in a matrix of (rows, across) groups and cols values.
 
-    Returns what `load` and `store` take: the numbers of the groups, which of them there are, the index of the quads,
-    int32 (TILE, 32), and which of their values there are. Where rows are not whole groups it is the index of their
-    first values, int64.
+    Returns `at` of `fetch` and `store`: the groups' indices and mask (TILE), the quads' indices, int32 (TILE, 32), and
+    the masks of their four values. Unless WHOLE, the quads' indices are those of their first values, int64.
     """
     group = row * across + column
-    group_there = (row < rows) & (column < across)
-    some = group_there[:, None]
+    group_mask = (row < rows) & (column < across)
+    valid = group_mask[:, None]
     lane = tl.arange(0, 32)[None, :]
     if WHOLE:
         index = group[:, None] * 32 + lane
-        there = (some, some, some, some)
+        masks = (valid, valid, valid, valid)
     else:
-        inside = column[:, None] * 128 + lane * 4
-        index = row.to(tl.int64)[:, None] * cols + inside
-        there = (
-            some & (inside < cols),
-            some & (inside + 1 < cols),
-            some & (inside + 2 < cols),
-            some & (inside + 3 < cols),
+        offset = column[:, None] * 128 + lane * 4
+        index = row.to(tl.int64)[:, None] * cols + offset
+        masks = (
+            valid & (offset < cols),
+            valid & (offset + 1 < cols),
+            valid & (offset + 2 < cols),
+            valid & (offset + 3 < cols),
         )
-    return group, group_there, index, there
+    return group, group_mask, index, masks
 
 
 @triton.jit
 def fetch(address, at, BYTES: tl.constexpr, WHOLE: tl.constexpr):
-    """Words as they lie in memory, for `tops` and `decoded`; 0 where there are none.
+    """Load raw words for `tops` and `decoded`; 0 outside the matrix.
 
-    Apart from what is made of them, so that many may be on their way at once.
+    Separate from decoding, so that many loads can be in flight.
     """
-    group, group_there, index, there = at
+    group, group_mask, index, masks = at
     if WHOLE and BYTES == 4:
-        place, inside = _whole(group, group_there)
-        words = tl.load(_aligned(address) + place, mask=inside, other=0.0)
+        offsets, mask = _whole(group, group_mask)
+        words = tl.load(_aligned(address) + offsets, mask=mask, other=0.0)
     elif WHOLE and BYTES == 2:
-        words = tl.load(_pointer(address, tl.int64) + index, mask=there[0], other=0)
+        words = tl.load(_pointer(address, tl.int64) + index, mask=masks[0], other=0)
     elif WHOLE:
-        words = tl.load(_pointer(address, tl.int32) + index, mask=there[0], other=0)
+        words = tl.load(_pointer(address, tl.int32) + index, mask=masks[0], other=0)
     else:
         words = (
-            _load_one(address, index, there[0], BYTES),
-            _load_one(address, index + 1, there[1], BYTES),
-            _load_one(address, index + 2, there[2], BYTES),
-            _load_one(address, index + 3, there[3], BYTES),
+            _load_one(address, index, masks[0], BYTES),
+            _load_one(address, index + 1, masks[1], BYTES),
+            _load_one(address, index + 2, masks[2], BYTES),
+            _load_one(address, index + 3, masks[3], BYTES),
         )
     return words
 
 
 @triton.jit
 def tops(words, BYTES: tl.constexpr, WHOLE: tl.constexpr):
-    """Four times codes, in the top bits of int32 (TILE, 32), or FP32 values where they have 4 bytes."""
+    """Unpack raw words into four tensors (TILE, 32): codes in the top bits of int32, or FP32 values of 4 bytes."""
     if WHOLE and BYTES == 4:
         values = _split(words)
     elif WHOLE and BYTES == 2:
@@ -81,7 +81,7 @@ def tops(words, BYTES: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def decoded(words, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """Four times the FP32 values of codes."""
+    """Decode raw words to FP32, as four tensors."""
     if WHOLE and FORMAT[0] == DROPPED_E4M3 and not INTERPRETED:
         values = tl.inline_asm_elementwise(FROM_FOUR_E4M3, "=f,=f,=f,=f,r", [words], (tl.float32,) * 4, True, 1)
     else:
@@ -109,72 +109,72 @@ FROM_FOUR_E4M3: tl.constexpr = tl.constexpr("""{
 
 @triton.jit
 def store(values, address, at, BYTES: tl.constexpr, WHOLE: tl.constexpr):
-    """Undo `load`; what lies below codes is ignored."""
-    group, group_there, index, there = at
+    """Store four tensors as `tops` returns them; bits below the codes are ignored."""
+    group, group_mask, index, masks = at
     if WHOLE and BYTES == 4:
-        place, inside = _whole(group, group_there)
-        tl.store(_aligned(address) + place, _join(values), mask=inside)
+        offsets, mask = _whole(group, group_mask)
+        tl.store(_aligned(address) + offsets, _join(values), mask=mask)
     elif WHOLE and BYTES == 2:
         low, high = _halves(values[0], values[1]), _halves(values[2], values[3])
         word = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
-        tl.store(_pointer(address, tl.int64) + index, word, mask=there[0])
+        tl.store(_pointer(address, tl.int64) + index, word, mask=masks[0])
     elif WHOLE:
-        tl.store(_pointer(address, tl.int32) + index, _bytes(values), mask=there[0])
+        tl.store(_pointer(address, tl.int32) + index, _bytes(values), mask=masks[0])
     else:
         for i in tl.static_range(4):
-            _store_one(values[i], address, index + i, there[i], BYTES)
+            _store_one(values[i], address, index + i, masks[i], BYTES)
 
 
 @triton.jit
 def largest(values):
-    """The bits of the largest magnitude of each group, int32 (TILE); NaN does not count beside others."""
+    """Bits of the largest magnitude per group, int32 (TILE); see `largest_of_quads`."""
     return tl.max(largest_of_quads(values), axis=1)
 
 
 @triton.jit
 def largest_of_quads(values):
-    """Those of each quad, int32 (TILE, 32)."""
+    """Bits of the largest magnitude per quad, int32 (TILE, 32), ignoring NaN beside other values."""
     a, b, c, d = _magnitude(values[0]), _magnitude(values[1]), _magnitude(values[2]), _magnitude(values[3])
     return as_bits(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
 
 
 @triton.jit
 def raise_to(address, found):
-    """Raise a maximum in memory to the largest of `largest_of_quads`: mostly a program has found nothing larger."""
-    most = tl.max(tl.max(found, axis=1), axis=0)
-    if most > tl.load(address, cache_modifier=".cg"):
-        tl.atomic_max(address, most, sem="relaxed")
+    """Atomic max of a result of `largest_of_quads` into memory, skipped, as in most programs, if it changes nothing."""
+    maximum = tl.max(tl.max(found, axis=1), axis=0)
+    if maximum > tl.load(address, cache_modifier=".cg"):
+        tl.atomic_max(address, maximum, sem="relaxed")
 
 
 @triton.jit
 def _magnitude(x):
     magnitude = tl.abs(x)
-    if INTERPRETED:  # whose maximum of NaN and a number is NaN
+    if INTERPRETED:  # whose maximum propagates NaN
         magnitude = tl.where(x == x, magnitude, 0.0)
     return magnitude
 
 
 @triton.jit
 def load_bytes(address, at):
-    """A byte a group, int32 (TILE, 1)."""
-    group, group_there, _, _ = at
-    place = address.to(tl.pointer_type(tl.uint8)) + group
-    return tl.load(place, mask=group_there, other=0).to(tl.int32)[:, None]
+    """Load one byte per group, int32 (TILE, 1)."""
+    group, group_mask, _, _ = at
+    byte_ptr = address.to(tl.pointer_type(tl.uint8)) + group
+    return tl.load(byte_ptr, mask=group_mask, other=0).to(tl.int32)[:, None]
 
 
 @triton.jit
 def store_bytes(code, address, at):
-    """A byte a group, of int32 (TILE, 1): by the first lane of its warp, so that no other warp is waited for."""
-    group, group_there, _, _ = at
+    """Store one byte per group, of int32 (TILE, 1), by the first lane of its warp: no synchronisation across warps."""
+    group, group_mask, _, _ = at
     lane = tl.arange(0, 32)[None, :]
-    # The lane in it is 0, and has Triton lay warps along the lanes as all else does.
-    place = address.to(tl.pointer_type(tl.uint8)) + (group[:, None] + lane)
-    tl.store(place, code.to(tl.uint8), mask=group_there[:, None] & (lane == 0))
+    # Adding the lane, 0 wherever a byte is stored, gives the pointers the layout of the quads: a warp per group.
+    byte_ptr = address.to(tl.pointer_type(tl.uint8)) + (group[:, None] + lane)
+    tl.store(byte_ptr, code.to(tl.uint8), mask=group_mask[:, None] & (lane == 0))
 
 
 @triton.jit
 def words(seed, group, number, step):
-    """Four times 32 random bits, uint32 (TILE, 32): Philox-4x32-10 of the counter that is the quad's number."""
+    """32 random bits per value, uint32 (TILE, 32) each: Philox-4x32-10 of counter (quad, number, step, 0)."""
     counter = (group[:, None] * 32 + tl.arange(0, 32)[None, :]).to(tl.uint32)
     zero = counter * 0
     return tl.philox(seed, counter, zero + number.to(tl.uint32), zero + step.to(tl.uint32), zero)
@@ -182,7 +182,7 @@ def words(seed, group, number, step):
 
 @triton.jit
 def _halves(a, b):
-    """The top halves of two, the first below."""
+    """Pack the top halves of two, the first in the low half."""
     if INTERPRETED:
         word = ((a >> 16) & 0xFFFF) | (b & -65536)
     else:
@@ -192,7 +192,7 @@ def _halves(a, b):
 
 @triton.jit
 def _bytes(values):
-    """The top bytes of four, the first lowest."""
+    """Pack the top bytes of four, the first lowest."""
     if INTERPRETED:
         low = ((values[0] >> 24) & 0xFF) | ((values[1] >> 16) & 0xFF00)
         word = low | ((values[2] >> 8) & 0xFF0000) | (values[3] & -16777216)
@@ -210,10 +210,10 @@ BYTES: tl.constexpr = tl.constexpr("""{
 
 
 @triton.jit
-def _whole(group, group_there):
+def _whole(group, group_mask):
     """Index and mask of all values of whole groups, (TILE, 128)."""
     lane = tl.arange(0, 128)[None, :]
-    return group.to(tl.int64)[:, None] * 128 + lane, group_there[:, None]
+    return group.to(tl.int64)[:, None] * 128 + lane, group_mask[:, None]
 
 
 @triton.jit
@@ -231,24 +231,24 @@ def _join(values):
 
 
 @triton.jit
-def _load_one(address, index, there, BYTES: tl.constexpr):
+def _load_one(address, index, mask, BYTES: tl.constexpr):
     if BYTES == 4:
-        x = tl.load(_pointer(address, tl.float32) + index, mask=there, other=0.0)
+        x = tl.load(_pointer(address, tl.float32) + index, mask=mask, other=0.0)
     elif BYTES == 2:
-        x = tl.load(_pointer(address, tl.uint16) + index, mask=there, other=0).to(tl.int32) << 16
+        x = tl.load(_pointer(address, tl.uint16) + index, mask=mask, other=0).to(tl.int32) << 16
     else:
-        x = tl.load(_pointer(address, tl.uint8) + index, mask=there, other=0).to(tl.int32) << 24
+        x = tl.load(_pointer(address, tl.uint8) + index, mask=mask, other=0).to(tl.int32) << 24
     return x
 
 
 @triton.jit
-def _store_one(x, address, index, there, BYTES: tl.constexpr):
+def _store_one(x, address, index, mask, BYTES: tl.constexpr):
     if BYTES == 4:
-        tl.store(_pointer(address, tl.float32) + index, x, mask=there)
+        tl.store(_pointer(address, tl.float32) + index, x, mask=mask)
     elif BYTES == 2:
-        tl.store(_pointer(address, tl.uint16) + index, ((x >> 16) & 0xFFFF).to(tl.uint16), mask=there)
+        tl.store(_pointer(address, tl.uint16) + index, ((x >> 16) & 0xFFFF).to(tl.uint16), mask=mask)
     else:
-        tl.store(_pointer(address, tl.uint8) + index, ((x >> 24) & 0xFF).to(tl.uint8), mask=there)
+        tl.store(_pointer(address, tl.uint8) + index, ((x >> 24) & 0xFF).to(tl.uint8), mask=mask)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""`kernels.storage` in Triton: see `reference/storage.py`, whose results this has, bit for bit.
+"""`kernels.storage` in Triton; results equal `reference/storage.py` bit for bit.
 
-Codes are held in the top bits of an int32, the sign of a signed one in the sign bit; what lies below them is ignored.
-So reading is a shift and a mask, and a rounding may carry from one field into the next without taking them apart.
+Codes occupy the top bits of an int32, the sign of a signed format in the sign bit; lower bits are ignored. So decoding
+is a shift and a mask, and rounding may carry from the mantissa into the exponent without unpacking either.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ GROUP: tl.constexpr = tl.constexpr(2)
 DROPPED_BF16: tl.constexpr = tl.constexpr(BF16.dropped)
 DROPPED_FP16: tl.constexpr = tl.constexpr(FP16.dropped)
 DROPPED_E4M3: tl.constexpr = tl.constexpr(E4M3.dropped)
-"""By which kernels know formats that the hardware itself converts."""
+"""Tags of the formats that the hardware converts."""
 
-# What `packed` returns, a constexpr tuple: mantissa bits dropped, shift, bits of a code, bits of the largest value,
-# signed, scaling, root.
+# Fields of a `packed` storage, a constexpr tuple: mantissa bits dropped, shift, bits per code, FP32 bits of the largest
+# value, signed, scaling, root.
 
 
 def packed(storage: Storage) -> tuple[Any, ...]:
-    """Return a storage as kernels take it."""
+    """Return a storage as a constexpr tuple."""
     fmt = storage.float
     limit = struct.unpack("<i", struct.pack("<f", fmt.max))[0]
     scaling = {"none": NONE, "tensor": TENSOR, "group": GROUP}[storage.scaling].value
@@ -51,7 +51,7 @@ def as_float(bits):
 
 @triton.jit
 def magnitude_of(top, FORMAT: tl.constexpr):
-    """Codes without their signs, where FP32 has its exponent and mantissa."""
+    """Codes without signs, aligned with FP32's exponent and mantissa."""
     BITS: tl.constexpr = FORMAT[2] - 1 if FORMAT[4] else FORMAT[2]
     return (top >> (32 - FORMAT[2] - FORMAT[0])) & (((1 << BITS) - 1) << FORMAT[0])
 
@@ -64,12 +64,12 @@ def sign_of(bits):
 
 @triton.jit
 def top_of(bits, FORMAT: tl.constexpr):
-    """Codes that lie where FP32 has its exponent and mantissa, moved to the top; signs stay where they are."""
+    """Shift codes from FP32's exponent and mantissa to the top bits; signs stay in place."""
     top = bits << (32 - FORMAT[2] - FORMAT[0])
     if FORMAT[4] and FORMAT[2] + FORMAT[0] < 32:
         if INTERPRETED:
             top = sign_of(bits) | (top & 0x7FFFFFFF)
-        else:  # as one instruction, which the compiler does not find
+        else:  # one instruction, which the compiler does not find
             SIGNED: tl.constexpr = "lop3.b32 $0, $1, $2, 0x7FFFFFFF, 0xD8;"
             top = tl.inline_asm_elementwise(SIGNED, "=r,r,r", [bits, top], tl.int32, True, 1)
     return top
@@ -77,7 +77,7 @@ def top_of(bits, FORMAT: tl.constexpr):
 
 @triton.jit
 def round_up(bits, DROPPED: tl.constexpr, random, STOCHASTIC: tl.constexpr):
-    """FP32 bits, rounded: the last ones are to be dropped. random: 16 bits; without, to nearest, ties to even."""
+    """Round FP32 bits, DROPPED of which are cleared later: to nearest, ties to even; STOCHASTIC: by 16 random bits."""
     if DROPPED == 0:
         bits = bits
     elif not STOCHASTIC:
@@ -91,7 +91,7 @@ def round_up(bits, DROPPED: tl.constexpr, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def round_root(x, bits, FORMAT: tl.constexpr, random):
-    """The bits of roots x >= 0, rounded up or down: their squares average to x^2. See the reference."""
+    """Round the bits of roots x >= 0 stochastically, so that the squares average to x^2. See the reference."""
     below = bits & -(1 << FORMAT[0])
     a = as_float(below) * (1.0 / FORMAT[1])
     b = as_float(below + (1 << FORMAT[0])) * (1.0 / FORMAT[1])
@@ -101,9 +101,9 @@ def round_root(x, bits, FORMAT: tl.constexpr, random):
 
 @triton.jit
 def bits_of(x, FORMAT: tl.constexpr):
-    """FP32 values with the format's codes in their first bits; NaN, where it has one, as all ones.
+    """FP32 bits of x * shift, which begin with the format's code; NaN, in formats that have it, as all ones.
 
-    A GPU's NaN is 0x7FFFFFFF, which a rounding would carry into the sign.
+    A GPU's NaN is 0x7FFFFFFF, which rounding would carry into the sign.
     """
     bits = as_bits(x * FORMAT[1])
     if FORMAT[4]:
@@ -117,7 +117,7 @@ def bits_of(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
-    """Codes of FP32 values within the format's range."""
+    """Codes of FP32 values within the format's range, in the top bits of int32."""
     if FORMAT[0] == DROPPED_BF16 and not STOCHASTIC and not INTERPRETED:
         TO_BF16: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;"
         top = tl.inline_asm_elementwise(TO_BF16, "=r,f", [x], tl.int32, True, 1)
@@ -128,7 +128,7 @@ def encode(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def encoded(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
-    """Codes where FP32 has its exponent and mantissa; what lies below them is not yet dropped."""
+    """Codes aligned with FP32's exponent and mantissa; the bits below are not yet cleared."""
     bits = bits_of(x, FORMAT)
     if FORMAT[6] and STOCHASTIC:
         bits = round_root(x, bits, FORMAT, random)
@@ -141,7 +141,7 @@ def encoded(x, FORMAT: tl.constexpr, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def decode(top, FORMAT: tl.constexpr):
-    """FP32 values of codes; the codes of NaN are NaN."""
+    """Decode codes in the top bits to FP32; NaN stays NaN."""
     if FORMAT[0] == DROPPED_FP16:
         x = (top >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -156,15 +156,15 @@ def decode(top, FORMAT: tl.constexpr):
 
 @triton.jit
 def rounded(bits, FORMAT: tl.constexpr):
-    """FP32 values of bits that have been rounded up, without what is dropped: `decode` of their codes, but for NaN."""
+    """Decode the result of `encoded` to FP32: equals `decode` of the codes, except for NaN."""
     return as_float(bits & -(1 << FORMAT[0])) * (1.0 / FORMAT[1])
 
 
 @triton.jit
 def scale_code(amax, LIMIT: tl.constexpr):
-    """E8M0 codes, int32, of the smallest powers of two with amax <= scale * max. LIMIT: the bits of max.
+    """E8M0 codes, int32, of the smallest power-of-two scales with amax <= scale * max.
 
-    amax: the bits of FP32.
+    amax: FP32 bits. LIMIT: FP32 bits of max, the format's largest value.
     """
     exponent = (amax + (0x7FFFFF - (LIMIT & 0x7FFFFF))) >> 23
     return tl.minimum(tl.maximum(exponent + (127 - (LIMIT >> 23)), 1), 253)
@@ -178,5 +178,5 @@ def scale_of(code):
 
 @triton.jit
 def inverse_of(code):
-    """What values are multiplied by."""
+    """The FP32 reciprocal of the scale of an E8M0 code."""
     return as_float((254 - code) << 23)

@@ -1,10 +1,10 @@
-"""What a step does with the groups that a program has at a time: what it reads, how it moves on, what it stores.
+"""One tile of an optimizer step: load, update rule, store.
 
-Everything is as `reference/optimizer.py` has it, bit for bit, four times: for the values of a quad.
+Results equal `reference/optimizer.py` bit for bit. Values are tuples of four tensors, as in `quads`.
 """
 
 # mypy: disable-error-code="assignment,var-annotated"
-# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+# Tuples grow in loops that Triton unrolls; to mypy, their type changes.
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LION: tl.constexpr = tl.constexpr(2)
 GIVEN: tl.constexpr = tl.constexpr(3)
 MOMENTUM: tl.constexpr = tl.constexpr(4)
 
-# Columns of the table that says where each tensor lies: sizes, the tensors of a `Slot`, an update.
+# Columns of the tensor table: sizes, addresses of the tensors of a `Slot`, address of the update.
 ROWS: tl.constexpr = tl.constexpr(0)
 COLUMNS: tl.constexpr = tl.constexpr(1)
 FIRST_PROGRAM: tl.constexpr = tl.constexpr(2)
@@ -64,7 +64,7 @@ V_SCALE: tl.constexpr = tl.constexpr(12)
 GRADIENT_SCALE: tl.constexpr = tl.constexpr(13)
 UPDATE: tl.constexpr = tl.constexpr(14)
 WIDTH: tl.constexpr = tl.constexpr(15)
-"""How many there are."""
+"""Number of columns."""
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def read_tile(
     tensors, at, RULE: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     APART: tl.constexpr, REMAINDER: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """All that a step reads of some groups, as it lies in memory: gradient, first and second moment, weight, rest."""
+    """Load the raw words of gradient, first and second moment, weight, and remainder or separate master."""
     m, v, w, low = (0, 0), (0, 0), 0, (0, 0)
     if RULE != GIVEN:
         m = _fetch_stored(tensors[M], tensors[M_SCALE], at, FIRST, WHOLE)
@@ -89,7 +89,7 @@ def read_tile(
 
 @triton.jit
 def _fetch_stored(address, scale, at, S: tl.constexpr, WHOLE: tl.constexpr):
-    """Words, and the codes of the scales of their groups."""
+    """Raw words and the codes of their group scales, 0 without group scales."""
     code = 0
     if S[5] == 2:
         code = load_bytes(scale, at)
@@ -101,8 +101,8 @@ def advance(
     fetched, c, scales, weight_scale, RULE: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
     SECOND: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Four times the new FP32 weights, first moments, second ones as they are kept; and how many updates were held."""
-    held = 0.0
+    """New FP32 weights, first moments, second moments (roots, if stored as roots); and clamped updates per quad."""
+    num_clamped = 0.0
     if RULE == MOMENTUM:
         new_m, _ = new_momentum(fetched, c, scales, KIND, FIRST, WHOLE)
         new_w, new_v = new_m, new_m
@@ -118,19 +118,19 @@ def advance(
         for i in tl.static_range(4):
             x, m_i, v_i, root, u = _rule(w[i], g[i] * c[0], m[i], v[i], c, RULE)
             limit = c[10]
-            held += tl.where(tl.abs(u) > limit, 1.0, 0.0)  # no update where there is nothing
+            num_clamped += tl.where(tl.abs(u) > limit, 1.0, 0.0)  # padding has no update
             u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
             u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
             new_w += (x - c[7] * u,)
             new_m += (m_i,)
             if SECOND is not None:
                 new_v += (root if SECOND[6] else v_i,)
-    return new_w, new_m, new_v, held
+    return new_w, new_m, new_v, num_clamped
 
 
 @triton.jit
 def new_momentum(fetched, c, scales, KIND: tl.constexpr, FIRST: tl.constexpr, WHOLE: tl.constexpr):
-    """Four times the new momentum, and the gradients."""
+    """New momentum and scaled gradients."""
     g = gradient_of(fetched[0], KIND, WHOLE)
     m = _values(fetched[1], scales[0], FIRST, WHOLE)
     g = (g[0] * c[0], g[1] * c[0], g[2] * c[0], g[3] * c[0])
@@ -143,29 +143,30 @@ def step_tile(
     FIRST: tl.constexpr, SECOND: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr,
     STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """All of a step but the weight's own codes.
+    """Step one tile and store everything but the weight.
 
-    Returns the new FP32 weights, the random bits of their rounding, and how many updates were held back.
+    Returns the new FP32 weights, the random bits to round them with, and the number of clamped updates per quad.
     """
-    new_w, new_m, new_v, held = advance(
+    new_w, new_m, new_v, num_clamped = advance(
         fetched, c, scales, weight_scale, RULE, W, KIND, FIRST, SECOND, APART, REMAINDER, DROPPED, WHOLE
     )
     random = words(seed, at[0], tensors[NUMBER], step)
-    rest = _rest(random)
+    weight_bits = _weight_bits(random)
     if RULE != GIVEN:
         write_stored(new_m, tensors[M], tensors[M_SCALE], scales[3], at, FIRST, low_bits(random), STOCHASTIC, WHOLE)
     if SECOND is not None:
-        write_stored(new_v, tensors[V], tensors[V_SCALE], scales[4], at, SECOND, _high(random), STOCHASTIC, WHOLE)
+        write_stored(new_v, tensors[V], tensors[V_SCALE], scales[4], at, SECOND, _high_bits(random), STOCHASTIC, WHOLE)
     if APART is not None:
         new_w = write_stored(
-            new_w, tensors[MASTER], tensors[MASTER_SCALE], scales[5], at, APART, _taken_apart(rest), STOCHASTIC, WHOLE
-        )
-    return new_w, rest, held
+            new_w, tensors[MASTER], tensors[MASTER_SCALE], scales[5], at, APART, _unpack_bits(weight_bits), STOCHASTIC,
+            WHOLE,
+        )  # fmt: skip
+    return new_w, weight_bits, num_clamped
 
 
 @triton.jit
 def _rule(w, g, m, v, c, RULE: tl.constexpr):
-    """The weight but for its update, both moments, the second one's root, and the update."""
+    """Decayed weight before its update, both moments, root of the second moment, and update."""
     root = v
     if RULE == GIVEN:
         u = g
@@ -185,12 +186,12 @@ def _rule(w, g, m, v, c, RULE: tl.constexpr):
 
 
 TINY: tl.constexpr = tl.constexpr(2.0**-100)
-"""Below which a number has not enough bits left for the sequences that round correctly."""
+"""Smallest operand for which the correctly rounded sequences below have enough bits."""
 
 
 @triton.jit
 def _root(x):
-    """The square root, correctly rounded; 0 below TINY."""
+    """Correctly rounded square root; 0 below TINY."""
     if INTERPRETED:
         root = tl.sqrt_rn(x)
     else:
@@ -200,7 +201,7 @@ def _root(x):
 
 @triton.jit
 def _quotient(x, by):
-    """x / by, correctly rounded, by no less than TINY; 0 where x is below it, NaN where the quotient overflows."""
+    """Correctly rounded x / by, for by >= TINY; 0 if |x| < TINY, NaN on overflow."""
     if INTERPRETED:
         quotient = tl.div_rn(x, by)
         quotient = tl.where(tl.abs(quotient) == float("inf"), float("nan"), quotient)
@@ -209,7 +210,7 @@ def _quotient(x, by):
     return tl.where(tl.abs(x) < TINY, 0.0, quotient)
 
 
-# An estimate, and what it lacks, as the hardware's own sequences have it but for their branch to rare cases.
+# Estimate and residual correction: the compiler's own sequences without their branch to rare cases.
 ROOT: tl.constexpr = tl.constexpr("""{
     .reg .f32 near, half, root, minus, rest;
     rsqrt.approx.ftz.f32 near, $1;
@@ -235,27 +236,27 @@ QUOTIENT: tl.constexpr = tl.constexpr("""{
 
 @triton.jit
 def low_bits(words):
-    """The random bits of the first moment."""
+    """Random bits for the first moment."""
     return (_int(words[0] & 0xFFFF), _int(words[1] & 0xFFFF), _int(words[2] & 0xFFFF), _int(words[3] & 0xFFFF))
 
 
 @triton.jit
-def _high(words):
-    """Those of the second."""
+def _high_bits(words):
+    """Random bits for the second moment."""
     return (_int(words[0] >> 16), _int(words[1] >> 16), _int(words[2] >> 16), _int(words[3] >> 16))
 
 
 @triton.jit
-def _rest(words):
-    """Those of the weight, two in a word: they may have to be kept until a row is done."""
+def _weight_bits(words):
+    """Random bits for the weight, two per word to save registers: per-row scales need them until the row ends."""
     factor = tl.full((), 0x9E3779B9, tl.uint32)
     first = ((words[0] * factor) >> 16) | ((words[1] * factor) & 0xFFFF0000)
     return first, ((words[2] * factor) >> 16) | ((words[3] * factor) & 0xFFFF0000)
 
 
 @triton.jit
-def _taken_apart(rest):
-    return _int(rest[0] & 0xFFFF), _int(rest[0] >> 16), _int(rest[1] & 0xFFFF), _int(rest[1] >> 16)
+def _unpack_bits(words):
+    return _int(words[0] & 0xFFFF), _int(words[0] >> 16), _int(words[1] & 0xFFFF), _int(words[1] >> 16)
 
 
 @triton.jit
@@ -265,20 +266,20 @@ def _int(word):
 
 @triton.jit
 def to_bf16(x):
-    """The nearest BF16 in the top bits, ties to even; NaN stays one."""
+    """Round FP32 to the nearest BF16, ties to even, in the top bits of int32; NaN stays NaN."""
     bits = round_up(as_bits(x), 16, 0, False)
     return tl.where(x == x, bits, 0x7FC00000)
 
 
 @triton.constexpr_function
 def has_one_scale(storage: tuple[Any, ...] | None) -> bool:
-    """Whether something is kept that has one scale per tensor."""
+    """Return whether a storage has one scale per tensor."""
     return storage is not None and storage[5] == 1
 
 
 @triton.jit
 def set_aside(scale, before, first, S: tl.constexpr):
-    """Keep a tensor's scale for the step, which writes over it. Returns it, FP32."""
+    """Save the scale of a tensor, which the step overwrites, and return it in FP32; 1 without one."""
     by = 1.0
     if has_one_scale(S):
         code = tl.load(scale.to(tl.pointer_type(tl.uint8))).to(tl.int32)
@@ -289,7 +290,7 @@ def set_aside(scale, before, first, S: tl.constexpr):
 
 @triton.jit
 def tensor_scales(tensors, amax, first, FIRST: tl.constexpr, SECOND: tl.constexpr, APART: tl.constexpr):
-    """The scales of before of first moment, second one and master, FP32, and the codes of the new ones."""
+    """Old FP32 scales of first moment, second moment and master, then the codes of their new scales."""
     m, new_m = _new_scale(tensors[M_SCALE], amax, first, FIRST)
     v, new_v = _new_scale(tensors[V_SCALE], amax + 1, first, SECOND)
     w, new_w = _new_scale(tensors[MASTER_SCALE], amax + 2, first, APART)
@@ -308,7 +309,7 @@ def _new_scale(scale, amax, first, S: tl.constexpr):
 
 @triton.jit
 def largest_found(values, S: tl.constexpr):
-    """The bits of the largest magnitudes, where they matter."""
+    """Bits of the largest magnitude per quad for storage with one scale per tensor, else 0."""
     found = 0
     if has_one_scale(S):
         found = largest_of_quads(values)
@@ -316,17 +317,17 @@ def largest_found(values, S: tl.constexpr):
 
 
 @triton.jit
-def _values(fetched, by, S: tl.constexpr, WHOLE: tl.constexpr):
-    """Four times the FP32 values of stored ones; by: the scale of a whole tensor."""
+def _values(fetched, scale, S: tl.constexpr, WHOLE: tl.constexpr):
+    """Dequantise stored values to FP32. scale: per-tensor scale."""
     words, code = fetched
     values = decoded(words, S, WHOLE)
     if S[5] == 2:
-        by = scale_of(code)
+        scale = scale_of(code)
     read = ()
     for i in tl.static_range(4):
         x = values[i]
         if S[5] != 0:
-            x = x * by
+            x = x * scale
         read += (x * x if S[6] else x,)
     return read
 
@@ -335,9 +336,9 @@ def _values(fetched, by, S: tl.constexpr, WHOLE: tl.constexpr):
 def write_stored(
     values, address, scale, exponent, at, S: tl.constexpr, random, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store four times FP32 values, roots already taken, and return what was stored.
+    """Quantise and store FP32 values, roots already taken; return the stored values in FP32.
 
-    They are 0 where there is nothing, as all that they were computed from is. exponent: of a whole tensor's scale.
+    Padding is 0, like every operand it was computed from. exponent: code of the per-tensor scale.
     """
     inverse, by = 1.0, 1.0
     if S[5] != 0:
@@ -365,23 +366,23 @@ def write_stored(
 
 @triton.jit
 def _weights(
-    words, low, by, row_scale, W: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr,
+    words, low, scale, row_scale, W: tl.constexpr, APART: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Four times the FP32 master. by: of a master with one scale; row_scale: of the rows, or None."""
+    """Decode the FP32 master. scale: per-tensor scale of a separate master; row_scale: per-row scales, or None."""
     if APART is not None:
-        read = _values(low, by, APART, WHOLE)
+        read = _values(low, scale, APART, WHOLE)
     else:
         if REMAINDER == 0:
             values = decoded(words, W, WHOLE)
         else:
             values = tops(words, W[2] // 8, WHOLE)
-            rest = tops(low[0], REMAINDER // 8, WHOLE)
+            remainder = tops(low[0], REMAINDER // 8, WHOLE)
         read = ()
         for i in tl.static_range(4):
             w = values[i]
             if REMAINDER != 0:
-                magnitude = magnitude_of(w, W) + ((rest[i] >> (32 - REMAINDER)) << DROPPED)
+                magnitude = magnitude_of(w, W) + ((remainder[i] >> (32 - REMAINDER)) << DROPPED)
                 w = as_float(tl.maximum(magnitude, 0) | sign_of(w)) * (1.0 / W[1])
             if row_scale is not None:
                 w = w * row_scale
@@ -391,14 +392,14 @@ def _weights(
 
 @triton.jit
 def write_weight(
-    values, tensors, at, W: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, rest, ROUNDS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    values, tensors, at, W: tl.constexpr, REMAINDER: tl.constexpr, DROPPED: tl.constexpr, weight_bits,
+    ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store four times an FP32 master, divided by the scale of its row, and the weight that is computed with."""
+    """Store the weight, and the remainder of its master. values: FP32 master, divided by its row scale."""
     if W[2] == 32:
         store(values, tensors[WEIGHT], at, 4, WHOLE)
     else:
-        codes, low, random = (), (), _taken_apart(rest)
+        codes, low, random = (), (), _unpack_bits(weight_bits)
         for i in tl.static_range(4):
             if REMAINDER == 0:
                 codes += (encode(values[i], W, random[i], ROUNDS),)
