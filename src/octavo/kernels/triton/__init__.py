@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs. Each has its twin under the same file name in `reference/`."""
+"""Triton kernels for NVIDIA GPUs. Each has its twin in `reference/`, under the same file name."""

@@ -1,13 +1,12 @@
-"""The activations of an MLP, straight into codes: see `octavo.kernels.activation`.
+"""Activations of an MLP, quantised as they are computed; see `octavo.kernels.activation`.
 
-As in `quantize`, maxima that a program cannot see are found by a first pass, and a second one writes: backwards, where
-the first has left its last reads in the cache. Both compute with the same functions, and no multiplication and addition
-are contracted into one rounding: so the maxima are those of what is written, and the backward's h is the forward's, to
-the bit.
+As in `quantize`, a first pass finds the maxima that no single program sees, and a second one writes, in reverse order,
+since the last reads of the first are still cached. Both use the same functions, without FMA contraction: so the maxima
+are exactly those of the values written, and the backward recomputes the forward's h bit for bit.
 """
 
 # mypy: disable-error-code="assignment,var-annotated"
-# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+# Tuples grow in loops that Triton unrolls; to mypy, their type changes.
 
 from __future__ import annotations
 
@@ -46,9 +45,9 @@ from octavo.kernels.triton.output import Output, begin_searches, end_searches
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.numerics import Quantized
 
-# Chosen for an H200; `TILED`: where scales belong to tiles of 128.
+# Tuned on an H200. `TILED`: for scales of 128-element tiles.
 LONGEST_ROW = 16384
-"""Elements of a row that one program still holds."""
+"""Longest row, in elements, that one program holds."""
 FORWARD_SEARCH = Shape(4, 1024, warps=4, steps=32, stages=3)
 FORWARD_WRITE = Shape(64, 128, warps=4)
 FORWARD_TILED = Shape(64, SIDE.value, warps=4)
@@ -66,17 +65,17 @@ def unsupported_reason(
     columns: QuantSpec | None = None,
     hidden: QuantSpec | None = None,
 ) -> str | None:
-    """Return why the kernels here cannot make these targets of a hidden width, or None."""
+    """Return why these kernels cannot produce the targets at this hidden width, or None."""
     if reason := quantize.unsupported_reason(rows, columns, hidden):
         return reason
     tiles = (rows.tile if rows else None, columns.tile.transposed if columns else None)
     if is_gated and width % SIDE.value and any(tile is not None and tile.cols == SIDE.value for tile in tiles):
-        return f"tiles of {SIDE.value} columns straddle [d gate | d up] where the hidden width is {width}"
+        return f"tiles of {SIDE.value} columns straddle [d gate | d up] at hidden width {width}"
     return None
 
 
 def limits_registers(*targets: QuantSpec | None) -> bool:
-    """Return whether a kernel for these targets is compiled with a limit of registers, which no compiler passes on."""
+    """Return whether kernels for these targets limit registers (`maxnreg`), which tracing compilers drop."""
     return any(target is not None and SIDE.value in (target.tile.rows, target.tile.cols) for target in targets)
 
 
@@ -88,7 +87,7 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) ->
 def activation_and_inputs(
     kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec, inputs: QuantSpec | None
 ) -> list[Quantized]:
-    """See `octavo.kernels.activation.activation_and_inputs`: h, and by `inputs` gate, and up if there is one."""
+    """See `octavo.kernels.activation.activation_and_inputs`: h, then gate and up (if any) quantised by `inputs`."""
     gate, up = contiguous_rows(gate), up if up is None else contiguous_rows(up)
     rows, cols = gate.shape
     output = Output(target, rows, cols, gate.device)
@@ -169,7 +168,7 @@ def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | 
 
 
 def sources_of(dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None) -> tuple[Any, ...]:
-    """Return what the backward kernels read: three matrices, the strides of their rows, the scales of gate and up."""
+    """Return the inputs of the backward kernels: dh, gate and up, their row strides, the scales of gate and up."""
     scales = [x.scale if isinstance(x, Quantized) else None for x in (gate, up)]
     matrices = [x.codes if isinstance(x, Quantized) else x for x in (dh, gate, up)]
     matrices = [None if x is None else contiguous_rows(x) for x in matrices]
@@ -178,7 +177,7 @@ def sources_of(dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | No
 
 @triton.jit
 def _exp(x):
-    """exp in two instructions. Its subnormal results are 0."""
+    """exp in two instructions; subnormal results flush to 0."""
     if INTERPRETED:
         return tl.exp(x)
     return tl.inline_asm_elementwise(
@@ -188,7 +187,7 @@ def _exp(x):
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)) without the steps that a division takes for subnormal results."""
+    """1 / (1 + exp(-x)) without a division's handling of subnormal results."""
     if INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-x))
     return tl.inline_asm_elementwise(
@@ -198,7 +197,7 @@ def _sigmoid(x):
 
 @triton.jit
 def rounded_product(x, y):
-    """The product, rounded: a compiler must not contract it with a sum, which `enable_fp_fusion` cannot forbid it."""
+    """Rounded product, never contracted into an FMA: tracing compilers drop `enable_fp_fusion`."""
     if INTERPRETED:
         return x * y
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1)
@@ -231,7 +230,7 @@ def value_and_slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND: tl.constexpr):
-    """Tiles of h, gate and up. Where there is no up, up is gate again."""
+    """Tiles of h, gate and up; without up, gate is returned twice."""
     gate = load_tile(gate_ptr, gate_stride, rows, cols, in_rows, in_cols)
     h, _ = value_and_slope(gate, KIND)
     up = gate
@@ -243,20 +242,20 @@ def _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_co
 
 @triton.jit
 def tiles_of(tile_c, total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Which scales of 128 columns a tile of WIDTH columns needs: their indices, and whether they are in the matrix."""
+    """Indices and mask of the scales, one per 128 columns, of a tile of WIDTH columns."""
     tiles = tile_c * WIDTH // SIDE + tl.arange(0, (WIDTH + SIDE - 1) // SIDE)
     return tiles, inside(tiles * SIDE, total_c, EVEN)
 
 
 @triton.jit
 def _load_values(x_ptr, scale_ptr, stride, total_r, rows, cols, in_rows, in_cols, tiles):
-    """A tile of a matrix that may be kept in codes: then one scale for 128 columns of a row, column after column."""
+    """Load a tile in FP32; codes are dequantised by one scale per 128 columns of a row, stored column-major."""
     x = load_tile(x_ptr, stride, rows, cols, in_rows, in_cols)
     if scale_ptr is not None:
-        if INTERPRETED:  # it takes the codes of NaN for 480
+        if INTERPRETED:  # it decodes the codes of NaN as 480
             x = tl.where(tl.abs(x) > 448.0, float("nan"), x)
-        where = scale_ptr + tiles[0][None, :].to(tl.int64) * total_r + rows[:, None]
-        scale = tl.load(where, mask=in_rows[:, None] & tiles[1][None, :], other=0.0)
+        scale_ptrs = scale_ptr + tiles[0][None, :].to(tl.int64) * total_r + rows[:, None]
+        scale = tl.load(scale_ptrs, mask=in_rows[:, None] & tiles[1][None, :], other=0.0)
         if x.shape[1] > SIDE:
             by_tile = tl.reshape(x, (x.shape[0], x.shape[1] // SIDE, SIDE))
             x = tl.reshape(by_tile * scale[:, :, None], x.shape)
@@ -267,9 +266,9 @@ def _load_values(x_ptr, scale_ptr, stride, total_r, rows, cols, in_rows, in_cols
 
 @triton.jit
 def gradients(sources, rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr):
-    """Tiles of d gate, d up and h. Where there is no up, d up is d gate again.
+    """Tiles of d gate, d up and h; without up, d gate is returned twice.
 
-    sources: what `sources_of` gave; the number of rows; and what each row's gradients are multiplied by, or None.
+    sources: the result of `sources_of`, the number of rows, and the factors of each row's gradients or None.
     """
     dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr = sources
     dh = load_tile(dh_ptr, dh_stride, rows, cols, in_rows, in_cols)
@@ -291,7 +290,7 @@ def gradients(sources, rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr):
 
 @triton.jit
 def gradients_of_quads(sources, rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr):
-    """Four quarters of `gradients`: of d gate, of d up, and of h."""
+    """`gradients` of four quarters: tuples of d gate, d up and h."""
     d_gate, d_up, h = (), (), ()
     for i in tl.static_range(4):
         gate_i, up_i, h_i = gradients(sources, rows[i], cols, in_rows[i], in_cols, tiles, KIND)
@@ -303,7 +302,7 @@ def gradients_of_quads(sources, rows, cols, in_rows, in_cols, tiles, KIND: tl.co
 
 @triton.jit
 def _last_first(total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Which strip of tiles this program writes, and its columns: (strip, tile_c, cols, in_cols)."""
+    """Strip and columns of this program, in reverse launch order: (strip, tile_c, cols, in_cols)."""
     across = tl.cdiv(total_c, WIDTH)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     strip, tile_c = number // across, number % across
@@ -317,27 +316,27 @@ def _forward_rows_kernel(
     gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, gate_codes, gate_scale, up_codes, up_scale,
     total_r, total_c, KIND: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row per program, held whole."""
+    """One whole row per program."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, SIZE)
-    there = cols < total_c
-    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=there, other=0.0).to(tl.float32)
+    mask = cols < total_c
+    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if gate_codes is not None:
-        _keep_row(gate, gate_codes, gate_scale, row, total_r, total_c, SIZE)
+        _store_input_row(gate, gate_codes, gate_scale, row, total_r, total_c, SIZE)
     h, _ = value_and_slope(gate, KIND)
     if up_ptr is not None:
-        up = tl.load(up_ptr + row * up_stride + cols, mask=there, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
         if up_codes is not None:
-            _keep_row(up, up_codes, up_scale, row, total_r, total_c, SIZE)
+            _store_input_row(up, up_codes, up_scale, row, total_r, total_c, SIZE)
         h = h * up
     scale, inverse = scale_of(amax(h, 0), codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
-    tl.store(codes_ptr + row * total_c + cols, to_codes(h * inverse, codes_ptr.dtype.element_ty), mask=there)
+    tl.store(codes_ptr + row * total_c + cols, to_codes(h * inverse, codes_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _keep_row(x, codes_ptr, scale_ptr, row, total_r, total_c, SIZE: tl.constexpr):
-    """Write a row of an input in codes, one scale for 128 columns, column after column. x: FP32, 0 outside the row."""
+def _store_input_row(x, codes_ptr, scale_ptr, row, total_r, total_c, SIZE: tl.constexpr):
+    """Quantise and store a row of an input, one scale per 128 columns, column-major. x: FP32, 0 outside the row."""
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
     TILES: tl.constexpr = SIZE // SIDE
     tiles = tl.reshape(x, (TILES, SIDE))
@@ -356,7 +355,7 @@ def _forward_search_kernel(
     KIND: tl.constexpr, MODE: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The maxima of h in a region of STEPS tiles, one under the other."""
+    """Maxima of h over STEPS vertically adjacent tiles."""
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = inside(cols, total_c, EVEN)
     first = tl.program_id(1) * HEIGHT * STEPS
@@ -376,7 +375,7 @@ def _forward_write_kernel(
     gate_codes, gate_scale, up_codes, up_scale,
     KIND: tl.constexpr, MODE: tl.constexpr, SCALING: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The codes of one tile of h, and of gate and up where they are wanted: then WIDTH is 128."""
+    """Codes of one tile of h, and of gate and up if requested, which needs WIDTH 128."""
     tile_r, tile_c, cols, in_cols = _last_first(total_c, WIDTH, False)
     rows, in_rows = quads(tile_r, total_r, HEIGHT, False)
     h, gate, up = (), (), ()
@@ -398,7 +397,7 @@ def _forward_write_kernel(
 def _search_halves(
     gate, up, gate_running, up_running, amax_ptr, rows, in_rows, MODE: tl.constexpr, GATED: tl.constexpr
 ):
-    """`codes.search` in [d gate | d up]: the halves share their rows, and have columns of their own."""
+    """`codes.search` in [d gate | d up]: the halves share rows, not columns."""
     gate = finite_magnitude(gate)
     if GATED:
         up = finite_magnitude(up)
@@ -429,7 +428,7 @@ def _backward_search_kernel(
     KIND: tl.constexpr, ROW_MODE: tl.constexpr, COLUMN_MODE: tl.constexpr, HIDDEN_MODE: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The maxima of D and h in a region of STEPS tiles, one under the other. half: the columns of d gate."""
+    """Maxima of D and h over STEPS vertically adjacent tiles. half: columns of d gate."""
     GATED: tl.constexpr = up_ptr is not None
     sources = dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, None
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -481,9 +480,9 @@ def _backward_write_kernel(
     HIDDEN_MODE: tl.constexpr, HIDDEN_SCALING: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """STEPS tiles of dh, gate and up, one under the other: up to five tiles of codes of each.
+    """Codes of STEPS vertically adjacent tiles of dh, gate and up: up to five output tiles each.
 
-    half: the columns of d gate.
+    half: columns of d gate.
     """
     strip, tile_c, cols, in_cols = _last_first(half, WIDTH, EVEN)
     tiles = tiles_of(tile_c, half, WIDTH, EVEN)
@@ -516,15 +515,15 @@ def _backward_plain_kernel(
     d_gate_ptr, d_up_ptr,
     KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of d gate and d up, in their dtype."""
+    """One tile of d gate and d up, in their own dtype."""
     tile_r, tile_c, cols, in_cols = _last_first(half, WIDTH, False)
     tiles = tiles_of(tile_c, half, WIDTH, False)
     rows = tile_r * HEIGHT + tl.arange(0, HEIGHT)
     in_rows = rows < total_r
     sources = dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, None
     d_gate, d_up, _ = gradients(sources, rows, cols, in_rows, in_cols, tiles, KIND)
-    where = rows[:, None].to(tl.int64) * half + cols[None, :]
-    there = in_rows[:, None] & in_cols[None, :]
-    tl.store(d_gate_ptr + where, d_gate.to(d_gate_ptr.dtype.element_ty), mask=there)
+    offsets = rows[:, None].to(tl.int64) * half + cols[None, :]
+    mask = in_rows[:, None] & in_cols[None, :]
+    tl.store(d_gate_ptr + offsets, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
     if d_up_ptr is not None:
-        tl.store(d_up_ptr + where, d_up.to(d_up_ptr.dtype.element_ty), mask=there)
+        tl.store(d_up_ptr + offsets, d_up.to(d_up_ptr.dtype.element_ty), mask=mask)

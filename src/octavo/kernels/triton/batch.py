@@ -1,4 +1,4 @@
-"""The kernels for one matrix, launched for a batch of them: the third dimension of the grid is which matrix it is."""
+"""Single-matrix kernels launched for a batch: the third grid dimension is the index of the matrix."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output, begin_searches, end_searches
 
 MOST = 65535
-"""Matrices that a grid has room for in its third dimension."""
+"""Limit of the third grid dimension."""
 
 
 def unsupported_reason(x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None) -> str | None:
-    """Return why the kernels here cannot make these targets of x (B, R, C), or None."""
+    """Return why these kernels cannot produce the targets from x (B, R, C), or None."""
     if x.shape[0] > MOST:
         return f"more than {MOST} matrices"
-    turned = columns is not None if not _is_transposed(x) else rows is not None
-    if turned and x.shape[2 if _is_transposed(x) else 1] % 4:
-        return "a transpose is written in words of four codes, and the rows are no multiple of 4"
+    transposes = columns is not None if not _is_transposed(x) else rows is not None
+    if transposes and x.shape[2 if _is_transposed(x) else 1] % 4:
+        return "a transpose is stored in words of four codes, and the rows are not a multiple of 4"
     return single.unsupported_reason(rows, columns)
 
 
@@ -33,8 +33,8 @@ def quantize_batch(
 ) -> tuple[Batch | None, Batch | None]:
     """See `octavo.kernels.batch.quantize_batch`."""
     if _is_transposed(x):
-        turned, straight = quantize_batch(x.mT, columns, rows, _turned(column_fold), _turned(row_fold))
-        return straight, turned
+        by_columns, by_rows = quantize_batch(x.mT, columns, rows, _transposed(column_fold), _transposed(row_fold))
+        return by_rows, by_columns
     x = x if x.stride(2) == 1 else x.contiguous()
     batch, height, width = x.shape
     if rows is not None and rows.granularity == "row" and columns is None and row_fold is None and x.is_contiguous():
@@ -60,8 +60,8 @@ def quantize_batch(
         ROW_MODE=row.mode, ROW_SCALING=row.scaling, COLUMN_MODE=column.mode, COLUMN_SCALING=column.scaling,
         **shape.strip(height, width),
     )  # fmt: skip
-    as_it_lies, transposed = (None if made is None else Batch(*made) for made in (row.quantized, column.quantized))
-    return as_it_lies, transposed
+    by_rows, by_columns = (None if made is None else Batch(*made) for made in (row.quantized, column.quantized))
+    return by_rows, by_columns
 
 
 def transpose_batch(codes: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _is_transposed(x: Tensor) -> bool:
     return x.stride(2) != 1 and x.stride(1) == 1
 
 
-def _turned(fold: Tensor | None) -> Tensor | None:
+def _transposed(fold: Tensor | None) -> Tensor | None:
     return None if fold is None else fold.mT
 
 

@@ -1,4 +1,4 @@
-"""FP32 values in the dtype of the memory they go to."""
+"""Casts of FP32 values to the dtype of a store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.kernels.triton.codes import INTERPRETED
 
 @triton.jit
 def to_dtype(x, DTYPE: tl.constexpr):
-    """Round FP32 to the nearest BF16, FP16 or FP32, ties to even. Triton's interpreter alone would truncate to BF16."""
+    """Round FP32 to the nearest BF16, FP16 or FP32, ties to even. Only Triton's interpreter would truncate to BF16."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000

@@ -1,15 +1,15 @@
-"""Device functions that every kernel shares: amax, scale and codes, as `numerics` defines them, bit for bit.
+"""Device functions shared by all kernels: amax, scale and codes; results equal `numerics` bit for bit.
 
-A target's scales are found in one of two ways. Where they lie in the tile that a program writes, it takes the maxima
-itself: those of `1x128`, and all others of 128 by a program whose tile is as high. For the rest an earlier pass has
-searched the matrix, in strips as high as a tile of scales, and left what values are to be multiplied by in memory.
+Scales are found in one of two ways. If a program's tile holds all values of a scale, it reduces them itself: always for
+`1x128`, and for the other tiles of 128 if its tile is 128 rows high. Otherwise an earlier pass searches the matrix, in
+strips of 128 rows, and leaves the inverse scales in memory.
 
-Under a power cap kernels like these are bound by instructions as much as by memory: hence indices without masks where
-tiles come out even, and scales that are computed once and not in every program.
+Under a power cap these kernels are bound by instructions as much as by memory: hence unmasked accesses where tiles
+divide the matrix evenly, and scales computed once rather than in every program.
 """
 
 # mypy: disable-error-code="assignment,var-annotated"
-# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+# Tuples grow in loops that Triton unrolls; to mypy, their type changes.
 
 from __future__ import annotations
 
@@ -19,66 +19,66 @@ import triton.language as tl
 from octavo.kernels.triton.launch import Kernel
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter truncates mantissas when it casts to FP8, and has neither -0 nor NaN right."""
+"""Whether Triton's interpreter runs the kernels: its casts to FP8 truncate, and get -0 and NaN wrong."""
 NONE: tl.constexpr = tl.constexpr(0)
-"""Nothing is written."""
+"""No output."""
 TENSOR: tl.constexpr = tl.constexpr(1)
 """One scale, its inverse in memory."""
 ROW: tl.constexpr = tl.constexpr(2)
-"""A scale per row of the tile, its inverse in memory."""
+"""One scale per row of the tile, its inverse in memory."""
 COLUMN: tl.constexpr = tl.constexpr(3)
-"""A scale a column of the tile, its inverse in memory."""
+"""One scale per column of the tile, its inverse in memory."""
 ROW_TILE: tl.constexpr = tl.constexpr(4)
-"""1x128: a scale per row of the tile, of the tile's own maximum."""
+"""1x128: one scale per row of the tile, from the tile's own maximum."""
 COLUMN_TILE: tl.constexpr = tl.constexpr(5)
-"""128x1: a scale a column, of the tile's own maximum where there is no inverse in memory."""
+"""128x1: one scale per column, from the tile's own maximum unless its inverse is in memory."""
 BLOCK: tl.constexpr = tl.constexpr(6)
-"""128x128: one scale, of the tile's own maximum where there is no inverse in memory."""
+"""128x128: one scale, from the tile's own maximum unless its inverse is in memory."""
 
 FLOAT32: tl.constexpr = tl.constexpr(0)
-"""A rule for scales, `QuantSpec.rule`; `numerics.scale_from_amax` defines it, and the next two."""
+"""`QuantSpec.rule` of FP32 scales; `numerics.scale_from_amax` defines the rules."""
 POWER_OF_TWO: tl.constexpr = tl.constexpr(1)
-"""The second rule."""
+"""`QuantSpec.rule` of power-of-two scales."""
 ENGINE: tl.constexpr = tl.constexpr(2)
-"""The third rule."""
+"""`QuantSpec.rule` of the scales of inference engines."""
 
 SIDE: tl.constexpr = tl.constexpr(128)
-"""Rows and columns of those tiles."""
+"""Long side of the tiles 1x128, 128x1 and 128x128."""
 
 _MODES = {"tensor": TENSOR, "row": ROW, "column": COLUMN, "1x128": ROW_TILE, "128x1": COLUMN_TILE, "128x128": BLOCK}
 
 
 def mode_of(granularity: str) -> int | None:
-    """Return the mode of a granularity, as the untransposed matrix has it, or None where no kernel has it."""
+    """Return the mode of a granularity of the untransposed matrix, or None if no kernel supports it."""
     mode = _MODES.get(granularity)
     return None if mode is None else mode.value
 
 
 @triton.jit
 def without_infinities(x):
-    """NaN for infinities. x: FP32."""
+    """Replace infinities with NaN. x: FP32."""
     if INTERPRETED:
         result = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     else:
-        result = tl.fma(x, 0.0, x)  # infinity times 0 is NaN: one instruction for two
+        result = tl.fma(x, 0.0, x)  # infinity times 0 is NaN: one instruction instead of two
     return result
 
 
 @triton.jit
 def _magnitude(x):
-    """|x| for maxima, which a NaN must not decide: 0 or NaN for those. x: FP32, without infinities.
+    """|x| for maxima that ignore NaN: 0 or NaN for NaN. x: FP32, without infinities.
 
-    `tl.maximum` leaves out a NaN. A maximum of nothing but NaN is one.
+    `tl.maximum` ignores NaN unless both operands are NaN.
     """
     result = tl.abs(x)
-    if INTERPRETED:  # its maximum is numpy's, which hands NaN on
+    if INTERPRETED:  # its maximum is numpy's, which propagates NaN
         result = tl.where(x == x, result, 0.0)
     return result
 
 
 @triton.jit
 def finite_magnitude(x):
-    """|x| for maxima, 0 or NaN for what is not finite. x: FP32. Take `amax` for whole tiles."""
+    """|x| for maxima, 0 or NaN for non-finite values. x: FP32. To reduce a tile, use `amax`."""
     return _magnitude(without_infinities(x))
 
 
@@ -125,14 +125,14 @@ def scale_of(amax, FORMAT: tl.constexpr, SCALING: tl.constexpr):
 
 @triton.jit
 def _round_in_integers(x, FORMAT: tl.constexpr):
-    """The cast that hardware does in one instruction, for the interpreter. x: FP32, within the format's range."""
+    """FP8 cast for the interpreter; hardware has an instruction. x: FP32, within the format's range."""
     DROPPED: tl.constexpr = 20 if FORMAT == tl.float8e4nv else 21  # of FP32's 23 mantissa bits
     BIAS: tl.constexpr = 7 if FORMAT == tl.float8e4nv else 15
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)) >> DROPPED
     normal = rounded - ((127 - BIAS) << (23 - DROPPED))
-    # Among the subnormals the grid is even: adding a number whose last bit is worth one step rounds to it.
+    # Subnormals are evenly spaced: adding a number whose last bit is worth one step rounds to them.
     shift = 1.5 * 2.0 ** (1 - BIAS + DROPPED)
     subnormal = ((tl.abs(x) + shift).to(tl.int32, bitcast=True)) & 0x3FFFFF
     code = tl.where(tl.abs(x) < 2.0 ** (1 - BIAS), subnormal, normal)
@@ -142,7 +142,7 @@ def _round_in_integers(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def nearest_codes(x, FORMAT: tl.constexpr):
-    """Codes of FP32 values without infinities: nearest, finite values saturate, NaN stays."""
+    """Codes of FP32 values without infinities: to nearest, finite values saturate, NaN stays."""
     if INTERPRETED:
         LARGEST: tl.constexpr = 448.0 if FORMAT == tl.float8e4nv else 57344.0
         clamped = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
@@ -154,7 +154,7 @@ def nearest_codes(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def to_codes(x, FORMAT: tl.constexpr):
-    """Codes of FP32 values: nearest, finite values saturate, NaN and infinities become NaN."""
+    """Codes of FP32 values: to nearest, finite values saturate, NaN and infinities become NaN."""
     return nearest_codes(without_infinities(x), FORMAT)
 
 
@@ -179,7 +179,7 @@ def pack(y, FORMAT: tl.constexpr):
 
 @triton.jit
 def inside(index, total, EVEN: tl.constexpr):
-    """Which indices lie in the matrix: all, known when the kernel is compiled, where tiles come out EVEN."""
+    """Mask of the indices within the matrix; if EVEN (no partial tiles), all, known at compile time."""
     if EVEN:
         result = tl.full(index.shape, True, tl.int1)
     else:
@@ -189,10 +189,10 @@ def inside(index, total, EVEN: tl.constexpr):
 
 @triton.jit
 def quads(tile_r, total_r, HEIGHT: tl.constexpr, EVEN: tl.constexpr):
-    """The rows of a tile of HEIGHT rows by fours: four vectors of indices, and four of whether they are in the matrix.
+    """Rows of a tile of HEIGHT rows, interleaved in four quarters: four vectors of indices, and their four masks.
 
-    A tile is worked on as four of a quarter its height, whose rows alternate: so four codes that stand one under the
-    other, side by side in the transpose, are in one thread, which writes them as one word.
+    One thread holds the same element of all quarters: four vertically adjacent codes, which are contiguous in the
+    transpose and stored as one word.
     """
     first = tile_r * HEIGHT + 4 * tl.arange(0, HEIGHT // 4)
     r0, r1, r2, r3 = first, first + 1, first + 2, first + 3
@@ -202,22 +202,22 @@ def quads(tile_r, total_r, HEIGHT: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def load_tile(x_ptr, stride, rows, cols, in_rows, in_cols):
-    """A tile of a matrix in FP32, 0 outside it."""
-    where = x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
-    return tl.load(where, mask=in_rows[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
+    """Load a tile in FP32, 0 outside the matrix."""
+    x_ptrs = x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]
+    return tl.load(x_ptrs, mask=in_rows[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def source_rows(source_ptr, rows, there):
-    """Which rows of a matrix some rows are: themselves where nothing says otherwise."""
+def source_rows(source_ptr, rows, mask):
+    """Indices of the rows to load: gathered from source_ptr, or the rows themselves without it."""
     if source_ptr is not None:
-        rows = tl.load(source_ptr + rows, mask=there, other=0)
+        rows = tl.load(source_ptr + rows, mask=mask, other=0)
     return rows
 
 
 @triton.jit
 def load_quads(x_ptr, stride, source_ptr, rows, cols, in_rows, in_cols):
-    """The four quarters of a tile in FP32, 0 outside the matrix. rows, in_rows: of `quads`."""
+    """Load the four quarters of a tile in FP32, 0 outside the matrix. rows, in_rows: from `quads`."""
     x = ()
     for i in tl.static_range(4):
         x += (load_tile(x_ptr, stride, source_rows(source_ptr, rows[i], in_rows[i]), cols, in_rows[i], in_cols),)
@@ -226,28 +226,28 @@ def load_quads(x_ptr, stride, source_ptr, rows, cols, in_rows, in_cols):
 
 @triton.jit
 def load_words(x_ptr, stride, source_ptr, rows, cols, in_rows, in_cols):
-    """A tile of bytes as words, byte j of each from quarter j."""
+    """Load a tile of bytes as words, byte j of each from quarter j."""
     words = 0
     for i in tl.static_range(4):
-        where = x_ptr + source_rows(source_ptr, rows[i], in_rows[i])[:, None].to(tl.int64) * stride + cols[None, :]
-        word = tl.load(where, mask=in_rows[i][:, None] & in_cols[None, :], other=0).to(tl.uint32)
+        x_ptrs = x_ptr + source_rows(source_ptr, rows[i], in_rows[i])[:, None].to(tl.int64) * stride + cols[None, :]
+        word = tl.load(x_ptrs, mask=in_rows[i][:, None] & in_cols[None, :], other=0).to(tl.uint32)
         words = word if i == 0 else words | word << (8 * i)
     return words
 
 
 @triton.jit
-def factors(fold_ptr, where, inside):
-    """The factors of a fold, FP32, 1 where there is none."""
+def factors(fold_ptr, index, mask):
+    """Load the factors of a fold, FP32; 1 without a fold."""
     if fold_ptr is not None:
-        factor = tl.load(fold_ptr + where, mask=inside, other=1.0)
+        factor = tl.load(fold_ptr + index, mask=mask, other=1.0)
     else:
-        factor = tl.full(where.shape, 1.0, tl.float32)
+        factor = tl.full(index.shape, 1.0, tl.float32)
     return factor
 
 
 @triton.jit
 def factors_of_quads(fold_ptr, rows, in_rows):
-    """The factors of the rows of four quarters, (R, 1) each."""
+    """Load the factors of the rows of four quarters, (R, 1) each."""
     found = ()
     for i in tl.static_range(4):
         found += (factors(fold_ptr, rows[i], in_rows[i])[:, None],)
@@ -270,10 +270,10 @@ def times_each(x, f):
 def _end_search_of(amax_ptr, scale_ptr, count, E4M3: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr):
     FORMAT: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    there = index < count
-    scale, inverse = scale_of(tl.load(amax_ptr + index, mask=there, other=0.0), FORMAT, SCALING)
-    tl.store(scale_ptr + index, scale, mask=there)
-    tl.store(amax_ptr + index, inverse, mask=there)
+    mask = index < count
+    scale, inverse = scale_of(tl.load(amax_ptr + index, mask=mask, other=0.0), FORMAT, SCALING)
+    tl.store(scale_ptr + index, scale, mask=mask)
+    tl.store(amax_ptr + index, inverse, mask=mask)
 
 
 @Kernel
@@ -283,7 +283,7 @@ def scales_kernel(
     other_amax_ptr, other_scale_ptr, other_count, OTHER_E4M3: tl.constexpr, OTHER_SCALING: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """End one search or two: write the scales, and put in the place of each amax what values are multiplied by."""
+    """Finish one or two searches: store the scales, and overwrite each amax with the inverse scale."""
     if other_amax_ptr is None:
         _end_search_of(amax_ptr, scale_ptr, count, E4M3, SCALING, SIZE)
     elif tl.program_id(1) == 0:
@@ -294,12 +294,12 @@ def scales_kernel(
 
 @triton.jit
 def search(magnitude, running, amax_ptr, rows, in_rows, MODE: tl.constexpr):
-    """One step of a search for maxima down a strip: row maxima go to memory, all else stays in `running`.
+    """One step of a search for maxima down a strip: row maxima go to memory, others accumulate in `running`.
 
-    magnitude: (R, C), finite. running: what the last step returned, zeros at first. amax_ptr: zeros at first.
+    magnitude: (R, C), finite. running: result of the previous step, initially zeros. amax_ptr: initially zeros.
     """
     if MODE == ROW:
-        # Non-negative FP32 values are ordered as their bits are, and of integers a warp finds the largest in one step.
+        # Non-negative FP32 values order like their bits, and a warp reduces integers in one instruction.
         parts = tl.max(tl.reshape(magnitude, (magnitude.shape[0], magnitude.shape[1] // 8, 8)), axis=2)
         found = tl.max(tl.maximum(parts, 0.0).to(tl.int32, bitcast=True), axis=1)
         tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)) + rows, found, mask=in_rows, sem="relaxed")
@@ -310,25 +310,25 @@ def search(magnitude, running, amax_ptr, rows, in_rows, MODE: tl.constexpr):
 
 @triton.jit
 def end_search(running, amax_ptr, stride_r, stride_c, strip, cols, in_cols, MODE: tl.constexpr):
-    """Enter what a strip's search has kept.
+    """Write the maxima accumulated over a strip to memory.
 
-    stride_r, stride_c: of the scales, as the untransposed matrix has them. strip: its number.
+    stride_r, stride_c: strides of the scales along rows and columns of the untransposed matrix. strip: its index.
     """
-    where = amax_ptr.to(tl.pointer_type(tl.int32))
+    bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32))
     if MODE == COLUMN:
         found = tl.max(running, axis=0)
-        tl.atomic_max(where + cols, found.to(tl.int32, bitcast=True), mask=in_cols, sem="relaxed")
+        tl.atomic_max(bits_ptr + cols, found.to(tl.int32, bitcast=True), mask=in_cols, sem="relaxed")
     elif MODE == TENSOR:
         found = tl.max(tl.max(running, axis=1), axis=0)
-        tl.atomic_max(where, found.to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_max(bits_ptr, found.to(tl.int32, bitcast=True), sem="relaxed")
     elif MODE == COLUMN_TILE:
         tl.store(amax_ptr + strip * stride_r + cols * stride_c, tl.max(running, axis=0), mask=in_cols)
     elif MODE == BLOCK:
         TILES: tl.constexpr = running.shape[1] // SIDE
         found = tl.max(tl.reshape(tl.max(running, axis=0), (TILES, SIDE)), axis=1)
         tiles = tl.max(tl.reshape(cols, (TILES, SIDE)), axis=1) // SIDE
-        there = tl.max(tl.reshape(in_cols.to(tl.int32), (TILES, SIDE)), axis=1) > 0
-        tl.store(amax_ptr + strip * stride_r + tiles * stride_c, found, mask=there)
+        mask = tl.max(tl.reshape(in_cols.to(tl.int32), (TILES, SIDE)), axis=1) > 0
+        tl.store(amax_ptr + strip * stride_r + tiles * stride_c, found, mask=mask)
 
 
 @triton.jit
@@ -336,7 +336,7 @@ def _row_inverse(
     x, out, rows, in_rows, tile_c, MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr,
     FROM_AMAX: tl.constexpr,
 ):  # fmt: skip
-    """Inverse scales of the rows of one quarter, (R, 1). Writes the scales that it makes."""
+    """Inverse scales of the rows of one quarter, (R, 1). Stores the scales that it computes."""
     _, scale_ptr, stride_r, stride_c, inverse_ptr = out
     if MODE == ROW:
         inverse = tl.load(inverse_ptr + rows[:, None], mask=in_rows[:, None], other=0.0)
@@ -353,30 +353,30 @@ def _row_inverse(
 def _common_inverse(
     out, at, tile_of_scales, MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, FROM_AMAX: tl.constexpr
 ):
-    """Inverse scales of all four quarters, (1, C) or (1, 1). Writes the scales that it makes."""
+    """Inverse scales of all four quarters, (1, C) or (1, 1). Stores the scales that it computes."""
     _, scale_ptr, stride_r, stride_c, inverse_ptr = out
     _, cols, _, in_cols, tile_r, _ = at
     if MODE == TENSOR:
         offset = tl.zeros((1, 1), tl.int32)
-        there = offset == 0
+        mask = offset == 0
     elif MODE == COLUMN:
-        offset, there = cols[None, :], in_cols[None, :]
+        offset, mask = cols[None, :], in_cols[None, :]
     elif MODE == COLUMN_TILE:
-        offset, there = tile_of_scales * stride_r + cols[None, :] * stride_c, in_cols[None, :]
+        offset, mask = tile_of_scales * stride_r + cols[None, :] * stride_c, in_cols[None, :]
     else:
-        offset, there = tile_of_scales * stride_r + cols[None, :] // SIDE * stride_c, in_cols[None, :]
-    inverse = tl.load(inverse_ptr + offset, mask=there, other=0.0)
+        offset, mask = tile_of_scales * stride_r + cols[None, :] // SIDE * stride_c, in_cols[None, :]
+    inverse = tl.load(inverse_ptr + offset, mask=mask, other=0.0)
     if FROM_AMAX:
         scale, inverse = scale_of(inverse, FORMAT, SCALING)
         if MODE == TENSOR or MODE == COLUMN:
-            there = there & (tile_r == 0)
-        tl.store(scale_ptr + offset, scale, mask=there)
+            mask = mask & (tile_r == 0)
+        tl.store(scale_ptr + offset, scale, mask=mask)
     return inverse
 
 
 @triton.jit
 def _own_inverse(x, out, at, total_r, MODE: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr):
-    """What to multiply all four quarters of a tile of 128 rows by, (1, C) or (1, 1); its scales are written."""
+    """Inverse scales of a tile of 128 rows from its own maxima, (1, C) or (1, 1). Stores the scales."""
     _, scale_ptr, stride_r, stride_c, _ = out
     _, cols, _, in_cols, tile_r, tile_c = at
     tl.static_assert(4 * x[0].shape[0] == SIDE)
@@ -385,39 +385,32 @@ def _own_inverse(x, out, at, total_r, MODE: tl.constexpr, FORMAT: tl.constexpr, 
     found = tl.maximum(tl.max(tl.maximum(upper, lower), axis=0), 0.0)[None, :]
     if MODE == COLUMN_TILE:
         scale, inverse = scale_of(found, FORMAT, SCALING)
-        where = scale_ptr + tile_r * stride_r + cols[None, :] * stride_c
-        tl.store(where, scale, mask=in_cols[None, :] & (tile_r * SIDE < total_r))
+        scale_ptrs = scale_ptr + tile_r * stride_r + cols[None, :] * stride_c
+        tl.store(scale_ptrs, scale, mask=in_cols[None, :] & (tile_r * SIDE < total_r))
     else:
         tl.static_assert(MODE == BLOCK and x[0].shape[1] == SIDE)
         scale, inverse = scale_of(tl.max(found, axis=1)[:, None], FORMAT, SCALING)
-        where = scale_ptr + tl.zeros((1, 1), tl.int32) + tile_r * stride_r + tile_c * stride_c
-        tl.store(where, scale, mask=tl.full((1, 1), tile_r * SIDE, tl.int32) < total_r)
+        scale_ptrs = scale_ptr + tl.zeros((1, 1), tl.int32) + tile_r * stride_r + tile_c * stride_c
+        tl.store(scale_ptrs, scale, mask=tl.full((1, 1), tile_r * SIDE, tl.int32) < total_r)
     return inverse
 
 
 @triton.jit
 def store_words(words, codes_ptr, total_r, cols, in_cols, in_rows, tile_r, EVEN: tl.constexpr = False):
-    """Write a packed tile (R / 4, C) into the transpose of a matrix of total_r rows, rounded up to a multiple of 4.
+    """Store a packed tile (R / 4, C) into the transpose of a matrix of total_r rows, padded to a multiple of 4.
 
-    in_rows: (R / 4), whether the first row of each word is in the matrix. EVEN: the matrix is so many such tiles high.
+    in_rows: (R / 4), mask of the first row of each word. EVEN: total_r is a multiple of the tile's height.
 
-    Words are transposed, never tiles of bytes: Triton has done that wrongly in some versions, for FP8 and for uint8.
+    Words are transposed, never bytes: some versions of Triton transpose tiles of FP8 and uint8 wrongly.
     """
     QUARTER: tl.constexpr = words.shape[0]
     if EVEN:
-        pitch = tl.multiple_of(tl.full((), total_r // 4, tl.int32), QUARTER)  # several words a store
+        pitch = tl.multiple_of(tl.full((), total_r // 4, tl.int32), QUARTER)  # stores of several words
     else:
         pitch = tl.cdiv(total_r, 4)
     down = tile_r * QUARTER + tl.arange(0, QUARTER)
-    where = codes_ptr.to(tl.pointer_type(tl.uint32)) + cols[:, None].to(tl.int64) * pitch + down[None, :]
-    tl.store(where, tl.trans(words), mask=in_cols[:, None] & in_rows[None, :])
-
-
-@triton.jit
-def store_quarter(y, codes_ptr, total_c, rows, cols, in_rows, in_cols, FORMAT: tl.constexpr):
-    """Write the codes of one quarter as they lie."""
-    where = codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
-    tl.store(where, to_codes(y, FORMAT), mask=in_rows[:, None] & in_cols[None, :])
+    codes_ptrs = codes_ptr.to(tl.pointer_type(tl.uint32)) + cols[:, None].to(tl.int64) * pitch + down[None, :]
+    tl.store(codes_ptrs, tl.trans(words), mask=in_cols[:, None] & in_rows[None, :])
 
 
 @triton.jit
@@ -425,16 +418,16 @@ def emit(
     x, out, size, at, MODE: tl.constexpr, SCALING: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr = False, FROM_AMAX: tl.constexpr = False,
 ):  # fmt: skip
-    """Quantise a tile of a matrix and write its codes, transposed or not, and scales of its own.
+    """Quantise a tile and store its codes, transposed or not, and the scales computed here.
 
-    x: four FP32 quarters of the tile, whose rows are `quads`; 0 outside the matrix.
-    out: codes; scales and their strides, as the untransposed matrix has them; and of an earlier pass, where MODE needs
-        it, what values are multiplied by: None where the tile's own maxima are to be taken.
+    x: four FP32 quarters of the tile, with the rows of `quads`; 0 outside the matrix.
+    out: codes; scales and their strides along rows and columns of the untransposed matrix; inverse scales of an earlier
+        pass, if MODE needs one, or None to reduce the tile itself.
     size: rows and columns of the matrix.
-    at: the tile's rows and columns, whether they are in the matrix, and which tile this is, down and across.
-    TRANSPOSED: there is memory for as many rows, rounded up to a multiple of 4 (see `store_words`).
-    EVEN: the matrix is so many such tiles high.
-    FROM_AMAX: what an earlier pass has left are maxima, and scales are made of them here.
+    at: row and column indices of the tile, their masks, and the tile's own row and column index.
+    TRANSPOSED: the output is padded to a multiple of 4 rows of the matrix (see `store_words`).
+    EVEN: the rows of the matrix are a multiple of the tile's height.
+    FROM_AMAX: the earlier pass left maxima, from which scales are computed here.
     """
     codes_ptr, inverse_ptr = out[0], out[4]
     rows, cols, in_rows, in_cols, tile_r, tile_c = at
@@ -453,8 +446,8 @@ def emit(
         store_words(pack(y, FORMAT), codes_ptr, size[0], cols, in_cols, in_rows[0], tile_r, EVEN)
     else:
         for i in tl.static_range(4):
-            where = codes_ptr + rows[i][:, None].to(tl.int64) * size[1] + cols[None, :]
-            tl.store(where, to_codes(y[i], FORMAT), mask=in_rows[i][:, None] & in_cols[None, :])
+            codes_ptrs = codes_ptr + rows[i][:, None].to(tl.int64) * size[1] + cols[None, :]
+            tl.store(codes_ptrs, to_codes(y[i], FORMAT), mask=in_rows[i][:, None] & in_cols[None, :])
 
 
 @triton.jit
@@ -463,7 +456,7 @@ def emit_both(
     ROW_MODE: tl.constexpr, ROW_SCALING: tl.constexpr, COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr,
     EVEN: tl.constexpr = False, FROM_AMAX: tl.constexpr = False,
 ):  # fmt: skip
-    """`emit` a tile as it lies, its columns multiplied by `row_factors`, and transposed, its rows by `column_fold`."""
+    """`emit` a tile, columns times `row_factors`, and its transpose, rows times `column_fold`."""
     if ROW_MODE != NONE:
         emit(times(x, row_factors), row_out, size, at, ROW_MODE, ROW_SCALING, False, EVEN, FROM_AMAX)
     if COLUMN_MODE != NONE:

@@ -1,4 +1,4 @@
-"""Coefficients in one launch: a program takes some parameters, and each finds the norm of all groups for itself."""
+"""Coefficients in one launch: each program takes a block of parameters, and recomputes the norms of all groups."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import cdiv, next_power_of_2
 
 BLOCK = 128
-"""Parameters of a program."""
+"""Parameters per program."""
 SUMMED = 1024
-"""Least number of them that are summed at a time."""
+"""Smallest block of a sum over parameters."""
 
 HYPER: tl.constexpr = tl.constexpr(len(contract.HYPER))
 OWN: tl.constexpr = tl.constexpr(len(contract.ParamSettings._fields))
 COLUMNS: tl.constexpr = tl.constexpr(len(COEFFICIENTS))
-"""Of the tables, and of the coefficients."""
+"""Columns of the two input tables, and of the coefficients."""
 
 
 def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
@@ -81,9 +81,9 @@ def _coefficients_kernel(
         group = tl.arange(0, GROUPS)
         true = tl.load(squares + group, mask=group < groups, other=0.0) * (inverse * inverse)
         found = tl.sqrt(tl.sum(true, axis=0, keep_dims=True))
-        kept = _kept(tl.load(hyper + HYPER * group + 6, mask=group < groups, other=1.0), tl.sqrt(true))
+        kept = _clip_factor(tl.load(hyper + HYPER * group + 6, mask=group < groups, other=1.0), tl.sqrt(true))
         clipped = kept * tl.sqrt(true)
-        clip_all = _kept(tl.load(hyper + 7 + one), tl.sqrt(tl.sum(clipped * clipped, axis=0, keep_dims=True)))
+        clip_all = _clip_factor(tl.load(hyper + 7 + one), tl.sqrt(tl.sum(clipped * clipped, axis=0, keep_dims=True)))
         skips = tl.where(found < float("inf"), skips, 1)
     if tl.program_id(0) == 0:
         tl.store(skip + one, skips)
@@ -92,24 +92,24 @@ def _coefficients_kernel(
             tl.store(norm + one, found.to(tl.float32))
 
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    there = row < count
-    counted = tl.load(counts + row, mask=there, other=0).to(tl.pointer_type(tl.float32))
-    step = tl.load(counted, mask=there, other=0.0) + (1 - skips).to(tl.float32)
-    tl.store(counted, step, mask=there)
+    mask = row < count
+    counted = tl.load(counts + row, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(counted, mask=mask, other=0.0) + (1 - skips).to(tl.float32)
+    tl.store(counted, step, mask=mask)
     step = step.to(tl.int32)
-    tl.store(steps + row, step, mask=there)
+    tl.store(steps + row, step, mask=mask)
 
-    group = tl.load(own + OWN * row, mask=there, other=0.0).to(tl.int32)
-    bound = tl.load(own + OWN * row + 1, mask=there, other=0.0)
-    lr_ratio = tl.load(own + OWN * row + 2, mask=there, other=0.0)
-    averages = tl.load(own + OWN * row + 3, mask=there, other=0.0)
+    group = tl.load(own + OWN * row, mask=mask, other=0.0).to(tl.int32)
+    bound = tl.load(own + OWN * row + 1, mask=mask, other=0.0)
+    lr_ratio = tl.load(own + OWN * row + 2, mask=mask, other=0.0)
+    averages = tl.load(own + OWN * row + 3, mask=mask, other=0.0)
     of_group = hyper + HYPER * group
     lr, beta1, beta2 = tl.load(of_group), tl.load(of_group + 1), tl.load(of_group + 2)
     eps, decay = tl.load(of_group + 3), tl.load(of_group + 4)
     factor = tl.load(of_group + 5) * inverse
     if squares is not None:
         true = tl.load(squares + group) * (inverse * inverse)
-        factor = factor * (_kept(tl.load(of_group + 6), tl.sqrt(true)) * clip_all)
+        factor = factor * (_clip_factor(tl.load(of_group + 6), tl.sqrt(true)) * clip_all)
     step = tl.maximum(step, 1)
     weight_kept = lr * 0 + 1
     if DECAYS:
@@ -120,14 +120,14 @@ def _coefficients_kernel(
         bound, beta1,
     )  # fmt: skip
     for i in tl.static_range(COLUMNS):
-        tl.store(coefficients + COLUMNS * row + i, columns[i].to(tl.float32), mask=there)
+        tl.store(coefficients + COLUMNS * row + i, columns[i].to(tl.float32), mask=mask)
 
 
 @triton.jit
-def _kept(limit, norm):
-    """What a norm is multiplied by; NaN stays NaN."""
-    share = limit / (norm + 1e-6)
-    return tl.where(share > 1, 1.0, share)
+def _clip_factor(limit, norm):
+    """Factor that clips a norm to its limit, at most 1; NaN stays NaN."""
+    factor = limit / (norm + 1e-6)
+    return tl.where(factor > 1, 1.0, factor)
 
 
 @triton.jit

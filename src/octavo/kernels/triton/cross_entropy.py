@@ -1,7 +1,7 @@
-"""Cross-entropy over rows of any length: one read finds the largest logit and the sum, a second writes the gradient.
+"""Cross-entropy over rows of any length: one pass finds the largest logit and the sum, a second writes the gradient.
 
-The first read keeps a maximum and a sum for every `AT_ONCE` neighbours, and adds them up at the end of the row only: so
-nothing waits for anything but memory. The second walks backwards: what the first one read last is still in the cache.
+The first pass keeps a running maximum and sum per `AT_ONCE` neighbours, and reduces them only at the end of the row:
+so it waits for memory alone. The second runs in reverse order: the last reads of the first are still cached.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import next_power_of_2
 
 AT_ONCE: tl.constexpr = tl.constexpr(8)
-"""Neighbours that a thread loads with one instruction."""
+"""Neighbours that a thread loads in one instruction."""
 
 
 class Walk(NamedTuple):
-    """How a program walks along a row: elements at a time, warps, and how many blocks it loads ahead."""
+    """Launch shape of a row: elements per block, warps, and pipeline stages of the loads."""
 
     block: int
     warps: int
     stages: int = 1
 
     def meta(self, vocab: int) -> dict[str, Any]:
-        """Return what a kernel takes for a row of `vocab` elements."""
+        """Return the meta-parameters for a row of `vocab` elements."""
         block = min(max(next_power_of_2(vocab), AT_ONCE.value), self.block)
         warps = max(min(self.warps, block // 256), 1)
         return {"VOCAB": vocab, "BLOCK": block, "STAGES": self.stages, "num_warps": warps}
@@ -54,7 +54,7 @@ def cross_entropy_(
 
 @triton.jit
 def _exp(x):
-    """exp in two instructions. Its subnormal results are 0."""
+    """exp in two instructions; subnormal results flush to 0."""
     if INTERPRETED:
         result = tl.exp(x)
     else:
@@ -73,7 +73,7 @@ def _capped(logits, softcap):
 @triton.jit
 def _columns(start, BLOCK: tl.constexpr):
     """The columns of a block, (BLOCK / AT_ONCE, AT_ONCE)."""
-    # Constants stand on the right: newer interpreters of Triton make a constant of what begins with one.
+    # Constants stand on the right: newer interpreters of Triton treat an expression that begins with one as constant.
     return tl.arange(0, BLOCK // AT_ONCE)[:, None] * AT_ONCE + tl.arange(0, AT_ONCE)[None, :] + start
 
 
@@ -81,7 +81,7 @@ def _columns(start, BLOCK: tl.constexpr):
 def _load(
     row_ptr, columns, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr
 ):
-    """Logits in FP32, capped; -inf past the end of the row. WHOLE: nothing lies past it. KEEP: they are read again."""
+    """Load FP32 logits, capped; -inf past the end of the row. WHOLE: none is past it. KEEP: cache for a reread."""
     if WHOLE:
         z = tl.load(row_ptr + columns, eviction_policy="evict_last" if KEEP else "evict_first").to(tl.float32)
     else:
@@ -95,7 +95,7 @@ def _load(
 
 @triton.jit
 def _add(z, largest, total):
-    """One step of the running maxima and sums of exp(z - largest), one for AT_ONCE neighbours."""
+    """Update the running maxima and sums of exp(z - largest), one each per AT_ONCE neighbours."""
     new = tl.maximum(largest, tl.max(z, axis=1))
     return new, total * _exp(largest - new) + tl.sum(_exp(z - new[:, None]), axis=1)
 
@@ -104,8 +104,8 @@ def _add(z, largest, total):
 def _log_sum_exp(
     row_ptr, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """(base, total): log(sum(exp(z))) is base + log(total). Apart, a large base does not round away the rest."""
-    # The lowest finite number and not -inf, which less itself would be NaN.
+    """(base, total): log(sum(exp(z))) is base + log(total). In their sum, a large base would round away log(total)."""
+    # The lowest finite number: -inf minus itself would be NaN.
     largest = tl.full((BLOCK // AT_ONCE,), -3.4028234663852886e38, tl.float32)
     total = tl.zeros((BLOCK // AT_ONCE,), tl.float32)
     WHOLE: tl.constexpr = VOCAB // BLOCK * BLOCK
@@ -123,7 +123,7 @@ def _log_sum_exp(
 def _write_gradient(
     row_ptr, columns, target, base, weight, softcap, VOCAB: tl.constexpr, CAPPED: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """The gradient of a block over its logits. weight: what exp(z - base) is multiplied by."""
+    """Overwrite a block of logits with their gradient. weight: factor of exp(z - base)."""
     z = _load(row_ptr, columns, softcap, VOCAB, CAPPED, WHOLE, False)
     d = _exp(z - base) * weight
     d = tl.where(columns == target, d - 1, d)
@@ -155,19 +155,19 @@ def _kernel(
                 tl.store(row_ptr + columns, tl.zeros(columns.shape, row_ptr.dtype.element_ty), mask=columns < VOCAB)
     else:
         valid = (target >= 0) & (target < VOCAB)
-        right = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)  # before the row is overwritten
+        target_logit = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)  # before the row is overwritten
         if CAPPED:
-            right = _capped(right, softcap)
+            target_logit = _capped(target_logit, softcap)
         base, total = _log_sum_exp(row_ptr, softcap, VOCAB, CAPPED, BLOCK, STAGES)
         total = tl.where(valid, total, float("nan"))
-        rest = tl.log(total)
-        lse = base + rest
-        tl.store(loss_ptr + row, rest - (right - base) + z_loss * lse * lse)
+        log_total = tl.log(total)
+        lse = base + log_total
+        tl.store(loss_ptr + row, log_total - (target_logit - base) + z_loss * lse * lse)
         if GRADIENT:
             weight = (1 + 2 * z_loss * lse) / total
-            place = target.to(tl.int32)
+            column = target.to(tl.int32)
             if WHOLE < VOCAB:
-                _write_gradient(row_ptr, _columns(WHOLE, BLOCK), place, base, weight, softcap, VOCAB, CAPPED, False)
+                _write_gradient(row_ptr, _columns(WHOLE, BLOCK), column, base, weight, softcap, VOCAB, CAPPED, False)
             for back in tl.range(BLOCK, WHOLE + BLOCK, BLOCK, num_stages=STAGES):
                 columns = _columns(WHOLE - back, BLOCK)
-                _write_gradient(row_ptr, columns, place, base, weight, softcap, VOCAB, CAPPED, True)
+                _write_gradient(row_ptr, columns, column, base, weight, softcap, VOCAB, CAPPED, True)
