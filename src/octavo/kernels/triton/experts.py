@@ -1,4 +1,4 @@
-"""Passes over the rows of experts: see `octavo.kernels.experts`."""
+"""Passes over rows grouped by expert; see `octavo.kernels.experts`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from octavo.numerics import Quantized
 
 ROWS = Rows(1024, 16)
 COLUMNS = Shape(64, 32, warps=4)
-"""The programs of an activation's backward, of its first pass and of its second."""
+"""Launch shapes of the two passes of the activation's backward."""
 
 
 def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
@@ -114,20 +114,20 @@ def _quantize_kernel(
     x_ptr, stride, total_c, place_ptr, token_codes, token_scale, row_codes, row_scale,
     COPIES: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The codes of one token, written once as it lies and once for each expert that it is sent to."""
+    """Quantise one token; store its codes in token order, and once per expert that it is routed to."""
     FORMAT: tl.constexpr = token_codes.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, SIZE)
-    there = cols < total_c
-    x = tl.load(x_ptr + token * stride + cols, mask=there, other=0.0).to(tl.float32)
+    mask = cols < total_c
+    x = tl.load(x_ptr + token * stride + cols, mask=mask, other=0.0).to(tl.float32)
     scale, inverse = scale_of(amax(x, 0), FORMAT, SCALING)
     codes = to_codes(x * inverse, FORMAT)
     tl.store(token_scale + token, scale)
-    tl.store(token_codes + token * total_c + cols, codes, mask=there)
+    tl.store(token_codes + token * total_c + cols, codes, mask=mask)
     for copy in tl.static_range(COPIES):
         row = tl.load(place_ptr + token * COPIES + copy).to(tl.int64)
         tl.store(row_scale + row, scale)
-        tl.store(row_codes + row * total_c + cols, codes, mask=there)
+        tl.store(row_codes + row * total_c + cols, codes, mask=mask)
 
 
 @Kernel
@@ -135,12 +135,12 @@ def _quantize_kernel(
 def _combine_kernel(y_ptr, out_ptr, place_ptr, total_c, COPIES: tl.constexpr, SIZE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, SIZE)
-    there = cols < total_c
+    mask = cols < total_c
     total = tl.zeros((SIZE,), tl.float32)
     for copy in tl.static_range(COPIES):
         row = tl.load(place_ptr + token * COPIES + copy).to(tl.int64)
-        total += tl.load(y_ptr + row * total_c + cols, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * total_c + cols, to_dtype(total, out_ptr.dtype.element_ty), mask=there)
+        total += tl.load(y_ptr + row * total_c + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * total_c + cols, to_dtype(total, out_ptr.dtype.element_ty), mask=mask)
 
 
 @Kernel
@@ -151,7 +151,7 @@ def _backward_rows_kernel(
     KIND: tl.constexpr, SCALING: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The codes of D and the gradients of weights of a part of a block, and the maxima of its columns."""
+    """Codes of D and gradients of the routing weights for part of a block, and its column maxima."""
     GATED: tl.constexpr = up_ptr is not None
     sources = dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr
     expert, first, count = load_block(blocks_ptr, blocks, tl.program_id(0) // PARTS)
@@ -170,17 +170,17 @@ def _backward_rows_kernel(
         up_running = running
         for step in tl.range(0, tl.minimum(tl.cdiv(count - part, ROWS), STEPS)):
             inner = part + step * ROWS + tl.arange(0, ROWS)
-            there, rows = inner < count, first + inner
-            d_gate, d_up, h = gradients(sources, rows, cols, there, in_cols, tiles, KIND)
-            dh = load_tile(dh_ptr, dh_stride, rows, cols, there, in_cols)
-            tl.store(d_weight_ptr + rows, tl.sum(dh * h, axis=1), mask=there)
+            in_rows, rows = inner < count, first + inner
+            d_gate, d_up, h = gradients(sources, rows, cols, in_rows, in_cols, tiles, KIND)
+            dh = load_tile(dh_ptr, dh_stride, rows, cols, in_rows, in_cols)
+            tl.store(d_weight_ptr + rows, tl.sum(dh * h, axis=1), mask=in_rows)
             if row_codes is not None:
                 store_halves(
-                    d_gate * gate_fold, d_up * up_fold, row_codes, row_scale, wide, half, rows, cols, there, in_cols,
+                    d_gate * gate_fold, d_up * up_fold, row_codes, row_scale, wide, half, rows, cols, in_rows, in_cols,
                     SCALING, GATED,
                 )  # fmt: skip
             if column_amax is not None:
-                factor = factors(column_fold, rows, there)[:, None]
+                factor = factors(column_fold, rows, in_rows)[:, None]
                 running = tl.maximum(running, finite_magnitude(d_gate * factor))
                 if GATED:
                     up_running = tl.maximum(up_running, finite_magnitude(d_up * factor))
@@ -192,20 +192,20 @@ def _backward_rows_kernel(
 
 @triton.jit
 def store_halves(
-    gate, up, codes_ptr, scale_ptr, wide, half, rows, cols, there, in_cols, SCALING: tl.constexpr, GATED: tl.constexpr
+    gate, up, codes_ptr, scale_ptr, wide, half, rows, cols, in_rows, in_cols, SCALING: tl.constexpr, GATED: tl.constexpr
 ):
-    """Write whole rows [gate | up], FP32, in codes with a scale each."""
+    """Quantise and store whole rows [gate | up], FP32, with one scale per row."""
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
     found = amax(gate, 1)
     if GATED:
         found = tl.maximum(found, amax(up, 1))
     scale, inverse = scale_of(found, FORMAT, SCALING)
-    tl.store(scale_ptr + rows, scale, mask=there)
-    where = codes_ptr + rows[:, None].to(tl.int64) * wide + cols[None, :]
-    both = there[:, None] & in_cols[None, :]
-    tl.store(where, to_codes(gate * inverse[:, None], FORMAT), mask=both)
+    tl.store(scale_ptr + rows, scale, mask=in_rows)
+    codes_ptrs = codes_ptr + rows[:, None].to(tl.int64) * wide + cols[None, :]
+    mask = in_rows[:, None] & in_cols[None, :]
+    tl.store(codes_ptrs, to_codes(gate * inverse[:, None], FORMAT), mask=mask)
     if GATED:
-        tl.store(where + half, to_codes(up * inverse[:, None], FORMAT), mask=both)
+        tl.store(codes_ptrs + half, to_codes(up * inverse[:, None], FORMAT), mask=mask)
 
 
 @Kernel
@@ -215,19 +215,19 @@ def _backward_columns_kernel(
     blocks_ptr, blocks, column_fold, column_codes, column_inverse, hidden_codes, hidden_scale,
     KIND: tl.constexpr, ALIGNMENT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of padded positions, transposed: of D and of h."""
+    """Transposed codes of D and h for a tile of padded positions."""
     GATED: tl.constexpr = up_ptr is not None
     across = tl.cdiv(half, WIDTH)
     tile_r, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     cols = tile_c * WIDTH + tl.arange(0, WIDTH)
     in_cols = cols < half
     tiles = tiles_of(tile_c, half, WIDTH, False)
-    expert, rows, there = tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT, ALIGNMENT)
+    expert, rows, in_rows = tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT, ALIGNMENT)
     sources = dh_ptr, gate_ptr, up_ptr, dh_stride, gate_stride, up_stride, gate_scale, up_scale, total_r, weight_ptr
-    d_gate, d_up, h = gradients_of_quads(sources, rows, cols, there, in_cols, tiles, KIND)
-    total, everywhere = blocks * ALIGNMENT, there[0] | True
+    d_gate, d_up, h = gradients_of_quads(sources, rows, cols, in_rows, in_cols, tiles, KIND)
+    total, everywhere = blocks * ALIGNMENT, in_rows[0] | True
     if column_codes is not None:
-        fold, parts = factors_of_quads(column_fold, rows, there), (d_gate, d_up)
+        fold, parts = factors_of_quads(column_fold, rows, in_rows), (d_gate, d_up)
         table = column_inverse + expert.to(tl.int64) * (2 * half if GATED else half)
         for part in tl.static_range(2 if GATED else 1):
             place = cols + part * half
@@ -235,7 +235,7 @@ def _backward_columns_kernel(
             words = pack(times(times_each(parts[part], fold), inverse), column_codes.dtype.element_ty)
             store_words(words, column_codes, total, place, in_cols, everywhere, tile_r)
     if hidden_codes is not None:
-        s = factors_of_quads(hidden_scale, rows, there)
+        s = factors_of_quads(hidden_scale, rows, in_rows)
         inverses = 1.0 / s[0], 1.0 / s[1], 1.0 / s[2], 1.0 / s[3]
         words = pack(times_each(h, inverses), hidden_codes.dtype.element_ty)
         store_words(words, hidden_codes, total, cols, in_cols, everywhere, tile_r)

@@ -1,8 +1,8 @@
-"""Quantise and transpose tokens group by group, without the host knowing the groups.
+"""Quantise and transpose tokens per group, with the group sizes on the device only.
 
-Programs walk over *blocks*: `ALIGNMENT` padded positions, which belong to one expert. A first kernel notes for each
-block its expert, its first token and how many it has. Codes of rows and the maxima of columns come from one read of
-whole rows; a second pass writes the transpose.
+Programs process *blocks*: `ALIGNMENT` padded positions of one expert. A first kernel tabulates the expert, first token
+and token count of each block. One read of whole rows gives row codes and column maxima; a second pass writes the
+transpose.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from octavo.kernels.triton.output import end_search
 from octavo.kernels.triton.shape import Rows, Shape, cdiv, next_power_of_2
 
 STRIP = 64
-"""Rows of a block that a program which holds whole rows walks over."""
+"""Rows of a block per program, in kernels that hold whole rows."""
 ROWS = Rows(4096, 32)
 WRITE = Shape(64, 128, warps=8)
 TRANSPOSE = Shape(ALIGNMENT, 64, warps=4)
 _COMPARED = 8192
-"""Pairs of a block and an expert that one program of `_blocks_kernel` compares."""
+"""Pairs of block and expert that one program of `_blocks_kernel` compares."""
 
 
 class ColumnOutput(NamedTuple):
-    """Memory of codes (C, P) and their scales (E, C), and the maxima, which a search leaves there."""
+    """Buffers of codes (C, P), their scales (E, C), and the maxima (E, C) of a search."""
 
     codes: Tensor
     scale: Tensor
@@ -56,14 +56,14 @@ class ColumnOutput(NamedTuple):
 
     @classmethod
     def of(cls, target: QuantSpec, cols: int, ends: Tensor, tokens: int) -> ColumnOutput:
-        """Allocate, with zeros for maxima."""
+        """Allocate the buffers, with zeros for maxima."""
         experts, device = len(ends), ends.device
         codes = torch.empty(cols, padded_length(tokens, experts), dtype=target.fmt.dtype, device=device)
         scale = torch.empty(experts, cols, dtype=torch.float32, device=device)
         return cls(codes, scale, torch.zeros_like(scale))
 
     def end_search(self, target: QuantSpec) -> None:
-        """Turn the maxima into scales, and into what values are multiplied by."""
+        """Compute the scales, and overwrite the maxima with the inverse scales."""
         end_search((self.amax, self.scale, target.format == "e4m3", target.rule))
 
 
@@ -113,27 +113,27 @@ def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) 
 
 
 def strips(rows: Rows, cols: int) -> dict[str, Any]:
-    """Return what a kernel takes whose programs walk over parts of a block, some whole rows at a time."""
+    """Return the meta-parameters of a kernel whose programs loop over the whole rows of part of a block."""
     meta = rows.meta(STRIP, cols)
     return {**meta, "STEPS": STRIP // meta["ROWS"], "PARTS": ALIGNMENT // STRIP, "enable_fp_fusion": False}
 
 
 class Blocks(NamedTuple):
-    """Which tokens the blocks of padded positions have, int32."""
+    """Tokens of each block of padded positions, int32."""
 
     table: Tensor
-    """(3, P / ALIGNMENT): of each block the expert, the first token and how many there are; none behind the groups."""
+    """(3, P / ALIGNMENT): expert, first token and token count per block; count 0 after the last group."""
     starts: Tensor
-    """(E + 1,): the first block of each expert, and that behind the last."""
+    """(E + 1,): first block of each expert, and the end of the last one's."""
 
     @property
     def total(self) -> int:
-        """Number of blocks that there is room for."""
+        """Number of blocks allocated."""
         return self.table.shape[1]
 
 
 def blocks_of(ends: Tensor, tokens: int, least: int = 1) -> Blocks:
-    """Return the blocks of so many tokens. least: blocks of an expert without tokens, 1 where positions are padded."""
+    """Return the blocks of `tokens` tokens. least: blocks of an expert without tokens, 1 for padded positions."""
     experts = len(ends)
     size, count = next_power_of_2(experts), padded_length(tokens, experts) // ALIGNMENT
     table = torch.empty(3, count, dtype=torch.int32, device=ends.device)
@@ -161,15 +161,15 @@ def _blocks_kernel(
     ALIGNMENT: tl.constexpr, LEAST: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     every = tl.arange(0, SIZE)
-    there = every < experts
-    end = tl.load(ends_ptr + every, mask=there, other=0)
-    start = tl.load(ends_ptr + every - 1, mask=there & (every > 0), other=0)
-    until = tl.cumsum(tl.where(there, tl.maximum(tl.cdiv(end - start, ALIGNMENT), LEAST), 0), axis=0)
+    mask = every < experts
+    end = tl.load(ends_ptr + every, mask=mask, other=0)
+    start = tl.load(ends_ptr + every - 1, mask=mask & (every > 0), other=0)
+    until = tl.cumsum(tl.where(mask, tl.maximum(tl.cdiv(end - start, ALIGNMENT), LEAST), 0), axis=0)
     if tl.program_id(0) == 0:
         tl.store(starts_ptr, 0)
-        tl.store(starts_ptr + 1 + every, until, mask=there)
+        tl.store(starts_ptr + 1 + every, until, mask=mask)
     block = tl.program_id(0) * EACH + tl.arange(0, EACH)
-    before = (until[None, :] <= block[:, None]) & there[None, :]
+    before = (until[None, :] <= block[:, None]) & mask[None, :]
     expert = tl.sum(before.to(tl.int32), axis=1)
     offset = block - tl.max(tl.where(before, until[None, :], 0), axis=1)
     first = tl.max(tl.where(before, end[None, :], 0), axis=1) + offset * ALIGNMENT
@@ -182,26 +182,26 @@ def _blocks_kernel(
 
 @triton.jit
 def load_block(blocks_ptr, total, block):
-    """The expert of a block, its first token, and how many it has."""
+    """Load the expert of a block, its first token and its token count."""
     return tl.load(blocks_ptr + block), tl.load(blocks_ptr + total + block), tl.load(blocks_ptr + 2 * total + block)
 
 
 @triton.jit
-def store_rows(x, codes_ptr, scale_ptr, total_c, rows, cols, there, in_cols, SCALING: tl.constexpr):
-    """Write whole rows, FP32, in codes with a scale each."""
+def store_rows(x, codes_ptr, scale_ptr, total_c, rows, cols, in_rows, in_cols, SCALING: tl.constexpr):
+    """Quantise and store whole rows, FP32, with one scale per row."""
     FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
     scale, inverse = scale_of(amax(x, 1), FORMAT, SCALING)
-    tl.store(scale_ptr + rows, scale, mask=there)
-    where = codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
-    tl.store(where, to_codes(x * inverse[:, None], FORMAT), mask=there[:, None] & in_cols[None, :])
+    tl.store(scale_ptr + rows, scale, mask=in_rows)
+    codes_ptrs = codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
+    tl.store(codes_ptrs, to_codes(x * inverse[:, None], FORMAT), mask=in_rows[:, None] & in_cols[None, :])
 
 
 @triton.jit
 def enter_maxima(running, amax_ptr, cols, in_cols):
-    """Enter the maxima of columns; FP32 that is not negative is ordered as its bits."""
+    """Atomic max of column maxima into memory; non-negative FP32 values order like their bits."""
     found = tl.max(running, axis=0)
-    where = amax_ptr.to(tl.pointer_type(tl.int32)) + cols
-    tl.atomic_max(where, found.to(tl.int32, bitcast=True), mask=in_cols & (found > 0.0), sem="relaxed")
+    amax_ptrs = amax_ptr.to(tl.pointer_type(tl.int32)) + cols
+    tl.atomic_max(amax_ptrs, found.to(tl.int32, bitcast=True), mask=in_cols & (found > 0.0), sem="relaxed")
 
 
 @Kernel
@@ -211,7 +211,7 @@ def _group_rows_kernel(
     SCALING: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The codes of a part of a block as they lie, and the maxima of its columns."""
+    """Row codes of part of a block, and its column maxima."""
     expert, first, count = load_block(blocks_ptr, blocks, tl.program_id(0) // PARTS)
     part = tl.program_id(0) % PARTS * (ROWS * STEPS)
     if part < count:
@@ -223,12 +223,12 @@ def _group_rows_kernel(
         running = tl.zeros((ROWS, SIZE), tl.float32)
         for step in tl.range(0, tl.minimum(tl.cdiv(count - part, ROWS), STEPS)):
             inner = part + step * ROWS + tl.arange(0, ROWS)
-            there, rows = inner < count, first + inner
-            x = load_tile(x_ptr, stride, source_rows(source_ptr, rows, there), cols, there, in_cols)
+            in_rows, rows = inner < count, first + inner
+            x = load_tile(x_ptr, stride, source_rows(source_ptr, rows, in_rows), cols, in_rows, in_cols)
             if row_codes is not None:
-                store_rows(x * fold[None, :], row_codes, row_scale, total_c, rows, cols, there, in_cols, SCALING)
+                store_rows(x * fold[None, :], row_codes, row_scale, total_c, rows, cols, in_rows, in_cols, SCALING)
             if column_amax is not None:
-                magnitude = finite_magnitude(x * factors(column_fold, rows, there)[:, None])
+                magnitude = finite_magnitude(x * factors(column_fold, rows, in_rows)[:, None])
                 running = tl.maximum(running, magnitude)
         if column_amax is not None:
             enter_maxima(running, column_amax + expert.to(tl.int64) * total_c, cols, in_cols)
@@ -236,11 +236,11 @@ def _group_rows_kernel(
 
 @triton.jit
 def tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """The expert of a tile of padded positions; their tokens by fours, as `codes.quads`; and which there are."""
+    """Expert of a tile of padded positions, its tokens in four quarters as in `codes.quads`, and their masks."""
     expert, first, count = load_block(blocks_ptr, blocks, tile_r * HEIGHT // ALIGNMENT)
     inner, _ = quads(tile_r % (ALIGNMENT // HEIGHT), 0, HEIGHT, True)
-    there = inner[0] < count, inner[1] < count, inner[2] < count, inner[3] < count
-    return expert, (first + inner[0], first + inner[1], first + inner[2], first + inner[3]), there
+    in_rows = inner[0] < count, inner[1] < count, inner[2] < count, inner[3] < count
+    return expert, (first + inner[0], first + inner[1], first + inner[2], first + inner[3]), in_rows
 
 
 @Kernel
@@ -249,17 +249,17 @@ def _group_columns_kernel(
     x_ptr, stride, total_c, total_r, source_ptr, blocks_ptr, blocks, column_fold, column_codes, column_inverse,
     ALIGNMENT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of padded positions, transposed."""
+    """Transposed codes of a tile of padded positions."""
     across = tl.cdiv(total_c, WIDTH)
     tile_r, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     cols = tile_c * WIDTH + tl.arange(0, WIDTH)
     in_cols = cols < total_c
-    expert, rows, there = tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT, ALIGNMENT)
+    expert, rows, in_rows = tile_of_block(blocks_ptr, blocks, tile_r, HEIGHT, ALIGNMENT)
     inverse = tl.load(column_inverse + expert.to(tl.int64) * total_c + cols, mask=in_cols, other=0.0)[None, :]
-    x = load_quads(x_ptr, stride, source_ptr, rows, cols, there, in_cols)
-    y = times(times_each(x, factors_of_quads(column_fold, rows, there)), inverse)
+    x = load_quads(x_ptr, stride, source_ptr, rows, cols, in_rows, in_cols)
+    y = times(times_each(x, factors_of_quads(column_fold, rows, in_rows)), inverse)
     words = pack(y, column_codes.dtype.element_ty)
-    store_words(words, column_codes, total_r, cols, in_cols, there[0] | True, tile_r)
+    store_words(words, column_codes, total_r, cols, in_cols, in_rows[0] | True, tile_r)
 
 
 @Kernel
@@ -269,6 +269,6 @@ def _group_transpose_kernel(
 ):  # fmt: skip
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = cols < total_c
-    _, rows, there = tile_of_block(blocks_ptr, blocks, tl.program_id(1), HEIGHT, HEIGHT)
-    words = load_words(x_ptr, total_c, source_ptr, rows, cols, there, in_cols)
-    store_words(words, out_ptr, total_r, cols, in_cols, there[0] | True, tl.program_id(1))
+    _, rows, in_rows = tile_of_block(blocks_ptr, blocks, tl.program_id(1), HEIGHT, HEIGHT)
+    words = load_words(x_ptr, total_c, source_ptr, rows, cols, in_rows, in_cols)
+    store_words(words, out_ptr, total_r, cols, in_cols, in_rows[0] | True, tl.program_id(1))

@@ -1,10 +1,11 @@
 """Grouped FP8 GEMMs with row scales, for Hopper.
 
-Tensor cores sum up 128 products, of which they keep about 14 bits, and these sums are added in FP32; or, `FAST`, tensor
-cores sum up all. A tile is computed as an upper and a lower half, which share what is read of b: so few registers hold
-a sum that is about to be added that two programs find room on a processor, and one multiplies while the other adds, or
-stores its tile. At 1,024 tokens per expert and 2048 x 768 weights this is as fast as PyTorch's grouped GEMM with fast
-accumulation, and three times as fast as PyTorch's with slow one, whose results it gives bit for bit.
+Tensor cores accumulate 128 products, of which they keep about 14 bits, and these partial sums are accumulated in FP32;
+if `FAST`, tensor cores accumulate everything. A tile is computed as an upper and a lower half, which share the loads of
+b: so few registers hold partial sums that two programs are resident per SM, and one multiplies while the other
+accumulates or stores its tile. At 1,024 tokens per expert and 2048 x 768 weights this is as fast as PyTorch's grouped
+GEMM with fast accumulation, and three times as fast as PyTorch's with slow accumulation, whose results it equals bit
+for bit.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import cdiv
 
 TILE = 128
-"""Rows and columns of a tile, and products that are added up at a time. Rows of a tile belong to one group."""
+"""Block size along M, N and K. The rows of a tile belong to one group."""
 RESIDENT = 2
-"""Programs that a processor has room for; each computes tile after tile."""
+"""Resident programs per SM; they are persistent, each computing tile after tile."""
 META = {"num_warps": 4, "STAGES": 3, "TILE": TILE}
 
 
@@ -45,7 +46,7 @@ def grouped_gemm(
 def grouped_wgrad(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: of the groups not padded."""
+    """Return the products (E, N, K) of the groups of a (N, P) and b (K, P). ends: ends of the unpadded groups."""
     experts, rows, cols = len(ends), a.shape[0], b.shape[0]
     dw = torch.empty(experts, rows, cols, dtype=out_dtype, device=a.device)
     _grouped_gemm_sums_kernel[programs(experts * cdiv(rows, TILE) * cdiv(cols, TILE), a.device)](
@@ -56,28 +57,28 @@ def grouped_wgrad(
 
 
 def contiguous(scale: Tensor | None) -> Tensor | None:
-    """Return scales as kernels read them."""
+    """Return contiguous scales, or None."""
     return None if scale is None else scale.contiguous()
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def programs(tiles: int, device: torch.device) -> tuple[int]:
-    """Return the grid for so many tiles."""
-    return (min(tiles, RESIDENT * _processors(device)),)
+    """Return the grid of persistent programs for `tiles` tiles."""
+    return (min(tiles, RESIDENT * _sm_count(device)),)
 
 
 def described(x: Tensor, height: int) -> TensorDescriptor:
-    """Return what loads tiles of codes of so many rows and `TILE` columns, zeros outside the tensor."""
+    """Return a descriptor that loads tiles (height, `TILE`) of codes, zeros out of bounds."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [*[1] * (x.dim() - 2), height, TILE])
 
 
 @triton.jit
 def _add(total, x, w, FAST: tl.constexpr):
-    """total + x w, the product's sum kept by the tensor cores, or, FAST, both."""
+    """total + x w. Tensor cores accumulate the product alone, or, if FAST, into total."""
     if FAST:
         total = tl.dot(x, w, total)
     else:
@@ -86,13 +87,13 @@ def _add(total, x, w, FAST: tl.constexpr):
 
 
 @triton.jit
-def _store(total, row_scale, col_scale, out_ptr, width, rows, cols, there, in_cols):
-    """Write half a tile, multiplied by the scales of its rows and columns."""
-    y = total * tl.load(row_scale + rows, mask=there, other=0.0)[:, None]
+def _store(total, row_scale, col_scale, out_ptr, width, rows, cols, in_rows, in_cols):
+    """Store half a tile, multiplied by its row and column scales."""
+    y = total * tl.load(row_scale + rows, mask=in_rows, other=0.0)[:, None]
     if col_scale is not None:
         y *= tl.load(col_scale + cols, mask=in_cols, other=0.0)[None, :]
-    where = out_ptr + rows[:, None].to(tl.int64) * width + cols[None, :]
-    tl.store(where, to_dtype(y, out_ptr.dtype.element_ty), mask=there[:, None] & in_cols[None, :])
+    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * width + cols[None, :]
+    tl.store(out_ptrs, to_dtype(y, out_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
 
 
 @Kernel
@@ -101,10 +102,10 @@ def _grouped_gemm_kernel(
     a, b, a_scale, b_scale, out_ptr, table_ptr, blocks, starts_ptr, experts, width, depth,
     FAST: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of rows of one group: sums over `depth` columns of a and b.
+    """Tiles of the product of each group: contracts the `depth` columns of a and b.
 
-    Both loops are made one (`flatten`), so that the first codes of a sum are loaded while the last one is stored; but
-    not where tensor cores sum up all, as they would wait for each other.
+    `flatten` fuses both loops, so that the first loads of a tile overlap the store of the previous one; but not if
+    FAST, as the tensor cores would wait for each other.
     """
     HALF: tl.constexpr = TILE // 2
     across = tl.cdiv(width, TILE)
@@ -133,7 +134,7 @@ def _grouped_gemm_kernel(
 def _grouped_gemm_sums_kernel(
     a, b, a_scale, b_scale, out_ptr, starts_ptr, experts, height, width, TILE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Tiles of the product of one group: sums over its columns of a and b, which are padded to multiples of TILE."""
+    """Tiles of the product of each group: contracts its columns of a and b, which are padded to multiples of TILE."""
     HALF: tl.constexpr = TILE // 2
     across, down = tl.cdiv(width, TILE), tl.cdiv(height, TILE)
     for tile in tl.range(tl.program_id(0), experts * across * down, tl.num_programs(0)):

@@ -1,6 +1,6 @@
-"""Quantise with one scale for each 32 values of a row (MXFP8), as it lies and transposed.
+"""Quantise with one scale per 32 values of a row (MXFP8), untransposed and transposed.
 
-It serves the emulation of MXFP8: a transpose is read column by column, which is no faster than it sounds.
+For the emulation of MXFP8 only: a transpose reads x column by column, uncoalesced and slow.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TILE = Shape(32, 4 * GROUP.value, warps=4)
 
 
 def unsupported_reason(*targets: QuantSpec | None) -> str | None:
-    """Return why the kernels here cannot make these targets, or None."""
+    """Return why these kernels cannot produce the targets, or None."""
     if narrow := next((target.format for target in targets if target is not None and target.format in NARROW), None):
-        return f"{narrow.upper()} is rounded to by the reference alone"
+        return f"only the reference rounds to {narrow.upper()}"
     return quantize.unsupported_reason(
         *(target for target in targets if target is not None and target.tile != GROUP_1x32)
     )
@@ -77,12 +77,12 @@ def _groups_kernel(
     rows = (tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    there = (rows < total_r)[:, None] & (cols < total_c)[None, :]
-    where = x_ptr + rows[:, None] * stride_r + cols[None, :].to(tl.int64) * stride_c
-    x = tl.load(where, mask=there, other=0.0).to(tl.float32)
+    mask = (rows < total_r)[:, None] & (cols < total_c)[None, :]
+    x_ptrs = x_ptr + rows[:, None] * stride_r + cols[None, :].to(tl.int64) * stride_c
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     parts = tl.reshape(x, (HEIGHT, GROUPS, GROUP))
     scale, inverse = scale_of(amax(parts, 2), FORMAT, SCALING)
     in_groups = (rows < total_r)[:, None] & (groups < tl.cdiv(total_c, GROUP))[None, :]
     tl.store(scale_ptr + rows[:, None] * scale_stride + groups[None, :], scale, mask=in_groups)
     y = tl.reshape(parts * inverse[:, :, None], (HEIGHT, WIDTH))
-    tl.store(codes_ptr + rows[:, None] * total_c + cols[None, :], to_codes(y, FORMAT), mask=there)
+    tl.store(codes_ptr + rows[:, None] * total_c + cols[None, :], to_codes(y, FORMAT), mask=mask)

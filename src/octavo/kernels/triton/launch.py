@@ -1,8 +1,8 @@
 """Launches of Triton kernels.
 
-Triton's own launcher specialises, hashes and looks up each launch: tens of microseconds of host time, many times what a
-kernel takes on a small tensor. A `Kernel` keeps what Triton compiled, by the properties that Triton specialises on, and
-launches it directly. Compiled code launches kernels itself: a tracer gets the kernel wrapped by `wrap_triton`.
+Triton's own launcher specialises, hashes and looks up each launch: tens of microseconds of host time, many times the
+run time of a kernel on a small tensor. A `Kernel` caches the compiled kernel, by the properties that Triton specialises
+on, and launches it directly. Traced launches go through `wrap_triton`, since compiled code launches kernels itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from octavo.kernels.dispatch import PLAIN, has_launch_hooks
 from octavo.kernels.tape import recorder_here
 
 _UNTRACED = ("enable_fp_fusion", "maxnreg")
-"""Options of Triton that a tracer does not know. Kernels that are traced do not need them: none adds a product."""
+"""Triton options that tracing does not support. Traced kernels do not need them: none adds a product (FMA)."""
 
 
 def as_laid_out(x: Tensor) -> Tensor:
-    """Return x; traced, x in the strides that it has in the trace.
+    """Return x; under tracing, x with the strides of the trace enforced.
 
-    A compiler chooses strides by itself, and where a view of its choice is impossible, copies x for each kernel.
+    Inductor otherwise chooses the strides itself, and where its choice is not a view, copies x for each kernel.
     """
     if type(x) in PLAIN:
         return x
@@ -34,7 +34,7 @@ def as_laid_out(x: Tensor) -> Tensor:
 
 
 class Kernel:
-    """A `triton.jit` function to launch from the host, as Triton has it: `kernel[grid](*arguments, **meta)`."""
+    """A `triton.jit` function with Triton's syntax for launches: `kernel[grid](*arguments, **meta)`."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -45,7 +45,7 @@ class Kernel:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the Triton function: `arg_names`, `params`, `src`."""
-        if name == "function":  # a copy is being made, and has none yet
+        if name == "function":  # looked up on a copy before it is set
             raise AttributeError(name)
         return getattr(self.function, name)
 
@@ -58,7 +58,7 @@ class Kernel:
         if not isinstance(like, Tensor):
             like = next((x for x in arguments if isinstance(x, Tensor)), None)
         if like is None:
-            self._launch_slowly(grid, arguments, meta, None)
+            self._launch_uncached(grid, arguments, meta, None)
             return
         if type(like) not in PLAIN:
             options = {name: value for name, value in meta.items() if name not in _UNTRACED}
@@ -67,7 +67,7 @@ class Kernel:
         key = self._key(like, arguments, meta)
         known = None if key is None else self._compiled.get(key)
         if known is None or has_launch_hooks():
-            self._launch_slowly(grid, arguments, meta, key)
+            self._launch_uncached(grid, arguments, meta, key)
             return
         kernel, rest = known
         across, down, deep = (*grid, 1, 1)[:3]
@@ -80,10 +80,10 @@ class Kernel:
         launch, function, metadata = kernel
         launch(across, down, deep, stream, function, metadata, None, None, None, *arguments, *rest)
 
-    def _launch_slowly(
+    def _launch_uncached(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any], key: tuple[Any, ...] | None
     ) -> None:
-        """Launch by Triton, and keep what it compiled."""
+        """Launch through Triton, and cache the compiled kernel."""
         if (recorder := recorder_here()) is not None:
             recorder.refuse()
         compiled = self.function[grid](*arguments, **meta)
@@ -93,7 +93,7 @@ class Kernel:
             self._compiled[key] = kernel, tuple(meta.get(param.name, param.default) for param in rest)
 
     def _key(self, like: Tensor, arguments: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Return the device and the properties that Triton specialises on, or None for arguments of other types."""
+        """Return the device and the properties that Triton specialises on; None for arguments of unknown types."""
         if self._is_constexpr is None:
             return None
         key: list[Any] = [like.get_device(), *meta.items()]

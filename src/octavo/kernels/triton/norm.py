@@ -1,7 +1,7 @@
 """RMS norm and layer norm: a program holds whole rows, so that one read gives y, its statistics and its codes.
 
-Backward, a fixed number of programs walk over all rows. Each keeps its share of the sums over rows in registers and
-writes it once, so that dy and x are read once and no memory is contended for.
+In the backward, a fixed number of persistent programs loop over all rows. Each accumulates its partial sums over rows
+in registers and stores them once: dy and x are read once, without atomics.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Rows, Shape, cdiv
 from octavo.numerics import Quantized
 
-FORWARD = Rows(elements=2048, a_thread=32)
-BACKWARD = Rows(elements=2048, a_thread=16)
+FORWARD = Rows(elements=2048, per_thread=32)
+BACKWARD = Rows(elements=2048, per_thread=16)
 STAGES = 2
-"""Rows that a program of the backward is ahead with loading, the present one included."""
+"""Pipeline stages of the backward's loop over rows."""
 RESIDENT = 12288
-"""Elements that the programs of the backward on one processor work on at once: what its registers hold."""
+"""Elements that the backward's programs hold at once per SM, limited by its registers."""
 SUM = Shape(64, 32, warps=4)
-"""Shares of a gradient that are added up at once."""
+"""Tile of partial sums that a program reduces at once."""
 
 
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
 ) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
-    """Return y, its codes, rstd and mean: see `octavo.kernels.norm`. centred: a layer norm."""
+    """Return y, its codes, rstd and mean: see `octavo.kernels.norm`. centred: layer norm."""
     x, (rows, cols) = contiguous_rows(x), x.shape
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     y = x.new_empty(rows, cols)
@@ -44,7 +44,7 @@ def forward(
     height, size = FORWARD.tile(cols)
     group = size if target is None or target.tile.cols is None else target.tile.cols
     _forward_kernel[(cdiv(rows, height),)](
-        # Nothing fused: given rstd, y is the reference's to the bit. But a layer norm is bound by instructions.
+        # Without FMAs y equals the reference's bit for bit, given rstd. But a layer norm is bound by instructions.
         x, x.stride(0), weight, bias, eps, y, codes, scale, mean, rstd, rows, cols,
         SCALING=1 if target is None else target.rule, GROUP=group,
         **FORWARD.meta(rows, cols), enable_fp_fusion=centred,
@@ -73,66 +73,66 @@ def backward(
     return dx, _summed(dweight, weight), _summed(dbias, bias)
 
 
-def _summed(shares: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """Return the sum over the programs, (D,), in the dtype of the parameter."""
-    if shares is None or parameter is None:
+def _summed(partials: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """Return the partial sums (programs, D) reduced to (D,), in the dtype of the parameter."""
+    if partials is None or parameter is None:
         return None
-    programs, cols = shares.shape
-    total = torch.empty(cols, dtype=parameter.dtype, device=shares.device)
+    programs, cols = partials.shape
+    total = torch.empty(cols, dtype=parameter.dtype, device=partials.device)
     _sum_kernel[(cdiv(cols, SUM.width),)](
-        shares, total, programs, cols, HEIGHT=SUM.height, WIDTH=SUM.width, num_warps=SUM.warps
+        partials, total, programs, cols, HEIGHT=SUM.height, WIDTH=SUM.width, num_warps=SUM.warps
     )
     return total
 
 
 @cache
 def _programs(device: torch.device, elements: int) -> int:
-    """Return how many programs walk over the rows, each with so many elements at once: what an SM's registers hold."""
+    """Return how many programs, holding `elements` elements each, fit the registers of all SMs."""
     if device.type != "cuda":
         return 3
     return max(RESIDENT // elements, 1) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
-def _load(x_ptr, stride, rows, cols, there):
-    return tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=there, other=0.0).to(tl.float32)
+def _load(x_ptr, stride, rows, cols, mask):
+    return tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_kept(x_ptr, scale_ptr, stride, total_r, total_c, rows, cols, in_rows, there):
-    """Whole rows, from values or from codes with one scale for 128 columns, column after column."""
-    x = _load(x_ptr, stride, rows, cols, there)
+def _load_values(x_ptr, scale_ptr, stride, total_r, total_c, rows, cols, in_rows, mask):
+    """Load whole rows in FP32, from values, or from codes with one scale per 128 columns, stored column-major."""
+    x = _load(x_ptr, stride, rows, cols, mask)
     if scale_ptr is not None:
         GROUPS: tl.constexpr = x.shape[1] // 128
-        if INTERPRETED:  # it takes the codes of NaN for 480
+        if INTERPRETED:  # it decodes the codes of NaN as 480
             x = tl.where(tl.abs(x) > 448.0, float("nan"), x)
         groups = tl.arange(0, GROUPS)
-        where = scale_ptr + groups[None, :].to(tl.int64) * total_r + rows[:, None]
-        scale = tl.load(where, mask=in_rows[:, None] & (groups * 128 < total_c)[None, :], other=0.0)
+        scale_ptrs = scale_ptr + groups[None, :].to(tl.int64) * total_r + rows[:, None]
+        scale = tl.load(scale_ptrs, mask=in_rows[:, None] & (groups * 128 < total_c)[None, :], other=0.0)
         x = tl.reshape(tl.reshape(x, (x.shape[0], GROUPS, 128)) * scale[:, :, None], x.shape)
     return x
 
 
 @triton.jit
 def _parameter(x_ptr, cols, in_cols):
-    """A vector, as a row, in FP32."""
+    """Load a vector in FP32, (1, D)."""
     return tl.load(x_ptr + cols[None, :], mask=in_cols[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(x, x_ptr, total_c, rows, cols, there):
-    where = x_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
-    tl.store(where, to_dtype(x, x_ptr.dtype.element_ty), mask=there)
+def _store(x, x_ptr, total_c, rows, cols, mask):
+    out_ptrs = x_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :]
+    tl.store(out_ptrs, to_dtype(x, x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _scaled(
     y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT: tl.constexpr, SCALING: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Whole rows as they are rounded to codes; writes one scale a group of columns. y: FP32, 0 outside the matrix."""
+    """Whole rows divided by their scales; stores one scale per group of columns. y: FP32, 0 outside the matrix."""
     ROWS: tl.constexpr = y.shape[0]
     GROUPS: tl.constexpr = y.shape[1] // GROUP
-    y = without_infinities(y)  # and so is what it is scaled to
+    y = without_infinities(y)  # scaling adds none
     if GROUPS == 1:
         scale, inverse = scale_of(largest(y, 1), FORMAT, SCALING)
         tl.store(scale_ptr + rows, scale, mask=in_rows)
@@ -141,8 +141,8 @@ def _scaled(
         grouped = tl.reshape(y, (ROWS, GROUPS, GROUP))
         scale, inverse = scale_of(largest(grouped, 2), FORMAT, SCALING)
         groups, total = tl.arange(0, GROUPS), tl.cdiv(total_c, GROUP)
-        where = scale_ptr + groups[None, :].to(tl.int64) * total_r + rows[:, None]  # a group of columns after the other
-        tl.store(where, scale, mask=in_rows[:, None] & (groups < total)[None, :])
+        scale_ptrs = scale_ptr + groups[None, :].to(tl.int64) * total_r + rows[:, None]  # column-major
+        tl.store(scale_ptrs, scale, mask=in_rows[:, None] & (groups < total)[None, :])
         y = tl.reshape(grouped * inverse[:, :, None], (ROWS, GROUPS * GROUP))
     return y
 
@@ -153,15 +153,15 @@ def _forward_kernel(
     x_ptr, x_stride, weight_ptr, bias_ptr, eps, y_ptr, codes_ptr, scale_ptr, mean_ptr, rstd_ptr, total_r, total_c,
     SCALING: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A few rows a program, held whole."""
+    """ROWS whole rows per program."""
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     in_rows, in_cols = inside(rows, total_r, EVEN), inside(cols, total_c, EVEN)
-    there = in_rows[:, None] & in_cols[None, :]
-    x = _load(x_ptr, x_stride, rows, cols, there)
+    mask = in_rows[:, None] & in_cols[None, :]
+    x = _load(x_ptr, x_stride, rows, cols, mask)
     if mean_ptr is not None:
         mean = tl.sum(x, axis=1) / total_c
         tl.store(mean_ptr + rows, mean, mask=in_rows)
-        x = tl.where(there, x - mean[:, None], 0.0)
+        x = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / total_c + eps)
     tl.store(rstd_ptr + rows, rstd, mask=in_rows)
     y = x * rstd[:, None]
@@ -169,11 +169,11 @@ def _forward_kernel(
         y *= _parameter(weight_ptr, cols, in_cols)
     if bias_ptr is not None:
         y += _parameter(bias_ptr, cols, in_cols)
-    _store(y, y_ptr, total_c, rows, cols, there)
+    _store(y, y_ptr, total_c, rows, cols, mask)
     if codes_ptr is not None:
         FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
         y = _scaled(y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT, SCALING, GROUP)
-        tl.store(codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :], nearest_codes(y, FORMAT), mask=there)
+        tl.store(codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :], nearest_codes(y, FORMAT), mask=mask)
 
 
 @Kernel
@@ -183,7 +183,7 @@ def _backward_kernel(
     total_r, total_c,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th few rows; dweight_ptr and dbias_ptr take one row of sums a program."""
+    """Every n-th block of ROWS rows; dweight_ptr and dbias_ptr take one row of partial sums per program."""
     program, cols = tl.program_id(0), tl.arange(0, SIZE)
     in_cols = inside(cols, total_c, EVEN)
     if weight_ptr is not None:
@@ -192,12 +192,12 @@ def _backward_kernel(
     for first in tl.range(program * ROWS, total_r, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         in_rows = inside(rows, total_r, EVEN)
-        there = in_rows[:, None] & in_cols[None, :]
-        dy = _load(dy_ptr, dy_stride, rows, cols, there)
-        x = _load_kept(x_ptr, scale_ptr, x_stride, total_r, total_c, rows, cols, in_rows, there)
+        mask = in_rows[:, None] & in_cols[None, :]
+        dy = _load(dy_ptr, dy_stride, rows, cols, mask)
+        x = _load_values(x_ptr, scale_ptr, x_stride, total_r, total_c, rows, cols, in_rows, mask)
         rstd = tl.load(rstd_ptr + rows, mask=in_rows, other=0.0)[:, None]
         if mean_ptr is not None:
-            x = tl.where(there, x - tl.load(mean_ptr + rows, mask=in_rows, other=0.0)[:, None], 0.0)
+            x = tl.where(mask, x - tl.load(mean_ptr + rows, mask=in_rows, other=0.0)[:, None], 0.0)
         normed = x * rstd
         g = dy
         if weight_ptr is not None:
@@ -208,22 +208,22 @@ def _backward_kernel(
             dx -= (tl.sum(g, axis=1) / total_c)[:, None]
         if dbias_ptr is not None:
             dbias += dy
-        _store(dx * rstd, dx_ptr, total_c, rows, cols, there)
-    where = program.to(tl.int64) * total_c + cols
+        _store(dx * rstd, dx_ptr, total_c, rows, cols, mask)
+    offsets = program.to(tl.int64) * total_c + cols
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + where, tl.sum(dweight, axis=0), mask=in_cols)
+        tl.store(dweight_ptr + offsets, tl.sum(dweight, axis=0), mask=in_cols)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + where, tl.sum(dbias, axis=0), mask=in_cols)
+        tl.store(dbias_ptr + offsets, tl.sum(dbias, axis=0), mask=in_cols)
 
 
 @Kernel
 @triton.jit
-def _sum_kernel(shares_ptr, total_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums over the rows of an FP32 matrix, a few columns per program."""
+def _sum_kernel(partials_ptr, total_ptr, total_r, total_c, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums over the rows of an FP32 matrix, WIDTH columns per program."""
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = cols < total_c
     total = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for first in range(0, total_r, HEIGHT):
         rows = first + tl.arange(0, HEIGHT)
-        total += _load(shares_ptr, total_c, rows, cols, (rows < total_r)[:, None] & in_cols[None, :])
+        total += _load(partials_ptr, total_c, rows, cols, (rows < total_r)[:, None] & in_cols[None, :])
     tl.store(total_ptr + cols, to_dtype(tl.sum(total, axis=0), total_ptr.dtype.element_ty), mask=in_cols)

@@ -1,4 +1,4 @@
-"""The host's side of `codes.emit`: the memory of one target, and the arguments that kernels take for it."""
+"""Host side of `codes.emit`: the buffers of one target, and the kernel arguments for them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from octavo.numerics import Granularity, Quantized
 
 
 class Output:
-    """Codes and scales of a (rows, cols) matrix, or of its transpose, that a kernel is about to write.
+    """Output buffers of a kernel: codes and scales of a (rows, cols) matrix, or of its transpose.
 
-    Where it `searches`, a first pass leaves maxima in the memory of `inverse`. The programs that write make scales of
-    them (`FROM_AMAX`), or `end_searches` does, in a launch of its own, where many programs would make each scale again.
-    A transpose is written in words of four codes, so its memory is rounded up to that; `quantized` is without the
-    surplus.
+    If it `searches`, a first pass leaves maxima in `inverse`. Scales are computed from them by the programs that write
+    (`FROM_AMAX`), or by `end_searches`, in a separate launch, if many programs would recompute each scale. A transpose
+    is stored in words of four codes, so its buffer is padded to a multiple of four; `quantized` excludes the padding.
     """
 
     is_tiled: bool
-    """Whether its scales belong to tiles of 128 columns of the matrix, which must not straddle two sources."""
+    """Whether scales belong to tiles of 128 columns of the matrix, which must not straddle two sources."""
     is_high: bool
-    """Whether its scales belong to tiles of 128 rows of the matrix."""
+    """Whether scales belong to tiles of 128 rows of the matrix."""
     scales: int
-    """How many a matrix has."""
+    """Number of scales per matrix."""
 
     def __init__(
         self,
@@ -42,12 +41,12 @@ class Output:
         in_sight: bool = False,
         batch: int | None = None,
     ) -> None:
-        """Allocate the memory.
+        """Allocate the buffers.
 
         Args:
-            batch: number of such matrices, one after another; None for a matrix of two dimensions.
-            scale: scales, one per row of the matrix, where they are known already: nothing is searched.
-            in_sight: the programs that write see tiles of 128 rows whole: their maxima are not searched either.
+            batch: number of matrices, contiguous in memory; None for a two-dimensional matrix.
+            scale: known scales, one per row of the matrix: no search.
+            in_sight: whether the programs that write hold whole tiles of 128 rows, which then need no search.
         """
         self.mode: int = NONE.value
         self.scaling = 1 if target is None else target.rule
@@ -63,13 +62,13 @@ class Output:
         self.mode, tile, dtype = _facts(target, transposed)
         self.is_tiled, self.is_high = self.mode in _TILED, self.mode in _HIGH
         shape = (cols, rows) if transposed else (rows, cols)
-        many = () if batch is None else (batch,)
-        self._codes = torch.empty(*many, shape[0], shape[1] + self._surplus, dtype=dtype, device=device)
-        written = one = empty_scale(target, *shape, device if batch is None else torch.device("meta"))
-        self.scales, self._strides = one.numel(), (one.t() if transposed else one).stride()
+        batch_dims = () if batch is None else (batch,)
+        self._codes = torch.empty(*batch_dims, shape[0], shape[1] + self._surplus, dtype=dtype, device=device)
+        written = single = empty_scale(target, *shape, device if batch is None else torch.device("meta"))
+        self.scales, self._strides = single.numel(), (single.t() if transposed else single).stride()
         if batch is not None:
-            lies = (self.scales, *one.stride())
-            written = torch.empty_strided((batch, *one.shape), lies, dtype=one.dtype, device=device)
+            strides = (self.scales, *single.stride())
+            written = torch.empty_strided((batch, *single.shape), strides, dtype=single.dtype, device=device)
         self._written = Quantized(self._codes, written, tile)
         if scale is not None:
             self.inverse = scale.reshape(-1).reciprocal()
@@ -79,19 +78,19 @@ class Output:
 
     @property
     def searched(self) -> int:
-        """The mode of the search for its maxima; `NONE` where there is none."""
+        """Mode of the search for maxima; `NONE` without a search."""
         return self.mode if self.searches else NONE.value
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What a kernel takes: `codes, scale, stride_r, stride_c, inverse`."""
+        """Kernel arguments: `codes, scale, stride_r, stride_c, inverse`."""
         if self.searches and self.inverse is None:
             begin_searches(self)
         return self._codes, None if self._written is None else self._written.scale, *self._strides, self.inverse
 
     @property
     def quantized(self) -> Quantized | None:
-        """What was asked for; None without a target."""
+        """The result, without padding; None without a target."""
         if self._written is None or not self._surplus:
             return self._written
         return self._written._replace(codes=self._written.codes[:, : -self._surplus].contiguous())
@@ -108,13 +107,13 @@ _TILED, _HIGH = (ROW_TILE.value, BLOCK.value), (COLUMN_TILE.value, BLOCK.value)
 
 
 def begin_searches(*outputs: Output) -> None:
-    """Put zeros where a search is to leave maxima, which lie as the scales do: one launch for all outputs."""
+    """Allocate zeroed maxima for the searches, laid out like the scales: one launch for all outputs."""
     searching = [(output, output.quantized.scale) for output in outputs if output.searches and output.quantized]
     sizes = [-(-scale.numel() // 4) * 4 for _, scale in searching]  # aligned to 16 bytes
     if not searching:
         return
     device = searching[0][1].device
-    if type(searching[0][1]) is not Tensor:  # traced: views of one memory that kernels write would become copies
+    if type(searching[0][1]) is not Tensor:  # traced: views of one buffer that kernels write would become copies
         for output, scale in searching:
             output.inverse = torch.zeros(scale.numel(), dtype=torch.float32, device=device)
         return
@@ -124,14 +123,14 @@ def begin_searches(*outputs: Output) -> None:
 
 
 def end_searches(*outputs: Output) -> None:
-    """Turn the maxima of a search into scales, and into what values are multiplied by: one launch for two outputs."""
+    """Compute scales from the maxima, and overwrite the maxima with inverse scales: one launch per two outputs."""
     searching = [output for output in outputs if output.searches]
     for first in range(0, len(searching), 2):
         end_search(*(_found(output) for output in searching[first : first + 2]))
 
 
 def end_search(*searches: tuple[Tensor, Tensor, bool, int]) -> None:
-    """Do that for one or two: maxima, memory of the scales, whether codes are E4M3, and `QuantSpec.rule`."""
+    """The same for one or two searches, each (maxima, scales to write, whether codes are E4M3, `QuantSpec.rule`)."""
     counts = [search[0].numel() for search in searches]
     arguments = [(amax, scale, count, *how) for (amax, scale, *how), count in zip(searches, counts, strict=True)]
     scales_kernel[(cdiv(max(counts), 1024), len(counts))](

@@ -1,10 +1,10 @@
-"""Codes of patches, straight from the pixels, and the sum that puts patches back.
+"""Codes of patches directly from the pixels (unfold), and the sum of patches into pixels (fold).
 
-A pixel is read once for each patch that it is in, from the cache. The unfolded matrix exists in one byte only.
+A pixel is read once per patch that contains it, from the cache. The unfolded matrix exists in FP8 only.
 """
 
 # mypy: disable-error-code="assignment,var-annotated"
-# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+# Tuples grow in loops that Triton unrolls; to mypy, their type changes.
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quantize_patches(
 ) -> tuple[Quantized | None, Quantized | None]:
     """See `octavo.kernels.patches.quantize_patches`."""
     exact = all(target is None or target.scaling == "power_of_two" for target in (rows, columns))
-    known = scale if exact else None  # its reciprocal is what values are multiplied by
+    known = scale if exact else None  # values are multiplied by its reciprocal, which is exact
     x = x.contiguous()
     batch, height, width, channels = x.shape
     out_h, out_w = window.output(height, width)
@@ -90,26 +90,26 @@ def _pixel_kernel(x_ptr, amax_ptr, pixels, channels, HEIGHT: tl.constexpr, WIDTH
     largest = tl.zeros((HEIGHT,), tl.float32)
     for start in tl.range(0, channels, WIDTH):
         cols = start + tl.arange(0, WIDTH)
-        where = x_ptr + rows[:, None].to(tl.int64) * channels + cols[None, :]
-        x = tl.load(where, mask=(rows < pixels)[:, None] & (cols < channels)[None, :], other=0.0).to(tl.float32)
+        x_ptrs = x_ptr + rows[:, None].to(tl.int64) * channels + cols[None, :]
+        x = tl.load(x_ptrs, mask=(rows < pixels)[:, None] & (cols < channels)[None, :], other=0.0).to(tl.float32)
         largest = tl.maximum(largest, amax(x, 1))
     tl.store(amax_ptr + rows, largest, mask=rows < pixels)
 
 
 @triton.jit
 def _load_patches(x_ptr, rows, in_rows, taps_h, taps_w, channel, in_cols, sizes, steps):
-    """Elements of rows of the unfolded matrix in FP32. taps_h, taps_w: how far below and right of a patch's corner.
+    """Load elements of the unfolded matrix in FP32. taps_h, taps_w: offsets from a patch's top left corner.
 
-    sizes: height, width and channels of an image, height and width of the result. steps: strides and padding.
+    sizes: height, width and channels of an image, height and width of the output. steps: strides and padding.
     """
     height, width, channels, out_h, out_w = sizes
     stride_h, stride_w, pad_h, pad_w = steps
     image, pixel = rows // (out_h * out_w), rows % (out_h * out_w)
     h = (pixel // out_w * stride_h - pad_h)[:, None] + taps_h[None, :]
     w = (pixel % out_w * stride_w - pad_w)[:, None] + taps_w[None, :]
-    there = in_rows[:, None] & in_cols[None, :] & (h >= 0) & (h < height) & (w >= 0) & (w < width)
-    where = (image.to(tl.int64) * height)[:, None] + h
-    return tl.load(x_ptr + (where * width + w) * channels + channel[None, :], mask=there, other=0.0).to(tl.float32)
+    mask = in_rows[:, None] & in_cols[None, :] & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+    image_row = (image.to(tl.int64) * height)[:, None] + h
+    return tl.load(x_ptr + (image_row * width + w) * channels + channel[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @Kernel
@@ -122,7 +122,7 @@ def _patches_kernel(
     ROW_MODE: tl.constexpr, COLUMN_MODE: tl.constexpr, ONE_TAP: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the unfolded matrix: its codes as they lie, and transposed. ONE_TAP: of one pixel of each patch."""
+    """Codes of a tile of the unfolded matrix, untransposed and transposed. ONE_TAP: it has one pixel of each patch."""
     across = tl.cdiv(total_c, WIDTH)
     tile_r, tile_c = tl.program_id(0) // across, tl.program_id(0) % across
     cols = tile_c * WIDTH + tl.arange(0, WIDTH)
@@ -154,7 +154,7 @@ def _fold_kernel(
     stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What every patch of some pixels has for them, added tap after tap."""
+    """Sum over all patches that contain a tile of pixels, tap by tap."""
     rows = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols, in_rows = cols < channels, rows < pixels
@@ -164,10 +164,10 @@ def _fold_kernel(
     for tap in tl.static_range(KERNEL_H * KERNEL_W):
         from_h, from_w = h - tap // KERNEL_W * dilation_h, w - tap % KERNEL_W * dilation_w
         patch_h, patch_w = from_h // stride_h, from_w // stride_w
-        there = in_rows & (from_h >= 0) & (from_h % stride_h == 0) & (patch_h < out_h)
-        there &= (from_w >= 0) & (from_w % stride_w == 0) & (patch_w < out_w)
+        mask = in_rows & (from_h >= 0) & (from_h % stride_h == 0) & (patch_h < out_h)
+        mask &= (from_w >= 0) & (from_w % stride_w == 0) & (patch_w < out_w)
         patch = (image.to(tl.int64) * out_h + patch_h) * out_w + patch_w
-        where = patches_ptr + (patch * (KERNEL_H * KERNEL_W) + tap)[:, None] * channels + cols[None, :]
-        total += tl.load(where, mask=there[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
-    where = x_ptr + rows[:, None].to(tl.int64) * channels + cols[None, :]
-    tl.store(where, to_dtype(total, x_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
+        patch_ptrs = patches_ptr + (patch * (KERNEL_H * KERNEL_W) + tap)[:, None] * channels + cols[None, :]
+        total += tl.load(patch_ptrs, mask=mask[:, None] & in_cols[None, :], other=0.0).to(tl.float32)
+    x_ptrs = x_ptr + rows[:, None].to(tl.int64) * channels + cols[None, :]
+    tl.store(x_ptrs, to_dtype(total, x_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])

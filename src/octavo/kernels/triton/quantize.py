@@ -1,10 +1,10 @@
-"""Quantise in one read where the scales allow it: codes, transposed codes, or both, with any fold.
+"""Quantise to codes, transposed codes, or both, with any fold; in one read where the scales allow it.
 
-A scale of a whole row, column or matrix must be known before the first code is written. So there are two passes: one
-that leaves the maxima in memory, one that writes. Scales of tiles skip the first: a program sees such tiles whole.
-Codes of whole rows alone are made by programs that each hold a row.
+The scale of a row, column or matrix must be known before the first code is written. So there are two passes: one
+leaves the maxima in memory, one writes. Scales of tiles skip the first: a program holds such tiles whole. For row-wise
+codes alone, each program holds a row.
 
-The second pass walks backwards: what the first one read last is still in the cache.
+The second pass runs in reverse order: the last reads of the first are still cached.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.numerics import Quantized
 
 LONGEST_ROW = 16384
-"""Elements of a row that one program still holds."""
+"""Longest row, in elements, that one program holds."""
 SEARCH = Shape(4, 256, warps=1, steps=32, stages=3)
-"""In all its steps as high as a tile of scales."""
+"""All steps together are 128 rows high, like a tile of scales."""
 SEARCH_NARROW = Shape(8, 256, warps=4, steps=16, stages=3)
-"""Where there would be too few programs of that height for all processors."""
+"""For narrow matrices, where `SEARCH` would occupy too few SMs."""
 NARROW = 2048
-"""Columns up to which that is so."""
+"""Most columns for `SEARCH_NARROW`."""
 WRITE = Shape(64, 64, warps=4)
 TILED = Shape(64, SIDE.value, warps=4)
-"""Where scales belong to tiles of 128 columns."""
+"""For scales of tiles of 128 columns."""
 HIGH = Shape(SIDE.value, SIDE.value, warps=4, registers=168)
-"""Where scales belong to tiles of 128 rows."""
+"""For scales of tiles of 128 rows."""
 
 
 def unsupported_reason(*targets: QuantSpec | None) -> str | None:
-    """Return why the kernels here cannot make these targets, or None."""
+    """Return why these kernels cannot produce the targets, or None."""
     for target in filter(None, targets):
         if mode_of(target.granularity) is None:
-            return f"no Triton kernel has the granularity {target.granularity}"
+            return f"no Triton kernel supports the granularity {target.granularity}"
     return None
 
 
 def limits_registers(*targets: QuantSpec | None) -> bool:
-    """Return whether a kernel for these targets is compiled with a limit of registers, which no compiler passes on."""
+    """Return whether kernels for these targets limit registers (`maxnreg`), which tracing compilers drop."""
     return any(target is not None and target.tile.rows == SIDE.value for target in targets) or any(
         target is not None and target.tile.cols == SIDE.value and target.tile.rows is None for target in targets
     )
@@ -120,14 +120,14 @@ def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None, row_factor
 
 
 def write_shape(row: Output, column: Output) -> Shape:
-    """Return what a program that writes these works on."""
+    """Return the launch shape that writes these outputs."""
     if row.is_high or column.is_high:
         return HIGH
     return TILED if row.is_tiled or column.is_tiled else WRITE
 
 
 def search_shape(cols: int) -> Shape:
-    """Return what a program that searches a matrix of so many columns works on."""
+    """Return the launch shape that searches a matrix of `cols` columns."""
     return SEARCH_NARROW if cols <= NARROW else SEARCH
 
 
@@ -161,19 +161,19 @@ def _write(
 def _rows_kernel(
     x_ptr, stride, factor_ptr, fold_ptr, codes_ptr, scale_ptr, cols, SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row per program, held whole."""
+    """One whole row per program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
-    there = columns < cols
-    x = tl.load(x_ptr + row * stride + columns, mask=there, other=0.0).to(tl.float32)
+    mask = columns < cols
+    x = tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
     if factor_ptr is not None:
         x = x * tl.load(factor_ptr + row)
     if fold_ptr is not None:
-        x = x * tl.load(fold_ptr + columns, mask=there, other=1.0).to(tl.float32)
+        x = x * tl.load(fold_ptr + columns, mask=mask, other=1.0).to(tl.float32)
     scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
     codes = to_codes(x * inverse, codes_ptr.dtype.element_ty)
-    tl.store(codes_ptr + row * cols + columns, codes, mask=there)
+    tl.store(codes_ptr + row * cols + columns, codes, mask=mask)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def search_strip(
     ROW_MODE: tl.constexpr, COLUMN_MODE: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The maxima of a region of STEPS tiles, one under the other."""
+    """Maxima over STEPS vertically adjacent tiles."""
     source = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = inside(source, source_c, EVEN)
     cols = source + offset
@@ -218,7 +218,7 @@ def write_strip(
     COLUMN_MODE: tl.constexpr, COLUMN_SCALING: tl.constexpr, FROM_AMAX: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """STEPS tiles a program, one under the other: their codes as they lie, and transposed."""
+    """Codes of STEPS vertically adjacent tiles, untransposed and transposed."""
     across = tl.cdiv(source_c, WIDTH)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     strip, tile_c = number // across, number % across

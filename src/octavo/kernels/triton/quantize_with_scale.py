@@ -1,9 +1,9 @@
-"""Quantise with a known scale in one read, which finds the maximum on its way, and once more if the scale will not do.
+"""Quantise with a known scale in one read, which also finds the maximum, and again if the scale does not fit.
 
-begin     what values are multiplied by, from the stored scale
+begin     inverse of the stored scale
 write     codes with that scale, and the maximum
-settle    which scale it is; whether the codes stand
-write     codes with the other scale: programs that find nothing to do end at once
+settle    choose the scale; decide whether the codes stand
+write     codes with the other scale; programs exit at once if the codes stand
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INVERSE: tl.constexpr = tl.constexpr(0)
 _AMAX: tl.constexpr = tl.constexpr(1)
 _AGAIN: tl.constexpr = tl.constexpr(2)
 _SIZE = 4
-"""FP32 values that a call works with: those three, and one for alignment."""
+"""FP32 values in the workspace of a call: those three, and one for alignment."""
 
 
 def quantize_with_scale(
@@ -92,9 +92,9 @@ def _write(
 
 @Kernel
 @triton.jit
-def _begin_kernel(cell_ptr, work_ptr):
+def _begin_kernel(stored_ptr, work_ptr):
     first = tl.zeros((1,), tl.int32)
-    known = tl.load(cell_ptr + first)
+    known = tl.load(stored_ptr + first)
     inverse = (1.0 / tl.where(known > 0.0, known, 1.0).to(tl.float64)).to(tl.float32)  # as the reference rounds it
     tl.store(work_ptr + _INVERSE + first, inverse)
     tl.store(work_ptr + _AMAX + first, tl.zeros((1,), tl.float32))
@@ -103,39 +103,39 @@ def _begin_kernel(cell_ptr, work_ptr):
 @Kernel
 @triton.jit
 def _settle_kernel(
-    cell_ptr, work_ptr, scale_ptr,
+    stored_ptr, work_ptr, scale_ptr,
     FORMAT: tl.constexpr, SCALING: tl.constexpr, JUST_IN_TIME: tl.constexpr, UPDATE_AMAX: tl.constexpr,
 ):  # fmt: skip
     first = tl.zeros((1,), tl.int32)
-    known, amax = tl.load(cell_ptr + first), tl.load(work_ptr + _AMAX + first)
+    known, amax = tl.load(stored_ptr + first), tl.load(work_ptr + _AMAX + first)
     own, own_inverse = scale_of(amax, FORMAT, SCALING)
-    of_use = known > 0.0
+    fits = known > 0.0
     if JUST_IN_TIME:
-        of_use = of_use & (amax <= known * format_max(FORMAT))
+        fits = fits & (amax <= known * format_max(FORMAT))
     inverse = tl.load(work_ptr + _INVERSE + first)
-    tl.store(scale_ptr + first, tl.where(of_use, known, own))
-    tl.store(work_ptr + _INVERSE + first, tl.where(of_use, inverse, own_inverse))
-    tl.store(work_ptr + _AGAIN + first, tl.where(of_use, 0.0, 1.0))
-    if UPDATE_AMAX:  # non-negative FP32 values are ordered as their bits are
-        tl.atomic_max((cell_ptr + 1 + first).to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True))
+    tl.store(scale_ptr + first, tl.where(fits, known, own))
+    tl.store(work_ptr + _INVERSE + first, tl.where(fits, inverse, own_inverse))
+    tl.store(work_ptr + _AGAIN + first, tl.where(fits, 0.0, 1.0))
+    if UPDATE_AMAX:  # non-negative FP32 values order like their bits
+        tl.atomic_max((stored_ptr + 1 + first).to(tl.pointer_type(tl.int32)), amax.to(tl.int32, bitcast=True))
 
 
 @Kernel
 @triton.jit
 def _write_kernel(
-    x_ptr, stride, total_r, source_c, offset, rows_out, cols_out, codes_ptr, codes_t_ptr, cell_ptr, work_ptr,
+    x_ptr, stride, total_r, source_c, offset, rows_out, cols_out, codes_ptr, codes_t_ptr, stored_ptr, work_ptr,
     AGAIN: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """STEPS tiles a program, one under the other: codes, transposed codes, and their maximum in the first round."""
+    """Codes and transposed codes of STEPS vertically adjacent tiles, and, unless AGAIN, their maximum."""
     if AGAIN:
         writes = tl.load(work_ptr + _AGAIN) > 0.0
     else:
-        writes = tl.load(cell_ptr) > 0.0
+        writes = tl.load(stored_ptr) > 0.0
     if writes or not AGAIN:
         across = tl.cdiv(source_c, WIDTH)
         number = tl.program_id(0)
-        if AGAIN:  # backwards: what was read last is still in the cache
+        if AGAIN:  # in reverse order: the last reads are still cached
             number = tl.num_programs(0) - 1 - number
         strip, tile_c = number // across, number % across
         source = tile_c * WIDTH + tl.arange(0, WIDTH)
@@ -159,7 +159,7 @@ def _write_kernel(
                     out = codes_t_ptr, None, 0, 0, inverse
                     emit(x, out, (rows_out, cols_out), at, TENSOR, FLOAT32, TRANSPOSED=True, EVEN=EVEN)
         if not AGAIN:
-            # Nothing is written where nothing changes: thousands of programs share this value.
+            # No write without a change: thousands of programs share this value.
             largest = tl.max(running).to(tl.int32, bitcast=True)
-            where = (work_ptr + _AMAX).to(tl.pointer_type(tl.int32))
-            tl.atomic_max(where, largest, mask=largest > tl.load(where), sem="relaxed")
+            amax_ptr = (work_ptr + _AMAX).to(tl.pointer_type(tl.int32))
+            tl.atomic_max(amax_ptr, largest, mask=largest > tl.load(amax_ptr), sem="relaxed")

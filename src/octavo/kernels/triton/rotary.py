@@ -1,4 +1,4 @@
-"""The rotation of channel pairs: a head's channels are a row, a program holds a few. Tables come from the cache."""
+"""Rotation of channel pairs: a row is the channels of one head, a program holds several. Tables stay in the cache."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def _rotate_kernel(
     x_ptr, stride_b, stride_t, stride_h, cos_ptr, cos_b, cos_t, sin_ptr, sin_b, sin_t,
     y_ptr, total, length, heads, half, CONJUGATE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Products are not fused with sums: the results are the reference's, bit for bit."""
+    """Without FMAs, results equal the reference's bit for bit."""
     rows, pairs = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)[None, :]
-    inside = (rows < total)[:, None] & (pairs < half)
+    mask = (rows < total)[:, None] & (pairs < half)
     token, head = rows // heads, rows % heads
     batch, time = (token // length).to(tl.int64), (token % length).to(tl.int64)
-    x_where = x_ptr + (batch * stride_b + time * stride_t + head.to(tl.int64) * stride_h)[:, None] + pairs
-    first = tl.load(x_where, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_where + half, mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + (batch * cos_b + time * cos_t)[:, None] + pairs, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + (batch * sin_b + time * sin_t)[:, None] + pairs, mask=inside, other=0.0).to(tl.float32)
+    x_ptrs = x_ptr + (batch * stride_b + time * stride_t + head.to(tl.int64) * stride_h)[:, None] + pairs
+    first = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x_ptrs + half, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + (batch * cos_b + time * cos_t)[:, None] + pairs, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + (batch * sin_b + time * sin_t)[:, None] + pairs, mask=mask, other=0.0).to(tl.float32)
     if CONJUGATE:
         sin = -sin
-    y_where = y_ptr + rows[:, None].to(tl.int64) * (2 * half) + pairs
-    tl.store(y_where, to_dtype(first * cos - second * sin, y_ptr.dtype.element_ty), mask=inside)
-    tl.store(y_where + half, to_dtype(second * cos + first * sin, y_ptr.dtype.element_ty), mask=inside)
+    y_ptrs = y_ptr + rows[:, None].to(tl.int64) * (2 * half) + pairs
+    tl.store(y_ptrs, to_dtype(first * cos - second * sin, y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs + half, to_dtype(second * cos + first * sin, y_ptr.dtype.element_ty), mask=mask)

@@ -1,7 +1,7 @@
-"""The byte transpose. Codes move as plain bytes: no FP8 value is looked at.
+"""Byte transpose: codes move as plain bytes and are never decoded.
 
-Four codes that stand one under the other are side by side in the transpose. A thread reads them from four rows, and
-writes them as one word: the exchange between threads, which is what a transpose costs, has a fourth of the elements.
+Four vertically adjacent codes are contiguous in the transpose. A thread loads them from four rows and stores them as
+one word: the exchange between threads, the cost of a transpose, then has a quarter of the elements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _launch(codes: Tensor, after: Tensor | None, scale: Tensor | None) -> Tensor
 def transpose_tile(
     x_ptr, out_ptr, scale_ptr, after, total_r, total_c, EVEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """A tile per program. `after` is not read: it tells a compiler what this launch comes after."""
+    """One tile per program. `after` is not read: it tells a compiler which launch this one depends on."""
     rows, in_rows = quads(tl.program_id(1), total_r, HEIGHT, EVEN)
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     in_cols = inside(cols, total_c, EVEN)

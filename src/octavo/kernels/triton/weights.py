@@ -1,7 +1,7 @@
-"""Quantise many weights in one launch: a program per row, wherever in memory that row is."""
+"""Quantise many weights in one launch: one program per row, at any address."""
 
 # mypy: disable-error-code="assignment,var-annotated"
-# A kernel's tuples grow, which Triton unrolls and mypy does not take for the same variable.
+# Tuples grow in loops that Triton unrolls; to mypy, their type changes.
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.numerics import PER_ROW, Quantized
 
 LONGEST_ROW = 32768
-"""Elements of a row that one program still holds."""
+"""Longest row, in elements, that one program holds."""
 STACKED = 3
-"""Matrices that one launch quantises as a stack."""
+"""Most matrices in a stack, which one launch quantises."""
 TILE = Shape(128, 64, warps=4)
-"""Of a transpose, in which each matrix but the last must consist of whole tiles."""
+"""Tile of a transpose; every matrix of a stack but the last must have whole tiles."""
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -42,7 +42,7 @@ def unsupported_reason(weights: Sequence[Tensor]) -> str | None:
 
 
 def quantize_rows_of(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
-    """Quantise up to three matrices (N_i, K) as one, (sum of N_i, K), with a scale per row."""
+    """Quantise up to three matrices (N_i, K) as one, (sum of N_i, K), with one scale per row."""
     cols = weights[0].shape[1]
     ends = list(itertools.accumulate(weight.shape[0] for weight in weights))
     out = empty(target, ends[-1], cols, weights[0].device)
@@ -80,26 +80,26 @@ def requantize_transposed(
 
 
 def _stack_arguments(weights: Sequence[Tensor], ends: Sequence[int]) -> tuple[Any, ...]:
-    """Return what a kernel takes for up to three matrices: themselves, strides of their rows, where the first two end.
+    """Return the kernel arguments for up to three matrices: pointers, row strides, end rows of the first two.
 
     Args:
-        ends: rows of the stack up to the end of each.
+        ends: end row of each matrix in the stack.
     """
     strides = [weight.stride(0) for weight in weights]
     return *[*weights, None, None][:3], *[*strides, 0, 0][:3], ends[0], ends[min(1, len(ends) - 1)]
 
 
 class Rows(NamedTuple):
-    """Where the rows of some weights lie."""
+    """Addresses of the rows of several weights."""
 
     addresses: Tensor
-    """int64, one a row."""
+    """int64, one per row."""
     aligned: bool
-    """Whether every row starts at a multiple of 16 bytes, so that a thread may load as many at once."""
+    """Whether every row is 16-byte aligned, so that threads may load 16 bytes at once."""
 
 
 def find_rows(weights: Sequence[Tensor]) -> Rows:
-    """Return where the rows of (N_i, K) matrices lie; each has its rows contiguous."""
+    """Return the row addresses of matrices (N_i, K) with contiguous rows."""
     starts = [torch.arange(w.shape[0], dtype=torch.int64) * (w.stride(0) * w.element_size()) for w in weights]
     table = torch.cat([start + w.data_ptr() for start, w in zip(starts, weights, strict=True)])
     aligned = all(w.data_ptr() % 16 == 0 and w.stride(0) * w.element_size() % 16 == 0 for w in weights)
@@ -107,7 +107,7 @@ def find_rows(weights: Sequence[Tensor]) -> Rows:
 
 
 def quantize_rows(rows: Rows, dtype: torch.dtype, out: Quantized, rule: int) -> None:
-    """Write into `out`, (rows, K) with a scale per row, the codes of rows of that dtype, wherever they lie."""
+    """Quantise rows of `dtype` at any address into `out`, (rows, K) with one scale per row."""
     count, cols = out.codes.shape
     size = next_power_of_2(cols)
     _rows_at_kernel[(count,)](
@@ -117,8 +117,8 @@ def quantize_rows(rows: Rows, dtype: torch.dtype, out: Quantized, rule: int) -> 
 
 
 @triton.jit
-def _load_row(x_ptr, stride, row, columns, there):
-    return tl.load(x_ptr + row * stride + columns, mask=there, other=0.0).to(tl.float32)
+def _load_row(x_ptr, stride, row, columns, mask):
+    return tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
 
 
 @Kernel
@@ -127,32 +127,32 @@ def _stack_kernel(
     first, second, third, first_stride, second_stride, third_stride, first_end, second_end, codes_ptr, scale_ptr, cols,
     SCALING: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A row per program, of whichever matrix it belongs to."""
+    """One row per program, from the matrix that it belongs to."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
-    there = columns < cols
+    mask = columns < cols
     if second is None:
-        x = _load_row(first, first_stride, row, columns, there)
+        x = _load_row(first, first_stride, row, columns, mask)
     elif third is None:
         if row < first_end:
-            x = _load_row(first, first_stride, row, columns, there)
+            x = _load_row(first, first_stride, row, columns, mask)
         else:
-            x = _load_row(second, second_stride, row - first_end, columns, there)
+            x = _load_row(second, second_stride, row - first_end, columns, mask)
     else:
         if row < first_end:
-            x = _load_row(first, first_stride, row, columns, there)
+            x = _load_row(first, first_stride, row, columns, mask)
         elif row < second_end:
-            x = _load_row(second, second_stride, row - first_end, columns, there)
+            x = _load_row(second, second_stride, row - first_end, columns, mask)
         else:
-            x = _load_row(third, third_stride, row - second_end, columns, there)
+            x = _load_row(third, third_stride, row - second_end, columns, mask)
     scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
-    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=there)
+    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _load_scaled(x_ptr, stride, rstd_ptr, norm_ptr, scale_ptr, start, rows, cols, in_rows, in_cols):
-    """A quarter of a tile of a weight whose first row is row `start` of the stack, divided by its rows' scales."""
+    """Load a quarter of a tile, divided by its row scales, of a weight that begins at row `start` of the stack."""
     x = load_tile(x_ptr, stride, rows - start, cols, in_rows, in_cols)
     if rstd_ptr is not None:
         x = x * tl.load(rstd_ptr + rows, mask=in_rows, other=0.0)[:, None]
@@ -168,7 +168,7 @@ def _requantize_kernel(
     scale_ptr, codes_ptr, ones_ptr, after, total_r, total_c,
     EVEN: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile per program, of whichever weight it belongs to. `after` is not read, as in `transpose_tile`."""
+    """One tile per program, from the weight that it belongs to. `after` is not read, as in `transpose_tile`."""
     tile_r = tl.program_id(1)
     rows, in_rows = quads(tile_r, total_r, HEIGHT, EVEN)
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -202,11 +202,11 @@ def _rows_at_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
-    inside = columns < cols
+    mask = columns < cols
     x_ptr = tl.load(addresses + row).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         x_ptr = tl.multiple_of(x_ptr, 16)
-    x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
-    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""Messages of gradients in Triton: quantised into what is sent in one read, decoded and summed in one read."""
+"""Gradient messages in Triton: quantised into the send buffer in one read, decoded and summed in one read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape, cdiv
 
 TILE = Shape(32, GROUP, warps=4)
-"""Groups of a program, and values of a group."""
+"""Groups per program, and values per group."""
 
 
 def pack(x: Tensor, messages: int, length: int) -> Tensor:
@@ -50,14 +50,14 @@ def _pack_kernel(x_ptr, total, length, out_ptr, width, HEIGHT: tl.constexpr, WID
     message = tl.program_id(1).to(tl.int64)
     groups, values = _tile(HEIGHT, WIDTH)
     in_message = values < length
-    where = message * length + values
-    x = tl.load(x_ptr + where, mask=in_message & (where < total), other=0.0).to(tl.float32)
+    offsets = message * length + values
+    x = tl.load(x_ptr + offsets, mask=in_message & (offsets < total), other=0.0).to(tl.float32)
     scale, inverse = scale_of(amax(x, 1), tl.float8e4nv, POWER_OF_TWO)
     codes = to_codes(x * inverse[:, None], tl.float8e4nv).to(tl.uint8, bitcast=True)
-    begin = out_ptr + message * width
-    tl.store(begin + values, codes, mask=in_message)
+    message_ptr = out_ptr + message * width
+    tl.store(message_ptr + values, codes, mask=in_message)
     exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-    tl.store(begin + length + groups, exponent, mask=groups < width - length)  # groups past the last are empty
+    tl.store(message_ptr + length + groups, exponent, mask=groups < width - length)  # groups past the last are empty
 
 
 @Kernel
@@ -70,31 +70,31 @@ def _add_kernel(
     groups, values = _tile(HEIGHT, WIDTH)
     in_message = values < length
     result = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    begin = messages_ptr + part * TERMS * width
+    message_ptr = messages_ptr + part * TERMS * width
     for _ in tl.range(0, TERMS, loop_unroll_factor=4):
         if CODED:
-            codes = tl.load(begin + values, mask=in_message, other=0)
-            exponent = tl.load(begin + length + groups, mask=groups * WIDTH < length, other=0)
+            codes = tl.load(message_ptr + values, mask=in_message, other=0)
+            exponent = tl.load(message_ptr + length + groups, mask=groups * WIDTH < length, other=0)
             scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
             result += _decode(codes) * scale[:, None]
         else:
-            result += tl.load(begin + values, mask=in_message, other=0.0).to(tl.float32)
-        begin += width
-    where = part * length + values
+            result += tl.load(message_ptr + values, mask=in_message, other=0.0).to(tl.float32)
+        message_ptr += width
+    offsets = part * length + values
     value = to_dtype(result * factor, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + where, value, mask=in_message & (where < total))
+    tl.store(out_ptr + offsets, value, mask=in_message & (offsets < total))
 
 
 @triton.jit
 def _tile(HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """The groups of this program, and which of a message's values are theirs."""
+    """Groups of this program, and the indices of their values in a message."""
     groups = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
     return groups, groups[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
 def _decode(codes):
-    """FP32 values of E4M3 codes, uint8. Triton's interpreter alone has no NaN in such a cast."""
+    """Decode E4M3 codes, uint8, to FP32. Only Triton's interpreter has no NaN in this cast."""
     if INTERPRETED:
         magnitude = (codes.to(tl.int32) & 0x7F) << 20
         value = magnitude.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
