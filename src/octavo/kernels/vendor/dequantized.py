@@ -1,8 +1,8 @@
-"""MXFP8 on hardware that has no MXFP8: give the values back in BF16 and multiply those, with sums in FP32.
+"""MXFP8 on hardware without MXFP8: dequantise to BF16, and multiply with FP32 accumulation.
 
-The product of tensor cores that do read 1x32 scales (Blackwell, OCP MX 1.0) but for the order of sums: an E4M3 or E5M2
-value times a power of two is exact in BF16, down to 2^-133, where BF16 ends. It is as slow as BF16, and slower by the
-pass that dequantises. It takes 1x32 operands only: for all others it would hide that a fast kernel is missing.
+Equal, up to the order of summation, to tensor cores that read 1x32 scales (Blackwell, OCP MX 1.0): an E4M3 or E5M2
+value times a power of two is exact in BF16 down to 2^-133, its smallest subnormal. It takes the time of a BF16 GEMM
+plus the dequantising pass. It takes 1x32 operands only: for all others it would hide that a fast kernel is missing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
 
 
 def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a . b^T for a (M, K), b (N, K), one power-of-two scale for each 32 values along K.
+    """Return a . b^T for a (M, K), b (N, K), one power-of-two scale per 32 values along K.
 
-    `fast` is not offered: there is no such accumulator to emulate.
+    `fast` is ignored: there is no such accumulator to emulate.
     """
     return rounded_product(dequantize(a, torch.bfloat16), dequantize(b, torch.bfloat16).t(), out_dtype)
