@@ -203,19 +203,37 @@ def test_pytorch_is_not_patched_during_a_forecast() -> None:
     assert inside == internals()
 
 
-def test_what_is_computed_together_is_found_among_fakes_as_among_true_tensors() -> None:
-    """The probe compares states of generators by address, and fakes have addresses of the forecast's making."""
-    config = WORKLOADS["tiny"].config
+class SumOfLinears(nn.Module):
+    """Has the layers of an MLP, and is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(DIM, 2 * DIM, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(2 * DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w1(x) + self.w3(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("build", "kinds"),
+    [(lambda: Llama(WORKLOADS["tiny"].config), {"mlp", "shared", "norm"}), (SumOfLinears, {"shared"})],
+    ids=["Llama", "no MLP"],
+)
+def test_what_is_computed_together_is_found_among_fakes_as_among_true_tensors(
+    build: Callable[[], nn.Module], kinds: set[str]
+) -> None:
+    """The probe compares values, and reading fakes gives True."""
     policy = octavo.Policy(min_gain=0.0)
-    plans = [octavo.plan(Llama(config), policy=policy)]
+    plans = [octavo.plan(build(), policy=policy)]
 
     def made() -> Program:
-        plans.append(octavo.plan(Llama(config), policy=policy))
+        plans.append(octavo.plan(build(), policy=policy))
         return Program(models=[], forward_backward=lambda: None)
 
     forecast(made)
     assert plans[1].structures == plans[0].structures
-    assert {structure.kind for structure in plans[1].structures} == {"mlp", "shared", "norm"}
+    assert {structure.kind for structure in plans[1].structures} == kinds
 
 
 def test_an_error_of_the_program_is_its_own() -> None:

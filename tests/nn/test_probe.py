@@ -29,7 +29,7 @@ def formula(module: nn.Module, x: Tensor) -> Tensor:
 
 def is_doubled(module: nn.Module, x: Tensor | None = None, tolerance: float = 1e-6) -> bool:
     x = torch.linspace(-30, 30, 12).view(3, 4) if x is None else x
-    return computes(lambda training: shallow_copy(module, training), formula, x, tolerance)
+    return computes(lambda training: shallow_copy(module, training), formula, lambda: x, tolerance)
 
 
 def in_every_mode(module: nn.Module) -> list[bool]:
@@ -91,8 +91,8 @@ def test_results_in_bf16_are_compared_with_exact_ones():
         return 2 * module.weight.double() * x.double()
 
     module, x = Doubled().bfloat16(), torch.randn(3, 4).bfloat16()
-    assert computes(lambda training: shallow_copy(module, training), exact, x, 2e-2)
-    assert not computes(lambda training: shallow_copy(module, training), exact, x, 1e-5)
+    assert computes(lambda training: shallow_copy(module, training), exact, lambda: x, 2e-2)
+    assert not computes(lambda training: shallow_copy(module, training), exact, lambda: x, 1e-5)
 
 
 def test_a_copy_has_no_hooks_and_holds_the_same_tensors():

@@ -36,7 +36,7 @@ def test_the_largest_model_alone_is_warned_of(
     monkeypatch.setattr("octavo.kernels.ledger._warned", set())
     tried: set[str] = set()
     with planning_for("h200"):
-        found = largest_model(CONFIG, 0.1, report=lambda doing, _: tried.add(doing.partition(",")[0]))
+        found = largest_model(CONFIG, 0.07, report=lambda doing, _: tried.add(doing.partition(",")[0]))
     assert found is not None and len(tried) > 2
     layers = 7 * found[0].layers
     said = f"octavo.convert: Nothing will run in FP8: too small to gain ({layers} of {layers + 1} layers)"

@@ -203,9 +203,11 @@ def _gives_mixture(
     def make(training: bool) -> nn.Module:
         return _Call(_random_copy(module, roles, training, widths), forward, roles, next(turns))
 
-    scale = torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu").repeat(_TOKENS // 6)
-    x = random_tensor(0, _TOKENS, widths[0]) * scale[:, None]
-    return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), x, 1e-4, calls)
+    def draw() -> Tensor:
+        scale = torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu").repeat(_TOKENS // 6)
+        return random_tensor(0, _TOKENS, widths[0]) * scale[:, None]
+
+    return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), draw, 1e-4, calls)
 
 
 def _random_copy(module: nn.Module, roles: ExpertRoles, training: bool, widths: tuple[int, int]) -> nn.Module:

@@ -69,11 +69,15 @@ def _is_mlp(module: nn.Module, roles: MLPRoles) -> bool:
 
 def _gives_mlp(module: nn.Module, roles: MLPRoles, widths: tuple[int, int], tolerance: float, calls: int) -> bool:
     """Return whether a copy of these widths, of x and hidden, computes the MLP. Long sums need a larger tolerance."""
-    rows = torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
+
+    def draw() -> Tensor:
+        rows = torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
+        return random_tensor(0, 2, 4, widths[0]) * rows
+
     return computes(
         lambda training: _random_copy(module, roles, training, widths),
         lambda probe, x: _formula(probe, roles, x),
-        random_tensor(0, 2, 4, widths[0]) * rows,
+        draw,
         tolerance,
         calls,
     )

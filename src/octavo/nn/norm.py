@@ -37,7 +37,7 @@ from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.operands import autocast_dtype
-from octavo.nn.probe import computes, is_as_its_class, shallow_copy
+from octavo.nn.probe import computes, is_as_its_class, random_tensor, shallow_copy
 from octavo.nn.recognised import Recognised
 from octavo.numerics import Quantized
 from octavo.recipes import Precision
@@ -213,14 +213,14 @@ def _is_rms_norm(module: nn.Module) -> bool:
 def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> bool:
     """Run the module's forward, with another weight, on rows that eps changes not at all, by half, and very much."""
     eps, width = cast(float, _eps_of(module)), cast(Tensor, module.weight).shape[0]
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(width, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
-    rows = torch.tensor([[[1.0], [30.0]], [[eps**0.5], [eps]]], device="cpu", dtype=torch.float32)
-    x = (torch.randn(2, 2, width, generator=generator, device="cpu", dtype=torch.float32) * rows).to(dtype)
+
+    def draw() -> Tensor:
+        rows = torch.tensor([[[1.0], [30.0]], [[eps**0.5], [eps]]], device="cpu", dtype=torch.float32)
+        return (random_tensor(0, 2, 2, width) * rows).to(dtype)
 
     def probe(training: bool) -> nn.Module:
         made = shallow_copy(module, training)
-        made._parameters["weight"] = nn.Parameter(weight.clone())
+        made._parameters["weight"] = nn.Parameter(random_tensor(1, width).to(dtype))
         return made
 
     def formula(probe: nn.Module, x: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> 
         normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
         return normed * cast(Tensor, probe.weight).double()
 
-    return computes(probe, formula, x, tolerance)
+    return computes(probe, formula, draw, tolerance)
 
 
 class _Function(torch.autograd.Function):

@@ -10,7 +10,6 @@ affects a result.
 from __future__ import annotations
 
 import copy
-import ctypes
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.compiler import set_stance
+from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.nn.adopted import is_taken, own_class
 from octavo.nn.modules import OF_EVERY_MODULE, is_position
@@ -36,7 +36,7 @@ T = TypeVar("T")
 def computes(
     make: Callable[[bool], nn.Module],
     formula: Callable[..., Tensor],
-    x: Tensor,
+    draw: Callable[[], Tensor],
     tolerance: float,
     calls: int = CALLS,
 ) -> bool:
@@ -45,13 +45,13 @@ def computes(
     Args:
         make: returns a copy of the module (`shallow_copy`), for training or not.
         formula: `formula(copy, x)`, differentiable; a result in FP64 is compared in it.
-        x: (..., D). Gradients are compared where |x| <= 10, and in FP32 only.
+        draw: returns x, (..., D). Gradients are compared where |x| <= 10, and in FP32 only.
         tolerance: relative to the largest element of a row.
         calls: number of calls in each mode; gradients are compared in the second.
     """
     with _as_written():
         return all(
-            _computes_once(_moved(make(training), call), formula, x, tolerance, call)
+            _computes_once(_moved(make(training), call), formula, draw(), tolerance, call)
             for training, call in itertools.product((True, False), range(calls))
         )
 
@@ -129,10 +129,11 @@ def _moved(probe: nn.Module, call: int) -> nn.Module:
 
 @contextmanager
 def _as_written() -> Iterator[None]:
-    """Run modules as they are written, on the CPU, and restore the random states at the end."""
+    """Run modules as they are written, on real tensors on the CPU, and restore the random states at the end."""
     states = random.getstate(), np.random.get_state()
     try:
         with ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())  # where all tensors are fake, everything would agree
             for context in (torch.device("cpu"), torch.inference_mode(False), torch.autocast("cpu", enabled=False)):
                 stack.enter_context(context)
             stack.enter_context(set_stance("force_eager"))
@@ -195,22 +196,14 @@ def _agree(y: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool(((y.to(expected.dtype) - expected).abs() <= bound).all())
 
 
-def _bytes(state: Tensor) -> bytes:
-    """Return the bytes of a random state, which is a real tensor also in a mode in which all others are fake.
-
-    Such a mode may invent an address for a tensor (`octavo.memory`), but not for its storage.
-    """
-    return ctypes.string_at(state.untyped_storage().data_ptr(), state.numel())
-
-
 def _state(probe: nn.Module) -> Iterator[Any]:
     """Yield what a call must not change: the random states, and the objects that the modules refer to."""
-    yield _bytes(torch.get_rng_state())
+    yield torch.get_rng_state().numpy().tobytes()
     _, numbers, *position = np.random.get_state()
     yield from (random.getstate(), np.asarray(numbers).tobytes(), position)
     for value in itertools.chain.from_iterable(vars(module).values() for module in probe.modules()):
         if isinstance(value, torch.Generator):
-            yield _bytes(value.get_state())
+            yield value.get_state().numpy().tobytes()
         elif isinstance(value, random.Random):
             yield value.getstate()
         elif isinstance(value, np.random.Generator):
