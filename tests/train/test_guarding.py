@@ -27,7 +27,8 @@ from octavo_bench.fault_cases import Fault
 from octavo_bench.faults import Struck
 
 Configure = Callable[..., RunConfig]
-AT = 14
+STEPS, EVERY, AT = 12, 4, 9
+"""Steps of a run and between its snapshots, and the step that is struck."""
 LAST = "rowwise_bf16_fprop"
 
 
@@ -37,8 +38,8 @@ def backs(keeper: Listener) -> list[int]:
 
 
 def guarded(configure: Configure, out: str, **sections: dict[str, Any]) -> RunConfig:
-    run = {"out": out, "steps": 20, "log_every": 1, **sections.pop("run", {})}
-    guard = {"mode": "act", "snapshot_every": 5, "shadow_every": 0, "patience": 1000, **sections.pop("guard", {})}
+    run = {"out": out, "steps": STEPS, "log_every": 1, **sections.pop("run", {})}
+    guard = {"mode": "act", "snapshot_every": EVERY, "shadow_every": 0, "patience": 1000, **sections.pop("guard", {})}
     return configure(run=run, guard=guard, **sections)
 
 
@@ -135,13 +136,13 @@ def test_a_fault_that_does_not_come_back_leaves_no_trace(configure: Configure, t
     struck, keeper = carry_out(config, nan_in_a_norm)
     for key in ("heldout_loss_fp8", "heldout_loss_bf16"):
         assert struck[key] == plain[key]
-    assert backs(keeper) == [10]
+    assert backs(keeper) == [EVERY]
     assert [event.cause for event in keeper.of(GuardEvent) if event.cause] == ["transient"]
     lines = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("plain", "struck")]
     for key in ("loss_fp8", "lr"):
         assert [line.get(key) for line in lines[0]] == [line.get(key) for line in lines[1]]
     steps = [line["step"] for line in read_metrics(tmp_path / "struck" / "metrics.jsonl") if "lr" in line]
-    assert steps == [*range(1, 21)]
+    assert steps == [*range(1, STEPS + 1)]
 
 
 def test_steps_that_overflow_are_skipped_and_counted(configure: Configure, tmp_path: Any) -> None:
@@ -151,18 +152,18 @@ def test_steps_that_overflow_are_skipped_and_counted(configure: Configure, tmp_p
     )
     assert summary["skipped_steps"]["fp8"] >= 1
     measured = [event.step for event in keeper.of(TensorsMeasured)]
-    assert measured == [*range(1, 21)]
+    assert measured == [*range(1, STEPS + 1)]
 
 
 def test_the_store_forgets_the_steps_and_keeps_the_reason(configure: Configure, tmp_path: Any) -> None:
     carry_out(guarded(configure, str(tmp_path / "run")), row_times_1000)
     run = RunReader(tmp_path / "run")
-    assert run.last_step == 20
+    assert run.last_step == STEPS
     events = [event for event in run.events() if event.rule == "weight jump"]
     assert [event.step for event in events] == [AT, AT]
     assert events[1].text.startswith("transient: ")
     assert events[1].layer == "layers.1.attention.wo"
-    assert len(run.scalar("loss_fp8")) == 20
+    assert len(run.scalar("loss_fp8")) == STEPS
 
 
 def test_before_the_first_snapshot_is_the_beginning(configure: Configure, tmp_path: Any, untouched: Any) -> None:
@@ -203,7 +204,7 @@ def test_layers_of_a_run_with_static_scales_take_another_recipe(
     _, keeper = carry_out(static, strike)
     plan = RunReader(tmp_path / "run").plan
     assert {row["name"]: row["recipe"] for row in plan["layers"]}["layers.0.feed_forward.w2"] == "folded"
-    assert [event.step for event in keeper.of(TensorsMeasured)][-1] == 20
+    assert [event.step for event in keeper.of(TensorsMeasured)][-1] == STEPS
 
 
 def test_a_layer_that_left_fp8_stays_in_bf16_to_the_end(configure: Configure, tmp_path: Any) -> None:
@@ -212,12 +213,12 @@ def test_a_layer_that_left_fp8_stays_in_bf16_to_the_end(configure: Configure, tm
         while run.guard._refinement.up(alarm.layer, alarm):
             pass
 
-    run = {"recipe": "tensorwise", "last_share": 0.2, "checkpoint_every": 18}
+    run = {"recipe": "tensorwise", "last_share": 0.2, "checkpoint_every": STEPS - 1}
     config = guarded(configure, str(tmp_path / "run"), run=run)
     carry_out(config, strike)
     recipe_of = {row["name"]: row["recipe"] for row in RunReader(tmp_path / "run").plan["layers"]}
     assert recipe_of["layers.0.feed_forward.w2"] == "bf16" and recipe_of["layers.0.feed_forward.w1"] == LAST
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000020")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000012")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert train(config, resume=True)["heldout_loss_fp8"] == summary["heldout_loss_fp8"]
     assert {row["name"]: row["recipe"] for row in RunReader(tmp_path / "run").plan["layers"]} == recipe_of
@@ -235,7 +236,7 @@ def test_steps_that_are_checked_late_may_be_followed_by_another_recipe(configure
     before = trainer.guard.before
     trainer.guard.before = lambda: (before(), trainer.done == 5 and [refine() for _ in range(3)])  # type: ignore[method-assign]
     trainer.run()
-    assert [event.step for event in keeper.of(TensorsMeasured)] == [*range(1, 21)]
+    assert [event.step for event in keeper.of(TensorsMeasured)] == [*range(1, STEPS + 1)]
     assert len({len(event.values) for event in keeper.of(TensorsMeasured)}) == 3
 
 
@@ -251,7 +252,7 @@ def test_a_layer_that_cannot_be_refined_is_measured_on(
             assert run.change_recipe(recipes.load("block")) == "not today"
 
     _, keeper = carry_out(guarded(configure, str(tmp_path / "run")), strike)
-    assert keeper.of(TensorsMeasured)[-1].step == 20
+    assert keeper.of(TensorsMeasured)[-1].step == STEPS
     assert all(np.isfinite(event.values[:, 0]).all() for event in keeper.of(TensorsMeasured))
 
 
@@ -280,18 +281,18 @@ def test_a_nan_in_the_twin_ends_the_twin_and_not_the_run(configure: Configure, t
     def strike(run: Struck) -> None:
         run.setup.states[1].model.get_parameter("norm.weight").data.fill_(torch.nan)
 
-    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 18})
+    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": STEPS - 1})
     summary, keeper = carry_out(config, strike)
     (event,) = [event for event in keeper.of(GuardEvent) if event.rule == "twin"]
     assert event.step == AT and "goes on without its BF16 baseline" in event.text
     assert summary["heldout_loss_fp8"] > 0 and summary["heldout_loss_bf16"] is None
     assert summary["heldout_loss_fp8"] == heldout(untouched, configure, tmp_path)
-    longer = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 18, "steps": 22})
+    longer = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": STEPS - 1, "steps": STEPS + 2})
     assert train(longer, resume=True)["heldout_loss_bf16"] is None
 
 
 def test_batches_passed_over_stay_so_after_a_resume(configure: Configure, tmp_path: Any) -> None:
-    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 10})
+    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 6})
     batch = config.run.batch
 
     def skip(run: Struck) -> None:
@@ -308,7 +309,7 @@ def test_batches_passed_over_stay_so_after_a_resume(configure: Configure, tmp_pa
 
 
 def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configure, tmp_path: Any) -> None:
-    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 10})
+    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": 6})
     carry_out(config)
     keeper = Listener()
     with ranks_of(config) as ranks:
@@ -321,7 +322,7 @@ def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configu
 
 def test_a_resumed_run_goes_on_with_the_recipes_that_layers_had(configure: Configure, tmp_path: Any) -> None:
     sections: dict[str, Any] = {
-        "run": {"recipe": "tensorwise", "checkpoint_every": 10, "keep": 9},
+        "run": {"recipe": "tensorwise", "checkpoint_every": 6, "keep": 9},
         "guard": {"flushed_gradient": 1e-9, "flushed": 1e-9, "patience": 1, "quiet": 1000},
     }
     whole = train(guarded(configure, str(tmp_path / "whole"), **{k: {**v} for k, v in sections.items()}))
