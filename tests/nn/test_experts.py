@@ -261,15 +261,17 @@ def test_a_slot_without_an_expert_is_not_computed_by_one_that_its_token_does_not
     assert all(found.isfinite().all() for found in gradients(module, x.abs(), ids, weights))
 
 
-@pytest.mark.parametrize("wrong", [-1, E + 1, 256, 261, 1 << 16, (1 << 32) + 1])
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])
-def test_an_id_of_no_expert_is_an_error_that_names_it(wrong, recipe):
-    given = skipping(33, E, wrong)
-    with pytest.raises(ConfigError, match=rf"routed to expert {wrong}, but the ids of 5 experts are 0 to 4"):
-        fp8(recipe=recipe)(*given)
+def test_an_id_of_no_expert_is_an_error_that_names_it(recipe):
     torch._dynamo.reset()
-    with pytest.raises(ConfigError, match=r"tokens, 66, got 62\. If they come .* out of range"):
-        torch.compile(fp8(recipe=recipe), backend="aot_eager", fullgraph=True)(*given)
+    module = fp8(recipe=recipe)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)  # once: ids are values
+    for wrong in (-1, E + 1, 256, 261, 1 << 16, (1 << 32) + 1):
+        given = skipping(33, E, wrong)
+        with pytest.raises(ConfigError, match=rf"routed to expert {wrong}, but the ids of 5 experts are 0 to 4"):
+            module(*given)
+        with pytest.raises(ConfigError, match=r"tokens, 66, got 62\. If they come .* out of range"):
+            compiled(*given)
 
 
 @pytest.mark.parametrize("experts", [1, 255, 256, 257, (1 << 15) - 1, 1 << 15, (1 << 16) + 2])
