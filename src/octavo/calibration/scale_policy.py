@@ -30,7 +30,7 @@ FINER = "finer scales"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalePolicy:
-    """How a scale is chosen: a largest magnitude to represent, and headroom above it."""
+    """Choice of a scale: the largest magnitude to represent, and headroom above it."""
 
     by: Literal["max", "percentile"] = "max"
     """`max`: no observed value saturates. `percentile`: outliers saturate, so that fewer small values are flushed."""

@@ -30,15 +30,15 @@ class FusionPattern:
     """The module's full name."""
     kind: Literal["mlp", "shared", "norm", "attention"]
     layers: tuple[str, ...] = ()
-    """Its children: of an MLP gate, up and down; of an attention the sibling that reads its output."""
+    """Names of children: gate, up and down of an MLP; for attention, the sibling that reads its output."""
     activation: str = ""
     """Activation of an MLP."""
     makes_codes: bool = True
-    """Of a norm: whether it quantises its rows itself, as the recipe's scales need one row at most."""
+    """Norms only: whether the norm quantises its rows itself, which needs scales of at most one row."""
     saved: Precision = "bf16"
-    """Format saved for backward: of an MLP's activation inputs, a norm's input, an attention's output."""
+    """Format of the tensor saved for backward: an MLP's activation inputs, a norm's input, an attention's output."""
     shares_codes: bool = False
-    """Of an attention: whether its reader saves the same codes."""
+    """Attention only: whether its reader saves the same codes."""
 
     @property
     def what(self) -> str:
@@ -61,7 +61,7 @@ class _Unapplied(NamedTuple):
     option: str
     """The field of the policy."""
     reason: str
-    """Where, and why."""
+    """Location and reason."""
 
 
 def find_patterns(

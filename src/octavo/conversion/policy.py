@@ -74,8 +74,8 @@ class Policy:
     fuse: bool = True
     """Whether layers that share an input, MLPs and norms are computed together if they are recognised."""
     memory: Literal["exact", "low"] = "exact"
-    """What layers save for backward. `exact`: nothing twice, and FP8 codes where that changes no gradient. `low`: FP8
-    wherever possible; it sets the next three options to `fp8`."""
+    """Tensors that layers save for backward. `exact`: none twice, and FP8 codes where they change no gradient. `low`:
+    FP8 wherever possible; sets the next three options to `fp8`."""
     activation_inputs: Precision = "bf16"
     """Format in which fused MLPs save the inputs of their activation, the outputs of gate and up, for backward. They
     are about half of a Llama's saved activations: `fp8` halves those, and backward reads fewer bytes. The forward pass
@@ -99,7 +99,7 @@ class Policy:
     saves its output, and costs a byte otherwise. Of layers that share an input, all must be named. Results are bitwise
     the same."""
     bf16_blocks: tuple[int, int] = (0, 0)
-    """How many blocks at the start and at the end of the model stay in BF16. Blocks are the children of its
+    """Numbers of blocks at the start and at the end of the model that stay in BF16. Blocks are the children of its
     `nn.ModuleList` with the most parameters."""
     filter: Callable[[str, nn.Module], bool] | None = None
     """A further test, (name, layer) -> whether to convert it."""

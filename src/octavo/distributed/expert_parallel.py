@@ -170,14 +170,14 @@ class _Travel(torch.autograd.Function):
 
 
 class Journey(NamedTuple):
-    """The way of rows to the ranks of their experts, and back."""
+    """Route of rows to the ranks of their experts, and back."""
 
     exchange: Exchange
     sizes: Sizes
     sent: Routing
-    """Of the tokens here, to the experts of all ranks."""
+    """Routing of local tokens to the experts of all ranks."""
     arrived: Routing
-    """Of the rows that arrive, to the experts here."""
+    """Routing of received rows to the local experts."""
 
 
 class _ParallelExperts(torch.autograd.Function):

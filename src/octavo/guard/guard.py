@@ -96,13 +96,13 @@ class Guard:
         self._unsolved: list[int] = []
         """Steps of the alarms since the run last got past one."""
         self._tried: Counter[str] = Counter()
-        """How often each cause was acted on since then."""
+        """Actions per cause since then."""
         self._given_up: dict[str, int] = {}
-        """By rule: the step until which it only reports."""
+        """Rule -> step until which it only reports."""
         self._lr_limit: float | None = None
         self._lr_limited_at = 0
         self._fingerprints: Mapping[str, Sequence[float]] | None = {}
-        """Of the weights in the checkpoint of a resumed run; None once they were compared with those of now."""
+        """Fingerprints of the weights in a resumed checkpoint; None once compared with the current weights."""
 
     @property
     def acts(self) -> bool:

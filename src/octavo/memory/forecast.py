@@ -66,7 +66,7 @@ class Forecast:
 
 
 SHARES = {"building the model": 0.0, "first step": 0.3, "second step": 0.85}
-"""What a forecast does, and the share of its time that has passed before; of Llamas of 100 M to 8 B parameters."""
+"""Phases of a forecast, each with the share of its time that precedes it; for Llamas of 100 M to 8 B parameters."""
 
 
 def forecast(

@@ -75,7 +75,7 @@ class Statistics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where a scale comes from."""
+    """Origin of a scale."""
 
     change: int = 1
     """Number of the change of the file that wrote the entry."""
@@ -84,7 +84,7 @@ class Provenance:
     recipe: str
     """Name of the recipe that the scale is for."""
     how: str
-    """How the scale was chosen, and why it was changed."""
+    """Method that chose the scale, and the reason for a change."""
     source: str = ""
     """Description of the model and the data."""
     data: str = ""

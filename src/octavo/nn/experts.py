@@ -71,7 +71,7 @@ class ExpertRoles(NamedTuple):
 
 
 class ExpertOptions(NamedTuple):
-    """How experts are computed by one function."""
+    """Options of the fused computation of experts."""
 
     kind: str
     recipe: Recipe
@@ -407,7 +407,7 @@ class Rows(NamedTuple):
 
 
 class SavedRows(NamedTuple):
-    """What `forward_rows` saves for `backward_rows`."""
+    """Tensors that `forward_rows` saves for `backward_rows`."""
 
     first: ExpertCodes
     second: ExpertCodes

@@ -276,7 +276,7 @@ class Origin(NamedTuple):
     weight: Tensor
     """(E, N, K)."""
     kind: str = ""
-    """How they are computed (`Source.kind`)."""
+    """Kind of their computation, `Source.kind`."""
 
 
 def grouped_fprop(

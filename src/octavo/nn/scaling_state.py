@@ -64,7 +64,7 @@ class StoredScaleLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a row of `ScalingState.scale_and_amax` is the scale of."""
+    """Operand scaled by a row of `ScalingState.scale_and_amax`."""
 
     names: tuple[str, ...]
     """`<layer>.input` or `<layer>.grad_output`, of each layer that shares it."""

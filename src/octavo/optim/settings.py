@@ -33,7 +33,7 @@ _PYTORCHS = {
     "maximize": "Set the key 'maximize' of a parameter group.",
     "decoupled_weight_decay": "Adam adds weight decay to the gradient, the others decouple it: choose by name.",
 }
-"""What to do in place of PyTorch's options."""
+"""Unsupported options of PyTorch, each with its replacement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -139,7 +139,7 @@ class Wgrad(Gemm):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """How maxima of earlier steps become a scale. For operands that are `delayed` or `just_in_time`."""
+    """Scales from maxima of earlier steps, for operands that are `delayed` or `just_in_time`."""
 
     length: int = 16
     """Number of optimizer steps whose maxima are kept."""
@@ -178,7 +178,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a linear layer computes. Plain data, which kernels and layers read; nothing else decides."""
+    """Numerics of a linear layer. Plain data, read by kernels and layers; nothing else decides."""
 
     name: str
     """Shown in plans and results."""
@@ -189,7 +189,7 @@ class Recipe:
     wgrad: Wgrad = field(default_factory=Wgrad)
     """The gradient of the weight."""
     history: History = field(default_factory=History)
-    """How maxima of earlier steps become scales, for operands that use them."""
+    """Scales from maxima of earlier steps, for operands that use them."""
     modules: dict[str, Recipe] = field(default_factory=dict)
     """Recipes of modules whose full name matches a pattern (`layers.0.*`); the last match wins."""
     evidence: dict[str, Evidence] = field(default_factory=dict)

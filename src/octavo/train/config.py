@@ -139,7 +139,7 @@ class LoopConfig:
     With the last two the optimizer is always one of `octavo.optim`, with master weights. The baseline's are FP32.
     """
     memory: Literal["exact", "low"] = "exact"
-    """What FP8 layers keep for backward: `exact`, or `low`: activations in FP8 too, gradients rounded once more."""
+    """Tensors that FP8 layers save for backward: `exact`, or `low`: activations in FP8 too, gradients rounded again."""
     scales: str = ""
     """Calibration file: required by the recipe `static`, initial scales for `delayed`."""
     recalibrate_every: int = 0
@@ -269,7 +269,7 @@ class ParallelConfig:
     """Free gathered weights after forward and gather them again for backward. `false` keeps them: faster, with less
     communication, but a block in FP8 then takes one byte per weight until its backward. Pipelines always keep them."""
     embedding: Literal["whole", "rows"] = "whole"
-    """How the token embedding is gathered: `rows` sends only the looked-up rows, which is less for few tokens."""
+    """Gather of the token embedding: `rows` sends only the looked-up rows, which is less for few tokens."""
     timeout: float = 600.0
     """Seconds without progress after which all ranks stop and name the missing one; must exceed the longest step."""
 
@@ -413,14 +413,14 @@ LEVELS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"optimizer": {"states": "fp8-lm"}},
     3: {"run": {"weights": "fp8"}, "parallel": {"activations": "fp8"}},
 }
-"""What each level of FP8-LM (arXiv 2310.18313, section 2) adds to the one before: sections, keys, values."""
+"""Settings that each level of FP8-LM (arXiv 2310.18313, section 2) adds: section -> key -> value."""
 
 
 GUIDES: dict[str, dict[str, Any]] = {
     "run": {"recipe": "delayed"},
     "optimizer": {"loss_scale": "dynamic", "weight_decay": 0.01, "min_lr": 0.01},
 }
-"""What guides on FP8 training start with, where Octavo's defaults differ: sections, keys, values."""
+"""Initial settings in guides on FP8 training, where Octavo's defaults differ: section -> key -> value."""
 
 
 def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
