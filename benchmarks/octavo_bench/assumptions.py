@@ -14,16 +14,16 @@ from octavo.kernels.message import GROUP
 from octavo.models.config import ModelConfig
 
 PEER = "bf16"
-"""The scheme that others are compared with."""
+"""Baseline scheme."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """How a step computes, what it sends and what it keeps."""
+    """Computation, communication and memory of a step."""
 
     about: str
     implementation: str
-    """Implementation of kind `step` whose rates it has."""
+    """Implementation of kind `step` that provides its rates."""
     measured_as: str
     """Implementation of kind `distributed` that the estimate for 4 GPUs is compared with."""
     states: str
@@ -44,15 +44,15 @@ class Scheme:
     gathered: float
     """Bytes in memory per gathered weight of a block; FP8: codes and transposed codes."""
     gemm_tflops: float | None = None
-    """Rate of the GEMMs of blocks; the head has BF16's. None: as measured."""
+    """GEMM rate of blocks; the head has BF16's. None: as measured."""
     attention_tflops: float | None = None
     """Rate of causal attention, counted as half of the full square. None: as measured."""
     elementwise_ps: float | None = None
-    """Picoseconds of all other kernels per value that a block saves. None: as measured."""
+    """Picoseconds of all other kernels per value saved by a block. None: as measured."""
     optimizer_ps: float | None = None
     """Picoseconds per parameter. None: as measured."""
     activation_bytes: float | None = None
-    """Bytes per value that a block saves for backward. None: as measured."""
+    """Bytes per value saved by a block for backward. None: as measured."""
 
 
 def _llama(dim: int, ffn: int, layers: int, heads: int) -> ModelConfig:
@@ -109,7 +109,7 @@ SCHEMES = {PEER: _BF16, "bf16, lean": _LEAN, "fp8": _FP8, "fp8, fp8-block": _FP8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumptions:
-    """Assumptions of the estimate. A TOML file can change each key."""
+    """Assumptions of the estimate; a TOML file can override each key."""
 
     gpus: tuple[int, ...] = (64, 512, 4096)
     """Numbers of GPUs."""
@@ -118,23 +118,23 @@ class Assumptions:
     models: dict[str, ModelConfig] = field(default_factory=lambda: dict(MODELS))
     """By name."""
     schemes: dict[str, Scheme] = field(default_factory=lambda: dict(SCHEMES))
-    """By name; `bf16` is what the others are compared with."""
+    """By name; `bf16` is the baseline."""
     gpus_per_host: int = 8
     """GPUs per host, all connected by NVLink."""
     memory_gib: float = 139.0
-    """Memory of a GPU."""
+    """Memory per GPU."""
     reserved_gib: float = 8.0
     """Part of it for CUDA, NCCL, the loss in chunks, and fragmentation."""
     nvlink_gb_per_s: float = 450.0
-    """Rate of NVLink per GPU, in one direction."""
+    """NVLink bandwidth per GPU, in one direction."""
     nvlink_efficiency: float = 0.7
-    """Share of that rate that collectives reach."""
+    """Share of that bandwidth reached by collectives."""
     nvlink_latency_us: float = 2.0
     """Latency of a hop within a host."""
     network_gbit_per_s: float = 400.0
-    """Rate of the network card of a GPU, in one direction."""
+    """Bandwidth of a GPU's network card, in one direction."""
     network_efficiency: float = 0.85
-    """Share of that rate that collectives reach."""
+    """Share of that bandwidth reached by collectives."""
     network_latency_us: float = 6.0
     """Latency of a hop between hosts."""
     overlap: float = 0.5
@@ -146,14 +146,14 @@ class Assumptions:
     row_scale_bytes: float = 4.0
     """Bytes sent per row of an FP8 weight, or per token of FP8 activations, for its scale."""
     recomputed: float = 1 / 3
-    """Share of the work of blocks that is repeated if activations are not kept."""
+    """Share of the blocks' work that is repeated if activations are recomputed."""
 
     def __post_init__(self) -> None:
         if PEER not in self.schemes:
-            raise ConfigError(f"scaling: there is no scheme '{PEER}', which the others are compared with.")
+            raise ConfigError(f"scaling: the scheme '{PEER}', the baseline, is missing.")
         for name in ("overlap", "tensor_overlap", "nvlink_efficiency", "network_efficiency"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"scaling: {name} is {getattr(self, name)}, and a share is from 0 to 1.")
+                raise ConfigError(f"scaling: {name} = {getattr(self, name)}: a share is from 0 to 1.")
         whole = (*self.gpus, self.batch_tokens, self.gpus_per_host, self.pipeline_chunks)
         rates = (self.nvlink_gb_per_s, self.nvlink_efficiency, self.network_gbit_per_s, self.network_efficiency)
         if not all(number > 0 for number in (*whole, *rates)):
@@ -161,7 +161,7 @@ class Assumptions:
 
     @property
     def links(self) -> Links:
-        """The links, at the rate that collectives reach."""
+        """The links, at the bandwidth reached by collectives."""
         return Links(
             inside=self.nvlink_gb_per_s * 1e9 * self.nvlink_efficiency,
             outside=self.network_gbit_per_s / 8 * 1e9 * self.network_efficiency,
@@ -171,10 +171,10 @@ class Assumptions:
 
 
 def load(file: Path | None = None) -> Assumptions:
-    """Return the assumptions, with what a TOML file says of single keys, models and schemes in their place.
+    """Return the assumptions, overridden by the keys, models and schemes of a TOML file.
 
     Raises:
-        ConfigError: an unknown key, or a value that cannot be.
+        ConfigError: an unknown key, or an impossible value.
     """
     if file is None:
         return Assumptions()
@@ -201,27 +201,27 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of ranks."""
         return self.hosts * self.per_host
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links between GPUs, one direction of each: bytes per second, and seconds per hop."""
+    """Links between GPUs, per direction: bytes per second, and seconds per hop."""
 
     inside: float
     """Between GPUs of one host."""
     outside: float
-    """One GPU's card."""
+    """Between hosts, per GPU."""
     hop_inside: float
     hop_outside: float
 
     def rate(self, group: Group) -> float:
-        """Return the bytes per second that flow through each rank."""
+        """Return the bytes per second through each rank."""
         return self.inside if group.hosts == 1 else min(group.per_host * self.outside, self.inside)
 
     def gather(self, size: float, group: Group) -> float:
-        """Return the seconds of an all-gather, or a reduce-scatter, by a ring; `size`: bytes of the whole."""
+        """Return the seconds of a ring all-gather or reduce-scatter; `size`: bytes of the whole tensor."""
         if group.ranks == 1 or not size:
             return 0.0
         hops = (group.hosts - 1) * self.hop_outside + group.hosts * (group.per_host - 1) * self.hop_inside
@@ -240,5 +240,5 @@ class Links:
 
 
 def bound(size: float, ranks: int, rate: float) -> float:
-    """Return the seconds below which no all-gather of `size` bytes can be: every rank receives what it has not."""
+    """Return the lower bound, in seconds, of an all-gather of `size` bytes: each rank receives all other shards."""
     return (ranks - 1) / ranks * size / rate

@@ -1,4 +1,4 @@
-"""Estimate of a step on many GPUs in one layout: seconds, bytes sent and kept; and the fastest that fits."""
+"""Estimate of a step on many GPUs in one layout: seconds, bytes sent and stored; and the fastest that fits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Layout(NamedTuple):
     shard: int
     """Ranks that share weights, gradients and states (FSDP)."""
     replicas: int
-    """Copies of that (HSDP)."""
+    """Copies of such a group (HSDP)."""
     sequences: int
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     gathers_once: bool = False
     """Weights stay gathered, and gradients whole, for all micro-batches of a step."""
     recomputes: bool = False
-    """A block keeps its input only."""
+    """Blocks save only their input."""
 
     def __str__(self) -> str:
         parts = [f"TP {self.tensor}"] if self.tensor > 1 else []
@@ -45,7 +45,7 @@ class Case:
     model: ModelConfig
     scheme: Scheme
     head_tflops: float
-    """Rate of the head's products, BF16's."""
+    """GEMM rate of the head, that of BF16."""
     assumptions: Assumptions
     gpus: int
     batch_tokens: int
@@ -62,11 +62,11 @@ class Case:
 
 
 class Estimate(NamedTuple):
-    """One step on the GPU that has most to do: seconds, bytes it sends, bytes it keeps."""
+    """One step on the busiest GPU: seconds, bytes sent, bytes stored."""
 
     layout: Layout
     compute: float
-    """Products, attention, element-wise passes and the optimizer."""
+    """GEMMs, attention, element-wise passes and the optimizer."""
     bubble: float
     """Waiting for other stages."""
     communication: float
@@ -78,7 +78,7 @@ class Estimate(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Total time."""
         return self.compute + self.bubble + self.exposed
 
 
@@ -111,7 +111,7 @@ def micro_batches(case: Case, layout: Layout) -> int:
 def compute_seconds(case: Case, layout: Layout) -> tuple[float, float]:
     """Return the seconds of forward and backward of a GPU, and of its optimizer.
 
-    6 operations a weight and token; attention as `octavo.models.flops_per_token` counts it. Work is split evenly over
+    6 FLOPs per weight and token; attention as `octavo.models.flops_per_token` counts it. Work is split evenly over
     tensor-parallel ranks and stages.
     """
     model, scheme = case.model, case.scheme
@@ -134,12 +134,12 @@ def stage_weights(case: Case, layout: Layout) -> tuple[float, float]:
 
 
 def shard_parameters(case: Case, layout: Layout) -> float:
-    """Return the parameters that a GPU keeps and steps."""
+    """Return the parameters stored and updated per GPU."""
     return sum(stage_weights(case, layout)) / layout.shard
 
 
 class Traffic(NamedTuple):
-    """Seconds of collectives, and bytes that a GPU sends by them."""
+    """Seconds of collectives, and bytes sent per GPU."""
 
     seconds: float
     sent: dict[str, float]
@@ -148,9 +148,9 @@ class Traffic(NamedTuple):
 def data_parallel(case: Case, layout: Layout) -> Traffic:
     """Return the all-gathers of weights, reduce-scatters of gradients, and their all-reduce over replicas.
 
-    Blocks are gathered forward and once more backward, embedding and head once; gradients are reduced in every
-    micro-batch, and with `gathers_once` all once per step. Between replicas shards of gradients are reduced once.
-    An embedding that is sent by rows is sent so in every micro-batch, each token's row as if there were no two alike.
+    Blocks are gathered in forward and again in backward, embedding and head once; gradients are reduced in every
+    micro-batch. With `gathers_once` all of these happen once per step. Between replicas, gradient shards are reduced
+    once. An embedding sent by rows is sent so in every micro-batch, one row per token, duplicates included.
     """
     links, scheme = case.assumptions.links, case.scheme
     shard, replicas = data_groups(case, layout)
@@ -177,10 +177,10 @@ def data_parallel(case: Case, layout: Layout) -> Traffic:
 
 
 def embedding_rows(case: Case, layout: Layout) -> float:
-    """Return the bytes of rows that a GPU looks up in a step, in BF16; 0 where its embedding is gathered as a whole.
+    """Return the bytes of rows that a GPU looks up in a step, in BF16; 0 if the embedding is gathered whole.
 
-    That is where it would take fewer, where tensor parallelism has cut it, and where there are stages: the GPU that has
-    most to do then has the head.
+    It is gathered whole where that takes fewer bytes, where tensor parallelism splits it, and with stages, as the
+    busiest GPU then has the head.
     """
     if not case.scheme.embedding_by_rows or layout.tensor > 1 or layout.stages > 1:
         return 0.0
@@ -190,7 +190,7 @@ def embedding_rows(case: Case, layout: Layout) -> float:
 
 
 def data_groups(case: Case, layout: Layout) -> tuple[Group, Group]:
-    """Return the ranks that share a model, and those that have the same part of it."""
+    """Return the ranks that share a model, and those with the same shard."""
     room = max(case.assumptions.gpus_per_host // layout.tensor, 1)
     inside = min(layout.shard, room)
     copies = min(layout.replicas, room // inside)
@@ -200,8 +200,8 @@ def data_groups(case: Case, layout: Layout) -> tuple[Group, Group]:
 def tensor_parallel(case: Case, layout: Layout) -> Traffic:
     """Return the collectives of tensor and sequence parallelism (arXiv 2205.05198, section 4.2.2), inside a host.
 
-    Attention and feed-forward each gather their input forward, and the gradient and the input again backward, and
-    reduce-scatter their result forward and its gradient backward.
+    Attention and feed-forward each gather their input in forward, and the gradient and the input again in backward;
+    they reduce-scatter their result in forward and its gradient in backward.
     """
     if layout.tensor == 1:
         return Traffic(0.0, {"tensor parallel": 0.0})
@@ -217,7 +217,7 @@ def tensor_parallel(case: Case, layout: Layout) -> Traffic:
 
 
 def between_stages(case: Case, layout: Layout) -> Traffic:
-    """Return the messages between stages; only those that fill and empty the pipeline are waited for."""
+    """Return the messages between stages; only those that fill and drain the pipeline are exposed."""
     values = layout.sequences * case.model.sequence * case.model.dim / layout.tensor
     sizes = (values * case.scheme.activation_wire, values * 2.0)
     links, chunks = case.assumptions.links, case.assumptions.pipeline_chunks
@@ -226,28 +226,28 @@ def between_stages(case: Case, layout: Layout) -> Traffic:
 
 
 def memory_bytes(case: Case, layout: Layout) -> dict[str, float]:
-    """Return the bytes of a GPU by kind: of its shard, of what is gathered, of activations."""
+    """Return the bytes per GPU by kind: shard, gathered tensors, activations."""
     scheme, model = case.scheme, case.model
     assert scheme.activation_bytes is not None
     own, (blocks, ends) = shard_parameters(case, layout), stage_weights(case, layout)
     layers = model.layers / layout.stages
     kept = state_bytes(scheme)
-    # All blocks, or two: the one at work, and the next.
-    there = 1.0 if layout.gathers_once or layout.shard == 1 else min(2 / layers, 1.0)
+    # All blocks, or two: the current one and the next.
+    resident = 1.0 if layout.gathers_once or layout.shard == 1 else min(2 / layers, 1.0)
     ends -= case.head_weights if embedding_rows(case, layout) else 0
-    gathered = there * blocks * scheme.gathered + ends * 2
-    whole = (there * blocks + ends) * kept["gradient"] if layout.shard > 1 else 0.0
+    gathered = resident * blocks * scheme.gathered + ends * 2
+    whole = (resident * blocks + ends) * kept["gradient"] if layout.shard > 1 else 0.0
     at_once = min(micro_batches(case, layout), layout.stages) * layout.sequences * model.sequence / layout.tensor
     one_block = kept_values(model) * scheme.activation_bytes
-    a_token = layers * one_block
+    per_token = layers * one_block
     if layout.recomputes:
-        a_token = layers * 2 * model.dim + one_block / min(micro_batches(case, layout), layout.stages)
+        per_token = layers * 2 * model.dim + one_block / min(micro_batches(case, layout), layout.stages)
     return {
         "weights": own * kept["weight"],
         "states": own * sum(kept.get(kind, 0.0) for kind in ("master", "first", "second")),
         "gradients": own * kept["gradient"] + whole,
         "gathered": gathered,
-        "activations": at_once * a_token,
+        "activations": at_once * per_token,
     }
 
 
@@ -268,7 +268,7 @@ def state_bytes(scheme: Scheme) -> dict[str, float]:
 
 
 def fits(case: Case, layout: Layout) -> bool:
-    """Return whether a GPU has the memory."""
+    """Return whether a layout fits into a GPU's memory."""
     free = case.assumptions.memory_gib - case.assumptions.reserved_gib
     return sum(memory_bytes(case, layout).values()) <= free * GIB
 
@@ -302,7 +302,7 @@ def _rank(found: Estimate) -> tuple[float, float]:
 
 
 def kept_values(model: ModelConfig) -> int:
-    """Return the values per token that a block keeps for backward, as in plain PyTorch with attention in one kernel.
+    """Return the values per token that a block saves for backward, as in plain PyTorch with fused attention.
 
     Both inputs of residual sums, both outputs of norms, the attention's output; Q, K and V; the feed-forward's hidden
     values: gate, up and their product, or before and after GELU.

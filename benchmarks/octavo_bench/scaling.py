@@ -1,8 +1,8 @@
-"""A step on many GPUs, on paper, for every model, number of GPUs and scheme of the assumptions.
+"""Estimate of a step on many GPUs, for every model, number of GPUs and scheme of the assumptions.
 
-Rates of products, attention, element-wise passes and the optimizer are those of committed results, from one GPU
-(`measured_rates`); links are stated (`assumptions`); `layouts` is the model. Nothing here was run on more GPUs than a
-result says: the point of 4 GPUs is compared with such a measurement.
+Rates of GEMMs, attention, element-wise passes and the optimizer are those of committed results from one GPU
+(`measured`); links are stated (`assumptions`); `layouts` is the model. Nothing here was run on more GPUs than a result
+says: the 4-GPU point is compared with such a measurement.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo_bench.scaling_tables import CHECK, KIND
 def bench_scaling(assumptions: Assumptions) -> Iterator[Row]:
     """Yield one row for each model, number of GPUs and scheme.
 
-    The first row carries the assumptions. A case that fits on no layout has `error` in place of figures.
+    The first row carries the assumptions. A case that fits in no layout has `error` in place of figures.
 
     Args:
         assumptions: with all rates known: see `measured`.
@@ -88,11 +88,11 @@ def _round(value: float) -> float:
 
 
 STACK = "llama-8b-stack"
-"""The workload of kind `step` that rates are taken from."""
+"""Workload of kind `step` that provides the rates."""
 
 
 def measured(assumptions: Assumptions, directory: Path) -> Assumptions:
-    """Return the assumptions with rates that they leave open taken from the newest results under `directory`.
+    """Return the assumptions with missing rates filled in from the newest results under `directory`.
 
     Raises:
         ConfigError: a rate is needed and was not measured.
@@ -120,14 +120,14 @@ def _with_rates(name: str, scheme: Scheme, directory: Path) -> Scheme:
 
 
 def _step_rates(scheme: Scheme, directory: Path) -> dict[str, float]:
-    """Return rates from the step of a stack of blocks: operations and values by the milliseconds they took."""
+    """Return rates from the step of a stack of blocks: FLOPs and values over their milliseconds."""
     rows = [row for result in results.on_one_machine("step", directory) for row in result.rows]
     row = next((r for r in rows if (r["workload"], r["implementation"]) == (STACK, scheme.implementation)), None)
     if row is None or not {"gemm_ms", "attention_ms", "elementwise_ms", "shape"} <= row.keys():
         return {}
     model, tokens, weights = _stack(row["shape"])
     values = tokens * model.layers * kept_values(model)
-    kept = row["peak_gib"] * 2**30 - 2 * 2 * weights  # beside weights and gradients, both BF16 there
+    kept = row["peak_gib"] * 2**30 - 2 * 2 * weights  # besides weights and gradients, both BF16 there
     return {
         "gemm_tflops": 6 * tokens * weights / row["gemm_ms"] / 1e9,
         "attention_tflops": 6 * tokens * model.layers * model.dim * model.sequence / row["attention_ms"] / 1e9,
@@ -157,7 +157,7 @@ def command(
     results: Annotated[Path, Parameter(negative=())] = Path("benchmarks/results"),
     output: Output = TO_STDOUT,
 ) -> int:
-    """Compute, from measured rates and stated links, what a step takes on 64, 512 and 4096 GPUs, in FP8 and in BF16.
+    """Estimate a step on 64, 512 and 4096 GPUs, in FP8 and in BF16, from measured rates and stated links.
 
     Nothing is measured: every layout that fits is estimated, and the fastest shown. The assumptions are in the result.
 
@@ -170,10 +170,10 @@ def command(
     Parameters
     ----------
     file
-        Assumptions in TOML, key by key; the rest stay as docs/explanation/scaling.md lists them.
+        Assumptions to override, in TOML; the others are as listed in docs/explanation/scaling.md.
     results
-        Directory of the result files that rates of one GPU are taken from.
+        Directory of the result files with the rates of one GPU.
     """
     rows = bench_scaling(measured(load(file), results))
     output.keep(KIND, rows, *([file.name] if file else []), machine=PAPER)
-    return 0  # that a model fits on no layout is an answer
+    return 0  # a model that fits in no layout is a result

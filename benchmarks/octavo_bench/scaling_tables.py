@@ -16,7 +16,7 @@ from octavo_bench.render import figures, grouped, table
 from octavo_bench.results import Row
 
 CHECK = ("8B", 4, 4 * 8192, Layout(tensor=1, stages=1, shard=4, replicas=1, sequences=1))
-"""The point that is measured: model, GPUs, tokens, and the layout as it is run."""
+"""The measured point: model, GPUs, tokens, and layout."""
 CHECKED_BY = ("llama-3-8b", "data")
 """Workload and layout of its rows of kind `distributed`."""
 WIDTH = 50
@@ -73,7 +73,7 @@ def fastest(rows: Sequence[Row]) -> str:
 
 
 def wire(rows: Sequence[Row]) -> str:
-    """Return the GB that a GPU sends in a step of the point of 4 GPUs, by scheme, and how much less than BF16's."""
+    """Return the GB sent per GPU and step at the 4-GPU point, by scheme, and relative to BF16's."""
     checked, schemes, body = _checked(rows), _assumed(rows)["schemes"], list[Sequence[str]]()
     if not checked:
         return ""
@@ -88,7 +88,7 @@ def wire(rows: Sequence[Row]) -> str:
 
 
 def check(directory: Path) -> str:
-    """Return the point of 4 GPUs as computed, beside results of kind `distributed` of one machine."""
+    """Return the computed 4-GPU point, beside results of kind `distributed` of one machine."""
     machines: dict[str, dict[str, Row]] = {}
     for result in results.newest("distributed", directory):
         for row in result.rows:
@@ -98,7 +98,7 @@ def check(directory: Path) -> str:
 
 
 def _beside_measured(machines: Mapping[str, Mapping[str, Row]], rows: Sequence[Row]) -> str:
-    """Show the machine with the most schemes measured; rows of different machines cannot be compared."""
+    """Return the table for the machine with the most measured schemes; rows of different machines are incomparable."""
     checked, schemes, body = _checked(rows), _assumed(rows)["schemes"], list[Sequence[str]]()
     if not checked:
         return ""
