@@ -1,6 +1,6 @@
 """`octavo bench compare`: one model trained by several recipes and seeds, on the same batches.
 
-The spread between BF16's seeds says how much a difference means.
+The spread between BF16 seeds shows which differences are significant.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _of_model(title: str, rows: Sequence[Row]) -> str:
     for recipe, of_recipe in of_recipes.items():
         for (seed,), repeated in grouped(of_recipe, "seed").items():
             if len(repeated) > 1:
-                raise ConfigError(f"result of kind 'parity': {title}: {recipe}, seed {seed} stands twice.")
+                raise ConfigError(f"result of kind 'parity': {title}: {recipe}, seed {seed} occurs twice.")
     bf16, seeds = losses.get(BF16, {}), sorted({row["seed"] for row in rows})
     shown = [column for column in EVIDENCE if any(column[1] in row for row in rows)]
     body = [
@@ -63,7 +63,7 @@ def _of_model(title: str, rows: Sequence[Row]) -> str:
 
 
 def _gap(losses: Mapping[int, float], bf16: Mapping[int, float]) -> tuple[str, str]:
-    """Return the mean gap over the seeds that both have, and half of its interval."""
+    """Return the mean gap over common seeds, and the half width of its interval."""
     gaps = [100 * (loss / bf16[seed] - 1) for seed, loss in losses.items() if seed in bf16]
     if not gaps:
         return "BF16 not measured", ""
@@ -97,7 +97,7 @@ def _spread(bf16: Sequence[float]) -> str:
 
 
 def spread_percent(losses: Sequence[float]) -> float:
-    """Return how far losses lie apart, in percent of their mean."""
+    """Return the range of losses, in percent of their mean."""
     return 100 * (max(losses) - min(losses)) / fmean(losses)
 
 
@@ -111,7 +111,7 @@ KIND = Kind(
 
 
 def jobs(recipes: Sequence[str], seeds: Sequence[int]) -> list[Job]:
-    """Return a run per recipe and seed, each beside BF16 of its seed."""
+    """Return a run per recipe and seed, each paired with BF16 of its seed."""
     return [
         Job(
             {"recipe": recipe, "seed": seed},
@@ -124,16 +124,16 @@ def jobs(recipes: Sequence[str], seeds: Sequence[int]) -> list[Job]:
 
 
 def add_evidence(rows: Sequence[Row], out: Path, *, report: Callable[[str], None] = print) -> list[Row]:
-    """Return the rows with the evidence on each recipe against BF16 of the same seed, beside the gap.
+    """Return the rows with evidence on each recipe against BF16 of the same seed, besides the gap.
 
-    Rows of BF16, and of seeds that BF16 was not trained with, stay as they are. The others take
+    Rows of BF16, and of seeds without a BF16 run, are unchanged. The others get
 
-        tokens_ratio                tokens it needs for BF16's loss, in units of BF16's (`equal_loss`)
-        loss_matched_speedup        time that BF16 needs for that loss, in units of its own
-        cosine_...                  of gradients (`gradient_cosines`), measured once, with the first such seed
+        tokens_ratio                tokens to BF16's loss, in units of BF16's (`equal_loss`)
+        loss_matched_speedup        BF16's time to that loss, in units of the recipe's
+        cosine_...                  of gradients (`gradient_cosines`), measured once, for the first such seed
 
     Args:
-        out: the directory of the runs.
+        out: directory of the runs.
     """
     bf16 = {row["seed"]: row for row in rows if row["recipe"] == BF16}
     compared = [row for row in rows if row["recipe"] != BF16 and row["seed"] in bf16]
@@ -162,7 +162,7 @@ def _curves(recipe: str, seed: int, out: Path) -> tuple[Curve, Curve]:
 
 
 def gap_curves(out: Path, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
-    """Return for each recipe how its smoothed training loss less that of BF16 goes, by tokens, with the first seed."""
+    """Return, per recipe, its smoothed training loss minus that of BF16 over tokens, for the first seed."""
     seeds = {row["recipe"]: row["seed"] for row in reversed(rows) if "tokens_ratio" in row}
     gaps = {}
     for recipe, seed in reversed(seeds.items()):
@@ -190,7 +190,7 @@ def report_of(rows: Sequence[Row], out: Path) -> str:
 
     parts = [by_recipe(rows)]
     if gaps := gap_curves(out, rows):
-        parts += ["Training loss less BF16's, nats per token, by tokens:", plot(gaps, unit="tokens").plain]
+        parts += ["Training loss minus BF16's, nats per token, over tokens:", plot(gaps, unit="tokens").plain]
     return "\n\n".join(parts) + "\n"
 
 
@@ -203,8 +203,8 @@ def command(
 ) -> int:
     """Train one model by several recipes and seeds, on the same batches, and compare held-out losses.
 
-    Beside the losses: the gap to BF16 of the same seeds with its intervals, tokens and time to equal loss, and the
-    cosine of FP8 gradients with BF16 gradients. OUT keeps runs, curves.json and report.txt.
+    Also reports the gap to BF16 of the same seeds with its intervals, tokens and time to equal loss, and the cosine of
+    FP8 gradients with BF16 gradients. OUT keeps runs, curves.json and report.txt.
 
     Examples:
 

@@ -69,14 +69,14 @@ class ShardedRuns(Runs):
     seeds: str = "0"
     """Seeds, separated by commas. Runs of one seed share weights and batches."""
     preset: str = "parity-10m-cuda"
-    """The run that all share."""
+    """Preset of all runs."""
 
 
 RUNS = ShardedRuns()
 
 
 def jobs(recipes: Sequence[str], seeds: Sequence[int], ranks: int) -> list[Job]:
-    """Return a run per recipe and seed by one rank, and one by several, which is compared with it."""
+    """Return, per recipe and seed, a run on one rank and one on several ranks, which is compared with it."""
     graph = ("--graph", "on") if torch.cuda.is_available() else ()  # by default only runs of one GPU are replayed
     return [
         Job(
@@ -101,8 +101,8 @@ def command(
 ) -> int:
     """Train one model on one GPU and sharded over several, on the same batches, and compare losses.
 
-    The runs of several ranks are those of `torchrun`: FSDP2, each rank with its part of every batch. On GPUs forward
-    and backward are replayed as a CUDA graph. Without GPUs the ranks are processes on the CPU.
+    Runs on several ranks are as with `torchrun`: FSDP2, each rank with its part of every batch. On GPUs forward and
+    backward are replayed as a CUDA graph. Without GPUs the ranks are processes on the CPU.
 
     Examples:
 

@@ -1,7 +1,7 @@
 """Evidence for a difference between two recipes: 95 % confidence intervals, equal loss, gradient cosines.
 
 Two pairings answer two questions. Over seeds: would another seed show this difference? Over held-out sequences: are
-these very weights worse, or is it the choice of text? The second has thousands of pairs, and says nothing of seeds.
+these particular weights worse, or is it the choice of text? The second has thousands of pairs but ignores seeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from octavo.train.train_state import TrainState
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean, and how far from it the true value may lie."""
+    """A mean with its confidence interval."""
 
     mean: float
     half_width: float | None
@@ -43,7 +43,7 @@ class Interval:
 def over_seeds(differences: Sequence[float]) -> Interval:
     """Return the mean of the differences, one per seed, with its interval.
 
-    With two seeds Student's factor is 12.7: such an interval is wide, and honest.
+    With two seeds Student's factor is 12.7, so the interval is wide.
     """
     if len(differences) < 2:
         return Interval(fmean(differences), None)
@@ -53,12 +53,12 @@ def over_seeds(differences: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line through points, by least squares."""
+    """Least-squares line."""
 
     slope: Interval
     """With its 95 % confidence interval."""
     center: tuple[float, float]
-    """Means of x and y, through which the line goes."""
+    """Means of x and y, a point on the line."""
     width: float
     """Root of the sum of squares of x about its mean."""
     points: int
@@ -71,10 +71,10 @@ class Line:
 
 
 def fit(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Return the line through points by least squares, with intervals by Student's t at n - 2 degrees of freedom.
+    """Return the least-squares line, with intervals by Student's t at n - 2 degrees of freedom.
 
     Raises:
-        ConfigError: fewer than three points, about which no scatter is known.
+        ConfigError: fewer than three points, whose scatter is unknown.
     """
     if len(x) < 3:
         raise ConfigError(f"a line through {len(x)} points has no interval: three or more are needed.")
@@ -86,14 +86,14 @@ def fit(x: Sequence[float], y: Sequence[float]) -> Line:
 
 
 LEVEL = 0.05
-"""Probability that an interval misses what it is for."""
+"""Probability that an interval misses the true value."""
 
 
 def at_any_time(differences: Sequence[float]) -> Interval:
-    """Return the mean of the differences with an interval that holds at every number of pairs at once.
+    """Return the mean of the differences with an anytime-valid confidence interval.
 
-    With 95 % probability all intervals of a growing sample contain the true mean, so that one may look after every
-    pair, and stop or go on as one likes. The half width is None while no finite interval holds: up to four pairs.
+    With 95 % probability all intervals of a growing sample contain the true mean, so that optional stopping after any
+    pair is valid. The half width is None while no finite interval is valid: up to four pairs.
     """
     errors = errors_at_any_time(len(differences))
     if errors is None:
@@ -102,7 +102,7 @@ def at_any_time(differences: Sequence[float]) -> Interval:
 
 
 def errors_at_any_time(pairs: int, level: float = LEVEL) -> float | None:
-    """Return half of that interval in standard errors of the mean; None where it is unbounded.
+    """Return the half width of that interval in standard errors of the mean; None if unbounded.
 
     The interval contains each mean m that a mixture of likelihood ratios does not reject: that of N(m + d s, s^2) to
     N(m, s^2), integrated over d ~ N(0, 1) and over s with density 1 / s. It is a test martingale where m is the mean
@@ -124,16 +124,16 @@ def over_sequences(losses: Sequence[float], reference: Sequence[float], block: i
 
 
 POINTS = 40
-"""Points of a stored curve of training loss, each the mean of its part of the run."""
+"""Points of a stored training-loss curve, each the mean over its part of the run."""
 
 
 def stored_curve(losses: Tensor) -> list[float]:
-    """Return the training loss as `POINTS` means of equal parts of the run, or as it is if it has fewer steps."""
+    """Return the training loss as `POINTS` means over equal parts of the run, or unchanged if it has fewer steps."""
     return [round(float(part.mean()), 5) for part in losses.tensor_split(min(POINTS, len(losses)))]
 
 
 SMOOTHED = 0.05
-"""Share of a run that one point of a smoothed curve averages over: single batches differ far more than recipes do."""
+"""Window of a smoothed curve, as a share of the run: single batches differ far more than recipes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +143,20 @@ class Curve:
     tokens: tuple[float, ...]
     """Tokens trained on at each point: the middle of its window."""
     loss: tuple[float, ...]
-    """In nats per token."""
+    """Nats per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class EqualLoss:
-    """Two runs where their losses are equal: at the final loss of the one that ended higher."""
+    """Two runs compared at equal loss: the higher of their final losses."""
 
     loss: float
     tokens_ratio: float
-    """Tokens that the recipe needs for it, in units of the reference's; below 1, it learns from fewer."""
+    """Tokens that the recipe needs for it, in units of the reference's; below 1: it needs fewer."""
 
 
 def read_curve(metrics: Sequence[Mapping[str, Any]], lane: str) -> Curve:
-    """Return the curve of `lane` from the lines of `metrics.jsonl`, each point the mean of its neighbourhood."""
+    """Return the curve of `lane` from the lines of `metrics.jsonl`, smoothed by a moving average."""
     logged = [(line["tokens"], line[f"loss_{lane}"]) for line in metrics if line.get(f"loss_{lane}") is not None]
     width = max(1, round(SMOOTHED * len(logged)))
     windows = [logged[start : start + width] for start in range(len(logged) - width + 1)]
@@ -167,7 +167,7 @@ def read_curve(metrics: Sequence[Mapping[str, Any]], lane: str) -> Curve:
 
 
 def tokens_to(curve: Curve, loss: float) -> float:
-    """Return the tokens after which `curve` is at `loss` or below for good, between points in a straight line."""
+    """Return the tokens after which `curve` stays at or below `loss`, interpolated linearly."""
     above = [i for i, value in enumerate(curve.loss) if value > loss]
     if not above:
         return curve.tokens[0]
@@ -179,20 +179,20 @@ def tokens_to(curve: Curve, loss: float) -> float:
 
 
 def equal_loss(curve: Curve, reference: Curve) -> EqualLoss:
-    """Compare two runs at the final loss of the one that ended higher, which both have reached."""
+    """Compare two runs at the higher of their final losses, which both have reached."""
     loss = max(curve.loss[-1], reference.loss[-1])
     return EqualLoss(loss, tokens_to(curve, loss) / tokens_to(reference, loss))
 
 
 BEFORE = 2
-"""Batches that a recipe sees before the one that counts: scales that have a history need one."""
+"""Warm-up batches before the measured one, for scales with a history."""
 
 
 def gradient_cosines(run: Path, recipes: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each recipe with the keys that its rows in a result of kind `parity` take.
+    """Yield each recipe with the keys to add to its rows of kind `parity`.
 
-    `cosine_start` and `cosine_end`: of all weights' gradients as one vector, at the weights that the BF16 run started
-    from and at those it ended with; `cosine_layer_start`, `cosine_layer_end`: the lowest of a single matrix.
+    `cosine_start`, `cosine_end`: of the gradients of all weights as one vector, at the initial and at the final weights
+    of the BF16 run; `cosine_layer_start`, `cosine_layer_end`: the lowest of a single matrix.
 
     Args:
         run: directory of a finished run in BF16.
@@ -219,7 +219,7 @@ def gradient_cosines(run: Path, recipes: Sequence[str]) -> Iterator[tuple[str, d
 
 
 def compare(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, float]:
-    """Return the cosine of two gradients, each as one vector, and the lowest cosine of a matrix of them."""
+    """Return the cosine of two gradients, each as one vector, and the lowest cosine of a single matrix."""
     products = {name: inner_products(gradients[name], reference[name]) for name in reference}
     whole = cosine_of(torch.stack([*products.values()]).sum(0))
     return whole, min(cosine_of(products[name]) for name in reference if reference[name].dim() >= 2)
@@ -233,9 +233,9 @@ def _load_last(lane: TrainState, run: Path) -> None:
 
 
 def _gradients(lane: TrainState, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """Return the gradient of the last batch; those before it only update stored scales."""
+    """Return the gradient of the last batch; earlier batches only update stored scales."""
     model: nn.Module = lane.model.train()
-    remember = torch.optim.SGD(model.parameters(), lr=0.0)  # kept scales roll on with an optimizer's step
+    remember = torch.optim.SGD(model.parameters(), lr=0.0)  # stored scales are updated by an optimizer step
     for inputs_BT, targets_BT in batches:
         model.zero_grad(set_to_none=True)
         lane.loss(inputs_BT.to(lane.device), targets_BT.to(lane.device)).backward()

@@ -1,7 +1,7 @@
-"""Text that every machine has: the sources, headers and documentation installed on it, in four languages, as bytes.
+"""Text available on every machine: installed sources, headers and documentation, in four languages, as bytes.
 
-A machine without a network has no corpus, but some hundred megabytes of these. Documents are taken once each, in an
-order given by a hash of their content, so that the same files make the same text whatever the order of folders.
+A machine without a network has no corpus, but some hundred megabytes of these. Documents are deduplicated and ordered
+by a hash of their content, so that the same files give the same text in any order of folders.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LANGUAGES: Mapping[str, tuple[str, ...]] = {
     "english": (".md", ".rst", ".txt", "METADATA", "README"),
     "other": (".js", ".mjs", ".ts", ".css", ".html", ".pl", ".pm", ".sh", ".cmake", ".proto", ".lua", ".tcl", ".vim"),
 }
-"""Endings of file names by language; a name without a dot is a whole name."""
+"""Extensions of files by language; entries without a dot are whole names."""
 HELDOUT_SHARE = 0.03
 HELDOUT_BYTES = 2**20
-"""Largest held-out text per language: its first documents by hash, up to the one that reaches this."""
+"""Size of the held-out text per language: its first documents by hash, up to the one that reaches this."""
 SKIPPED = frozenset({"__pycache__", ".git", "node_modules"})
 
 
@@ -44,7 +44,7 @@ class InstalledText:
     heldout: dict[str, Tensor]
     """By language."""
     digest: str
-    """Twelve digits that identify training and held-out text."""
+    """Twelve hexadecimal digits that identify training and held-out text."""
 
     def on(self, device: torch.device) -> InstalledText:
         """Return the text on a device."""
@@ -59,10 +59,10 @@ def installed_text(roots: Iterable[Path] | None = None, limit: int | None = None
 
     Args:
         roots: folders to read; by default those of `default_roots`.
-        limit: largest number of bytes of training text per language; of held-out text an eighth of it.
+        limit: bytes of training text per language; an eighth of it for held-out text.
 
     Raises:
-        DataError: a folder holds no text, or no language has held-out text.
+        DataError: the folders have no training text or no held-out text.
     """
     folders = default_roots() if roots is None else tuple(roots)
     by_language: dict[str, dict[bytes, bytes]] = {language: {} for language in LANGUAGES}
@@ -79,7 +79,7 @@ def installed_text(roots: Iterable[Path] | None = None, limit: int | None = None
             heldout[language] = _encode(documents[key] for key in first)
         train |= {key: documents[key] for key in _within([k for k in ordered if not _is_heldout(k)], documents, limit)}
     if not train or not heldout:
-        raise DataError(f"{', '.join(map(str, folders))}: too little text to train on and to hold some out.")
+        raise DataError(f"{', '.join(map(str, folders))}: too little text for training and for a held-out part.")
     digest = hashlib.blake2b(b"".join(sorted(train)), digest_size=6)
     digest.update(b"".join(ids.numpy().tobytes() for ids in heldout.values()))
     return InstalledText(_encode(train[key] for key in sorted(train)), heldout, digest.hexdigest())
@@ -105,7 +105,7 @@ def _files(roots: Iterable[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return a file that is text: UTF-8, not too large, no very long line, enough letters."""
+    """Return the bytes of a text file: UTF-8, not too large, no very long line, enough letters; None for others."""
     try:
         if path.is_symlink() or not 0 < path.stat().st_size <= LARGEST:
             return None

@@ -1,4 +1,4 @@
-"""What the pairs of `octavo bench parity` show: gaps with anytime-valid intervals, verdicts, tables.
+"""Evaluation of the pairs of `octavo bench parity`: gaps with anytime-valid intervals, verdicts, tables.
 
 docs/explanation/parity-protocol.md has the reasons and the sources of the formulas.
 """
@@ -25,15 +25,15 @@ from octavo_bench.render import grouped, table
 from octavo_bench.results import Result, Row, load
 
 PROTOCOL = 2
-"""Number of the protocol. Runs of another are not pooled with these: those of the first are the pilot."""
+"""Version of the protocol. Runs of other versions are not pooled with these; those of the first are the pilot."""
 FIRST_SEED = 100
 """Seeds below are the pilot's."""
 FRESH = 0.2
 """Last share of a run over which the training loss is averaged."""
 LOSSES = {"fresh_loss": "training loss over the last fifth", "heldout_loss": "held-out loss"}
-"""What a gap may be of: the first, if all runs have it, decides."""
+"""Losses of gaps by key: the first that all runs have decides."""
 NAME = "ladder"
-"""Name of the kind of result files that hold the runs."""
+"""Kind of the result files of the runs."""
 MARGIN = 0.10
 """Equivalence margin, percent: a recipe passes when the interval of its gap lies within plus and minus this."""
 AIM = 0.05
@@ -45,7 +45,7 @@ STUDY = ("model", "tokens", "condition")
 BLOCK = (*STUDY, "seed", "text", "machine")
 """Keys that the runs of a block share."""
 RUN = ("protocol", *BLOCK, "recipe")
-"""Keys that tell runs apart."""
+"""Keys that identify a run."""
 
 
 def _llama(dim: int, layers: int, ffn: int, sequence: int) -> ModelConfig:
@@ -78,8 +78,8 @@ SIZES = {
         together=False,
     ),
 }
-"""The sizes of the ladder by name, mixtures of experts by their active parameters; `tiny` and `moe-tiny`, which try the
-command on a CPU, are none of the evidence."""
+"""Sizes of the ladder by name, mixtures of experts by their active parameters; `tiny` and `moe-tiny`, for trying the
+command on a CPU, are not part of the evidence."""
 CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
     "whole": lambda own: {},
     "half": lambda own: {"branch": 0.5},
@@ -91,7 +91,7 @@ CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
     "outliers": lambda own: {"outliers": 16.0},
     "short": lambda own: {"tokens_per_parameter": own.tokens_per_parameter / 4},
 }
-"""What differs from a size as the ladder has it, by name; several are joined by `+`."""
+"""Condition -> changes of a size of the ladder; several are joined by `+`."""
 _POWER = 0.8416
 """The 80 % quantile of the normal distribution."""
 
@@ -120,7 +120,7 @@ class Gap:
     differences: tuple[float, ...]
     """One per block."""
     failures: int
-    """Blocks in which this arm's loss was not finite and BF16's was."""
+    """Blocks with a non-finite loss of this arm and a finite loss of BF16."""
 
     @property
     def mean(self) -> float:
@@ -144,7 +144,7 @@ class Gap:
 
     @property
     def detectable(self) -> float | None:
-        """Minimum detectable gap: with so many pairs the interval excludes 0 with 80 % power."""
+        """Minimum detectable gap: at this number of pairs the interval excludes 0 with 80 % power."""
         if self.half_width is None or self.spread is None:
             return None
         return self.half_width + _POWER * self.spread / math.sqrt(len(self.differences))
@@ -178,7 +178,7 @@ def is_settled(rows: Sequence[Row], arms: Sequence[str]) -> bool:
 
 
 def pairs_for(half_width: float) -> int:
-    """Return the least number of pairs for an anytime-valid half width, in standard deviations of a pair."""
+    """Return the smallest number of pairs for an anytime-valid half width, in standard deviations of a pair."""
     pairs = 5
     while (errors_at_any_time(pairs) or math.inf) > half_width * math.sqrt(pairs):
         pairs += max(1, pairs // 50)
@@ -186,7 +186,7 @@ def pairs_for(half_width: float) -> int:
 
 
 def decisive(rows: Sequence[Row]) -> str:
-    """Return the key of the loss that decides: the fresh one, if all runs have it."""
+    """Return the key of the decisive loss: the fresh one, if all runs have it."""
     return next(key for key in LOSSES if all(key in row for row in rows if "error" not in row) or key == [*LOSSES][-1])
 
 
@@ -195,14 +195,14 @@ def gaps(
 ) -> list[Gap]:
     """Return the gaps of one study's arms: the control, the mean of the recipes, and each recipe.
 
-    A recipe is compared with the mean of both BF16 runs of its block, the control with the first. A block with a
-    BF16 run that is not finite is left out. The mean of the recipes is of the unchanged ones, in blocks that have all.
+    Recipes are compared with the mean of both BF16 runs of their block, the control with the first. Blocks with a
+    non-finite BF16 run are left out. The mean of the recipes is over the unchanged ones, in blocks that have all.
 
     Args:
         rows: runs of one study.
-        loss: key of the compared loss, by default that which decides.
-        baseline: key of BF16's, if it is another.
-        beside: key of a recipe's own row to compare with, in place of BF16's runs.
+        loss: key of the compared loss, by default the decisive one.
+        baseline: key of BF16's loss, if different.
+        beside: key of the reference in a recipe's own row, in place of BF16's runs.
 
     Raises:
         ConfigError: the rows are of several studies, whose gaps must not be pooled.
@@ -283,7 +283,7 @@ def _of_study(rows: Sequence[Row]) -> str:
 
 
 def _crossed(rows: Sequence[Row]) -> str:
-    """Return a table of the held-out gaps of both models in both precisions; empty where only one was evaluated."""
+    """Return a table of the held-out gaps of both models in both precisions; empty if only one was evaluated."""
     if not any("heldout_bf16_loss" in row for row in rows):
         return ""
     keys = ("heldout_loss", "heldout_bf16_loss", "heldout_of_bf16_loss")
@@ -298,9 +298,9 @@ def _crossed(rows: Sequence[Row]) -> str:
 
 
 def served(rows: Sequence[Row]) -> list[Gap]:
-    """Return the gaps of recipes, computed in FP8, to BF16's weights computed by the same recipe.
+    """Return the gaps of recipes, evaluated in FP8, to BF16's weights evaluated by the same recipe.
 
-    A run that ended by another recipe is computed by that which it began with.
+    Runs that ended with another recipe are evaluated by the initial one.
     """
     key, own = "heldout_of_bf16_loss", "own_in_fp8"
     known = [row | {own: row.get("heldout_fp8_loss", row["heldout_loss"])} if key in row else row for row in rows]
@@ -308,7 +308,7 @@ def served(rows: Sequence[Row]) -> list[Gap]:
 
 
 def _with(rows: Sequence[Row], loss: str) -> list[Row]:
-    """Return the rows that have this loss or failed, with the BF16 runs."""
+    """Return the rows with this loss, the failed ones, and the BF16 runs."""
     return [row for row in rows if loss in row or "error" in row or row["recipe"] in (BF16, CONTROL)]
 
 
@@ -358,7 +358,7 @@ def _percent(value: float | None, sign: str = "") -> str:
 
 
 def size_table() -> str:
-    """Return the sizes of the ladder and how they are trained."""
+    """Return the sizes of the ladder and their training settings."""
     header = (
         "size",
         "parameters",
@@ -386,7 +386,7 @@ def size_table() -> str:
 
 
 def constant_table() -> str:
-    """Return what the protocol fixes in numbers."""
+    """Return the constants of the protocol."""
     own = next(iter(SIZES.values()))
     body = (
         ("protocol", str(PROTOCOL)),
@@ -413,7 +413,7 @@ def interval_table() -> str:
 
 
 LARGE_SLOPE = 0.050
-"""Of the loss of large language models by compute, both in logarithms (Kaplan et al. 2020, equation 1.3)."""
+"""Slope of log loss over log compute of large language models (Kaplan et al. 2020, equation 1.3)."""
 WORTH = ("model", "compute", "BF16's loss", "{arm}'s gap", "extra compute, ladder", "extra compute, large models")
 
 
@@ -426,7 +426,7 @@ class Rung(NamedTuple):
     loss: float
     """BF16's mean loss, nats per token."""
     gaps: dict[str, Gap]
-    """By recipe; none of a recipe that diverged in a block."""
+    """By recipe, without those that diverged in a block."""
 
 
 def rungs(rows: Sequence[Row], condition: str) -> list[Rung]:
@@ -463,7 +463,7 @@ def worth_table(directory: Path, arm: str = "folded", condition: str = "half") -
 
 
 FEWEST_SIZES, FEWEST_PAIRS = 4, 3
-"""Sizes that make a line, and pairs that make a size of it."""
+"""Minimum number of sizes per line, and of pairs per size."""
 BEYOND = {"100 M": 1e8, "1 B": 1e9, "8 B": 8e9}
 """Parameters that the ladder is extrapolated to."""
 TREND = ("condition", "recipe", "sizes", "pairs", "slope per 10x parameters", *(f"at {name}" for name in BEYOND))
@@ -491,7 +491,7 @@ def trend_table(directory: Path) -> str:
 
 
 def evidence(directory: Path) -> str:
-    """Return what all pairs in the result files of a directory show, and where they come from; empty without pairs."""
+    """Return the report on all pairs in the result files of a directory, with their origins; empty without pairs."""
     rows = read_rows(directory)
     origins = "\n\n".join(result.origin for result in _files(directory) if any(_is_current(row) for row in result.rows))
     return f"{report(rows)}\n\n{origins}" if rows else ""

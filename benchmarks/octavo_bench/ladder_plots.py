@@ -1,7 +1,7 @@
-"""The pictures of the parity ladder: gaps by size, gaps of all arms, and differences over time.
+"""Pictures of the parity ladder: gaps by size, gaps of all arms, and differences over time.
 
-Made from the result files by `octavo bench parity --minutes 0 --plots docs/pictures`. Each SVG holds a digest of the
-figures that it shows, so that a test sees one that is older than its data.
+Made from the result files by `octavo bench parity --minutes 0 --plots docs/pictures`. Each SVG contains a digest of its
+figures, so that a test detects one that is older than its data.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from octavo_bench.lanes import BF16, CONTROL
 from octavo_bench.results import Row
 
 TEXT, LINE, FP8, CONTROL_TONE = "#6b7787", "#98a3b1", "#0a84c6", "#d9722b"
-"""Tones that are read on white and on black."""
+"""Colours legible on white and on black."""
 FEWEST = 4
-"""Blocks from which a band is drawn, and an arm's own curve: with fewer they hide the others."""
+"""Minimum number of blocks for a band, and for an arm's own curve: with fewer they hide the others."""
 ENDING, ENDING_TONES = re.compile(r"[a-z_]+\+run\.last_share=[0-9.]+"), {"0.2": "#2f9e6e", "0.3": "#8c6bb1"}
-"""Arms that end with fprop in BF16, and the tones of their curves by that share."""
+"""Arms that end with fprop in BF16, and the colours of their curves by that share."""
 LADDER = {"folded": FP8, "folded+run.last_share=0.3": ENDING_TONES["0.3"], CONTROL: CONTROL_TONE}
-"""Arms that are drawn by size, and their tones."""
+"""Arms drawn by size, and their colours."""
 FEWEST_SIZES = 3
-"""Sizes from which a condition is drawn."""
+"""Minimum number of sizes to draw a condition."""
 Data = list[dict[str, Any]]
 
 
@@ -109,7 +109,7 @@ def time_data(directory: Path) -> Data:
 
 
 def label_of(arm: str) -> str:
-    """Return an arm's name without the tables of its keys, which its keys tell."""
+    """Return an arm's name without the tables of its keys, which are redundant."""
     return re.sub(r" ?\+ ?(run\.|policy\.)?", " + ", arm)
 
 
@@ -127,7 +127,7 @@ INTERVALS = "95 % intervals: fixed n (thick), anytime-valid (thin)"
 def _draw_gap(
     axes: Any, bar: dict[str, Any], at: float, tone: str, *, upright: bool = False, label: str | None = None
 ) -> None:
-    """Draw a gap with both intervals at a place of the other axis."""
+    """Draw a gap with both intervals at a position on the other axis."""
 
     def plot(gaps: list[float], **style: Any) -> None:
         places = [at] * len(gaps)
@@ -203,7 +203,7 @@ PLOTS: dict[str, tuple[Callable[[Path], Data], Callable[[Any, dict[str, Any]], N
 
 
 def digest(name: str, directory: Path) -> str:
-    """Return a digest of the figures that a picture shows."""
+    """Return a digest of the figures in a picture."""
     figures = json.dumps(PLOTS[name][0](directory), sort_keys=True)
     return hashlib.sha256(figures.encode()).hexdigest()[:16]
 

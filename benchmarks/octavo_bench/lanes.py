@@ -1,10 +1,10 @@
 """Packed training runs: each arm of a study is one model whose whole step is captured once and replayed for every seed.
 
-A small model's step is a few milliseconds of small kernels, so that neither Python nor compilation may be paid per run.
-A `Lane` keeps a model, its optimizer, the text and the order of its windows on the device. A step reads its batch and
-its learning rate there, by a step counter, so that a replay needs nothing of the host. Another seed overwrites weights,
-moments and order in place. Lanes replay at the same time, each on a stream of its own with its own memory; those of a
-large model replay one by one per GPU, and share a stream and its memory.
+A small model's step is a few milliseconds of small kernels, so that a run can afford neither Python nor compilation. A
+`Lane` keeps model, optimizer, text and order of windows on the device. A step reads its batch and learning rate there
+by a step counter, so that a replay needs nothing from the host. Another seed overwrites weights, moments and order in
+place. Lanes replay concurrently, each on its own stream with its own memory; those of a large model replay one by one
+per GPU, and share a stream and its memory.
 
 Shapes: B sequences of a batch, T tokens of a sequence, S held-out sequences.
 """
@@ -40,16 +40,16 @@ from octavo_bench.kind import known
 
 BF16 = "bf16"
 CONTROL = "bf16 + 1 ulp"
-"""BF16 again, every weight that it starts from moved by one unit in the last place: what chaos alone does to a loss."""
+"""BF16 with every initial weight moved by one unit in the last place: the effect of chaos alone on a loss."""
 ULP_SEED = 2**20
 """Added to a run's seed for the directions of that move."""
 WARM = 3
-"""Uncaptured steps before a capture: they compile, autotune, and make the optimizer's state."""
+"""Uncaptured steps before a capture, which compile, autotune, and create the optimizer's state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """A size of the ladder: the model and how it is trained."""
+    """A size of the ladder: the model and its training settings."""
 
     model: ModelConfig
     batch: int
@@ -57,20 +57,20 @@ class Training:
     lr: float
     """Peak learning rate: reached after `warmup` of the steps, then linear to 0."""
     tokens_per_parameter: float = 20.0
-    """Per active parameter."""
+    """Training tokens per active parameter."""
     warmup: float = 0.05
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     """On matrices, decoupled."""
     clip: float = 1.0
-    """Largest norm of the gradient."""
+    """Maximum norm of the gradient."""
     together: bool = True
-    """Whether the arms run at the same time on one GPU. An arm of a large model fills a GPU: arms run one by one, and
-    beside each other on several GPUs."""
+    """Whether the arms run concurrently on one GPU. An arm of a large model fills a GPU: arms run one by one per GPU,
+    and concurrently on several."""
     branch: float = 0.0
-    """Share of the steps that BF16 makes for all arms, which start from its weights and moments."""
+    """Share of the steps made by BF16 for all arms, which start from its weights and moments."""
     outliers: float = 1.0
-    """Factor of the outliers in the initial weights, see `add_outliers`; 1 for none."""
+    """Factor of the outliers in the initial weights, see `add_outliers`; 1: none."""
 
     @property
     def parameters(self) -> int:
@@ -80,14 +80,14 @@ class Training:
 
     @property
     def active(self) -> int:
-        """Number of parameters that a token meets: all but those of the experts that it is not sent to."""
+        """Number of parameters used per token: all but those of experts that it is not routed to."""
         own = self.model
         idle = own.experts - own.experts_per_token if own.architecture == "moe" else 0
         return self.parameters - 3 * own.layers * idle * own.dim * own.ffn_dim
 
     @property
     def steps(self) -> int:
-        """Number of steps: the tokens of the ratio, in whole batches."""
+        """Number of steps: the tokens of `tokens_per_parameter`, in whole batches."""
         return max(1, round(self.tokens_per_parameter * self.active / (self.batch * self.model.sequence)))
 
     @property
@@ -97,11 +97,11 @@ class Training:
 
     @property
     def first(self) -> int:
-        """The first step that an arm makes itself."""
+        """First step made by each arm itself."""
         return round(self.branch * self.steps)
 
     def of_steps(self, steps: int) -> Training:
-        """Return this training cut to a number of steps."""
+        """Return this training shortened to a number of steps."""
         tokens = steps * self.batch * self.model.sequence
         return replace(self, tokens_per_parameter=tokens / self.active)
 
@@ -115,7 +115,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run in BF16 at a step: what every arm of a block goes on from."""
+    """A BF16 run at a step, which every arm of a block continues."""
 
     weights: list[Tensor]
     buffers: dict[str, Tensor]
@@ -125,7 +125,7 @@ class Snapshot:
 
 
 class GraphMemory:
-    """Stream and memory pool of graphs. Lanes that share one use the same memory, and must not replay at the same time.
+    """Stream and memory pool of graphs. Lanes that share one use the same memory, and must not replay concurrently.
 
     PyTorch's allocator reuses memory only within one pool and one stream. Warm-up steps allocate from the pool as well:
     outside it they would need the same memory a second time.
@@ -138,7 +138,7 @@ class GraphMemory:
         with torch.cuda.device(device):
             self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.MemPool()
         self.handle: Any = self.pool.id
-        """What `torch.cuda.graph` takes."""
+        """Pool id for `torch.cuda.graph`."""
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -152,8 +152,8 @@ class Lane:
 
     Args:
         arm: `BF16`, `CONTROL`, or a recipe.
-        training: the size. Afterwards another may be set that differs in rates, branch and outliers alone.
-        text: the text, which lanes share if it is on the device already.
+        training: the size; may be replaced later by one that differs only in rates, branch and outliers.
+        text: the text, shared by lanes if it is already on the device.
         device: device of the lane.
         compiled: compile every block.
         memory: memory of the graphs, its own by default; on a GPU only.
@@ -176,7 +176,7 @@ class Lane:
         self._buffers = {name: (own, own.clone()) for name, own in self.model.named_buffers()}
         self._schedule = schedule_of(arm, training.steps)
         self._recipe: Recipe | None = None
-        self._scales: list[ScalingState] = []  # a graph reads those of its recipe, also once the model has another
+        self._scales: list[ScalingState] = []  # a graph reads those of its recipe, even after the model has another
         if arm not in (BF16, CONTROL):
             with self._streamed():  # the lane's GPU is the current one, as in every step
                 self._convert(recipe_of(arm))
@@ -223,9 +223,9 @@ class Lane:
         self._scores = torch.zeros(len(self._heldout), dtype=torch.float32, device=device)
 
     def _prepare(self) -> None:
-        """Warm up and capture the step and the evaluation, of an FP8 arm also in BF16.
+        """Warm up and capture the step and the evaluation; for FP8 arms also the evaluation in BF16.
 
-        An arm that ends by another recipe has both by each: `heldout` is as it ends, `heldout_fp8` as it begins.
+        An arm that ends with another recipe has both for each: `heldout` by the last, `heldout_fp8` by the first.
         """
         if self.stream is not None:
             torch.cuda.synchronize(self.device)  # buffers were filled on another stream
@@ -247,7 +247,7 @@ class Lane:
         self._scales += [stored for m in self.model.modules() if (stored := vars(m).get("scaling_state")) is not None]
 
     def _by(self, recipe: Recipe | None, work: Callable[[], None]) -> Callable[[], None]:
-        """Return work by a recipe: the first call converts, and a graph holds what follows."""
+        """Return work by a recipe: the first call converts, so that a graph captures only the work."""
 
         def by_recipe() -> None:
             if recipe is not None and recipe is not self._recipe:
@@ -277,17 +277,17 @@ class Lane:
             return
         with memory.allocating():
             for _ in range(warm_up):
-                self._at.zero_()  # a training may have fewer steps than these
+                self._at.zero_()  # a training may have fewer steps than the warm-up
                 work()
                 self._clear()
         self._at.zero_()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # On the lane's stream: a BLAS workspace is a stream's, and concurrent replays would overwrite a shared one.
+        # On the lane's stream: BLAS workspaces are per stream, and concurrent replays would overwrite a shared one.
         with torch.cuda.graph(graph, pool=memory.handle, stream=memory.stream, capture_error_mode="thread_local"):
             work()
         self._graphs[name] = graph.replay
-        self._clear()  # each replay writes its gradients anew, so the next graph may reuse their memory
+        self._clear()  # each replay rewrites its gradients, so the next graph may reuse their memory
 
     def _step(self) -> None:
         starts_B = self._order.index_select(0, self._at).squeeze(0)
@@ -319,10 +319,10 @@ class Lane:
         self.model.train()
 
     def start(self, seed: int, snapshot: Snapshot | None = None) -> None:
-        """Begin the run of a seed: its initial weights, its order of windows, no moments.
+        """Start the run of a seed: initial weights, order of windows, zero moments.
 
         Args:
-            snapshot: a run of this seed to go on from, in place of its beginning.
+            snapshot: a run of this seed to continue instead.
         """
         with torch.no_grad(), self._streamed():
             self._order.copy_(order(self.training, self._windows, seed))
@@ -339,7 +339,7 @@ class Lane:
             buffer.copy_(initial)
         for state in self.optimizer.state.values():
             for tensor in state.values():
-                tensor.zero_()  # as before the first step: counts, moments, and of a tier codes and scales
+                tensor.zero_()  # as before the first step: counts, moments, and a tier's codes and scales
         self._losses.zero_()
         self._at.zero_()
 
@@ -347,8 +347,8 @@ class Lane:
         torch._foreach_copy_([*self._parameters.values()], snapshot.weights)
         for name, value in snapshot.buffers.items():
             self._buffers[name][0].copy_(value)
-        here = [{name: value.to(self.device) for name, value in own.items()} for own in snapshot.moments]
-        known = dict(zip(self._parameters.values(), here, strict=True))
+        moved = [{name: value.to(self.device) for name, value in own.items()} for own in snapshot.moments]
+        known = dict(zip(self._parameters.values(), moved, strict=True))
         if isinstance(self.optimizer, AdamW):
             _import_in_place(self.optimizer, known)
         else:
@@ -360,7 +360,7 @@ class Lane:
         self._at.copy_(snapshot.at)
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the run as it is; waits for the stream of the lane."""
+        """Return a copy of the run's current state; waits for the stream of the lane."""
         with self._streamed():
             own = Snapshot(
                 [p.detach().clone() for p in self._parameters.values()],
@@ -373,7 +373,7 @@ class Lane:
         return own
 
     def step(self, at: int) -> None:
-        """Make the next step, which is number `at` of the run, on the stream of the lane."""
+        """Make the next step, number `at` of the run, on the stream of the lane."""
         with self._streamed():
             self._graphs["step_last" if self._schedule.is_last(at) else "step"]()
 
@@ -387,8 +387,8 @@ class Lane:
         """Return the held-out loss per language in nats per token.
 
         Args:
-            name: `heldout` computes as in the last step, `heldout_bf16` in BF16 with the same weights, `heldout_fp8` by
-                the recipe that the run began with, if it ends by another.
+            name: `heldout`: computed as in the last step; `heldout_bf16`: in BF16 with the same weights; `heldout_fp8`:
+                by the initial recipe, if the run ends with another.
         """
         self.score(name)
         return self.scores()
@@ -401,18 +401,18 @@ class Lane:
                 self._graphs[name]()
 
     def scores(self) -> dict[str, float]:
-        """Return what was scored last, per language in nats per token; waits for the stream of the lane."""
+        """Return the last scores per language, in nats per token; waits for the stream of the lane."""
         with self._streamed():
             scores = self._scores.double().cpu()
         return mean_by(self._languages, scores.tolist())
 
     @property
     def evaluations(self) -> list[str]:
-        """Names that `heldout` knows."""
+        """Names accepted by `heldout`."""
         return [name for name in self._graphs if name.startswith("heldout")]
 
     def take_weights(self, source: Lane) -> None:
-        """Overwrite the weights with those of a lane of the same size, whose stream has been waited for."""
+        """Overwrite the weights with those of a lane of the same size, whose stream must be synchronised."""
         with torch.no_grad(), self._streamed():
             torch._foreach_copy_([*self._parameters.values()], [*source._parameters.values()])
             for name, (buffer, _) in self._buffers.items():
@@ -420,7 +420,7 @@ class Lane:
 
 
 def _import_in_place(optimizer: AdamW, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
-    """Round FP32 moments of `torch.optim.AdamW` to the tiers of an optimizer, at the addresses that graphs hold.
+    """Round FP32 moments of `torch.optim.AdamW` to the tiers of an optimizer, at the addresses used by graphs.
 
     Rounds to nearest, as `import_state_dict` does, which replaces the state tensors.
     """
@@ -461,8 +461,8 @@ def initial_weights(config: ModelConfig, seed: int, outliers: float = 1.0) -> di
 def move(weights: Iterable[Tensor], generator: torch.Generator) -> None:
     """Move every weight by one unit in the last place of BF16, up or down at random.
 
-    A unit of FP32 does for a whole run, whose first steps magnify it a millionfold. It does not for the second half of
-    one: there differences hardly grow.
+    A unit of FP32 suffices for a whole run, whose first steps magnify it a millionfold, but not for the second half of
+    one, where differences hardly grow.
     """
     for weight in weights:
         up = torch.rand(weight.shape, generator=generator) < 0.5
@@ -471,23 +471,23 @@ def move(weights: Iterable[Tensor], generator: torch.Generator) -> None:
 
 
 OUTLIERS_EVERY = 64
-"""One channel in so many is an outlier."""
+"""Channels per outlier channel."""
 
 
 @torch.no_grad()
 def add_outliers(model: nn.Module, factor: float) -> None:
-    """Give the activations of a Llama the outliers that late training has, without a change of its function.
+    """Give the activations of a Llama the outliers of late training, without changing its function.
 
     One channel in `OUTLIERS_EVERY` of every norm's gain is multiplied by `factor`, and divided by it in the weights
-    that read it, the inverse of SmoothQuant (arXiv 2211.10438): inputs of the linear layers get channels that are so
-    much larger in every token. Of as many units of a SwiGLU the gate's weights are set to those of `up`, as long
-    training with weight decay aligns them (arXiv 2409.12517); its product is then quadratic in the input.
+    that read it, the inverse of SmoothQuant (arXiv 2211.10438): inputs of the linear layers get channels larger by
+    `factor` in every token. In one unit in `OUTLIERS_EVERY` of a SwiGLU, the gate's weights are set to those of `up`,
+    as long training with weight decay aligns them (arXiv 2409.12517); its product is then quadratic in the input.
 
     Raises:
         ConfigError: a mixture of experts.
     """
     if isinstance(model, MoE):
-        raise ConfigError("--conditions: 'outliers' are of dense models. Train a mixture of experts under another.")
+        raise ConfigError("--conditions: 'outliers' is for dense models. Train a mixture of experts under another.")
     for block in model.get_submodule("layers").children():
         attention, mlp = block.get_submodule("attention"), block.get_submodule("feed_forward")
         for norm, readers in (
@@ -505,14 +505,14 @@ OPTIONS: dict[str, Callable[[str], Any]] = {
     "bf16_blocks": lambda text: tuple(int(count) if count.isdigit() else -1 for count in text.split("/")),
     "keep": lambda text: dict.fromkeys(text.split("/"), KEPT),
 }
-"""Options of the policy that an arm may change, and how each is read: `policy.bf16_blocks=1/1`, `policy.keep=*.wo`."""
+"""Policy options that an arm may change, with their parsers: `policy.bf16_blocks=1/1`, `policy.keep=*.wo`."""
 KEPT = "kept by the arm"
 OUTSIDE = {"policy": (*OPTIONS,), "run": ("last_share", "last_recipe"), "optimizer": ("states",)}
 """Tables outside the recipe that an arm may change, and the options of each."""
 
 
 def recipe_of(arm: str) -> Recipe:
-    """Return the recipe of an arm: a name, and what differs from it, as in `folded+wgrad.precision=bf16`.
+    """Return the recipe of an arm: a name and changes, as in `folded+wgrad.precision=bf16`.
 
     Raises:
         ConfigError: there is no such recipe or key, or no kernel could run it.
@@ -523,7 +523,7 @@ def recipe_of(arm: str) -> Recipe:
 
 
 def policy_of(arm: str) -> Policy:
-    """Return the policy of an arm: every layer in FP8, and what differs from it, as in `folded+policy.memory=low`.
+    """Return the policy of an arm: every layer in FP8, and changes, as in `folded+policy.memory=low`.
 
     Raises:
         ConfigError: there is no such option or value.
@@ -532,10 +532,10 @@ def policy_of(arm: str) -> Policy:
 
 
 def schedule_of(arm: str, steps: int) -> LoopConfig:
-    """Return which steps an arm makes by another recipe: the last fifth of `folded+run.last_share=0.2`.
+    """Return the schedule of an arm's recipes: another one for the last fifth in `folded+run.last_share=0.2`.
 
     Raises:
-        ConfigError: the share is no number from 0 to 1, there is no such recipe, or another option of a run is changed.
+        ConfigError: the share is not from 0 to 1, there is no such recipe, or another option of a run is changed.
     """
     changes = _outside(arm, "run")
     recipes.load(changes.get("last_recipe", "bf16"), f"--recipes: {arm}")
@@ -572,7 +572,7 @@ def _outside(arm: str, table: str) -> dict[str, Any]:
 
 
 def _parse(arm: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of an arm's recipe, and a mapping of what differs from it."""
+    """Return the name of an arm's recipe, and a mapping of its changes."""
     name, *changes = arm.split("+")
     mapping: dict[str, Any] = {}
     for change in changes:
@@ -590,11 +590,11 @@ def _parse(arm: str) -> tuple[str, dict[str, Any]]:
 
 
 def convert_by(model: nn.Module, arm: str, recipe: Recipe, tokens: int) -> None:
-    """Convert a model to a recipe with the policy that an arm names.
+    """Convert a model to a recipe with the policy of an arm.
 
     Raises:
-        UnsupportedError: a layer would stay in BF16 that is neither a head nor a router, nor named by the arm, so that
-            the arm would not be what its name says; or an option of the policy does nothing.
+        UnsupportedError: a layer that is neither a head nor a router, nor named by the arm, would stay in BF16, so that
+            the arm's name would be wrong; or an option of the policy has no effect.
     """
     policy = policy_of(arm)
     named = {*DEFAULTS.values(), KEPT, *policy.blocks_to_keep(model).values()}
@@ -606,7 +606,7 @@ def convert_by(model: nn.Module, arm: str, recipe: Recipe, tokens: int) -> None:
 
 @lru_cache(maxsize=1)  # all lanes of a seed read in the same one
 def order(training: Training, windows: int, seed: int) -> Tensor:
-    """Return the first token of every window, (steps, B): passes over all windows, each in an order of its own."""
+    """Return the first token of every window, (steps, B): passes over all windows, each in its own order."""
     wanted = training.steps * training.batch
     passes = [permutation(seed, epoch, windows) for epoch in range(-(-wanted // windows))]
     starts = np.concatenate(passes)[:wanted] * training.model.sequence
@@ -622,13 +622,13 @@ def run_together(
     until: int | None = None,
     every: int = 128,
 ) -> bool:
-    """Run a seed in all lanes, step by step beside each other; return False if the deadline came first.
+    """Run a seed in all lanes, interleaved step by step; return False if the deadline passed first.
 
     Args:
-        snapshot: the run in BF16 that all lanes go on from; by default they begin with the initial weights.
+        snapshot: the BF16 run that all lanes continue; by default they start from the initial weights.
         deadline: in seconds of `time.monotonic`.
         until: the step to stop before, by default the end.
-        every: steps between looks at the clock, each of which waits for the device.
+        every: steps between checks of the deadline, each of which waits for the device.
     """
     for lane in lanes:
         lane.start(seed, snapshot)
@@ -645,7 +645,7 @@ def run_together(
 
 
 def score_together(lanes: Sequence[Lane], source: Lane) -> list[dict[str, dict[str, float]]]:
-    """Return the held-out losses of each lane by evaluation and language, scored beside each other.
+    """Return the held-out losses of each lane by evaluation and language, scored concurrently.
 
     Args:
         source: the lane of BF16 at the end of its run. FP8 lanes also score its weights, as `heldout_of_bf16`, and keep
@@ -678,7 +678,7 @@ def _wait(lanes: Iterable[Lane]) -> None:
 
 
 def allow_many_compilations() -> ExitStack:
-    """Let one block's code be compiled per arm and size, always with static shapes; closing it undoes that."""
+    """Let a block's code be compiled per arm and size, always with static shapes; closing it restores the limits."""
     stack = ExitStack()
     config: Any = torch._dynamo.config
     stack.enter_context(

@@ -1,8 +1,8 @@
-"""`octavo bench parity`: pairs of runs in BF16 and by FP8 recipes, as docs/explanation/parity-protocol.md has them.
+"""`octavo bench parity`: pairs of runs in BF16 and by FP8 recipes, as specified in docs/explanation/parity-protocol.md.
 
 A block is one seed of one size under one condition: BF16, BF16 with its weights moved by one ulp, and every recipe,
-from the same weights on the same batches. A session reads which blocks the result files hold, adds blocks until its
-minutes are over, saves after each, and says what is known by then.
+from the same weights on the same batches. A session reads the blocks in the result files, adds blocks until its
+minutes are over, saves after each, and reports the results so far.
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ class Session:
     """Flags of a session."""
 
     minutes: float = 8.0
-    """Wall time, with all preparation; no block is begun that would not end in it."""
+    """Wall time including preparation; a block is started only if it would finish in it."""
     pairs: int = 1000
-    """Largest number of blocks per size and condition, with those that are there already."""
+    """Maximum number of blocks per size and condition, existing ones included."""
     until_verdict: bool = False
-    """Add no pairs to a study in which every recipe passes or fails: the others get its time."""
+    """Add no pairs to a study in which every recipe passes or fails; the others get its time."""
     seeds: int = FIRST_SEED
-    """First seed. Machines that work at the same time take different ones."""
+    """First seed. Concurrent machines must take different ones."""
     device: str = "auto"
-    """`cuda:INDEX`, `cpu`, or `auto`: every GPU that is visible, each with some arms of a large size."""
+    """`cuda:INDEX`, `cpu`, or `auto`: every visible GPU, each with some arms of a large size."""
     compiled: bool = True
     """Compile each block; on a GPU only."""
     text_limit: int | None = None
-    """Bytes of training text per language at most, and an eighth of it of held-out text: for a trial."""
+    """Maximum bytes of training text per language, with an eighth of it for held-out text: for a trial."""
 
 
 SESSION = Session()
@@ -108,7 +108,7 @@ class _Size:
     spent: float = 0.0
     """Seconds of training in this session."""
     block: float | None = None
-    """Seconds of a block with all arms; None where it was never measured."""
+    """Seconds of a block with all arms; None if never measured."""
 
     @property
     def model(self) -> str:
@@ -146,18 +146,18 @@ def command(
     Parameters
     ----------
     sizes
-        Sizes, separated by commas; they get equal time, under each condition. Of mixtures of experts (`moe-1m`) the
-        size is that of the active parameters.
+        Sizes, separated by commas; each gets equal time under each condition. Mixtures of experts (`moe-1m`) are named
+        by their active parameters.
     conditions
         `whole`: recipes from the first step. `half`, `quarter`, `tenth`: from that share of the steps on, BF16 before.
-        Harder with `+`: `lr2`, `lr4`, `batch4`, `outliers`; cheaper: `short`, a quarter of the tokens; twice, a
+        Harder with `+`: `lr2`, `lr4`, `batch4`, `outliers`; cheaper: `short`, a quarter of the tokens; given twice, a
         sixteenth.
     recipes
-        FP8 recipes, separated by commas, `none` for BF16 alone. What differs from a recipe follows it after `+`, with
-        `policy.` what is kept for backward or left in BF16, with `run.last_share=` the share of the last steps that
-        has fprop in BF16, or runs by `run.last_recipe=`, with `optimizer.states=` the tier of the moments.
+        FP8 recipes, separated by commas; `none`: BF16 alone. Changes follow a recipe after `+`: keys of the recipe;
+        `policy.`: tensors saved for backward or layers left in BF16; `run.last_share=`: share of the last steps with
+        fprop in BF16, or by the recipe of `run.last_recipe=`; `optimizer.states=`: tier of the moments.
     plots
-        Directory to draw the pictures of all committed results to, those of `--write` if given; needs matplotlib.
+        Directory for the pictures of all committed results, or of those in `--write` if given; needs matplotlib.
     """
     names = [known("--sizes", name, [*SIZES], "size") for name in sizes.split(",")]
     own_recipes = [] if recipes == "none" else recipes.split(",")
@@ -205,7 +205,7 @@ class Study:
         self._began = time.monotonic()
 
     def blocks(self) -> Any:
-        """Yield the rows of each block; return when no other would end in time."""
+        """Yield the rows of each block; return when no further one would finish in time."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.set_float32_matmul_precision("high")
@@ -230,7 +230,7 @@ class Study:
         self._say(f"{time.monotonic() - self._began:6.1f} s  {line}")
 
     def _next(self) -> _Size | None:
-        """Return the size with the least time spent of those whose next block would end in time."""
+        """Return the size with the least time spent among those whose next block would finish in time."""
         left = self._end - time.monotonic()
         possible = [size for size in self.sizes if (size.block or 0.0) < left]
         if self.session.until_verdict:
@@ -243,7 +243,7 @@ class Study:
         return [row for row in self.found if (row["model"], row["tokens"], row["condition"]) == study]
 
     def _block_before(self, size: _Size) -> float | None:
-        """Return the seconds of a block of earlier sessions on this machine: of its busiest GPU."""
+        """Return the seconds of a block in earlier sessions on this machine, on its busiest GPU."""
         by_arm = {r["recipe"]: r["seconds"] for r in self._own(size) if r["machine"] == self.machine and "seconds" in r}
         spent: dict[torch.device, float] = {}
         for arm in self.arms:
@@ -252,10 +252,10 @@ class Study:
         return max(spent.values()) or None
 
     def _unmade(self, size: _Size, digest: str) -> tuple[int | None, list[str]]:
-        """Return the next seed that lacks arms, and those; a seed begun with other text or machine is left alone.
+        """Return the next seed that lacks arms, and those; seeds started with another text or machine are skipped.
 
-        So is one begun from a run in BF16 that this device would not repeat bit for bit: backward of attention adds in
-        any order on a GPU, and by the half of a run such differences are percents.
+        So are those started from a BF16 run that this device would not repeat bitwise: backward of attention
+        accumulates in any order on a GPU, and by the middle of a run such differences are percents.
         """
         own, repeats = self._own(size), self.device.type == "cpu" or not size.training.branch
         while size.seeds < self.session.seeds + self.session.pairs:
@@ -278,11 +278,11 @@ class Study:
 
     def _train(self, size: _Size, lanes: list[Lane], seed: int, text: InstalledText) -> list[Row]:
         began, rows, finished = time.monotonic(), list[Row](), True
-        if began + (size.block or 0.0) > self._end:  # the time went by while another session had its turn
+        if began + (size.block or 0.0) > self._end:  # time ran out while another session had its turn
             return []
         snapshot = self._snapshot(size, seed, text)
         began_well = snapshot is not None or not size.training.branch
-        before = {BF16: time.monotonic() - began}  # BF16's share of the run that all go on from
+        before = {BF16: time.monotonic() - began}  # BF16's share of the run that all continue
         bf16 = next(lane for lane in lanes if lane.arm == BF16)
         for group in [lanes] if size.training.together else waves(lanes):
             start = time.monotonic()
@@ -303,7 +303,7 @@ class Study:
         return rows
 
     def _snapshot(self, size: _Size, seed: int, text: InstalledText) -> Snapshot | None:
-        """Return the run in BF16 that all arms of a block go on from; None if there is none, or no time for it."""
+        """Return the BF16 run that all arms of a block continue; None if there is none, or no time for it."""
         if not size.training.branch:
             return None
         source = self._lanes(size, [BF16], text)
@@ -342,11 +342,11 @@ class Study:
         return lanes
 
     def _device_of(self, size: _Size, arm: str) -> torch.device:
-        """Return where an arm runs: those of a large size take the GPUs in turn."""
+        """Return the device of an arm: those of a large size take the GPUs in turn."""
         return self.device if size.training.together else self._place[arm]
 
     def _jobs(self) -> list[Job]:
-        """Return what to compile ahead: each arm of each model and batch for its GPU; the control compiles as BF16."""
+        """Return the arms to compile ahead: each per model and batch for its GPU; the control compiles as BF16."""
         sizes = {(size.training.model, size.training.batch): size for size in self.sizes}.values()
         jobs = [
             Job(BF16 if arm == CONTROL else arm, size.training, self._device_of(size, arm))
@@ -374,7 +374,7 @@ class Study:
         heldout = {f"{name}_loss": fmean(own.values()) for name, own in by_language.items()}
         if not math.isfinite(heldout["heldout_loss"]):
             return row | {"error": "the held-out loss was not finite"}
-        row |= {name: loss for name, loss in heldout.items() if math.isfinite(loss)}  # BF16's weights may not be
+        row |= {name: loss for name, loss in heldout.items() if math.isfinite(loss)}  # else: of BF16's weights
         if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
             row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}
@@ -383,7 +383,7 @@ class Study:
 
 
 def machine(device: torch.device) -> str:
-    """Return device and software of a run: only runs with the same are paired."""
+    """Return device and software of a run: only runs in which they are equal are paired."""
     versions = {name: version for name, version in results.versions().items() if name in ("torch", "triton")}
     return ", ".join([results.hardware(str(device)), *(f"{name} {version}" for name, version in versions.items())])
 
@@ -392,7 +392,7 @@ def machine(device: torch.device) -> str:
 def turn(device: torch.device) -> Iterator[None]:
     """Wait until no other session trains a block on this GPU.
 
-    Sessions beside each other prepare at the same time, and the seconds of a block remain those of a GPU of its own.
+    Concurrent sessions prepare in parallel, and the seconds of a block remain those of an exclusive GPU.
     """
     if device.type != "cuda":
         yield
@@ -403,12 +403,12 @@ def turn(device: torch.device) -> Iterator[None]:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return the identity of a GPU on this machine; its index counts only those that the process sees."""
+    """Return the UUID of a GPU; its index counts only those visible to the process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def save(rows: Sequence[Row], directory: Path, command: str, device: str) -> Path:
-    """Write the rows to the file of the day, with those that it holds, here or among the committed results."""
+    """Merge the rows into the file of the day, which is in the directory or among the committed results."""
     new = results.made_today(KIND.name, rows, command, device=device)
     committed = COMMITTED / new.file_name
     if committed.exists() and not (directory / new.file_name).exists():
@@ -417,14 +417,14 @@ def save(rows: Sequence[Row], directory: Path, command: str, device: str) -> Pat
 
 
 def every_gpu(first: torch.device) -> list[torch.device]:
-    """Return all GPUs that this process sees, beginning with the first of them; without a GPU the device itself."""
+    """Return all visible GPUs in order; without a GPU the device itself."""
     if first.type != "cuda":
         return [first]
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 def waves(lanes: Sequence[Lane]) -> list[list[Lane]]:
-    """Return lanes in groups that run at the same time: no two of a group are on one device."""
+    """Return lanes in groups that run concurrently, with at most one lane per device."""
     by_device: dict[torch.device, list[Lane]] = {}
     for lane in lanes:
         by_device.setdefault(lane.device, []).append(lane)
@@ -440,10 +440,10 @@ class Job(NamedTuple):
 
 
 def warm(jobs: Sequence[Job], compiled: bool) -> Callable[[], str]:
-    """Compile arms beside each other, in processes that leave kernels in the caches on disk.
+    """Compile arms concurrently, in processes that leave kernels in the caches on disk.
 
     Returns:
-        A function that waits for them and says how long they took.
+        A function that waits for them and returns their time and failures as text.
     """
     began = time.monotonic()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
@@ -471,7 +471,7 @@ def _warm(arm: str, training: Training, device: torch.device, compiled: bool) ->
 
 
 def check_recipes(names: Sequence[str]) -> None:
-    """Raise `ConfigError` unless all recipes compute in FP8 and keep nothing from step to step."""
+    """Raise `ConfigError` unless all recipes compute in FP8 and keep no state between steps."""
     for name in names:
         recipe = recipe_of(name)
         policy_of(name)
@@ -481,6 +481,6 @@ def check_recipes(names: Sequence[str]) -> None:
             raise ConfigError(f"--recipes: '{name}' has no FP8 GEMM: BF16 is trained in any case.")
         if recipe.has_stored_scales:
             raise ConfigError(
-                f"--recipes: '{name}' keeps scales from step to step, and one seed would hand them on to the next. "
-                "`octavo bench compare` trains each run in a process of its own."
+                f"--recipes: '{name}' keeps scales between steps, which one seed would pass on to the next. "
+                "`octavo bench compare` trains each run in its own process."
             )

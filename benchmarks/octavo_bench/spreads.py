@@ -1,7 +1,7 @@
-"""Why final losses spread, and what an answer costs: tables of the pilot and of the runs so far.
+"""Spread of final losses, and cost of narrow intervals: tables of the pilot and of the runs so far.
 
-Runs of a block differ by recipe and by chaos. Their spread, all arms pooled, bounds that of chaos from above, and is
-known from many more runs than there are controls.
+Runs of a block differ by recipe and by chaos. Their spread, pooled over all arms, is an upper bound of that of chaos,
+estimated from many more runs than there are controls.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from octavo_bench.results import Row
 
 Measure = Callable[[Row], float]
 POINTS_LAST = 8
-"""Of the 40 points of a stored curve, those of the last fifth."""
+"""Points of the last fifth, of the 40 of a stored curve."""
 
 
 def finite_blocks(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the runs of each block that stayed finite, where there are two at least."""
+    """Return the runs of each block that stayed finite, if there are at least two."""
     found = ([row for row in block.values() if "error" not in row] for block in blocks(rows))
     return [block for block in found if len(block) > 1]
 
 
 def deviations(rows: Sequence[Row], measure: Measure) -> list[list[float]]:
-    """Return by how much the logarithm of a measure differs from its block's mean, per block."""
+    """Return the deviations of the logarithm of a measure from its block's mean, per block."""
     found = []
     for block in finite_blocks(rows):
         own = [math.log(measure(row)) for row in block]
@@ -50,9 +50,9 @@ def spread_over_time(rows: Sequence[Row]) -> list[float]:
 
 
 def since_half(rows: Sequence[Row], measure: Measure) -> float:
-    """Return the spread of a measure that the difference at half of the run does not explain, in percent.
+    """Return the residual spread of a measure, unexplained by the difference at half of the run, in percent.
 
-    By a regression within blocks on the mean of two points before half of the run.
+    Computed by a regression within blocks on the mean of the two points before half of the run.
     """
     half = len(finite_blocks(rows)[0][0]["training_loss"]) // 2
     before = deviations(rows, lambda row: fmean(row["training_loss"][half - 2 : half]))
@@ -111,13 +111,13 @@ def pilot_table(directory: Path) -> str:
 
 
 def cost_table(directory: Path) -> str:
-    """Return the hours of GPU until intervals are narrow, by study and measure; empty without blocks."""
+    """Return the GPU hours until intervals are narrow, by study and measure; empty without blocks."""
     body = []
     for own in studies(read_rows(directory, pilot=True)):
         seconds, arms = seconds_per_block(own), max(len(block) for block in finite_blocks(own))
         half = seconds * (1 + (arms - 1) / 2) / arms
         for name, measure in (("held-out loss", heldout), (LOSSES["fresh_loss"], last_fifth)):
-            pair = math.sqrt(1.5) * spread(deviations(own, measure))  # a run, less the mean of two of BF16
+            pair = math.sqrt(1.5) * spread(deviations(own, measure))  # a run minus the mean of two BF16 runs
             body.append(_cost(f"pilot, {own[0]['model']}, whole", name, seconds, pair))
             later = math.sqrt(1.5) * since_half(own, measure)
             body.append(_cost(f"expected, {own[0]['model']}, half", name, half, later))

@@ -1,6 +1,6 @@
-"""Studies: runs of `octavo train` that are compared, each in a process of its own, one per GPU at a time.
+"""Studies: comparisons of runs of `octavo train`, each in its own process, one per GPU at a time.
 
-Runs of one seed start from the same weights and see the same batches, so that only what the study varies differs.
+Runs of one seed start from the same weights and see the same batches, so that only the variable of the study differs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Job(NamedTuple):
     """One run of a study."""
 
     keys: Row
-    """What its row says of it, and its directory's name is made of."""
+    """Keys of its row that identify it, and of which its directory's name is made."""
     flags: tuple[str, ...]
-    """Flags of `octavo train`, beside those that all runs share."""
+    """Flags of `octavo train`, besides those shared by all runs."""
     beside: str = ""
-    """Name of the run that it is compared with."""
+    """Name of the reference run."""
     ranks: int = 1
     """Processes of the run; several are started by torchrun and see every GPU."""
 
@@ -46,7 +46,7 @@ class Job(NamedTuple):
 
     @property
     def launcher(self) -> list[str]:
-        """The Python arguments in front of `octavo`'s."""
+        """Python arguments before those of `octavo`."""
         if self.ranks == 1:
             return ["-m"]
         return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
@@ -60,7 +60,7 @@ class Runs:
     seeds: str = "0,1"
     """Seeds, separated by commas. Runs of one seed share weights and batches."""
     preset: str = "parity-cuda"
-    """The run that all share."""
+    """Preset of all runs."""
     steps: int | None = None
     """Steps of each run, in place of the preset's."""
     slots: int | None = None
@@ -68,7 +68,7 @@ class Runs:
 
     @property
     def given(self) -> Row:
-        """The flags that measure again."""
+        """Flags that repeat the measurement."""
         return {"seeds": self.seeds, "preset": self.preset, "steps": self.steps}
 
     def rows(self, jobs: Sequence[Job], out: Path, report: Callable[[str], None]) -> list[Row]:
@@ -97,18 +97,18 @@ def run_all(
     slots: int = 1,
     report: Callable[[str], None] = print,
 ) -> list[Row]:
-    """Make every run, those of one rank first, as they run side by side; return their rows in the order of the list.
+    """Make every run, those of one rank first, as they run concurrently; return their rows in the order of `jobs`.
 
-    Runs that `out` already holds, finished, are not made again: a study goes on where it stopped, or takes in more.
+    Finished runs in `out` are not repeated: a study resumes where it stopped, or is extended.
 
     Args:
-        arguments: flags of `octavo train` that all runs share (`--preset`, `--steps`, ...).
-        out: directory for the runs, one below it for each.
-        slots: processes at a time; a run of one rank in slot i sees GPU i alone, or shares one if there are fewer.
+        arguments: flags of `octavo train` shared by all runs (`--preset`, `--steps`, ...).
+        out: directory for the runs, with a subdirectory for each.
+        slots: concurrent processes; a run of one rank in slot i sees only GPU i, or shares one if there are fewer.
         report: called with a line of progress.
 
     Raises:
-        RunError: a run failed; the message quotes the last line it printed. The others are stopped.
+        RunError: a run failed; the message quotes its last line of output. The others are stopped.
         ConfigError: `out` holds runs made with other arguments.
     """
     _claim(out, arguments)
@@ -134,7 +134,7 @@ def run_all(
 
 
 def _claim(out: Path, arguments: Sequence[str]) -> None:
-    """Record the shared flags of a directory's runs, or check that they are the same."""
+    """Record the shared flags of a directory's runs, or check that they are unchanged."""
     study = out / "study.json"
     if not study.exists():
         out.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def _start(job: Job, slots: list[int], arguments: Sequence[str], out: Path) -> _
 
 
 def _one_gpu(slot: int) -> dict[str, str]:
-    """Return the variable that shows a process one of the GPUs that this one sees."""
+    """Return the environment that restricts a process to one of the GPUs visible to this one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count()))) or "0"
     names = visible.split(",")
     return {"CUDA_VISIBLE_DEVICES": names[slot % len(names)]}
@@ -191,8 +191,8 @@ def _heldout(run: Path) -> list[float]:
 def _row(job: Job, out: Path) -> Row:
     """Return the row of a finished run.
 
-    `gap` and `gap_95`, where the run that it is compared with is there: held-out loss less that run's, in nats, and
-    half of the 95 % interval over sequences.
+    `gap` and `gap_95`, if the reference run exists: held-out loss minus that of the reference, in nats, and half width
+    of the 95 % interval over sequences.
     """
     run = out / job.name
     summary, config = _read(run)
@@ -222,7 +222,7 @@ def _row(job: Job, out: Path) -> Row:
 
 
 def by_seed(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the held-out losses of rows."""
+    """Return the held-out losses of rows by seed."""
     return {row["seed"]: row["heldout_loss"] for row in rows}
 
 

@@ -1,6 +1,6 @@
 """`octavo bench tiers`: one model trained with every tier of optimizer states, on the same batches.
 
-Weights are kept in BF16 beside the optimizer's master; the last two tiers keep weights and gradients in FP8, too.
+Weights are stored in BF16 beside the optimizer's master; the last two tiers also have FP8 weights and gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KIND = Kind(
 
 
 def jobs(states: Sequence[str], seeds: Sequence[int]) -> list[Job]:
-    """Return a run per tier and seed, each beside FP32 of its seed."""
+    """Return a run per tier and seed, each paired with FP32 of its seed."""
     return [
         Job(
             {"states": known("--states", name, TIERS, "tier"), "seed": seed},

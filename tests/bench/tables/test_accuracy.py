@@ -44,7 +44,7 @@ def test_parity_keeps_models_apart_and_leaves_missing_seeds_empty() -> None:
 
 
 def test_one_seed_of_one_recipe_stands_once() -> None:
-    with pytest.raises(ConfigError, match="folded, seed 0 stands twice"):
+    with pytest.raises(ConfigError, match="folded, seed 0 occurs twice"):
         KIND.markdown([loss("folded", 0, 2.0), loss("folded", 0, 2.1)])
 
 
