@@ -1,10 +1,9 @@
-"""Kills: of a run at a system call that changes one of its files, and of a rank in a step.
+"""Kill tests: of a run at a system call that changes one of its files, and of a rank in a step.
 
-A run is killed, then resumed, and must end in the bits of a run that nothing has struck, with its log and a store that
-can be read. A trial takes a second: runs are forks of one process that has imported PyTorch, started with kill_at.c
-preloaded.
+A killed run is resumed and must end bitwise equal to an undisturbed run, with the same log and a readable store. A
+trial takes a second: runs are forks of one process that has imported PyTorch, started with kill_at.c preloaded.
 
-    python -m octavo_bench.crash     the process that forks: a JSON request per line of stdin, a JSON answer each
+    python -m octavo_bench.crash     fork server: a JSON request per line of stdin, a JSON answer per line of stdout
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from octavo_bench.robustness import TEXT, Trial
 SOURCE = Path(__file__).with_name("kill_at.c")
 STEPS = 6
 TIMEOUT = 2.0
-"""Seconds (`parallel.timeout`) within which a rank that is gone must be named."""
+"""Seconds (`parallel.timeout`) within which a lost rank must be named."""
 _FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "src")
 
 
 def kills_of_runs(tried: int, seed: int) -> Iterator[Trial]:
-    """Kill a run at random system calls, a third of the time also the one that resumes it; yield each trial."""
+    """Kill runs at random system calls, a third of them again when resumed; yield each trial."""
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder, _forks(Path(folder)) as fork:
         place = Path(folder)
         good, calls = _undisturbed(place, fork)
@@ -83,12 +82,12 @@ def kills_of_ranks(tried: int, seed: int) -> Iterator[Trial]:
 
 
 def _unlike(good: Path, out: Path, code: int | None, said: str) -> str:
-    """Return what differs between a run and the one that nothing has struck; empty if nothing does."""
+    """Return the difference between a run and the undisturbed one; empty if there is none."""
     if code != 0:
-        return f"does not go on: {said.strip()[-300:]}"
-    here, there = (_digests(each) for each in (out, good))
-    if here != there:
-        return f"other bits: {sorted(name for name in there.keys() | here.keys() if here.get(name) != there.get(name))}"
+        return f"does not resume: {said.strip()[-300:]}"
+    found, expected = (_digests(each) for each in (out, good))
+    if unlike := [name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name)]:
+        return f"other bits: {sorted(unlike)}"
     lines = [[_untimed(line) for line in read_metrics(each / "metrics.jsonl")] for each in (out, good)]
     if lines[0] != lines[1]:
         return f"another log: {len(lines[0])} lines, {len(lines[1])} expected"
@@ -118,7 +117,7 @@ def _untimed(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _undisturbed(place: Path, fork: Any) -> tuple[Path, int]:
-    """Make the run that the others are compared with; return its directory and the number of its system calls."""
+    """Make the undisturbed run; return its directory and its number of system calls."""
     for name in ("first", "good"):  # the first one prepares the text
         ended = fork([_train(place / name, place)], nth=0, below=str(place / name))
         if ended[0][0] != 0:
@@ -135,7 +134,7 @@ def _forks(place: Path) -> Iterator[Any]:
     """Yield a function that runs command lines in forks of one process; see `_answer` for its arguments."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
-        raise ConfigError("kills: need Linux and a C compiler, which makes kill_at.c a library to preload.")
+        raise ConfigError("kills: need Linux and a C compiler, to build kill_at.c as a preloaded library.")
     library = place / "kill_at.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"], check=True)
     (place / "text.txt").write_text(TEXT, "utf-8")
@@ -183,7 +182,7 @@ timeout = {timeout}
 """
 
 
-# --- the process that forks -----------------------------------------------------------------------------------------
+# --- fork server -----------------------------------------------------------------------------------------------------
 
 
 def _serve() -> None:
@@ -198,14 +197,14 @@ def _answer(
     fault: tuple[str, int, int] | None = None,
     waits_for: int | None = None,
 ) -> list[tuple[int | None, str, int]]:
-    """Run a command line per rank; return exit code, what it said, and its system calls that change files.
+    """Run a command line per rank; return exit code, output, and number of system calls that change files.
 
     Args:
-        ranks: arguments of `octavo`; `--resume` or `--overwrite` is added where the directory has a run.
+        ranks: arguments of `octavo`; `--resume` or `--overwrite` is added if the directory has a run.
         nth: system call at which the process is killed; 0 for none.
         below: only calls for files in this folder count.
-        fault: how, which rank and in which step; a process that is stopped does not end by itself.
-        waits_for: rank after whose end all are killed.
+        fault: kind (`kill` or `stop`), rank and step; a stopped process does not end by itself.
+        waits_for: rank after whose exit all others are killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -251,7 +250,7 @@ def _said(log: Path) -> tuple[str, int]:
 
 
 def _octavo(arguments: list[str], log: Path, nth: int, below: str, fault: tuple[str, int, int] | None) -> int:
-    """Run a command line in this process, and note in the log how many system calls it made; return its exit code."""
+    """Run a command line in this process, log its number of system calls, and return its exit code."""
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(opened, number)

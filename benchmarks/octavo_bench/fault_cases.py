@@ -1,7 +1,7 @@
 """Faults that `octavo bench faults` injects: six classes, each sudden, moderate, slow and repeated.
 
-A fault is called before each step with `n`, the number of steps since the one that it strikes at (negative before). One
-that strikes `at` some of them does so once each, so that steps made again are clean; any other lasts.
+A fault is called before each step with `n`, the number of steps since the struck one (negative before). A fault with
+`at` strikes once at each of these steps, so that repeated steps are clean; any other lasts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CLASSES = ("data", "weights", "moments", "gradients", "codes and scales", "confi
 Pace = Literal["sudden", "moderate", "slow", "repeated"]
 Strike = Callable[["Struck", int], object]
 
-EXPONENT_BIT, MANTISSA_BIT = 30, 24
-"""Highest exponent bit of an FP32 element, which multiplies a value below 2 by 2^128, and one that scales it by 4."""
+EXPONENT_BIT, LOW_EXPONENT_BIT = 30, 24
+"""Bits of an FP32 element: the highest exponent bit multiplies a value below 2 by 2^128, the low one scales by 4."""
 SPIKE = 2000.0
-"""Size of a SwiGLU spike, times the largest element."""
+"""Size of a SwiGLU spike, as a multiple of the largest element."""
 TOKEN, ROW, COLUMN = 7, 3, 5
 WO, W1, W2, W3 = (
     "layers.1.attention.wo",
@@ -39,39 +39,39 @@ ALWAYS = range(10**9)
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that strikes a run."""
+    """A fault injected into a run."""
 
     name: str
-    """The fault, as the table shows it."""
+    """Name in the table."""
     kind: str
     """One of `CLASSES`."""
     pace: Pace
     cause: str
-    """Cause that must be found, one of `octavo.guard.diagnosis.Cause`."""
+    """Expected cause, one of `octavo.guard.diagnosis.Cause`."""
     layer: str = ""
-    """Layer that must be found; empty if it is no layer's fault."""
+    """Expected layer; empty if no layer is at fault."""
     strike: Strike | None = None
     """Changes the run before a step."""
     at: Collection[int] | None = None
-    """Steps that it strikes at, once each; None: it is called before every step, also before it strikes."""
+    """Steps to strike, once each; None: called before every step, including those before the struck one."""
     prepare: Callable[[Struck], None] | None = None
-    """Changes the run in the beginning."""
+    """Changes the run at its start."""
     recipe: str = "folded"
     twin: bool = False
-    """The run has a BF16 baseline."""
+    """Whether the run has a BF16 baseline."""
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
 class _Batches:
-    """The loader of a run, some of whose batches are changed, whenever they are read; `n` counts from the strike."""
+    """Loader of a run that changes some batches whenever they are read; `n` counts from the strike."""
 
     def __init__(self, run: Struck, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._loader, self._change, self._batch = run.setup.loader, change, run.config.run.batch
         self._first = run.struck_at - 1 - run.done + self._loader.state_dict()["samples"] // self._batch
         self.n = -1
-        """The batch that was read last."""
+        """Number of the last batch read."""
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         self.n = self._loader.state_dict()["samples"] // self._batch - self._first
@@ -126,7 +126,7 @@ def _repeats(count: int) -> Callable[[Struck], None]:
 
 
 def _inf_in_a_token(run: Struck) -> None:
-    """Put an infinity into one token of a layer's input, whenever it reads the batch that is struck."""
+    """Put an infinity into one token of a layer's input, whenever it reads the struck batch."""
     batches = _Batches(run, lambda n, *batch: batch)
     run.setup.loader = batches  # type: ignore[assignment]
 
@@ -210,7 +210,7 @@ def _nan_moment(run: Struck, n: int) -> None:
 
 
 def _gradient(layer: str, change: Callable[[Tensor], object], at: Collection[int]) -> Callable[[Struck], None]:
-    """Change the gradient of a layer, or of all for an empty name, in some steps; lasting if they are all."""
+    """Change the gradient of a layer, or of all for an empty name, in steps `at`; `ALWAYS` includes repeated ones."""
 
     def prepare(run: Struck) -> None:
         made: set[int] = set()
@@ -270,7 +270,7 @@ def _swiglu_spike(run: Struck) -> None:
 def _dequantised(
     layer: str, change: Callable[[int, Tensor], Tensor], backward: bool = False
 ) -> Callable[[Struck], None]:
-    """Change what a layer's FP8 GEMM returns from a step on, as a wrong scale or bad codes do; its BF16 is right."""
+    """Change the result of a layer's FP8 GEMM from a step on, as a wrong scale or bad codes do; BF16 stays right."""
 
     def prepare(run: Struck) -> None:
         def hook(module: nn.Module, _: Any, y: Tensor) -> Tensor | None:
@@ -353,7 +353,7 @@ def _faults() -> list[Fault]:
         Fault("row x 1000", weights, "sudden", "transient", WO, _weight(WO, _row(1000.0)), once),
         Fault("exponent bit flip", weights, "sudden", "transient", W1, _flip(EXPONENT_BIT), once),
         Fault("exponent bit flips", weights, "repeated", "transient", W1, _flip(EXPONENT_BIT), thrice),
-        Fault("low exponent bit flip", weights, "moderate", "transient", W1, _flip(MANTISSA_BIT), once),
+        Fault("low exponent bit flip", weights, "moderate", "transient", W1, _flip(LOW_EXPONENT_BIT), once),
         Fault("row zeroed", weights, "moderate", "transient", WO, _weight(WO, _row(0.0)), once),
         Fault("half of a weight zeroed", weights, "sudden", "transient", WO, _weight(WO, _half), once),
         Fault("weight negated", weights, "sudden", "transient", WO, _weight(WO, torch.Tensor.neg_), once),

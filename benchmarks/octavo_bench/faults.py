@@ -1,8 +1,8 @@
-"""Fault injection: runs that something strikes, with guardrails, against the same run undisturbed; and clean runs.
+"""Fault injection: runs with a fault and guardrails, compared with the same run undisturbed; and clean runs.
 
-A small Llama is trained once and kept in the data cache. Each fault of `octavo_bench.fault_cases` strikes a run that
-goes on from there, twice: with guardrails that watch, and with guardrails that act. `final_loss_change` (acting) and
-`watched_change` are of the held-out loss, in percent of that of the undisturbed run. Clean runs must raise nothing.
+A small Llama is trained once and kept in the data cache. Each fault of `octavo_bench.fault_cases` strikes two runs that
+continue it: with watching and with acting guardrails. `final_loss_change` (acting) and `watched_change` are changes of
+the held-out loss, in percent of that of the undisturbed run. Clean runs must raise no alarm.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from octavo_bench.render import figures, has_failed
 from octavo_bench.results import Row
 
 TRAINED = 3000
-"""Steps that the model is trained for before anything strikes."""
+"""Training steps of the model before any fault."""
 STRIKE, STEPS = 33, 60
-"""Step after those that is struck, and number of steps made."""
+"""Struck step, and number of steps of a run, both after `TRAINED`."""
 CLEAN = 1000
 """Steps of each clean run."""
 WITHIN = 20
@@ -58,7 +58,7 @@ def _derived(row: Row) -> Row:
 
 
 def in_words(rows: Sequence[Row]) -> str:
-    """Return in words how many faults were noted and attributed, what acting cost, and what was not seen."""
+    """Return a summary in words: faults noted and attributed, cost of acting, faults not seen."""
     struck = [row for row in _struck(rows) if "costs" in row]
     if not struck:
         return "*Not measured yet on a trained model.*"
@@ -118,10 +118,10 @@ KIND: Kind = Kind(
 
 
 class Struck(Trainer):
-    """A trainer that a fault may strike."""
+    """A trainer with an optional fault."""
 
     struck_at: int
-    """The step that is struck."""
+    """Step struck by the fault."""
     times_lr: float = 1.0
     """Factor of the learning rate."""
     fault: Fault | None = None
@@ -131,7 +131,7 @@ class Struck(Trainer):
     """Called after each update."""
 
     def prepare(self, fault: Fault, struck_at: int) -> None:
-        """Let a fault strike at a step."""
+        """Install a fault that strikes at a step."""
         self.fault, self.struck_at = fault, struck_at
         self.originals: dict[tuple[int, str], Any] = {}
         self._struck: set[int] = set()
@@ -169,7 +169,7 @@ class Struck(Trainer):
         return self.setup.states[0].model
 
     def weight(self, layer: str) -> Tensor:
-        """Return the weight of a layer, to be written to."""
+        """Return the weight of a layer, for writing."""
         return self.model.get_parameter(f"{layer}.weight").data
 
     def moments(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -178,9 +178,9 @@ class Struck(Trainer):
         return ((name, state.optimizer.state[parameter]) for name, parameter in state.parameters.items())
 
     def go_on_from(self, path: Path) -> None:
-        """Load a checkpoint, also of a run by another recipe or with a twin.
+        """Load a checkpoint, even of a run by another recipe or with a twin.
 
-        Guardrails keep their history, but for another batch size: `octavo train` refuses that, as its noise differs.
+        Guardrails keep their history unless the batch size differs: `octavo train` refuses that, as the noise differs.
         """
         found = checkpoint.load(path)
         for state in self.setup.states:
@@ -210,7 +210,7 @@ class _Notes:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Where and how the runs of the bench are made."""
+    """Settings of the runs."""
 
     out: Path
     """Directory of the runs."""
@@ -218,10 +218,10 @@ class Bench:
     trained: int = TRAINED
     source: str = "python"
     cache: str = ""
-    """Directory of the text and of the trained model; empty for that of `octavo train`."""
+    """Directory of the text and of the trained model; empty: that of `octavo train`."""
 
     def config(self, name: str, *, mode: str = "act", steps: int = STEPS, **sections: Mapping[str, Any]) -> RunConfig:
-        """Return a run: a Llama of 3 layers on the Python standard library, that goes on from the trained model."""
+        """Return a run that continues the trained model: a Llama of 3 layers on the Python standard library."""
         data = {"source": self.source, "sequence": 64, **({"cache": self.cache} if self.cache else {})}
         base: dict[str, dict[str, Any]] = {
             "model": {"dim": 64, "layers": 3, "heads": 2},
@@ -238,21 +238,21 @@ class Bench:
         return assemble(("faults", base))
 
     def checkpoint(self) -> Path:
-        """Return the checkpoint of the model trained on this text; train it if it is not there."""
+        """Return the checkpoint of the model trained on this text; train it if missing."""
         config = self.config("trained", mode="watch", steps=0, run={"twin": True, "checkpoint_every": 0})
         text = open_corpus(self.source).listing_sha256()
         key = hashlib.sha256(json.dumps([self.trained, self.device, text]).encode()).hexdigest()[:12]
-        where = config.data.cache.expanduser() / f"faults-{key}"
-        if not (found := checkpoint.latest(where / "checkpoints")):
-            run = {"twin": True, "checkpoint_every": self.trained, "out": str(where)}
+        out = config.data.cache.expanduser() / f"faults-{key}"
+        if not (found := checkpoint.latest(out / "checkpoints")):
+            run = {"twin": True, "checkpoint_every": self.trained, "out": str(out)}
             train(self.config("trained", mode="watch", steps=0, run=run), overwrite=True)
-            found = checkpoint.latest(where / "checkpoints")
+            found = checkpoint.latest(out / "checkpoints")
         assert found is not None
         return found
 
 
 def bench_faults(faults: Sequence[Fault], bench: Bench, *, jobs: int = 1) -> Iterator[Row]:
-    """Strike runs with faults, with guardrails that watch and that act; yield a row for each."""
+    """Inject each fault into runs with watching and acting guardrails; yield a row per fault."""
     start = bench.checkpoint()
     recipes = [*dict.fromkeys(fault.recipe for fault in faults)]
     with _mapper(jobs) as run:
@@ -261,7 +261,7 @@ def bench_faults(faults: Sequence[Fault], bench: Bench, *, jobs: int = 1) -> Ite
 
 
 def bench_clean(bench: Bench, *, steps: int = CLEAN, jobs: int = 1) -> Iterator[Row]:
-    """Make clean runs of several configurations and yield a row for each, with the alarms that they raised."""
+    """Make a clean run per configuration; yield a row each, with the alarms raised."""
     start = bench.checkpoint()
     with _mapper(jobs) as run:
         yield from run(partial(_clean_row, bench, start, steps), list(CONFIGURATIONS))
@@ -320,7 +320,7 @@ def _finite(value: float) -> float | None:
 def _run(
     config: RunConfig, start: Path | None, fault: Fault | None = None, noise: Callable[[], float] | None = None
 ) -> tuple[float, list[GuardEvent], str]:
-    """Return the held-out loss of a run, the events of guardrails, and why it ended early, if it did."""
+    """Return the held-out loss of a run, the events of guardrails, and the reason for an early end, or ''."""
     notes = _Notes()
     shutil.rmtree(config.run.out, ignore_errors=True)
     with ranks_of(config) as ranks:
@@ -351,7 +351,7 @@ def _student() -> float:
 
 
 def _make_noisy(run: Struck, noise: Callable[[], float]) -> None:
-    """Multiply the loss that guardrails see."""
+    """Multiply the loss seen by guardrails."""
     after = run.guard.after
 
     def noisy(lr: float, loss: Tensor, *rest: Any) -> bool:
@@ -384,7 +384,7 @@ def _clean_row(bench: Bench, start: Path, steps: int, name: str) -> dict[str, An
     torch.manual_seed(0)
     config = bench.config(f"clean-{list(CONFIGURATIONS).index(name)}", mode="act", steps=steps, run=run, **case)
     loss, notes, ended = _run(config, None if is_new else start, noise=noise)
-    raised = [note.text for note in notes if note.level != "info" and note.step > 0]  # before the first: of the text
+    raised = [note.text for note in notes if note.level != "info" and note.step > 0]  # step 0: of the text
     return {
         "fault": "", "configuration": name, "steps": steps, "alarms": len(raised), "text": "; ".join(raised[:3]),
         "struck_step": 0, "cause": "", "layer": "", "recovered": not ended, "final_loss_change": 0.0,
@@ -401,7 +401,7 @@ def command(
     out: Path | None = None,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Inject faults into a small trained model, with guardrails that watch and that act, and make clean runs too.
+    """Inject faults into a small trained model, with watching and with acting guardrails, and make clean runs.
 
     The model is trained once and kept. Exits with 1 if a fault that costs 1 % of the loss was not noted, or an alarm
     was false.
@@ -414,15 +414,15 @@ def command(
     Parameters
     ----------
     fault
-        Faults to strike with; all by default.
+        Faults to inject; all by default.
     clean
         Steps of each of ten clean runs; 0 for none.
     jobs
-        Processes that make the runs.
+        Processes for the runs.
     device
         cuda or cpu; auto takes the GPU if there is one.
     out
-        Directory for the runs, to be looked at with `octavo dashboard`; by default they are not kept.
+        Directory for the runs, to view with `octavo dashboard`; by default they are not kept.
     """
     chosen = [FAULTS[known("--fault", name, list(FAULTS), "fault")] for name in fault or FAULTS]
     device, jobs = device_named(device), positive("--jobs", jobs)

@@ -1,7 +1,7 @@
-"""A grammar of malformed files: by format, what a text editor, a full disk, a crash or an attacker make of a good one.
+"""Grammar of malformed files by format: damage by a text editor, a full disk, a crash or an attacker.
 
-Every mutation draws from a `random.Random`, so that a seed gives the same files. The formats are those that the command
-line reads: TOML and JSON (one document, or one per line), safetensors, SQLite, plain text, and token ids.
+Every mutation draws from a `random.Random`, so that files are reproducible from a seed. The formats are those read by
+the command line: TOML and JSON (one document, or one per line), safetensors, SQLite, plain text, and token ids.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from random import Random
 from typing import Any, NamedTuple
 
 ESCAPE = "\x1b[31m\x9b2J\u202ered\r"
-"""A name that clears a terminal which it reaches unchanged."""
+"""A name that clears a terminal if printed unescaped."""
 DEEP = 100_000
-"""Nested lists: deeper than any parser's stack."""
+"""Depth of nested lists, beyond any parser's stack."""
 
 
 class Damage(NamedTuple):
-    """What was done to a file."""
+    """Damage to a file."""
 
     name: str
     is_malformed: bool
-    """True if no reader may accept the file; False if what is left may be a valid document."""
+    """True if no reader may accept the file; False if it may still be a valid document."""
 
 
 Mutation = Callable[[Random, Path], Damage]
@@ -177,7 +177,7 @@ def _loaded(path: Path) -> Any:
 
 
 def toml(tree: Any) -> str:
-    """Return a mapping as TOML, or for another value a document that is none."""
+    """Return a mapping as TOML; for any other value, an invalid document."""
     if not isinstance(tree, dict):
         return f"{_toml_value(tree)}\n"
     return "".join(f"{json.dumps(str(key))} = {_toml_value(value)}\n" for key, value in tree.items())
@@ -214,7 +214,7 @@ def _header_size(draw: Random, path: Path) -> Damage:
 
 
 def _tensors(draw: Random, path: Path) -> Damage:
-    """Write a valid file with another tensor: shape, dtype, NaN, a name more or less."""
+    """Write a valid file with a changed tensor: shape, dtype, NaN, an added or missing name."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -246,7 +246,7 @@ def _tensors(draw: Random, path: Path) -> Damage:
 
 
 def _database(draw: Random, path: Path) -> Damage:
-    """Change tables or cells of a run store, or leave it as a process did that was killed while it made one."""
+    """Change tables or cells of a run store, or leave it as if its process was killed while creating it."""
     with contextlib.closing(sqlite3.connect(path)) as database:
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         table = draw.choice(tables)
@@ -316,7 +316,7 @@ GRAMMAR: dict[str, tuple[Mutation, ...]] = {
     ".safetensors": (*_EVERY, _header_size, *(_header,) * 3, *(_tensors,) * 6),
     ".sqlite": (*_EVERY, *(_database,) * 12),
 }
-"""Mutations by suffix; one that stands there several times is drawn as often."""
+"""Mutations by suffix; repeated ones are drawn more often."""
 
 
 def damage(draw: Random, path: Path) -> Damage:

@@ -1,7 +1,7 @@
-"""Robustness: what a hostile or unlucky user does, counted by class.
+"""Robustness against hostile or unlucky use, counted by class.
 
-A row has a class, how often it was `tried`, how often Octavo `survived` it, and how often its message `named` the file
-or flag at fault. A class is a function in `CLASSES`; malformed files and command lines run in this process.
+A row has a class and its number of trials: all (`tried`), those that Octavo `survived`, and those whose message `named`
+the file or flag at fault. A class is a function in `CLASSES`; malformed files and command lines run in this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo_bench.results import Row
 
 TEXT = "\n\n".join(f"{i} apples and {i * i % 89} pears\nand {i % 7} plums" for i in range(1500))
 SECONDS = 60
-"""A command that takes longer hangs."""
+"""Seconds after which a command counts as hanging."""
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -36,7 +36,7 @@ class _TooSlow(BaseException):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """Outcome of a command."""
 
     code: int
     out: str
@@ -44,7 +44,7 @@ class Ended:
 
     @property
     def fault(self) -> str:
-        """What is wrong with how it ended; empty for a result, or an error in one line."""
+        """Fault of the outcome; empty for a result, or an error in one line."""
         lines = self.error.splitlines()
         errors = [line for line in lines if line.startswith("octavo: error: ")]
         if self.code < 0:
@@ -92,7 +92,7 @@ class FileKind:
 
     name: str
     path: str
-    """In the workspace; {step} is the checkpoint."""
+    """Path in the workspace."""
     commands: tuple[str, ...]
     """Command lines that read it, in the workspace; one is drawn."""
 
@@ -129,7 +129,7 @@ FILES = (
 
 
 def workspace(place: Path) -> None:
-    """Make one good file of each of `FILES` in an empty folder: those of a tiny run of two steps."""
+    """Create a valid file for each of `FILES` in an empty folder, from a tiny run of two steps."""
     (place / "text.txt").write_text(TEXT, "utf-8")
     (place / "text.jsonl").write_text(
         "".join(json.dumps({"text": part}) + "\n" for part in TEXT.split("\n\n")), "utf-8"
@@ -190,16 +190,16 @@ base = "tensorwise"
 
 
 class Trial(NamedTuple):
-    """One trial and how Octavo ended on it."""
+    """One trial and its outcome."""
 
     kind: str
     """The file's kind, or the command."""
     about: str
-    """What is malformed, and what Octavo said."""
+    """The damage, and Octavo's message."""
     fault: str
-    """Empty if it survived."""
+    """The fault; empty if Octavo survived."""
     is_named: bool = True
-    """True unless an error does not name what is at fault."""
+    """False if an error does not name the file or flag at fault."""
 
     def __str__(self) -> str:
         verdict = self.fault or ("survived" if self.is_named else "not named")
@@ -211,7 +211,7 @@ def _last(ended: Ended) -> str:
 
 
 def malformed_files(tried: int, seed: int) -> Iterator[Trial]:
-    """Damage one file after another, run a command that reads it, and judge how that ends."""
+    """Damage one file after another, run a command that reads it, and judge the outcome."""
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
         place, good = Path(folder, "work"), Path(folder, "good")
         place.mkdir()
@@ -241,7 +241,7 @@ def _damaged(kind: FileKind, draw: Random) -> Trial:
 
 
 _HEALED = ("token files, metadata", "token files, ids")
-"""Caches: made again if damaged."""
+"""Caches, rebuilt if damaged."""
 
 
 # --- malformed command lines ----------------------------------------------------------------------------------------
@@ -270,11 +270,11 @@ _ALWAYS = {
     "dashboard": ("--port", "99999"),
     "localize": ("missing",),
 }
-"""Arguments that keep a command line which happens to be valid from training, serving or measuring."""
+"""Arguments that keep an accidentally valid command line from training, serving or measuring."""
 
 
 def malformed_commands(tried: int, seed: int) -> Iterator[Trial]:
-    """Run command lines with flags and values drawn by chance, beside good files."""
+    """Run command lines with random flags and values, next to valid files."""
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder, contextlib.chdir(folder):
         workspace(Path(folder))
         for number in range(tried):
@@ -299,7 +299,7 @@ def _names(words: Sequence[str], ended: Ended) -> bool:
 
 
 def _words(command: str, draw: Random) -> list[str]:
-    """Return a few flags of a command, some misspelt, each with a value drawn by chance."""
+    """Return a few flags of a command, some misspelt, with random values."""
     flags = _flags(command)
     words = ["run.toml" if command in ("train", "plan") else "run"] if draw.random() < 0.6 else []
     for _ in range(draw.randrange(1, 4)):
@@ -339,7 +339,7 @@ CLASSES: dict[str, tuple[int, str]] = {
     "kills of runs": (200, "crash:kills_of_runs"),
     "kills of ranks": (40, "crash:kills_of_ranks"),
 }
-"""How many are tried, and the function that tries them, (tried, seed) -> trials, as module and name."""
+"""Number of trials, and the function (tried, seed) -> trials, as module and name."""
 
 
 def trials_of(name: str, tried: int, seed: int) -> Iterator[Trial]:
@@ -355,9 +355,9 @@ def rows_of(
 
     Args:
         classes: some of `CLASSES`.
-        share: of the trials, from 0 to 1; at least one of each class.
-        seed: gives the same trials again.
-        report: is told each trial that fell.
+        share: share of the trials, from 0 to 1; at least one of each class.
+        seed: reproduces the trials.
+        report: called with each failed trial.
     """
     for name in classes:
         trials = []
@@ -370,9 +370,9 @@ def rows_of(
 
 
 def command(*, only: Names = (), share: float = 1.0, seed: int = 0, output: Output = TO_STDOUT) -> int:
-    """Try malformed files and command lines: each must end in a result, or in one line that names what is wrong.
+    """Try malformed files and command lines: each must end in a result, or in one line that names the fault.
 
-    Exits with 1 if one did not survive or was not named.
+    Exits with 1 if a trial was not survived or its fault not named.
 
     Examples:
 

@@ -1,7 +1,7 @@
-"""Stress: errors of the three products of a linear layer on hard inputs, by recipe, row by row, against float64.
+"""Stress: per-row errors of the three GEMMs of a linear layer on hard inputs, by recipe, against float64.
 
-Each case is a few steps of one layer; the last one is measured. Where the trouble is sudden, the steps before it are
-plain: scales that have a history have not seen it coming. M tokens, K input features, N output features.
+Each case is a few steps of one layer, of which the last is measured. In sudden cases the earlier steps are plain, so
+that scales with a history do not anticipate the input. M tokens, K input features, N output features.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from octavo_bench.timing import attempt
 M, K, N = 256, 384, 256
 STEPS_BEFORE = 4
 GRADIENT = 2.0**-10
-"""Size of a plain gradient."""
+"""Standard deviation of a plain gradient."""
 LONGEST_DB = 150.0
-"""Figure of a row without any error: figures must be finite."""
+"""Figure of a row without error: figures must be finite."""
 PRODUCTS = {
     "Y": "{y_median_db:.1f} / {y_worst_db:.1f} dB",
     "dX": "{dx_median_db:.1f} / {dx_worst_db:.1f} dB",
     "dW": "{dw_median_db:.1f} / {dw_worst_db:.1f} dB",
 }
-"""Signal to noise of the median row, and of the worst."""
+"""Signal-to-noise ratio of the median row, and of the worst."""
 
 
 def by_case(rows: Sequence[Row]) -> str:
-    """Return, per case, the signal to noise of the three products by recipe: median row / worst row."""
+    """Return, per case, the signal-to-noise ratio of the three GEMMs by recipe: median row / worst row."""
     blocks = []
     for (case,), of_case in grouped(rows, "case").items():
         body = [(row["recipe"], *(_cell(form, row) for form in PRODUCTS.values())) for row in of_case]
@@ -73,24 +73,24 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of trouble."""
+    """One kind of hard input."""
 
     name: str
     make: Callable[[Inputs, torch.Generator], Inputs]
-    """Makes hard inputs of plain ones."""
+    """(plain inputs, generator) -> hard inputs."""
     is_sudden: bool
-    """The steps before the measured one are plain."""
+    """Whether the steps before the measured one are plain."""
     tokens: int = M
 
 
 def outlier_tokens(plain: Inputs, draw: torch.Generator) -> Inputs:
-    """A token in 32 is 1000 times as large in all features, and a feature in 64 is 20 times as large in all tokens."""
+    """Multiply one token in 32 by 1000 in all features, and one feature in 64 by 20 in all tokens."""
     x_MK = plain.x_MK * _some(plain.x_MK.shape[0], 32, 1000.0, draw)[:, None] * _some(K, 64, 20.0, draw)
     return Inputs(x_MK, plain.weight_NK, plain.dy_MN)
 
 
 def swiglu_spikes(plain: Inputs, draw: torch.Generator) -> Inputs:
-    """The input of a down projection where gate and up have aligned: single values 2000 times as large (2409.12517)."""
+    """Set single values to ±2000, as inputs of a down projection have if gate and up align (arXiv 2409.12517)."""
     rows, columns = (torch.randint(size, (4,), generator=draw) for size in plain.x_MK.shape)
     x_MK = plain.x_MK.clone()
     x_MK[rows, columns] = 2000 * x_MK[rows, columns].sign()
@@ -98,19 +98,19 @@ def swiglu_spikes(plain: Inputs, draw: torch.Generator) -> Inputs:
 
 
 def tiny_gradients(plain: Inputs, draw: torch.Generator) -> Inputs:
-    """Gradients at 1e-9, which no floor under a maximum may swallow."""
+    """Scale gradients to 1e-9, which no lower limit of an amax may flush."""
     return Inputs(plain.x_MK, plain.weight_NK, plain.dy_MN * (1e-9 / GRADIENT))
 
 
 def grown_weight_row(plain: Inputs, draw: torch.Generator) -> Inputs:
-    """One row of the weight is 1000 times as large from one step to the next."""
+    """Multiply one row of the weight by 1000 from one step to the next."""
     weight_NK = plain.weight_NK.clone()
     weight_NK[int(torch.randint(N, (), generator=draw))] *= 1000
     return Inputs(plain.x_MK, weight_NK, plain.dy_MN)
 
 
 def odd_packing(plain: Inputs, draw: torch.Generator) -> Inputs:
-    """Documents of odd lengths in one packed sequence, each with a level of its own: from 2^-12 to 2^3."""
+    """Pack documents of odd lengths into one sequence, each with its own level, from 2^-12 to 2^3."""
     documents = {1: 2.0**3, 3: 2.0**-12, 7: 1.0, 33: 2.0**-3, 65: 2.0**-9, 97: 2.0**-6, 127: 2.0}
     levels = torch.cat([torch.full((length,), level) for length, level in documents.items()])
     return Inputs(plain.x_MK * levels[:, None], plain.weight_NK, plain.dy_MN * levels[:, None])
@@ -133,9 +133,9 @@ def bench_stress(names: Sequence[str] = (), *, device: str = "cpu") -> Iterator[
 
 
 def measure(case: Case, recipe: str, device: str = "cpu") -> dict[str, Any]:
-    """Return the signal to noise of Y, dX and dW, in dB, of the median and of the worst row, and a count.
+    """Return the signal-to-noise ratio of Y, dX and dW, in dB, of the median and of the worst row, and a count.
 
-    `nonfinite` counts the NaN and infinities in all three; a product that has any has no figures.
+    `nonfinite` counts the NaN and infinities in all three; a result with any has no figures.
     """
     draw = torch.Generator().manual_seed(0)
     steps = [_plain(case.tokens, draw) for _ in range(STEPS_BEFORE + 1)]
@@ -170,25 +170,25 @@ def _plain(tokens: int, draw: torch.Generator) -> Inputs:
 
 
 def _some(size: int, one_in: int, factor: float, draw: torch.Generator) -> Tensor:
-    """Return a vector of ones where one value in `one_in` is `factor`."""
+    """Return a vector of ones in which one value in `one_in` is `factor`."""
     factors = torch.ones(size)
     factors[torch.randperm(size, generator=draw)[: max(1, size // one_in)]] = factor
     return factors
 
 
 def _converted(recipe: str, steps: Sequence[Inputs], device: str) -> nn.Sequential:
-    """Return the layer in FP8 with the steps before the last behind it."""
+    """Return the layer in FP8 after all steps but the last."""
     spec = recipes.load(recipe)
     if not spec.needs_calibration:
         model = _linear(spec, device)
         for step in steps[:-1]:
             _step(model, step)
         return model
-    with tempfile.TemporaryDirectory() as folder:  # `static` takes the scales of `delayed`
+    with tempfile.TemporaryDirectory() as folder:  # `static` uses the scales of `delayed`
         path = Path(folder) / "scales.json"
-        book = octavo.scales(_converted("delayed", steps, device))
-        assert book is not None  # `delayed` keeps scales
-        book.save(path)
+        stored = octavo.scales(_converted("delayed", steps, device))
+        assert stored is not None  # `delayed` stores scales
+        stored.save(path)
         return _linear(spec, device, scales=path)
 
 
@@ -199,7 +199,7 @@ def _linear(spec: Recipe, device: str, **options: Any) -> nn.Sequential:
 
 
 def _step(model: nn.Sequential, inputs: Inputs) -> dict[str, Tensor]:
-    """Make one step whose learning rate is 0, and return its products."""
+    """Make one step with learning rate 0, and return its results."""
     weight = model.get_parameter("0.weight")
     with torch.no_grad():
         weight.copy_(inputs.weight_NK)
@@ -210,12 +210,12 @@ def _step(model: nn.Sequential, inputs: Inputs) -> dict[str, Tensor]:
     y_MN.backward(inputs.dy_MN.to(y_MN.dtype))
     assert x_MK.grad is not None and weight.grad is not None
     computed = {"y": y_MN.detach(), "dx": x_MK.grad, "dw": weight.grad.clone()}
-    torch.optim.SGD([weight], lr=0.0).step()  # kept scales roll on with an optimizer's step
+    torch.optim.SGD([weight], lr=0.0).step()  # stored scales are updated by an optimizer step
     return computed
 
 
 def command(*, recipe: Names = (), device: str = "auto", output: Output = TO_STDOUT) -> int:
-    """Give one linear layer hard inputs and print the signal to noise of its three products, by recipe, in seconds.
+    """Print the signal-to-noise ratio of a linear layer's three GEMMs on hard inputs, by recipe; takes seconds.
 
     Outlier tokens, SwiGLU spikes, gradients at 1e-9, a weight row that grows a thousandfold, odd sequence lengths;
     median row / worst row in dB, against float64.

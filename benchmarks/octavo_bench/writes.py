@@ -23,7 +23,7 @@ from octavo_bench.robustness import Trial
 
 
 class Net(nn.Module):
-    """Two layers on one input, and a layer alone."""
+    """Two layers that share an input, and a separate layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ Way = Callable[[nn.Module], Iterator[Any]]
 
 
 def net(recipe: str, values: nn.Module | None = None) -> nn.Module:
-    """Return a converted model, fresh: of these values, or drawn."""
+    """Return a new converted model with these values, or random ones."""
     torch.manual_seed(7)
     model = Net()
     if values is not None:
@@ -155,7 +155,7 @@ def _numpy_alias(model: Any) -> Iterator[Any]:
 def _shared_memory(model: Any) -> Iterator[Any]:
     model.share_memory()
     yield
-    for p in model.parameters():  # as another process has it
+    for p in model.parameters():  # as in another process
         handle, size = p.untyped_storage()._share_fd_cpu_()
         with mmap.mmap(handle, size) as memory:
             values = torch.frombuffer(memory, dtype=torch.float32)
@@ -209,7 +209,7 @@ def _other_parameters(model: Any) -> Iterator[Any]:
 
 
 def _adapters_merged(model: Any) -> Iterator[Any]:
-    """As LoRA's are merged for an evaluation, and taken out again."""
+    """Merge adapters, as LoRA does for an evaluation, and remove them again."""
     layers = list(model.children())
     deltas = [torch.randn(w.shape[0], 4) @ torch.randn(4, w.shape[1]) for w in (layer.weight for layer in layers)]
     for sign in (1, -1):
@@ -230,7 +230,7 @@ def _target_network(model: Any) -> Iterator[Any]:
 
 
 class _PlainOptimizer:
-    """Not of PyTorch's class: no hook of its knows of a step."""
+    """Not a subclass of PyTorch's optimizer: no hook sees its steps."""
 
     def __init__(self, parameters: Any) -> None:
         self.parameters = list(parameters)
@@ -410,11 +410,11 @@ EAGER_WAYS: dict[str, Way] = {
     "Octavo's Lion": _by_optimizer(octavo.optim.Lion),
     "Octavo's AdamW, one byte": _by_optimizer(octavo.optim.AdamW, states="fp8"),
 }
-"""To a graph a weight is an input like any other: that compiled code reads it is shown by the others."""
+"""Eager only. To a graph a weight is an input like any other: `WAYS` show that compiled code reads it."""
 
 
 def fp8_net() -> nn.Module:
-    """Return a converted model with FP8 weights, fresh."""
+    """Return a new converted model with FP8 weights."""
     torch.manual_seed(7)
     model = Net()
     octavo.convert(model, "folded", policy=Policy(min_gain=0.0, min_features=16, weights="fp8"))
@@ -457,13 +457,13 @@ ALL_FP8_WAYS = (*FP8_WAYS, "Octavo's AdamW", "load_state_dict")
 
 
 def fault_of(way: str, recipe: str) -> str:
-    """Return how a step after a write differs from that of a fresh model of the same values; empty if it does not."""
+    """Return the fault of a step after a write, compared with a new model of the same values; empty if none."""
     model = net(recipe)
     return fault_in(way, recipe, model, model)
 
 
 def fault_in(way: str, recipe: str, model: nn.Module, call: Callable[[Tensor], Tensor]) -> str:
-    """As `fault_of`, of a model that is there: `call` computes with it, compiled for example."""
+    """As `fault_of`, for an existing model: `call` computes with it, for example compiled."""
     before, changed = results(model, call)[0], False
     for _ in (WAYS | EAGER_WAYS)[way](model):
         found = results(model, call)
@@ -477,13 +477,13 @@ def fault_in(way: str, recipe: str, model: nn.Module, call: Callable[[Tensor], T
 
 
 def fault_of_fp8(way: str) -> str:
-    """As `fault_of`, of a model of FP8 weights."""
+    """As `fault_of`, for a model with FP8 weights."""
     model = fp8_net()
     return fault_in_fp8(way, model, model)
 
 
 def fault_in_fp8(way: str, model: nn.Module, call: Callable[[Tensor], Tensor]) -> str:
-    """As `fault_in`, of a model of FP8 weights."""
+    """As `fault_in`, for a model with FP8 weights."""
     before = results(model, call)[0]
     _fp8_way(way, model)
     found, fresh = results(model, call), copy.deepcopy(model)
@@ -497,9 +497,9 @@ def fault_in_fp8(way: str, model: nn.Module, call: Callable[[Tensor], Tensor]) -
 
 
 def trials(tried: int, seed: int) -> Iterator[Trial]:
-    """Yield `tried` trials for `octavo bench robustness`; a seed gives the same."""
+    """Yield `tried` trials for `octavo bench robustness`, reproducible by the seed."""
     cases = [*product(("folded", "rowwise"), WAYS | EAGER_WAYS), *(("FP8 weights", way) for way in ALL_FP8_WAYS)]
     for number in range(tried):
-        recipe, way = cases[(number * 37 + seed) % len(cases)]  # 37 has no factor of their number: all, and mixed
+        recipe, way = cases[(number * 37 + seed) % len(cases)]  # 37 is coprime to their number: all, and mixed
         fault = fault_of_fp8(way) if recipe == "FP8 weights" else fault_of(way, recipe)
         yield Trial(f"write, {recipe}", way, fault)

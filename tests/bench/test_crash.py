@@ -27,7 +27,7 @@ def test_a_run_of_other_bits_is_noticed(tmp_path: Path) -> None:
         assert crash._unlike(good, good, 0, "") == ""
         killed = fork([crash._train(tmp_path / "killed", tmp_path)], nth=calls // 2, below=str(tmp_path / "killed"))
         assert killed[0][0] == -9
-        assert crash._unlike(good, good, 1, "octavo: error: so") == "does not go on: octavo: error: so"
+        assert crash._unlike(good, good, 1, "octavo: error: so") == "does not resume: octavo: error: so"
         settings = (tmp_path / "run.toml").read_text().replace("batch = 2", "batch = 2\nseed = 5")
         (tmp_path / "run.toml").write_text(settings)
         other = tmp_path / "other"
