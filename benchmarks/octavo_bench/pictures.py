@@ -38,7 +38,7 @@ THEMES = {
 }
 """The colours of the dashboard."""
 SHOWN = ("bf16", "torchao tensorwise", "octavo folded", "octavo folded_fast")
-"""Bars of the hero plot, beside the fastest of Transformer Engine, where it was measured."""
+"""Bars of the hero plot, besides the fastest of Transformer Engine, if measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Picture:
     """(data, directory to write to, run of the demo)"""
 
     def digest(self, directory: Path) -> str:
-        """Return a digest of all that the picture is made from."""
+        """Return a digest of the data and the code of the picture."""
         found = hashlib.sha256(json.dumps(self.data(directory), sort_keys=True).encode())
         for source in sorted(self.sources):
             found.update(source.name.encode() + source.read_bytes())
@@ -197,11 +197,11 @@ _LANES = {"fp8": "Octavo, FP8", "bf16": "BF16, same batches"}
 # --- the demo in a terminal ------------------------------------------------------------------------------------------
 
 WIDTH = 118
-"""Columns of the terminal; what goes beyond them is cut."""
+"""Columns of the terminal; longer lines are cut."""
 
 
 def terminal_data(directory: Path) -> dict[str, Any]:
-    """Return the demo's newest run and what it prints."""
+    """Return the demo's newest run and its output."""
     row = demo_rows(directory)[0]
     return {"row": row, "text": printed(row).export_text()}
 
@@ -215,7 +215,7 @@ def draw_terminal(data: dict[str, Any], out: Path, run: Path) -> None:
 
 
 def printed(row: Row) -> Console:
-    """Return a recording of what a run of the demo prints, by the reporter that prints it."""
+    """Return a recording of the demo's output, made by its reporter."""
     from octavo.train.console import ConsoleReporter
     from octavo.train.events import Finished, Logged, Preparing, Started
 
@@ -239,7 +239,7 @@ def printed(row: Row) -> Console:
 
 
 def _plan_of(row: Row, config: RunConfig) -> Plan:
-    """Return the plan of the FP8 model, for the GPU of the run where it had one."""
+    """Return the plan of the FP8 model, for the GPU of the run if it had one."""
     import torch
 
     from octavo.conversion import make_plan
@@ -259,7 +259,7 @@ PAGES = {"dashboard": "overview?run={run}", "heat-maps": "layers?run={run}"}
 
 
 def dashboard_data(directory: Path) -> list[str]:
-    """Return the figure that tells the pictured run from others: the smallest demo, which any machine can make."""
+    """Return the figure that identifies the pictured run: the smallest demo, which any machine can make."""
     smallest = min(demo_rows(directory), key=lambda row: row["tokens"])
     return [repr(smallest["heldout_loss_fp8"])]
 
@@ -290,7 +290,7 @@ def draw_dashboard(data: list[str], out: Path, run: Path) -> None:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve a folder of runs and give the address.
+    """Serve a folder of runs and yield the address.
 
     Raises:
         UnsupportedError: the server does not start within 20 seconds.
@@ -320,7 +320,7 @@ def served(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Give the Chromium of this machine.
+    """Yield the Chromium of this machine.
 
     Raises:
         UnsupportedError: there is none.
@@ -358,7 +358,7 @@ def outdated(root: Path) -> list[str]:
 
 
 def make(names: Sequence[str], root: Path, run: Path) -> None:
-    """Draw pictures and note in the manifest what they were made from."""
+    """Draw pictures and record their digests in the manifest."""
     out, directory = root / "docs" / "pictures", root / "benchmarks" / "results"
     out.mkdir(parents=True, exist_ok=True)
     manifest = out / "manifest.json"
@@ -386,7 +386,7 @@ def command(
     Parameters
     ----------
     only
-        hero, terminal or dashboard, also where they are current; by default those that are not.
+        hero, terminal or dashboard, even if current; by default those that are not.
     check
         Draw nothing; exit with 1 if a picture is older than its data.
     run
