@@ -1,8 +1,8 @@
-"""FP8-LM's ablation of optimizer precision (arXiv 2310.18313, table 6), in small: which storage holds and which fails.
+"""FP8-LM's ablation of optimizer precision (arXiv 2310.18313, table 6) on a small model: which storage converges.
 
-A network of bytes is trained from the same weights on the same batches with one choice of storage after another. It is
-small and made mostly of an embedding, whose rows see a gradient only occasionally: harsher on a second moment than a
-large model is, so that what fails at scale fails here within minutes on a CPU.
+A byte-level network is trained from the same weights on the same batches with each choice of storage. It is small and
+mostly an embedding, whose rows receive gradients only occasionally: harder on second moments than a large model, so
+that storage that fails at scale fails here within minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ CHOICES = (
     *(Choice(TIERS[name]) for name in ("exact", "fp8", "fp8-min")),
     *(Choice(TIERS[name], "fp8", "fp8") for name in ("fp8", "fp8-min")),
 )
-"""BF16 weights but for the last; GEMMs in FP32, so that nothing but the storage differs."""
+"""BF16 weights, FP8 in the last line; GEMMs in FP32, so that only storage differs."""
 
 
 def by_storage(rows: Sequence[Row]) -> str:
@@ -91,11 +91,11 @@ def by_storage(rows: Sequence[Row]) -> str:
 
 
 FLOOR, DECADE = 1e-3, 16
-"""Nats where the bars begin, and characters per factor of ten."""
+"""Start of the bars in nats, and characters per factor of ten."""
 
 
 def bars(rows: Sequence[Row]) -> str:
-    """Return the gaps to FP32 as bars on a logarithmic scale: of each choice the mean, and the range of its seeds."""
+    """Return the gaps to FP32 as bars on a logarithmic scale: mean and range over seeds, per choice."""
     exact = {row["seed"]: row["heldout_loss"] for row in rows if row["states"] == rows[0]["states"]}
     groups = grouped(rows[len(exact) :], "states")
     width = max(len(states) for (states,) in groups)

@@ -1,4 +1,4 @@
-"""The recipes that were trained to compare them, and which of them to choose: a table of several kinds of results."""
+"""Comparison of the trained recipes, and which one to choose: a table from several kinds of results."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ COLUMNS = (
 def choice(directory: Path) -> str:
     """Return the table of the recipes, and the conclusion.
 
-    The gap is that of the largest model, speed and memory those of the stack of 8B blocks; under stress it is the
-    lowest signal to noise of the median row of a product in any case.
+    Gap: of the largest model. Speed and memory: of the stack of 8B blocks. Stress: the lowest signal-to-noise ratio of
+    a product's median row over all cases.
 
     Args:
-        directory: of the results.
+        directory: directory of the results.
     """
     trained = _largest(_rows("parity", directory))
     bf16 = by_seed([row for row in trained if row["recipe"] == BF16])
@@ -79,7 +79,7 @@ def _rows(kind: str, directory: Path) -> Sequence[Row]:
 
 
 def _largest(rows: Sequence[Row]) -> list[Row]:
-    """Return the session of the model with the longest BF16 steps: the largest."""
+    """Return the rows of the largest model, that with the longest BF16 step."""
     times = {(row["model"], row["tokens"]): row.get("step_ms", 0.0) for row in rows if row["recipe"] == BF16}
     largest = max(times, key=lambda run: times[run], default=None)
     return [row for row in rows if (row["model"], row["tokens"]) == largest]

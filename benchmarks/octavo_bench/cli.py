@@ -1,4 +1,4 @@
-"""`octavo bench KIND`: the commands by name. A file is imported when its command is called."""
+"""`octavo bench KIND`: commands by name, whose files are imported lazily."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMMANDS = {
     "tables": "tables:command",
     "pictures": "pictures:command",
 }
-"""File and function by name."""
+"""Command -> file and function."""
 
 bench = App(name="bench")
 add_commands(bench, "octavo_bench", COMMANDS)

@@ -1,7 +1,7 @@
-"""`octavo bench clients`: training loops of other libraries, in BF16 and with the lines that Octavo's users add.
+"""`octavo bench clients`: training loops of other libraries, in BF16 and with the lines that users add for Octavo.
 
-Each client trains a small Llama on the same sequences, its blocks compiled: transformers' one, or torchtitan's own. The
-FP8 run is made twice, the second time from a checkpoint that the first has left half-way, by the client's own means.
+Each client trains a small Llama with compiled blocks on the same sequences: transformers' Llama, or torchtitan's own.
+The FP8 run is repeated from the checkpoint that it saved half-way, by the client's own mechanism.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from octavo_bench.results import Row
 from octavo_bench.timing import attempt, free, peak_gib
 
 WARM_UP = 20
-"""Steps before time is taken: the first ones compile and tune."""
+"""Untimed first steps, which compile and autotune."""
 VOCABULARY = 8192
 LAST = 5
-"""Steps at the end whose mean loss counts."""
+"""Last steps, over which the loss is averaged."""
 
 
 COLUMNS = (
@@ -54,7 +54,7 @@ COLUMNS = (
 
 
 def table(directory: Path) -> str:
-    """Return one line per client, from the result of a CPU where there is one, and the speed on each GPU."""
+    """Return one line per client, from a CPU result if there is one, with the speed on each GPU."""
     found = results.newest("clients", directory)
     gpus = [result for result in found if result.hardware.startswith("nvidia")]
     rows: dict[str, Row] = {}
@@ -103,11 +103,11 @@ SIZES = {
     "cuda": Size(dim=2048, layers=4, length=2048, batch=8, lr=3e-4),
     "cpu": Size(dim=128, layers=2, length=24, batch=4, lr=1e-3),
 }
-"""By device: on a CPU time means nothing, and a small model shows the rest."""
+"""By device. CPU times are meaningless, and the rest can be measured on a small model."""
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences that count up by 1 to 16 from one of 64 tokens: a model learns them, and no text is needed."""
+    """Sequences that count up by 1 to 16 from one of 64 tokens: learnable, without any text."""
 
     def __init__(self, count: int, length: int) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -122,14 +122,14 @@ class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class Clock:
-    """Optimizer steps of a run: their number, the time after the warm-up, and the losses that its loop reports."""
+    """Optimizer steps of a run: their number, the time after the warm-up, and the losses reported by its loop."""
 
     def __init__(self, steps: int) -> None:
         self.last, self.steps, self.losses = steps, 0, list[Tensor]()
         self.started = self.ended = 0.0
 
     def step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Count a step of AdamW, not that of a container; wait for the device at the ends of what is timed only."""
+        """Count a step of AdamW, not of its wrapper; synchronise only at the ends of the timed interval."""
         if not isinstance(optimizer, torch.optim.AdamW):
             return
         self.steps += 1
@@ -139,7 +139,7 @@ class Clock:
             self.started, self.ended = (now, 0.0) if self.steps == WARM_UP else (self.started, now)
 
     def keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Keep the loss of a forward, without waiting for it."""
+        """Record the loss of a forward pass, without synchronising."""
         if output.loss is not None:
             self.losses.append(output.loss.detach())
 
@@ -159,13 +159,13 @@ class Job:
     fp8: bool
     clock: Clock
     folder: Path
-    """Where the checkpoint after half of the steps is written."""
+    """Directory of the checkpoint after half of the steps."""
     saves: bool = False
-    """Whether it is."""
+    """Whether to write it."""
     resumes: bool = False
-    """Whether to train the second half only, from that checkpoint."""
+    """Whether to train only the second half, from that checkpoint."""
     kept: dict[str, Any] = field(default_factory=dict)
-    """The checkpoint of a loop that has no files of its own."""
+    """Checkpoint in memory, for loops without files of their own."""
 
     @property
     def half(self) -> int:
@@ -184,7 +184,7 @@ class Job:
                 yield step, {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
 
     def llama(self, compiled: bool = True) -> Any:
-        """Return the model, each block compiled at its first call, its losses seen by the clock."""
+        """Return the model, its losses recorded by the clock; each block is compiled at its first call."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
@@ -202,11 +202,11 @@ class Job:
 
     @property
     def backend(self) -> str:
-        """The backend of `torch.compile`: on a CPU only graphs are counted, so no code is generated."""
+        """Backend of `torch.compile`: on a CPU only graphs are counted, so no code is generated."""
         return "inductor" if self.device == "cuda" else "aot_eager"
 
     def adamw(self, model: nn.Module, faster: int = 1) -> torch.optim.AdamW:
-        """Return the optimizer of a loop that lets its user choose."""
+        """Return the optimizer, for loops that accept one."""
         trained = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=faster * self.size.lr, fused=self.device == "cuda")
 
@@ -255,7 +255,7 @@ def trainer(job: Job) -> nn.Module:
 
 
 def sft(job: Job) -> nn.Module:
-    """Train by TRL's SFTTrainer, on sequences that are tokens already."""
+    """Train by TRL's SFTTrainer, on tokenised sequences."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -289,7 +289,7 @@ def _fit(job: Job, kind: Any, settings: Any, data: Any, **given: Any) -> nn.Modu
 
 
 def lightning(job: Job) -> nn.Module:
-    """Train by Lightning's Trainer: an epoch is half of the steps, as it resumes where one ends."""
+    """Train by Lightning's Trainer: an epoch is half of the steps, as it resumes at the end of one."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -359,7 +359,7 @@ def accelerate(job: Job) -> nn.Module:
 
 
 def lora(job: Job) -> nn.Module:
-    """Train adapters of PEFT over a frozen base: in BF16, or its weights in one byte each."""
+    """Train PEFT's LoRA adapters over a frozen base, in BF16 or with one-byte weights."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     model = job.llama().bfloat16()
@@ -388,11 +388,11 @@ def zero3(job: Job) -> nn.Module:
     """Train by DeepSpeed's engine, ZeRO-3."""
     import deepspeed
 
-    model = job.llama(compiled=False)  # its hooks are no code for a compiler
+    model = job.llama(compiled=False)  # its hooks cannot be compiled
     if job.fp8:
         octavo.convert(model)
     if job.device == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes minutes
     settings = {
         "train_micro_batch_size_per_gpu": job.size.batch,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -420,14 +420,14 @@ def torchtitan(job: Job) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """A library whose loop trains."""
+    """A library and its training loop."""
 
     library: str
     loop: Callable[[Job], nn.Module]
     lines: int
-    """Lines that its user writes or changes, as the documentation shows them."""
+    """Lines that users add or change, as documented."""
     is_distributed: bool = False
-    """Whether it starts a process group, also of one rank."""
+    """Whether it starts a process group even for one rank."""
 
 
 CLIENTS = {
@@ -445,7 +445,7 @@ CLIENTS = {
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Tell a library that starts a process group of the only rank; others would start one if they saw it."""
+    """Set the environment of a one-rank process group; only for libraries that start one, as others then would too."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -463,7 +463,7 @@ def one_rank() -> Iterator[None]:
 
 @contextmanager
 def timed(clock: Clock) -> Iterator[None]:
-    """Let a clock see the steps of any optimizer inside the block."""
+    """Let a clock count the steps of all optimizers in the context."""
     handle = register_optimizer_step_post_hook(clock.step)
     try:
         yield
@@ -472,10 +472,10 @@ def timed(clock: Clock) -> Iterator[None]:
 
 
 def measure(client: Client, size: Size, device: str, steps: int, resume: bool = True) -> Row:
-    """Return the figures of a client: BF16 and FP8 side by side, and whether a resumed run is the same to the bit.
+    """Return the figures of a client: BF16 and FP8 side by side, and whether a resumed run is bitwise equal.
 
     Args:
-        resume: whether to save the FP8 run half-way, and to train its second half again from there.
+        resume: whether to save the FP8 run half-way and to repeat its second half from there.
     """
     with tempfile.TemporaryDirectory() as name, one_rank() if client.is_distributed else nullcontext():
         job = Job(size=size, device=device, steps=steps, fp8=False, clock=Clock(steps), folder=Path(name))
@@ -494,7 +494,7 @@ def measure(client: Client, size: Size, device: str, steps: int, resume: bool = 
 
 
 def _resumes(client: Client, job: Job, weights: list[Tensor]) -> bool:
-    """Return whether a run from the checkpoint of another ends with its weights, after half of its steps."""
+    """Return whether a run resumed from the checkpoint takes half of the steps and ends with the same weights."""
     again = replace(job, saves=False, resumes=True, clock=Clock(job.steps - job.half))
     _, found = _run(client, again)
     same = len(weights) == len(found) and all(torch.equal(p, q) for p, q in zip(weights, found, strict=True))
@@ -531,7 +531,7 @@ def bench_clients(
     steps: int,
     resume: bool = True,
 ) -> Iterator[Row]:
-    """Yield a row per client that is installed, or per client of `only`; one that fails has `error`."""
+    """Yield a row per installed client, or per client of `only`; rows of failed ones have `error`."""
     for name, client in CLIENTS.items():
         version = version_of(client.library)
         if (only and name not in only) or (version is None and not only):
@@ -550,7 +550,7 @@ def version_of(library: str) -> str | None:
 
 
 def sized(size: Size, given: Mapping[str, int]) -> Size:
-    """Return a size with the numbers given that are not 0."""
+    """Return a size with its fields replaced by the non-zero numbers given."""
     return replace(size, **{name: positive(f"--{name}", value) for name, value in given.items() if value})
 
 
@@ -566,7 +566,7 @@ def command(
 ) -> int:
     """Train with other libraries' training loops, in BF16 and FP8: loss, resumed runs, compiled graphs, time per step.
 
-    Clients that are not installed are left out. Exits with 1 if one failed; the others are measured all the same.
+    Clients that are not installed are skipped. Exits with 1 if one failed, after measuring the others.
 
     Examples:
 
@@ -576,8 +576,8 @@ def command(
     Parameters
     ----------
     only
-        Clients to measure: script, Trainer, SFTTrainer, Lightning, Fabric, Accelerate, ZeRO-3, LoRA, torchtitan. By
-        default all that are installed.
+        Clients to measure: script, Trainer, SFTTrainer, Lightning, Fabric, Accelerate, ZeRO-3, LoRA, torchtitan. All
+        installed ones by default.
     device
         cuda or cpu; auto takes the GPU if there is one.
     steps

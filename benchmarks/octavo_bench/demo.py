@@ -15,7 +15,7 @@ from octavo_bench.results import Row
 
 
 def _derived(row: Row) -> Row:
-    """Return the time that a run took and how far its gap fluctuated."""
+    """Return the duration of a run and the fluctuation of its gap."""
     more: Row = {"minutes": "{:.0f} min {:02.0f} s".format(*divmod(row["seconds"], 60))} if "seconds" in row else {}
     if "history" in row:
         gaps = [line["gap_percent"] for line in row["history"] if "gap_percent" in line]

@@ -32,7 +32,7 @@ from octavo_bench.timing import attempt, beside, peak_gib
 from octavo_bench.traffic import Traffic
 
 WARM_UP = WARM_UP_STEPS
-"""Steps that are not timed: they compile. Two more if a graph is captured after them."""
+"""Untimed first steps, which compile; two more before a graph capture."""
 PROFILED = 2
 """Steps under the profiler, on a GPU."""
 
@@ -65,7 +65,7 @@ def _of_workload(rows: Sequence[Row]) -> str:
 
 
 def _beside(row: Row, first: Row) -> Row:
-    """Return a row with its figures in units of BF16's."""
+    """Return a row with its figures relative to BF16's."""
     more = _derived(row)
     if "waited_ms" in row:
         more["waited_ratio"] = first["waited_ms"] / row["waited_ms"]
@@ -153,7 +153,7 @@ WORKLOADS = {
         Workload(name="tiny-model", model=_TINY, sequences=2, compile=False),
     )
 }
-"""By name: all of Llama-3-8B; eight of its blocks with a small vocabulary, to be cut; one for tests."""
+"""By name: Llama-3-8B; eight of its blocks with a small vocabulary, to be split over ranks; one for tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,23 +167,23 @@ class Work:
     only: tuple[str, ...] = ()
     """Implementations, besides BF16; all if empty."""
     steps: int = 8
-    """Steps that are timed; the median counts."""
+    """Timed steps; the median is reported."""
     seconds: float | None = None
-    """After which no other implementation begins; None: all do."""
+    """Seconds after which no further implementation is started; None: no limit."""
     alone_of: int | None = None
-    """Measure one rank of that many without the others (`octavo_bench.ranks`); None: `torchrun`'s ranks."""
+    """Number of ranks of which one is measured without the others (`octavo_bench.ranks`); None: `torchrun`'s ranks."""
 
 
 def bench_distributed(work: Work) -> Iterator[Row]:
-    """Yield a row per layout and implementation. Every rank of `torchrun` must call this; rank 0 alone gets rows.
+    """Yield a row per layout and implementation. Every rank of `torchrun` must call this; only rank 0 yields rows.
 
-    `ms` is of steps one after another, as in a run: the host is ahead of the GPU, if it can be. `waited_ms` is of steps
-    that each begin when all ranks have ended the one before, as in a run that reads its loss after each. On a GPU a row
-    says, too, where the time of rank 0 goes: `gemm_ms`, `attention_ms`, `elementwise_ms`, `optimizer_ms`,
-    `communication_ms`, `idle_ms`. Kernels that run beside each other count in each part.
+    `ms`: back-to-back steps, as in a run, with the host ahead of the GPU if possible. `waited_ms`: steps that each
+    start after all ranks have finished the previous one, as in a run that reads the loss of each step. On a GPU, rows
+    also have the parts of rank 0's time: `gemm_ms`, `attention_ms`, `elementwise_ms`, `optimizer_ms`,
+    `communication_ms`, `idle_ms`. Concurrent kernels count in each part.
 
     Raises:
-        ConfigError: an unknown workload or implementation, or a layout that the ranks cannot have.
+        ConfigError: an unknown workload or implementation, or a layout that does not fit the ranks.
     """
     workload, chosen = _check(work)
     with process_group(work.alone_of) as device:
@@ -193,7 +193,7 @@ def bench_distributed(work: Work) -> Iterator[Row]:
             for implementation in chosen:
                 row = _about(workload, implementation, layout)
                 if work.seconds is not None and any_rank(device, time.perf_counter() - began > work.seconds):
-                    row["error"] = f"not begun: --seconds {work.seconds:g} had gone by"
+                    row["error"] = f"not started: --seconds {work.seconds:g} have passed"
                 else:
                     row = attempt(row, partial(_measure, workload, implementation, layout, work, device), device.type)
                 baseline = baseline or row
@@ -220,7 +220,7 @@ def _measure(
     if layout.stages > 1 and work.alone_of is not None:
         raise ConfigError("a rank alone has no other stages to talk to: measure a pipeline by torchrun.")
     if ranks % (layout.tensor * layout.stages):
-        raise ConfigError(f"{ranks} ranks cannot be shared by {layout}.")
+        raise ConfigError(f"{ranks} ranks cannot be divided into {layout}.")
     warm_up = WARM_UP + (2 if layout.graph else 0)
     training = _Training(workload, implementation, layout, device, warm_up + 2 * work.steps + PROFILED + 1)
     with _compiled(training.blocks) if workload.compile else contextlib.nullcontext():
@@ -247,7 +247,7 @@ class _Training:
     def __init__(
         self, workload: Workload, implementation: Implementation, layout: Layout, device: torch.device, steps: int
     ) -> None:
-        """Make the batches of so many steps, outside their time."""
+        """Make the batches of `steps` steps, outside the timed region."""
         self._trainer, data = lay_out(workload.model, implementation, layout, device)
         named = [pair for module in self._trainer.modules for pair in module.named_parameters()]
         self._optimizer, self._after_step = implementation.optimizer(named), implementation.after_step
@@ -260,7 +260,7 @@ class _Training:
             self._trainer.replay(self._optimizer)
 
     def launch(self) -> None:
-        """Launch kernels one by one from now on: nothing of a graph outlives the ranks, or hides what is sent."""
+        """Launch kernels one by one from now on: no graph outlives the ranks, or hides their communication."""
         if isinstance(self._trainer, Whole):
             self._trainer.launch()
 
@@ -274,7 +274,7 @@ class _Training:
 
 
 def _time(training: _Training, warm_up: int, steps: int, device: torch.device) -> Row:
-    """Time steps one after another, and steps that are waited for."""
+    """Time back-to-back steps, and steps with a wait after each."""
     with gc_frozen(device) as after_step:
         for _ in range(warm_up):
             training.step()
@@ -309,7 +309,7 @@ def _compiled(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _waited(step: Callable[[], None], device: torch.device) -> float:
-    """Return the milliseconds of a step that begins when all ranks have ended the one before."""
+    """Return the milliseconds of a step that starts after all ranks have finished the previous one."""
     _wait_for_all(device)
     began = time.perf_counter()
     step()
@@ -347,11 +347,11 @@ class Flags:
     """data, tensor=N, either with ,graph (a CUDA graph), pipeline=N or pipeline=N,fp8 (FP8 between stages), or several.
     A rank alone has no pipeline."""
     only: Names = ()
-    """Implementations beside BF16; all by default."""
+    """Implementations besides BF16; all by default."""
     steps: int = 8
-    """Steps timed, after a warm-up; the median counts."""
+    """Timed steps, after a warm-up; the median is reported."""
     seconds: float | None = None
-    """Seconds after which no other implementation is started."""
+    """Seconds after which no further implementation is started."""
 
     def work(self, alone_of: int | None = None) -> Work:
         """Return the measurement that the flags describe.
@@ -370,7 +370,7 @@ class Flags:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The flags that measure again."""
+        """Flags that repeat the measurement."""
         return {"workload": self.workload, "layout": self.layout, "only": self.only, "steps": self.steps}
 
 
@@ -378,7 +378,7 @@ BY_DEFAULT = Flags()
 
 
 def command(*, flags: Flags = BY_DEFAULT, output: Output = TO_STDOUT) -> int:
-    """Train a Llama on the ranks of torchrun, by FSDP2 in BF16, by torchao if it is there, and by Octavo.
+    """Train a Llama on the ranks of torchrun: FSDP2 in BF16, torchao if installed, and Octavo.
 
     For example:
 
@@ -400,10 +400,10 @@ def rank(
     flags: Flags = BY_DEFAULT,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Train one rank's part of a Llama without the others: its computation and its memory.
+    """Train one rank's part of a Llama without the other ranks: its computation and its memory.
 
-    Collectives copy this rank's data in place of the others', on a network that takes no time.
-    So a GPU measures its part of a step on any number of them, and the rest of a real step is the network's.
+    Collectives copy this rank's data in place of the others', without network time.
+    One GPU thus measures its part of a step on any number of GPUs; the rest of a real step is network time.
 
     For example:
 
@@ -413,7 +413,7 @@ def rank(
     Parameters
     ----------
     ranks
-        Ranks that share the model; may be given again for another measurement.
+        Ranks that share the model; repeat the flag for further measurements.
     """
     rows = (row for count in ranks for row in bench_distributed(flags.work(positive("--ranks", count))))
     device = "cuda" if torch.cuda.is_available() else "cpu"

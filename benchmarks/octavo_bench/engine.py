@@ -1,8 +1,8 @@
 """Llama blocks of NVIDIA's Transformer Engine, with the weights of the blocks they replace.
 
-`LayerBlock` is its whole `TransformerLayer`, with its own attention and rotation, in eager mode: what its users run.
-`ModuleBlock` has its linear modules, which fuse the norms and SwiGLU, around the rotation and attention of Octavo's
-blocks; a compiler sees these, and breaks at the modules, which Transformer Engine keeps from it.
+`LayerBlock` is a whole `TransformerLayer` with its own attention and rotary embedding, run eagerly, as its users do.
+`ModuleBlock` has Transformer Engine's linear modules, which fuse the norms and SwiGLU, around the rotary embedding and
+attention of Octavo's blocks. These are compiled; the graph breaks at the modules, which Transformer Engine excludes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.models.llama import Block, FeedForward
 from octavo.nn.rotary import rotate
 
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
-"""Recipes by the name that an implementation has: classes of `transformer_engine.common.recipe`."""
+"""Name in implementations -> recipe class of `transformer_engine.common.recipe`."""
 
 
 class ModuleBlock(nn.Module):
@@ -54,7 +54,7 @@ class LayerBlock(nn.Module):
     """A block that is a `TransformerLayer`."""
 
     angles: Tensor | None
-    """(T, 1, 1, E), of the first forward's tables; every later one has the same."""
+    """(T, 1, 1, E), from the tables of the first forward pass; later passes have the same."""
 
     def __init__(self, block: Block) -> None:
         import transformer_engine.pytorch as te
@@ -106,7 +106,7 @@ def convert(model: nn.Module, tokens: int, *, recipe: str, block: type[ModuleBlo
     from transformer_engine.common import recipe as recipes
 
     blocks: Any = model.get_submodule("layers")
-    with torch.random.fork_rng():  # its modules draw weights, and the data drawn after this must be that of the others
+    with torch.random.fork_rng():  # its modules draw weights; data drawn later must be that of the others
         for index in range(len(blocks)):
             blocks[index] = block(blocks[index])
     chosen, forward = getattr(recipes, RECIPES[recipe])(), model.forward

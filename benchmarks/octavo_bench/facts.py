@@ -70,20 +70,20 @@ def recipe_table() -> str:
 
 
 def alias_table() -> str:
-    """Return the other names of presets, and what they stand for."""
+    """Return the aliases of presets."""
     rows = [(f"`{alias}`", f"`{name}`", recipes.about(name)) for alias, name in recipes.ALIASES.items()]
     return table(("alias", "recipe", "what it is"), rows)
 
 
 def preset_table() -> str:
-    """Return the presets, each with the sentence that its code says about itself."""
+    """Return the presets, each with the first paragraph of its docstring."""
     from octavo.recipes.presets import PRESETS
 
     return table(("recipe", "what it does"), [(f"`{name}`", _sentence(make)) for name, make in PRESETS.items()])
 
 
 def operator_table() -> str:
-    """Return the white and the black list of operators, those with one reason in a line."""
+    """Return the white and the black list of operators, one line per reason."""
     lists, rows = Operators(), []
     for which, names in (("white", lists.white), ("black", lists.black)):
         for why in dict.fromkeys(names.values()):
@@ -92,7 +92,7 @@ def operator_table() -> str:
 
 
 def operator_rule_table() -> str:
-    """Return the rules that keep small products as they are."""
+    """Return the rules that leave small products unchanged."""
     lists = {f"`{name}`" for name in ("white", "black")}
     return table(FIELD_HEADER, [row for row in _field_rows(Operators) if row[0] not in lists])
 
@@ -110,7 +110,7 @@ def error_table() -> str:
 def field_table(cls: type, prefix: str = "") -> str:
     """Return the fields of a dataclass: key, type, default and the docstring below it, nested ones in full.
 
-    `prefix` stands before each key: the table that the fields belong to, and a dot.
+    `prefix` precedes each key: the enclosing table and a dot.
     """
     return table(FIELD_HEADER, _field_rows(cls, prefix))
 
@@ -175,7 +175,7 @@ def result_kind_table() -> str:
 
 
 def optimizer_state_table() -> str:
-    """Return the bytes per parameter of every tier by dtype of the weight, counted for a matrix of 4096 x 4096."""
+    """Return the bytes per parameter by tier and dtype of the weight, for a matrix of 4096 x 4096."""
     from octavo.optim import TIERS, bytes_per_parameter
 
     kinds = ("weight", "gradient", "master", "first", "second", "total")
@@ -194,7 +194,7 @@ def optimizer_state_table() -> str:
 
 
 def activation_table() -> str:
-    """Return the bytes per token in a block of Llama-3-8B, by option, and the share that an option computes twice."""
+    """Return the bytes per token in a block of Llama-3-8B by option, and the share that each option recomputes."""
     from octavo.conversion import Policy
     from octavo_bench.workloads import WORKLOADS
 
@@ -238,12 +238,12 @@ def system_key_table() -> str:
 
 
 def aggregate_table() -> str:
-    """Return the aggregates of a snapshot that trackers are sent."""
+    """Return the aggregates of a snapshot that are sent to trackers."""
     return table(("name", "meaning"), [(f"`{key}`", meaning) for key, meaning in AGGREGATES.items()])
 
 
 def verdict_table() -> str:
-    """Return the limits that the dashboard's verdict is held against."""
+    """Return the limits of the dashboard's verdict."""
     share = f"share of a tensor's elements, mean of the newest {verdict.SNAPSHOTS} snapshots"
     rows = []
     for name, limit in verdict.LIMITS.items():
@@ -287,7 +287,7 @@ def device_table() -> str:
 
 
 def level_table() -> str:
-    """Return what each level of FP8-LM sets in a run file, and what it takes: bytes per parameter of large matrices."""
+    """Return the run-file settings of each level of FP8-LM, and its bytes per parameter of large matrices."""
     from octavo.optim import bytes_per_parameter
 
     dtypes = {"fp32": torch.bfloat16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -349,19 +349,19 @@ def _percent(share: float) -> str:
 
 
 SHAPE = Shape(8192, 4096, 4096)
-"""The layer that scales are counted for."""
+"""Layer for which bytes are counted."""
 _SCALES = {"power_of_two": "a power of two", "float32": "FP32", "engine": "FP32, as engines"}
 _HEADER = ("operand", "format", "granularity", "scale", "made", "read", "written")
 _SUMMARY = ("recipe", "input", "gradient", "weight", "kept of the input", "kept of the weight")
 
 
 def summary_table() -> str:
-    """Return a line per recipe: bytes per element of each matrix that are read and written, and kept for backward."""
+    """Return a line per recipe: bytes per element of each matrix, read and written, and kept for backward."""
     return table(_SUMMARY, [_summary(name, recipes.load(name)) for name in recipes.names()])
 
 
 def operand_tables() -> str:
-    """Return a table per recipe: how each operand of each GEMM is made, at which cost. Equal ones are merged."""
+    """Return a table per recipe: production and cost of each operand of each GEMM. Equal tables are merged."""
     alike: dict[str, list[str]] = {}
     for name in recipes.names():
         alike.setdefault(_operand_table(recipes.load(name)), []).append(name)
@@ -410,7 +410,7 @@ def _operand_rows(recipe: Recipe) -> Iterator[tuple[str, ...]]:
 
 
 def _made(recipe: Recipe, name: str, one: Pass) -> str:
-    """Say how an operand is made, and when."""
+    """Return how and when an operand is made."""
     if one.how == "cast":
         return f"cast in {one.when}"
     if one.how == "transpose":
@@ -428,7 +428,7 @@ def _folded_in(recipe: Recipe, partner: str) -> str:
 
 
 def _bytes(count: int, matrix: str) -> str:
-    """Return bytes by the elements of a matrix of the layer."""
+    """Return bytes per element of a matrix of the layer."""
     return f"{count / prod(SHAPE.of(matrix)):.2f}"
 
 
@@ -436,7 +436,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def readme_plan() -> str:
-    """Return what the README's example prints: its lines up to the plan, run."""
+    """Run the README's example up to the plan and return its output."""
     code = re.search(r"^```python\n(.*?\nprint\(octavo\.plan[^\n]*\n)", README.read_text(encoding="utf-8"), re.M | re.S)
     if code is None:
         raise ConfigError(f"{README}: has no example that prints a plan.")
@@ -475,4 +475,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity-sizes": ladder.size_table,
     "parity-intervals": ladder.interval_table,
 }
-"""Tables by name. A new one is a function above and a line here."""
+"""Tables by name. To add one, write a function above and a line here."""

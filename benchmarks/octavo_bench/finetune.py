@@ -1,8 +1,8 @@
-"""`octavo bench finetune`: fine-tuning in FP8 beside BF16, from one model that was trained for it.
+"""`octavo bench finetune`: fine-tuning in FP8 and in BF16, from one pretrained model.
 
-A small model is trained on text in which random words are repeated, in capitals, or with spaces. Then it is fine-tuned
-on conversations that ask for these by other verbs, all weights or LoRA, each in FP8 and in BF16 from the same weights
-on the same batches. A held-out answer is right if greedy decoding gives it, letter by letter.
+A small model is pretrained on text that repeats random words unchanged, in capitals, or with spaces. It is fine-tuned
+on conversations that ask for these by other verbs: all weights or LoRA, each in FP8 and in BF16 from the same weights
+on the same batches. A held-out answer is correct if greedy decoding reproduces it exactly.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
     "shout": ("capitals", str.upper),
     "spell": ("spaces", " ".join),
 }
-"""Verbs of the fine-tuning: what they ask for was learned under another name."""
+"""Verb of the fine-tuning -> its name in pretraining, and the answer."""
 METHODS: dict[str, dict[str, Any]] = {
     "all weights": {"lr": 2e-3},
     "LoRA": {"lora": LoraConfig(rank=8, alpha=16.0), "weights": "fp8", "lr": 5e-3},
 }
-"""Changes of the run by method: LoRA is over frozen one-byte weights."""
+"""Changes of the run by method; LoRA has frozen one-byte weights."""
 LETTERS, LENGTHS = "abcdefghijklmnop", (3, 8)
-"""Long words are harder, so that neither precision answers everything."""
+"""Alphabet and lengths of words: long ones are hard enough that neither precision answers everything."""
 SEQUENCE = 128
 
 
 def within_error(row: Row) -> bool:
     """Return whether the accuracies of a row differ by at most two standard errors of their difference.
 
-    Where both answer alike the error is 0; then one conversation counts as the error.
+    If all answers agree the error is 0; one conversation is then taken as the error.
     """
     error = max(row["difference_error"], 100 / row["samples"])
     return math.isclose(row["difference"], 0) or abs(row["difference"]) <= 2 * error
@@ -78,10 +78,10 @@ def words(seed: int, count: int) -> Iterator[str]:
 
 
 def write_texts(folder: Path, count: int) -> tuple[Path, Path]:
-    """Write the text of the first training and the conversations; return their files."""
+    """Write the pretraining text and the conversations; return their files."""
     text, chat = folder / "text.jsonl", folder / "chat.jsonl"
     rng = random.Random(2)
-    with text.open("w", encoding="utf-8") as file:  # one word per line, so that repeating it is learned soon
+    with text.open("w", encoding="utf-8") as file:  # one word per line, so that copying is learned early
         for word in words(0, 10 * count):
             order = rng.sample(list(TASKS.values()), len(TASKS))
             said = [f"user:\n{known} {word}\nassistant:\n{change(word)}\n" for known, change in order]
@@ -96,7 +96,7 @@ def write_texts(folder: Path, count: int) -> tuple[Path, Path]:
 
 
 def pretrain(folder: Path, text: Path, steps: int) -> Path:
-    """Train the model in BF16 and export it; return the export."""
+    """Train the model in BF16 and export it; return the directory of the export."""
     from octavo.serving.run import export_run
     from octavo.train import train
 
@@ -154,7 +154,7 @@ def command(
     seeds
         Seeds of the fine-tuning.
     pretraining
-        Steps of the first training.
+        Steps of pretraining.
     steps
         Steps of each fine-tuning.
     count

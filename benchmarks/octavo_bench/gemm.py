@@ -1,4 +1,4 @@
-"""Time every GEMM kernel that this machine has, beside BF16, on the same random normal matrices."""
+"""Time every GEMM kernel available on this machine, and BF16, on the same random normal matrices."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ SHAPES: tuple[Shape, ...] = (
 """Square; Llama-8B's projections, feed-forward and head; smaller ones."""
 
 ENERGY_S = 0.5
-"""Seconds of calls whose energy is measured: the GPU's counter moves a few times in that."""
+"""Seconds of calls per energy measurement, which span a few updates of the GPU's counter."""
 OPERANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tensor": ("tensor", "tensor", ("slow", "fast")),
     "row": ("row", "row", ("slow", "fast")),
     "1x128 x 128x128": ("1x128", "128x128", ("slow",)),
     "1x128 x 1x128": ("1x128", "1x128", ("slow",)),
 }
-"""Granularity of the operands' scales, and the accumulations that a kernel may use."""
+"""Scale granularities of the operands, and the accumulation modes to time."""
 
 
 def by_kernel(rows: Sequence[Row]) -> str:
-    """Return a line per shape and a column per kernel: TFLOP/s, and times BF16's in brackets."""
+    """Return a line per shape and a column per kernel: TFLOP/s, with the ratio to BF16's in brackets."""
     keys = ("kernel", "operands", "accumulate")
     columns = grouped(rows, *keys)
     titles = ("BF16" if kernel == BF16 else f"{scales}, {sums}: `{kernel}`" for kernel, scales, sums in columns)
@@ -82,12 +82,12 @@ KIND = Kind(
 
 
 def bench_gemm(shapes: tuple[Shape, ...] = SHAPES, *, device: str = "cuda", repeats: int = 20) -> Iterator[Row]:
-    """Yield one row for each shape and kernel that takes such operands.
+    """Yield one row per shape and kernel that supports the operands.
 
-    A kernel that fails has a row with `error` and no figures, and the others go on.
+    Rows of kernels that fail have `error` and no figures.
 
     Args:
-        repeats: calls to time; the median counts.
+        repeats: timed calls; the median is reported.
     """
     for shape in shapes:
         yield from beside_first(attempts(_cases(shape, device, repeats)))
@@ -115,14 +115,14 @@ def _calls(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], Tensor
             if kernel.unsupported_reason(a, b) is not None or (kernel.name == "reference" and device == "cuda"):
                 continue
             if scales == "tensor" and kernel.name == "scaled_mm.row":
-                continue  # it spreads the one scale over the rows: the very call of "row"
+                continue  # broadcasts the scale over the rows: the same call as "row"
             for accumulate in accumulations:
                 row = {"shape": name, "kernel": kernel.name, "operands": scales, "accumulate": accumulate}
                 yield row, partial(kernel.run, a, b, torch.bfloat16, accumulate == "fast")
 
 
 def _energy(shape: Shape, call: Callable[[], Tensor], ms: float) -> Row:
-    """Return the energy of one operation in picojoules, over calls of `ENERGY_S` seconds, or why it is not known."""
+    """Return picojoules per FLOP over `ENERGY_S` seconds of calls, or the reason why they are unknown."""
     calls = max(1, round(1e3 * ENERGY_S / ms))
     torch.cuda.synchronize()
     probe = SystemProbe(torch.cuda.current_device())
@@ -146,7 +146,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def command(*, shape: Names = (), device: str = "auto", repeats: int = 20, output: Output = TO_STDOUT) -> int:
-    """Time every FP8 GEMM kernel of this machine beside BF16, on random normal matrices.
+    """Time every FP8 GEMM kernel of this machine, and BF16, on random normal matrices.
 
     Examples:
 
@@ -157,11 +157,11 @@ def command(*, shape: Names = (), device: str = "auto", repeats: int = 20, outpu
     Parameters
     ----------
     shape
-        MxNxK of A (M, K) times B (N, K) transposed; may be given again. By default the shapes of a Llama-8B.
+        MxNxK of A (M, K) times B (N, K) transposed; repeatable. By default the shapes of a Llama-8B.
     device
         cuda or cpu; auto takes the GPU if there is one.
     repeats
-        Calls timed, after a warm-up; the median counts.
+        Timed calls, after a warm-up; the median is reported.
     """
     shapes, repeats = tuple(map(parse_shape, shape)) or SHAPES, positive("--repeats", repeats)
     rows = bench_gemm(shapes, device=device_named(device), repeats=repeats)

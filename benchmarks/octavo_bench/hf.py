@@ -1,12 +1,12 @@
 """Train a Qwen3-shaped model with transformers' Trainer: BF16, torchao and Octavo, eager and compiled.
 
-The Trainer is left as users have it: `bf16=True`, weights in FP32 under autocast, fused AdamW, `torch_compile` for the
-whole model. Octavo and torchao each change the model by one call before it. Time is by the clock, from the end of the
-warm-up to the end of the last step, so that what the Trainer does between steps counts.
+The Trainer runs as for users: `bf16=True`, weights in FP32 under autocast, fused AdamW, `torch_compile` for the whole
+model. Octavo and torchao each convert the model by one call before it. Time is wall time from the end of the warm-up
+to the end of the last step, including the Trainer's work between steps.
 
-While it is compiled, transformers gives attention a mask of all pairs of tokens, since it cannot tell packed sequences
-from others there, and attention takes several times as long. The mode `torch_compile_causal` has the same attention
-without the mask, in every implementation.
+Under compilation transformers passes attention a mask of all pairs of tokens, since it cannot detect packed sequences
+there, and attention takes several times as long. The mode `torch_compile_causal` has the same attention without the
+mask, in every implementation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from octavo_bench.results import Row
 from octavo_bench.timing import attempts, beside_first, peak_gib
 
 WARM_UP = 4
-"""Steps before the time begins: the first ones compile and tune."""
+"""Untimed first steps, which compile and autotune."""
 MODES = ("eager", "torch_compile", "torch_compile_causal")
 CAUSAL = "sdpa_causal"
-"""Name of transformers' own attention function where no mask is made for it."""
+"""Name that registers transformers' own attention function without a mask."""
 KIND = Kind(
     name="hf",
     keys={
@@ -58,7 +58,7 @@ KIND = Kind(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The shape of a Qwen3, and of the batch that goes through it."""
+    """Shape of a Qwen3 and of its batch."""
 
     name: str
     dim: int
@@ -80,11 +80,11 @@ MODELS = {
         Model(name="tiny", dim=64, ffn=128, heads=2, kv_heads=1, head_dim=32, layers=1, vocab=64, batch=2, sequence=32),
     )
 }  # fmt: skip
-"""By name: Qwen3-1.7B's blocks, six of them with a small vocabulary; one for tests."""
+"""By name: six blocks of Qwen3-1.7B with a small vocabulary; one for tests."""
 
 
 def implementations(tokens: int) -> dict[str, Callable[[nn.Module], object]]:
-    """Return what each implementation does to a model of that many tokens per step, by name; the baseline first."""
+    """Return the conversion of each implementation by name, for `tokens` per step; the baseline first."""
     found: dict[str, Callable[[nn.Module], object]] = {BF16: lambda model: None}
     if importlib.util.find_spec("torchao") is not None:
         found[TORCHAO] = convert_torchao
@@ -103,14 +103,14 @@ def bench_hf(
     device: str = "cuda",
     steps: int = 12,
 ) -> Iterator[Row]:
-    """Yield a row per mode and implementation; one that fails has `error`.
+    """Yield a row per mode and implementation; rows of failed ones have `error`.
 
     Args:
-        only: implementations beside BF16; all if empty.
-        steps: timed steps, after `WARM_UP` others.
+        only: implementations besides BF16; all if empty.
+        steps: timed steps, after `WARM_UP` untimed ones.
 
     Raises:
-        ConfigError: a name that is not there.
+        ConfigError: an unknown name.
         UnsupportedError: transformers or accelerate is not installed.
     """
     for package in ("transformers", "accelerate"):
@@ -135,12 +135,12 @@ def _measure(model: Model, convert: Callable[[nn.Module], object], mode: str, de
 
 
 def train(model: Any, batch: int, sequence: int, mode: str, *, device: str, steps: int) -> Row:
-    """Train a model of transformers by its Trainer on random tokens; return speed, peak of memory and loss.
+    """Train a model of transformers by its Trainer on random tokens; return speed, peak memory and loss.
 
     Args:
         batch: sequences per step.
         mode: one of `MODES`.
-        steps: timed steps, after `WARM_UP` others.
+        steps: timed steps, after `WARM_UP` untimed ones.
 
     Raises:
         NonFiniteError: the loss is not finite.
@@ -148,7 +148,7 @@ def train(model: Any, batch: int, sequence: int, mode: str, *, device: str, step
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Clock(TrainerCallback):
-        """Notes when the warm-up ended and when training did, each once the device is done."""
+        """Records the end of the warm-up and of training, each synchronised with the device."""
 
         def __init__(self) -> None:
             self.began = self.ended = 0.0
@@ -180,8 +180,8 @@ def train(model: Any, batch: int, sequence: int, mode: str, *, device: str, step
         tokens = torch.randint(model.config.vocab_size, shape, generator=draw)
         data: Any = [{"input_ids": ids, "labels": ids} for ids in tokens]
         result = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[clock]).train()
-    if not math.isfinite(result.training_loss):  # NaN draws less power than numbers: its time would be too good
-        raise NonFiniteError("its loss is not finite, so its time means nothing.")
+    if not math.isfinite(result.training_loss):  # NaN draws less power than numbers: its time would be too short
+        raise NonFiniteError("its loss is not finite, so its time is meaningless.")
     seconds = clock.ended - clock.began
     return {
         "tokens_per_s": round(steps * batch * sequence / seconds),
@@ -210,7 +210,7 @@ def _make(model: Model, device: str) -> Any:
 
 
 def leave_out_mask(model: Any) -> None:
-    """Give a model of transformers its usual attention under a name that no mask is made for: it is causal."""
+    """Set a model's usual attention under a name for which transformers makes no mask: it is then causal."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -229,7 +229,7 @@ def command(
 ) -> int:
     """Train a Qwen3-shaped model with transformers' Trainer, eager and compiled: BF16, torchao if present, Octavo.
 
-    Exits with 1 if an implementation failed; the others are measured all the same.
+    Exits with 1 if an implementation failed, after measuring the others.
 
     Examples:
 
@@ -241,14 +241,14 @@ def command(
     model
         qwen3-2048 (six blocks of Qwen3-1.7B, 4 x 4,096 tokens) or tiny.
     mode
-        eager, torch_compile (the Trainer's option) or torch_compile_causal (the same, and no mask for attention); all
+        eager, torch_compile (the Trainer's option) or torch_compile_causal (the same without an attention mask); all
         by default.
     only
-        Implementations to run beside BF16; all by default.
+        Implementations to run besides BF16; all by default.
     device
         cuda or cpu; auto takes the GPU if there is one.
     steps
-        Steps timed, after a warm-up.
+        Timed steps, after a warm-up.
     """
     chosen = MODELS[known("--model", model, list(MODELS), "model")]
     modes = tuple(known("--mode", one, MODES, "mode") for one in mode)

@@ -1,9 +1,9 @@
-"""Host time and kernel launches per block, on Llama blocks so small that the GPU never holds the host up.
+"""Host time and kernel launches per block, on Llama blocks so small that the host never waits for the GPU.
 
 A step is forward and backward of 8 blocks. Before each step, outside the timed region, all weights are modified in
 place by one foreach operation, so that every implementation quantises them again, as after an optimizer step. Host
-time is the wall time of a step until the host has issued everything, without a synchronise inside. Launches are
-counted by the profiler in a second pass, after all timing, as the profiler slows later launches down.
+time is the wall time of a step until the host has issued everything, without synchronising. Launches are counted by
+the profiler in a second pass, after all timing, as the profiler slows later launches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SKIPPED = "compiled, own guards skipped"
 """Octavo's blocks alone: compiled with `octavo.skip_own_guards`, as `octavo train` compiles them."""
 WARM_UP_STEPS = 10
 STEPS = 50
-"""Timed steps; the median counts."""
+"""Timed steps; the median is reported."""
 PROFILED_STEPS = 5
 KIND = Kind(
     name="host",
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
+    """Causal self-attention with rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,12 +125,12 @@ class Stack:
         self.parameters: list[Tensor] = list(self.blocks.parameters())
 
     def compile(self, options: dict[str, Any] | None = None) -> None:
-        """Compile each block by itself. Graph breaks are allowed: they are part of the measurement."""
+        """Compile each block separately. Graph breaks are allowed: they are part of the measurement."""
         for block in self.blocks:
             block.compile(options=options)
 
     def change_weights(self) -> None:
-        """Drop the gradients, and modify all weights in place, as an optimizer does; their values stay."""
+        """Drop the gradients and modify all weights in place, as an optimizer does, with unchanged values."""
         for tensor in (self.x, *self.parameters):
             tensor.grad = None
         with torch.no_grad():
@@ -160,17 +160,17 @@ class Launches:
 
 
 def bench_host(recipes: Sequence[str] = ("folded",), *, steps: int = STEPS) -> Iterator[Row]:
-    """Yield one row per implementation and mode, once all are timed.
+    """Yield one row per implementation and mode, after timing all.
 
     Args:
-        recipes: Octavo recipes to time beside BF16 and torchao's tensorwise.
+        recipes: Octavo recipes to time besides BF16 and torchao's tensorwise.
         steps: steps to time, 30 or more.
 
     Raises:
         UnsupportedError: there is no CUDA GPU.
     """
     if not torch.cuda.is_available():
-        raise UnsupportedError("octavo bench host times the work of the host for a CUDA GPU, and there is none here.")
+        raise UnsupportedError("octavo bench host times host work for a CUDA GPU, and there is none here.")
     found = implementations()
     own = [known("--recipes", f"octavo {recipe}", [*found], "implementation") for recipe in recipes]
     names = [name for name in found if name in (BF16, TORCHAO, *own)]
@@ -191,7 +191,7 @@ def _stack(implementation: Implementation, mode: str) -> Stack:
 
 
 def _times(implementation: Implementation, mode: str, steps: int) -> Row:
-    """Time steps: the milliseconds until all is issued, and until all is done, per block."""
+    """Time steps: milliseconds per block until everything is issued, and until it has completed."""
     stack = _stack(implementation, mode)
     _warm_up(stack)
     issued, done = [], []
@@ -215,7 +215,7 @@ def _times(implementation: Implementation, mode: str, steps: int) -> Row:
 
 
 def _launch_figures(implementation: Implementation, mode: str) -> Row:
-    """Profile a few steps, each by itself, and return the GPU work of the median one, per block."""
+    """Profile a few steps separately, and return the GPU work of the median one, per block."""
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     stack = _stack(implementation, mode)
     _warm_up(stack)
@@ -262,7 +262,7 @@ def _warm_up(stack: Stack) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector out of timed steps."""
+    """Disable Python's garbage collector in timed steps."""
     gc.collect()
     gc.disable()
     try:
@@ -274,8 +274,8 @@ def _no_collection() -> Iterator[None]:
 def command(*, recipes: str = "folded", steps: int = STEPS, output: Output = TO_STDOUT) -> int:
     """Time the host per block and count kernel launches, on Llama blocks too small to keep a GPU busy.
 
-    Forward and backward of 8 blocks (dim 1024, 128 tokens) in BF16, torchao if it is there, and Octavo, in eager mode
-    and compiled block by block. It needs a CUDA device.
+    Forward and backward of 8 blocks (dim 1024, 128 tokens) in BF16, torchao if installed, and Octavo, in eager mode and
+    compiled per block. Needs a CUDA device.
 
     Examples:
 
@@ -287,7 +287,7 @@ def command(*, recipes: str = "folded", steps: int = STEPS, output: Output = TO_
     recipes
         Octavo's recipes, separated by commas.
     steps
-        Steps timed, after a warm-up, 30 or more; the median counts.
+        Timed steps, after a warm-up, 30 or more; the median is reported.
     """
     rows = bench_host(recipes.split(","), steps=positive("--steps", steps))
     return output.finish(KIND, rows, device="cuda", recipes=recipes, steps=steps)

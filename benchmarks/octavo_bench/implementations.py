@@ -1,4 +1,4 @@
-"""Implementations that are timed: BF16, torchao and Transformer Engine if they are installed, and every recipe."""
+"""Timed implementations: BF16, torchao and Transformer Engine if installed, and every recipe."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from octavo_bench import engine
 
 TORCHAO = "torchao tensorwise"
 BF16 = "bf16"
-"""The baseline: of the implementations, and of the precisions of a GEMM."""
+"""Baseline of the implementations, and of the precisions of a GEMM."""
 ONCE = ", gathered once"
-"""End of the name of a sharded implementation that keeps gathered weights until backward has read them."""
+"""Name suffix of sharded implementations that keep gathered weights until backward has read them."""
 HEAD = "lm_head"
 
 
 def is_no_head(name: str, layer: nn.Module) -> bool:
-    """Return whether to convert a layer: heads stay in BF16, as those of the peers."""
+    """Return whether to convert a layer: heads stay in BF16, as in the peers."""
     return name != HEAD
 
 
 def is_in_even_block(name: str, layer: nn.Module) -> bool:
-    """Return whether to convert a layer where every second block stays in BF16: what a fallback costs, and keeps."""
+    """Return whether to convert a layer if every second block stays in BF16, which shows the cost of a fallback."""
     return is_no_head(name, layer) and int(name.split(".")[1]) % 2 == 0
 
 
@@ -44,21 +44,21 @@ class Implementation:
     name: str
     """Name in results."""
     convert: Callable[[nn.Module, int], object] = _leave
-    """(BF16 model, tokens per step): makes the model into this implementation, in place."""
+    """(BF16 model, tokens per step): converts the model to this implementation, in place."""
     compile: bool = True
     """Each block can be compiled."""
     fullgraph: bool = True
-    """Each compiles as one graph."""
+    """Each block compiles as one graph."""
     gemms: tuple[str, str, str] = (BF16, BF16, BF16)
     """The precision of fprop, dgrad and wgrad, as `octavo_bench.rates` names them."""
     fp8_head: bool = False
-    """The output head computes in this precision too; otherwise in BF16."""
+    """The output head runs in this precision too; otherwise in BF16."""
     has_floor: bool = True
-    """All blocks have these products, so that a floor can be said."""
+    """All blocks have these GEMMs, so that a floor can be computed."""
     own_optimizer: bool = False
     """A whole model is updated by `octavo.optim.AdamW` with exact states; otherwise by PyTorch's fused AdamW."""
     package: str | None = None
-    """Distribution of a peer: the row notes its version."""
+    """Distribution of a peer, whose version the row records."""
 
     @property
     def is_fp8(self) -> bool:
@@ -67,10 +67,10 @@ class Implementation:
 
 
 def implementations(*, head: bool = False) -> dict[str, Implementation]:
-    """Return every implementation by name, the baseline first. Those of a peer are there when it is installed.
+    """Return every implementation by name, the baseline first. Peers must be installed.
 
     Args:
-        head: of a whole model, where the head may be in FP8 too.
+        head: include those with an FP8 head, for whole models.
     """
     found = [Implementation(name=BF16)]
     if importlib.util.find_spec("torchao") is not None:
@@ -93,12 +93,12 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
 
 
 def _is_timed(recipe: Recipe) -> bool:
-    """Return False for static scales, which another recipe has to calibrate, and for emulation."""
+    """Return False for static scales, which need calibration by another recipe, and for emulation."""
     return not recipe.needs_calibration and not recipe.is_emulated
 
 
 def precisions(recipe: Recipe) -> tuple[str, str, str]:
-    """Return the precision of fprop, dgrad and wgrad: BF16, or scales and accumulation, as a ceiling is measured."""
+    """Return the precision of fprop, dgrad and wgrad as in `octavo_bench.rates`: BF16, or scales and accumulation."""
     operands = {name: {a.granularity, b.granularity} for name, a, b in recipe.gemms()}
     fprop, dgrad, wgrad = (_precision(operands.get(name), recipe.gemm(name).accumulate) for name in recipes.GEMMS)
     return fprop, dgrad, wgrad
@@ -149,7 +149,7 @@ def _octavo(
 
 
 def convert_torchao(model: nn.Module, tokens: int = 0, *, recipe: str = "tensorwise", **options: Any) -> None:
-    """Convert all linear layers but the head by torchao: by a recipe of its own, or tensorwise with options."""
+    """Convert all linear layers except the head by torchao: by one of its recipes, or tensorwise with options."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(**options) if options else Float8LinearConfig.from_recipe_name(recipe)

@@ -1,8 +1,8 @@
-"""Time each fused kernel beside a plain copy of as many bytes.
+"""Time each fused kernel against a plain copy of as many bytes.
 
-A kernel must move every input once per pass and every result once. Most take one pass. Where the scales of whole
-columns or of a matrix must be known before the first code is written, there is a second; the bytes are then those of
-both passes. A second read of a program's own row comes from the cache and is not counted.
+A kernel reads every input once per pass and writes every result once. Most take one pass. Per-column and per-tensor
+scales must be known before the first code is written and take a second pass; the bytes are then those of both. A
+program's second read of its own row hits the cache and is not counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HEAD_DIM = 128
 CHUNK = 4096
 """Tokens whose logits are computed at a time."""
 SMALL = (128, 256)
-"""The largest shape on a CPU, where only the result counts."""
+"""Largest shape on a CPU, where only the result matters."""
 
 
 KIND = Kind(
@@ -80,17 +80,17 @@ class Case:
     shape: tuple[int, int]
     """Rows and columns of its main operand."""
     operands: Callable[[Draw, int, int], Sequence[Any]]
-    """(random matrices, rows, columns) -> the tensors that a pass reads, perhaps nested."""
+    """(random matrices, rows, columns) -> tensors read by a pass, possibly nested."""
     call: Callable[..., Any]
     """Called with the operands."""
     passes: int = 1
     """Reads of its operands from memory."""
     writes: Callable[..., Sequence[Tensor]] | None = None
-    """(operands) -> the tensors that are written; None for those that the call returns."""
+    """(operands) -> written tensors; None: those returned by the call."""
 
 
 class Draw:
-    """Random normal BF16 matrices, the same ones every time."""
+    """Reproducible random normal BF16 matrices."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -101,7 +101,7 @@ class Draw:
         return torch.randn(shape, generator=self._generator, dtype=torch.bfloat16, device=self.device)
 
     def scales(self, *shape: int) -> Tensor:
-        """Return powers of two, FP32, as the scales of a row target are."""
+        """Return powers of two, FP32, like the scales of a row target."""
         exponents = torch.randint(-12, -6, shape, generator=self._generator, device=self.device)
         return torch.exp2(exponents.float())
 
@@ -109,12 +109,12 @@ class Draw:
 def bench_kernels(names: tuple[str, ...] = (), *, device: str = "cuda", repeats: int = 20) -> Iterator[Row]:
     """Yield one row per kernel and shape.
 
-    A kernel that fails, or that only its slow reference can replace, has a row with `error` and no figures, and
-    the others go on. On a CPU it is the references that run, on small shapes.
+    Rows of kernels that fail, or fall back to the slow reference, have `error` and no figures. On a CPU the references
+    run, on small shapes.
 
     Args:
-        names: run the kernels whose name begins with one of these; all if empty.
-        repeats: calls to time; the median counts.
+        names: prefixes of the kernels to run; all if empty.
+        repeats: timed calls; the median is reported.
     """
     for case in CASES:
         if names and not case.kernel.startswith(names):
@@ -165,7 +165,7 @@ def _row_codes(draw: Draw, m: int, n: int) -> Sequence[Tensor]:
 
 
 def _dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode as `FP8Tensor` does where an operator has no FP8 form; products decode in the tensor cores."""
+    """Dequantise as `FP8Tensor` does for operators without an FP8 form; GEMMs decode in the tensor cores."""
     return dequantize(Quantized(codes, scale, PER_ROW), torch.bfloat16)
 
 
@@ -178,12 +178,12 @@ def _with_vectors(count: int) -> Operands:
 
 
 def _hidden(draw: Draw, m: int, f: int) -> Sequence[Tensor]:
-    """The gradient of h, gate and up."""
+    """Return the gradient of h, gate and up."""
     return draw(m, f), draw(m, f), draw(m, f)
 
 
 def _hidden_codes(draw: Draw, m: int, f: int) -> Sequence[Any]:
-    """The gradient of h, gate and up, these two as the forward keeps them in codes."""
+    """Return the gradient of h, and gate and up as the codes saved by forward."""
     dh, gate, up = _hidden(draw, m, f)
     return dh, *activation_and_inputs("silu", gate, up, BY_ROW)[1]
 
@@ -266,11 +266,11 @@ CASES = (
         writes=lambda logits, targets: (logits, torch.empty(len(targets), device=targets.device)),
     ),
 )  # fmt: skip
-"""All cases: a new kernel is a line here."""
+"""All cases. To add a kernel, write a line here."""
 
 
 def command(*, only: Names = (), device: str = "auto", repeats: int = 20, output: Output = TO_STDOUT) -> int:
-    """Time each fused kernel beside a copy of as many bytes, at the shapes of a Llama-8B; small ones on a CPU.
+    """Time each fused kernel against a copy of as many bytes, at the shapes of a Llama-8B; small ones on a CPU.
 
     Examples:
 
@@ -281,11 +281,11 @@ def command(*, only: Names = (), device: str = "auto", repeats: int = 20, output
     Parameters
     ----------
     only
-        Beginnings of the names of the kernels to run; all by default.
+        Prefixes of the names of the kernels to run; all by default.
     device
         cuda or cpu; auto takes the GPU if there is one.
     repeats
-        Calls timed, after a warm-up; the median counts.
+        Timed calls, after a warm-up; the median is reported.
     """
     names = list(dict.fromkeys(case.kernel for case in CASES))
     for start in only:

@@ -1,4 +1,4 @@
-"""A kind of measurement: cases become rows, rows a result file, and that a table; and the flags of every command.
+"""Kinds of measurement: from cases to rows, result files and tables; and the flags of every command.
 
 A kind is a file with its `Kind`, a function that yields rows, and a command that ends in `output.finish(KIND, rows)`.
 """
@@ -27,14 +27,14 @@ Names = Annotated[tuple[str, ...], Parameter(negative=())]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kind(Schema):
-    """A kind of measurement, and how its rows are shown. Its tables have its name and those of `tables`."""
+    """A kind of measurement and the presentation of its rows. Its tables have its name and those of `tables`."""
 
     columns: Sequence[Column] = ()
     """Columns of its table and of the progress line of a row; without any, no line is printed."""
     names: int = 1
-    """Columns that name a row."""
+    """Number of leading columns that name a row."""
     told: Sequence[Column] = ()
-    """Columns of the progress line alone."""
+    """Further columns of the progress line."""
     derived: Callable[[Row], Row] = lambda row: {}
     """(row) -> further values for the columns; not called for a failed row."""
     show: Callable[[Sequence[Row]], str] | None = None
@@ -66,12 +66,12 @@ class Kind(Schema):
         return ": ".join(filter(None, (name, ", ".join((*figures, *failed)))))
 
     def case(self, row: Row) -> results.Key:
-        """Return the columns that name a row, in place of its keys if there are any."""
+        """Return the cells that name a row, or its keys if there are no columns."""
         return tuple(cell(form, row) for _, form in self.columns[: self.names]) or Schema.case(self, row)
 
 
 def by_result(name: str, show: Callable[[Sequence[Row]], str]) -> Table:
-    """Return another table of the newest results of a kind; empty if it shows nothing."""
+    """Return a further table of the newest results of a kind; empty if `show` is."""
     return lambda directory: _with_origins(show, results.newest(name, directory))
 
 
@@ -91,7 +91,7 @@ class Output:
     """Flags for the rows of a measurement."""
 
     write: Annotated[Path | None, Parameter(negative=())] = None
-    """Directory of result files, benchmarks/results in this repository. The day's rows of other workloads stay."""
+    """Directory of result files, benchmarks/results in this repository. The day's rows of other workloads are kept."""
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False
     """Print the rows as JSON on stdout, the progress on stderr."""
 
@@ -110,13 +110,13 @@ class Output:
     ) -> list[Row]:
         """Print and write rows, and return them. Without rows, as on ranks other than the first, print nothing.
 
-        Each row is printed as it comes, and kept in a folder `unfinished-*` until all are measured, as the next may end
-        the process.
+        Each row is printed when measured, and kept in a folder `unfinished-*` until all are, as the next may end the
+        process.
 
         Args:
-            rows: a row that comes again has changed.
-            words: arguments, and
-            flags: flags of the command that measures the rows again, see `command_line`.
+            rows: a row may be yielded again after a change.
+            words: arguments of the command that repeats the measurement.
+            flags: flags of that command, see `command_line`.
             device: measured device; not a flag of the command.
             machine: a name in place of the device's.
         """
@@ -153,7 +153,7 @@ TO_STDOUT = Output()
 
 
 def command_line(*words: str, **flags: Any) -> str:
-    """Return the command that measures again; on ranks of torchrun, with torchrun.
+    """Return the command that repeats the measurement; on ranks of torchrun, with torchrun.
 
     Args:
         flags: by name; left out if None, False or empty, repeated if a tuple.

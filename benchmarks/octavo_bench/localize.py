@@ -1,4 +1,4 @@
-"""Verification of `octavo localize`: predicted changes of the loss beside measured ones, on other text."""
+"""Verification of `octavo localize`: predicted and measured changes of the loss, on other text."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def verify(
         batches: data not used for `found`.
         loss: see `Loss`.
         maps: number of single layers, drawn at random, and of random maps.
-        report: called before each measurement, with the share that is done.
+        report: called before each measurement, with the completed share.
     """
     names = [layer.name for layer in found.layers if ("fprop",) in layer.recipes]
     predicted = {layer.name: layer.change.mean for layer in found.layers}
@@ -82,15 +82,15 @@ def verify(
         done, total = 1, 1 + sum(map(len, groups.values()))  # forward passes over the batches
         for title, group in groups.items():
             measured, errors = [], []
-            for number, inside in enumerate(group):
+            for number, layers in enumerate(group):
                 report(f"verify, {title} {number + 1} of {len(group)}", done / total)
                 done += 1
-                chosen: dict[str, Choice] = dict.fromkeys(inside, ("fprop",))
+                chosen: dict[str, Choice] = dict.fromkeys(layers, ("fprop",))
                 with switch.using(chosen):
                     change = losses(model, batches, loss) - before
                 measured.append(float(change.mean()))
                 errors.append(standard_error(change))
-            sums = [sum(predicted[name] for name in inside) for inside in group]
+            sums = [sum(predicted[name] for name in layers) for layers in group]
             rows.append(_row(title, group, sums, measured, errors))
     return rows
 

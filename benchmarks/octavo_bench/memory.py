@@ -1,4 +1,4 @@
-"""Peak memory of training a Llama beside its forecast, and the largest that fits."""
+"""Measured and predicted peak memory of training a Llama, and the largest one that fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from octavo_bench.timing import attempt, peak_gib
 from octavo_bench.workloads import WORKLOADS, Workload
 
 USABLE = 0.95
-"""Share of a GPU's memory that the largest model may take: the rest is the driver's, and the allocator's fragments."""
+"""Share of a GPU's memory available to the largest model; the rest is for the driver and for fragmentation."""
 
 
 def by_workload(rows: Sequence[Row]) -> str:
@@ -70,18 +70,18 @@ KIND = Kind(
 
 _FP32 = Storage("fp32")
 COMMON = States(name="fp32", about="FP32 moments, and a master apart", first=_FP32, second=_FP32, master=_FP32)
-"""As mixed precision commonly has states: the tier `fp32` has no master beside a BF16 weight, but 16 bits of it."""
+"""States of common mixed precision: the tier `fp32` stores 16 remainder bits with a BF16 weight, not a master."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A way to train, as far as memory goes."""
+    """Training settings that determine memory."""
 
     recipe: str = "bf16"
     policy: octavo.Policy = field(default_factory=octavo.Policy)
     states: str | States = COMMON
     release: bool = False
-    """Each gradient is stepped and freed as soon as backward has it."""
+    """Each gradient is applied and freed as soon as backward has computed it."""
 
 
 _LEAN = octavo.Policy(min_gain=0.0, weights="fp8", activation_inputs="fp8", norm_inputs="fp8", attention_output="fp8")
@@ -98,27 +98,27 @@ BASELINE, *_, LEANEST = CASES
 
 
 def bench_memory(workload: Workload, names: tuple[str, ...] = (), *, largest: bool = False) -> Iterator[Row]:
-    """Yield one row per case. A case that fails has a row with `error`.
+    """Yield one row per case; rows of failed ones have `error`.
 
     Args:
         workload: a whole model.
-        names: of `CASES`; all if empty.
-        largest: measure, of the baseline and the leanest case, the largest model of its proportions that is predicted
-            to fit, on one sequence per step, instead of the workload.
+        names: of `CASES`; by default all, with `largest` the baseline and the leanest.
+        largest: measure the largest model of the workload's proportions that is predicted to fit, with one sequence per
+            step, instead of the workload.
 
     Raises:
         RunError: there is no CUDA device.
-        UnsupportedError: a workload that is no whole model.
+        UnsupportedError: the workload is not a whole model.
     """
     if not torch.cuda.is_available():
-        raise RunError("bench memory measures on a CUDA device, and there is none. `octavo plan --memory` needs none.")
+        raise RunError("bench memory needs a CUDA device, and there is none here. `octavo plan --memory` needs none.")
     if not workload.vocab:
-        raise UnsupportedError(f"workload '{workload.name}' is a stack of blocks: memory is measured of whole models.")
+        raise UnsupportedError(f"workload '{workload.name}' is a stack of blocks: memory is measured for whole models.")
     for name in names or ((BASELINE, LEANEST) if largest else CASES):
         chosen = _largest(workload, CASES[name]) if largest else workload
         about: Row = {"workload": chosen.name, "implementation": name, "shape": asdict(chosen)}
         row = attempt(about, lambda: predict(chosen, CASES[name]).to_dict())  # noqa: B023  # called at once
-        if "error" not in row:  # the forecast is kept beside the error of a measurement
+        if "error" not in row:  # the row keeps the forecast if the measurement fails
             row = attempt(row, partial(_measure, chosen, CASES[name], row["predicted_gib"]), "cuda")
         yield row
 
@@ -153,7 +153,7 @@ def build(workload: Workload, case: Case, device: str) -> memory.Program:
 
 def _model(workload: Workload, device: str) -> Llama:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # in FP32, a model that just fits would not be made
+    torch.set_default_dtype(torch.bfloat16)  # in FP32, a model that just fits could not be built
     try:
         with torch.device(device):
             model = Llama(workload.config)
@@ -183,7 +183,7 @@ def _of_shape(workload: Workload, model: Any) -> Workload:
 
 
 def _measure(workload: Workload, case: Case, predicted_gib: float) -> Row:
-    """Return the most memory allocated while the program is made and makes two steps."""
+    """Return the peak memory allocated by building the program and making two steps."""
     torch.cuda.reset_peak_memory_stats()
     program = build(workload, case, "cuda")
     for _ in range(2):
@@ -202,9 +202,9 @@ def command(
     largest: Annotated[bool, Parameter(negative=())] = False,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Train two steps of a Llama in BF16 and by Octavo's options, and compare the peak of memory with the forecast.
+    """Train two steps of a Llama in BF16 and by Octavo's options, and compare peak memory with the forecast.
 
-    It needs a CUDA device. `octavo plan --memory` predicts without one.
+    Needs a CUDA device. `octavo plan --memory` predicts without one.
 
     Examples:
 
@@ -218,7 +218,7 @@ def command(
     only
         Cases to measure; all by default.
     largest
-        Find the largest model of the workload's proportions that is predicted to fit this GPU, and train that instead.
+        Train the largest model of the workload's proportions that is predicted to fit this GPU instead.
     """
     chosen = WORKLOADS[known("--workload", workload, list(WORKLOADS), "workload")]
     names = tuple(known("--only", name, list(CASES), "case") for name in only)

@@ -1,8 +1,8 @@
-"""Time experts: one layer of a mixture beside PyTorch's BF16 grouped GEMM, and layers of a Qwen3-MoE in the Trainer.
+"""Time experts: one mixture layer against PyTorch's BF16 grouped GEMM, and layers of a Qwen3-MoE in the Trainer.
 
 The rivals of the layer compute the same: tokens are sorted, gathered, multiplied by `torch._grouped_mm`, weighted and
-summed. The best of them, eager or compiled, is the baseline. Routing is uniform and drawn once. What backward keeps
-is the memory of tensors that autograd saves, weights not counted, and codes of weights apart.
+summed. The fastest of them, eager or compiled, is the baseline. Routing is uniform and drawn once. Kept memory is that
+of tensors saved by autograd, without weights; codes of weights are counted separately.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ KIND = Kind(
 
 
 class Mixture(nn.Module):
-    """Experts with SwiGLU by PyTorch's own grouped GEMM, without a loop and without waiting for the host."""
+    """Experts with SwiGLU by PyTorch's own grouped GEMM, without loops or host synchronisation."""
 
     def __init__(self, shape: Shape, device: str) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Mixture(nn.Module):
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return the products of PyTorch's grouped GEMM."""
+    """Return the result of PyTorch's grouped GEMM."""
     return torch._grouped_mm(a, b, offs=ends)
 
 
@@ -122,7 +122,7 @@ WAYS = (
 def bench_layers(shapes: Sequence[Shape], device: str, repeats: int) -> Iterator[Row]:
     """Yield a row per layer and implementation: forward and backward, to x, the routing weights and all weights.
 
-    A row before that the fastest rival, come later, is now compared with changes its ratio.
+    Ratios of earlier rows are updated when a faster rival is measured.
     """
     for shape in shapes:
         given, found = _inputs(shape, device), list[Row]()
@@ -149,7 +149,7 @@ def _measure(shape: Shape, way: Way, given: tuple[Tensor, ...], device: str, rep
         policy = Policy(min_gain=0, activation_inputs=way.inputs)
         plan = convert(nn.ModuleDict({"experts": module}), way.recipe, policy=policy)
         if plan.fp8_layers != 2:
-            raise RuntimeError(f"the plan has {plan.fp8_layers} products in FP8: {plan.layers[0].reason}")
+            raise RuntimeError(f"the plan has {plan.fp8_layers} layers in FP8: {plan.layers[0].reason}")
     x, ids, weights, dy = given
     inputs = [x, weights, *module.parameters()]
     kept = _kept(module, given)
@@ -158,7 +158,7 @@ def _measure(shape: Shape, way: Way, given: tuple[Tensor, ...], device: str, rep
     def step() -> None:
         torch.autograd.grad(call(x, ids, weights), inputs, dy)
 
-    with record() as ledger:  # of eager code: while a ledger is open, compiled code is another
+    with record() as ledger:  # of eager code: an open ledger changes compiled code
         torch.autograd.grad(module(x, ids, weights), inputs, dy)
     ms = median_ms(step, device, repeats, seconds=1.0, queued=False)
     flops = 18 * shape.tokens * shape.each * shape.dim * shape.ffn
@@ -167,11 +167,11 @@ def _measure(shape: Shape, way: Way, given: tuple[Tensor, ...], device: str, rep
 
 
 def _kept(module: nn.Module, given: tuple[Tensor, ...]) -> Row:
-    """Return the MiB that backward keeps: of activations, and of codes of weights."""
+    """Return the MiB saved for backward: of activations, and of codes of weights."""
     x, ids, weights, _ = given
     owned = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     seen: dict[int, tuple[int, bool]] = {}
-    shapes = {parameter.shape for parameter in module.parameters()}  # not sizes: codes of gate may be as many
+    shapes = {parameter.shape for parameter in module.parameters()}  # not sizes: codes of gate may have the same
 
     def keep(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
@@ -191,7 +191,7 @@ def _kept(module: nn.Module, given: tuple[Tensor, ...]) -> Row:
 def bench_trainer(device: str, recipe: str, mode: str) -> Iterator[Row]:
     """Yield a row per precision: a step of Transformers' Trainer, its optimizer included.
 
-    The head of so few layers has most FLOPs of the model, so FP8 is timed with it and without.
+    With so few layers the head has most FLOPs of the model, so FP8 is timed with and without it.
 
     Args:
         mode: a key of `MODES`.
@@ -245,9 +245,9 @@ def _train(device: str, precision: str, mode: str) -> Row:
 
 
 def bench_parallel(shapes: Sequence[Shape], device: str, repeats: int) -> Iterator[Row]:
-    """Time experts that are divided over the ranks of torchrun, in FP8 and in BF16, on tokens of every rank.
+    """Time experts sharded over the ranks of torchrun, in FP8 and in BF16, on tokens of every rank.
 
-    Every rank must call this; rank 0 alone gets rows.
+    Every rank must call this; only rank 0 yields rows.
     """
     with process_group():
         ranks = dist.get_world_size()
@@ -276,7 +276,7 @@ def _in_parallel(
     def step() -> None:
         torch.autograd.grad(model["experts"](x, ids, weights), inputs, dy)
 
-    ms = median_ms(step, device, repeats, seconds=0.0, queued=False)  # so many calls: all ranks make the same
+    ms = median_ms(step, device, repeats, seconds=0.0, queued=False)  # a fixed number of calls, equal on all ranks
     return {"ms": round(ms, 3), "rank_load": round(rank_loads(model)["experts"], 3)}
 
 
@@ -288,7 +288,7 @@ def command(
     repeats: int = 20,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Time a layer of experts beside BF16 grouped GEMMs, and a Qwen3-MoE in Transformers' Trainer.
+    """Time a layer of experts against BF16 grouped GEMMs, and a Qwen3-MoE in Transformers' Trainer.
 
     Examples:
 
@@ -300,14 +300,14 @@ def command(
     Parameters
     ----------
     only
-        layer, trainer (eager), compiled (the Trainer with torch_compile), causal (the same, and no mask for
-        attention) or parallel; the first three by default.
+        layer, trainer (eager), compiled (the Trainer with torch_compile), causal (the same without an attention mask)
+        or parallel; the first three by default.
     recipe
         Recipe in the Trainer.
     device
         cuda or cpu; auto takes the GPU if there is one.
     repeats
-        Calls of a layer that are timed; the median counts.
+        Timed calls of a layer; the median is reported.
     """
     device, shapes = device_named(device), LAYERS if device_named(device) == "cuda" else SMALL
     parts = [known("--only", part, PARTS, "part") for part in only] or PARTS[:3]

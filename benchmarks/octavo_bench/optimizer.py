@@ -1,4 +1,4 @@
-"""Time the optimizers: each tier beside `torch.optim.AdamW(fused=True)`, on weights of a Llama's shapes."""
+"""Time the optimizers: each tier against `torch.optim.AdamW(fused=True)`, on weights of a Llama's shapes."""
 
 from __future__ import annotations
 
@@ -94,15 +94,15 @@ class Case(NamedTuple):
         return self.states in (BASELINE, MUON_BASELINE)
 
     @property
-    def has_master_apart(self) -> bool:
-        """True if a step reads a master and no weight."""
+    def has_separate_master(self) -> bool:
+        """True if a step reads a separate master and not the weight."""
         if self.is_pytorchs:
             return False
         return TIERS[self.states].layout(self.rule, self.weight, self.gradient, stochastic=True).master is not None
 
     @property
     def backward(self) -> torch.dtype:
-        """Dtype in which backward makes gradients."""
+        """Dtype of gradients from backward."""
         return _HALF if self.gradient == _FP8 else self.gradient
 
 
@@ -129,13 +129,13 @@ def bench_optimizer(
 ) -> Iterator[Row]:
     """Yield one row per tier and dtype of the weight.
 
-    `ms` is a step without clipping or a search for overflows, as PyTorch's has neither; `ms_clipped` is one with
-    clipping to a global norm, PyTorch's by `clip_grad_norm_`. `seconds` is the time of the row;
-    `seconds_to_first_step` ends with its first step, kernels compiled. `update_error_db` is for AdamW.
+    `ms`: a step without clipping or overflow check, as PyTorch's has neither; `ms_clipped`: a step with clipping to a
+    global norm, PyTorch's by `clip_grad_norm_`. `seconds`: time of the row; `seconds_to_first_step`: time to the end of
+    its first step, compilation included. `update_error_db`: AdamW only.
 
     Args:
-        parameters: about how many.
-        states: tiers to time beside the baseline; all if empty.
+        parameters: approximate number of parameters.
+        states: tiers to time besides the baseline; all if empty.
     """
     baseline: Row | None = None
     width, copy = LARGE if device == "cuda" else SMALL, copy_rate(device)
@@ -149,7 +149,7 @@ def bench_optimizer(
         if "ms" in row and "ms" in baseline:
             row["ratio_to_fused_adamw"] = round(row["ms"] / baseline["ms"], 3)
         elif "ms" in row:
-            row["error"] = f"{BASELINE} failed; {row['ms']:.3f} ms beside nothing"
+            row["error"] = f"{BASELINE} failed; {row['ms']:.3f} ms without a ratio"
         row["seconds"] = round(time.perf_counter() - start, 1)
         yield row
         if device == "cuda":
@@ -167,8 +167,8 @@ def _measure(case: Case, width: Width, count: int, device: str, repeats: int, co
     synchronize(device)
     first = round(time.perf_counter() - start, 1)
     ms = _time(plain, device, repeats)
-    # All is read and written; but gradients are only read, and a weight with a master apart is only written.
-    once = taken["gradient"] + (taken["weight"] if case.has_master_apart else 0.0)
+    # All tensors are read and written, but gradients are only read, and weights with a separate master only written.
+    once = taken["gradient"] + (taken["weight"] if case.has_separate_master else 0.0)
     moved = (2 * taken["total"] - once) * count
     error = {"update_error_db": _update_error(case, device)} if case.rule == "adamw" else {}
     return {
@@ -246,7 +246,7 @@ def _time(call: Callable[[], Any], device: str, repeats: int) -> float:
 
 
 def _weights(case: Case, width: Width, count: int, device: str) -> list[nn.Parameter]:
-    """Return weights with gradients: layers until there are as many parameters as that."""
+    """Return weights with gradients, of as many layers as give about `count` parameters."""
     generator = torch.Generator(device).manual_seed(0)
     found: list[nn.Parameter] = []
     while sum(weight.numel() for weight in found) < count - sum(map(_size, width.shapes)) // 2 or not found:
@@ -276,11 +276,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 SHAPE, STEPS = (64, 256), 50
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 _NOISE, _SPREAD = 4.0, 1.0
-"""Noise to signal, and the standard deviation of the logarithms of rows' and columns' sizes."""
+"""Noise-to-signal ratio, and standard deviation of the log sizes of rows and columns."""
 
 
 def _start_weight(device: str) -> Tensor:
-    """Return the weights that are stepped, FP32."""
+    """Return the initial weights, FP32."""
     return 0.02 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(device)
 
 
@@ -290,14 +290,14 @@ def update_error_db(
     """Return |w - w64| / |w64 - w0| in dB: the error of all updates together, relative to them.
 
     A small problem with known gradients, the same for every storage: a constant signal and four times as much noise,
-    with log-normal sizes of rows and columns. FP64 sees them exactly, an optimizer in its gradient dtype.
+    with log-normal sizes of rows and columns. FP64 gets them exactly, an optimizer in its gradient dtype.
 
-    w is the master if the optimizer has one, w64 the weight after as many steps of AdamW in FP64.
+    w is the master if the optimizer has one, w64 the weight after the same number of steps of AdamW in FP64.
 
     Args:
-        weight: made of `_start_weight`, in whatever dtype.
-        make: the optimizer of that parameter, with `LR`, `BETAS`, `EPS` and `WEIGHT_DECAY`.
-        gradient: the dtype in which backward makes gradients.
+        weight: `_start_weight` in any dtype.
+        make: (parameter) -> its optimizer, with `LR`, `BETAS`, `EPS` and `WEIGHT_DECAY`.
+        gradient: dtype of gradients from backward.
     """
     before = _value(weight)
     exact = before.clone()
@@ -342,7 +342,7 @@ def command(
     seeds: str = "0,1",
     output: Output = TO_STDOUT,
 ) -> int:
-    """Time the optimizer of every tier of states beside PyTorch's fused AdamW; or train with each of FP8-LM's choices.
+    """Time the optimizer of every tier of states against PyTorch's fused AdamW; or train with each choice of FP8-LM.
 
     Examples:
 
@@ -356,13 +356,13 @@ def command(
     states
         Tiers to time; all by default.
     parameters
-        About how many; by default 1e9 on a GPU and 1e6 on a CPU.
+        Approximate number of parameters; by default 1e9 on a GPU and 1e6 on a CPU.
     ablation
-        Train a small model of bytes on the CPU with each storage of FP8-LM's ablation instead, and compare losses.
+        Train a small byte-level model on the CPU with each storage of FP8-LM's ablation instead, and compare losses.
     device
         cuda or cpu; auto takes the GPU if there is one.
     repeats
-        Steps timed, after a warm-up; the median counts.
+        Timed steps, after a warm-up; the median is reported.
     steps
         Steps of each run of the ablation.
     seeds
@@ -379,5 +379,5 @@ def command(
     bench = bench_optimizer(parameters=count, device=device, repeats=repeats, states=states)
     rows = output.keep(KIND, bench, device=device, states=states, parameters=count, repeats=repeats)
     spent, before = (sum(row.get(key, 0.0) for row in rows) for key in ("seconds", "seconds_to_first_step"))
-    output.say(f"{spent:.0f} s, {before:.0f} s of them until the first steps were done: weights, states, compilation")
+    output.say(f"{spent:.0f} s, {before:.0f} s of them up to the end of the first steps: weights, states, compilation")
     return int(any(has_failed(row) for row in rows))

@@ -1,9 +1,9 @@
-"""Memory traffic of a recipe: each pass over a matrix that a layer makes; what it, and a block, keep for backward.
+"""Memory traffic of a recipe: passes of a layer over its matrices; bytes that a layer and a block save for backward.
 
 Counted as `octavo.nn.functional` works, in bytes: inputs and gradients are BF16, weights FP32, codes one byte, scales
-FP32. Reads are the fewest that the scales allow. A maximum over a row, or over a tile of up to 128 x 128, is known to
-whoever quantises it; one over columns or a whole matrix takes a read before the one that makes the codes, unless the
-scale is known from earlier steps. A norm or an activation that quantises what it writes saves the read of the input.
+FP32. Reads are the fewest that the scales allow. The amax of a row, or of a tile of up to 128 x 128, is known to the
+program that quantises it; that of columns or a whole matrix takes a prior read, unless the scale is known from earlier
+steps. A norm or an activation that quantises its output saves the read of the input.
 
 M: tokens, N: output features, K: input features.
 """
@@ -22,9 +22,9 @@ from octavo.recipes.spec import OPERANDS, Operand, Recipe
 
 When = Literal["forward", "backward"]
 HIGH_PRECISION = {"input": 2, "weight": 4, "grad_output": 2}
-"""Bytes of an element before it is quantised, by the matrix it belongs to."""
+"""Bytes per element before quantisation, by matrix."""
 BF16, CODE, SCALE = 2, 1, 4
-"""Bytes of an element."""
+"""Bytes per element."""
 _SIDE = 128
 
 
@@ -42,27 +42,27 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One time that a matrix is read to make operands of it."""
+    """A pass over a matrix that makes operands."""
 
     matrix: str
     """`input`, `weight` or `grad_output`."""
     made: tuple[str, ...]
-    """The operands, `fprop.input` and so on."""
+    """Operands, such as `fprop.input`."""
     how: Literal["quantise", "transpose", "cast"]
     when: When
     read: int
-    """Bytes."""
+    """Bytes read."""
     written: tuple[int, ...]
-    """Bytes of each operand in `made`, its scales included."""
+    """Bytes written per operand in `made`, its scales included."""
 
 
 def passes(recipe: Recipe, shape: Shape) -> list[Pass]:
-    """Return every pass over a matrix that one forward and one backward of a linear layer make for its GEMMs."""
+    """Return all passes over matrices in one forward and one backward of a linear layer, for its GEMMs."""
     return [*_input_passes(recipe, shape), *_weight_passes(recipe, shape), *_gradient_passes(recipe, shape)]
 
 
 def kept_bytes(recipe: Recipe, shape: Shape) -> int:
-    """Return the bytes that a layer keeps of its input from forward to backward."""
+    """Return the bytes of its input that a layer saves for backward."""
     if not recipe.wgrad.is_fp8:
         return BF16 * shape.m * shape.k
     if recipe.reuses("wgrad.input"):
@@ -71,9 +71,9 @@ def kept_bytes(recipe: Recipe, shape: Shape) -> int:
 
 
 def kept_weight_bytes(recipe: Recipe, shape: Shape) -> int:
-    """Return the bytes that a layer keeps of its weight from forward to backward, beside the weight itself.
+    """Return the bytes of weight codes that a layer saves for backward, besides the weight itself.
 
-    The codes of fprop where dgrad reads them; otherwise backward reads the weight again.
+    They are the codes of fprop if dgrad reads them; otherwise backward reads the weight again.
     """
     reuses = recipe.reuses("dgrad.weight")
     return quantised_bytes(recipe.fprop.weight, *shape.of("weight")) if reuses else 0
@@ -112,7 +112,7 @@ def _gradient_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:
 
 
 def _quantise(recipe: Recipe, matrix: str, made: Sequence[str], when: When, shape: Shape) -> Iterator[Pass]:
-    """Yield the pass that makes these operands of a matrix, or one for each where one is rounded stochastically."""
+    """Yield the pass that makes these operands of a matrix, or one per operand if one is rounded stochastically."""
     operands = [operand_of(recipe, name) for name in made]
     if len(made) > 1 and any(operand.rounding == "stochastic" for operand in operands):
         for name in made:
@@ -120,14 +120,14 @@ def _quantise(recipe: Recipe, matrix: str, made: Sequence[str], when: When, shap
     elif made:
         tiles = [_tile_in(name, operand) for name, operand in zip(made, operands, strict=True)]
         known = all(operand.scale_from in ("delayed", "static") for operand in operands)
-        reads = 1 if known or _in_sight(tiles) else 2
+        reads = 1 if known or _is_single_read(tiles) else 2
         written = [_bytes_made(name, operand, shape) for name, operand in zip(made, operands, strict=True)]
         read = reads * HIGH_PRECISION[matrix] * prod(shape.of(matrix))
         yield Pass(matrix=matrix, made=tuple(made), how="quantise", when=when, read=read, written=tuple(written))
 
 
 def _transpose(recipe: Recipe, name: str, source: str, shape: Shape) -> Pass:
-    """Return the byte transpose of codes that are there. A folded operand leaves its scales behind, for a single 1."""
+    """Return the byte transpose of existing codes. A folded operand has a single scale of 1 instead of its own."""
     matrix, operand = source.split(".")[1], operand_of(recipe, name)
     read = quantised_bytes(operand_of(recipe, source), *shape.of(matrix))
     written = CODE * prod(shape.of(matrix)) + SCALE if operand.is_folded else _bytes_made(name, operand, shape)
@@ -150,7 +150,7 @@ def operand_of(recipe: Recipe, name: str) -> Operand:
 
 
 def is_transposed(name: str) -> bool:
-    """Return whether an operand is the transpose of the matrix it is made of."""
+    """Return whether an operand is the transpose of its source matrix."""
     return name in ("dgrad.weight", "wgrad.grad_output", "wgrad.input")
 
 
@@ -160,12 +160,12 @@ def operand_names() -> tuple[str, ...]:
 
 
 def _tile_in(name: str, operand: Operand) -> Granularity:
-    """Return the tile of an operand's scales, as it lies in the matrix that the operand is made of."""
+    """Return the tile of an operand's scales, in the orientation of its source matrix."""
     return operand.tile.transposed if is_transposed(name) else operand.tile
 
 
-def _in_sight(tiles: Sequence[Granularity]) -> bool:
-    """Whether what makes these operands sees the maximum of each tile before it writes."""
+def _is_single_read(tiles: Sequence[Granularity]) -> bool:
+    """Return whether a single read gives the amax of each tile before its codes are written."""
     if len(tiles) == 1 and tiles[0] == PER_ROW:
         return True
     return all(tile.rows and tile.cols and max(tile.rows, tile.cols) <= _SIDE for tile in tiles)
@@ -177,13 +177,13 @@ def _bytes_made(name: str, operand: Operand, shape: Shape) -> int:
 
 
 def block_kept(config: ModelConfig, policy: Policy | None = None, *, compiled: bool = False) -> dict[str, int]:
-    """Return the bytes per token that a block of a converted Llama keeps from forward to backward, by content.
+    """Return the bytes per token that a block of a converted Llama saves for backward, by content.
 
     A test compares them with the storages that a block saves. The recipe has a scale per token, as `folded` does;
-    layers share inputs and MLPs are fused. Beside these lie the scales of the rows of the block's weights.
+    layers share inputs and MLPs are fused. The row scales of the block's weights are not counted.
 
     Args:
-        compiled: readers of norms recompute their codes from the norm's input, where that is kept in BF16.
+        compiled: readers of norms recompute their codes from the norm's input, if that is saved in BF16.
     """
     policy = policy or Policy()
     dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
@@ -201,13 +201,13 @@ def block_kept(config: ModelConfig, policy: Policy | None = None, *, compiled: b
 
 
 def recomputed(config: ModelConfig, keep: float) -> tuple[int, float]:
-    """Return the bytes per token of a block that is recomputed, and the share of its forward's FLOPs that run again.
+    """Return the bytes per token of a recomputed block, and the share of its forward FLOPs that run again.
 
     Args:
-        keep: FLOPs a byte from which on a result is kept, infinite for none.
+        keep: FLOPs per byte from which on a result is kept; infinite: none.
     """
     dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
-    results = [  # length of the sum, elements per token, other bytes kept with it
+    results = [  # reduction length, elements per token, other bytes kept with it
         (dim, dim + 2 * keys, 0),
         (config.sequence, dim, SCALE * config.heads),
         (dim, dim, 0),

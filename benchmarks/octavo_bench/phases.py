@@ -1,4 +1,4 @@
-"""`octavo bench phases`: BF16, FP16 and FP8 by phase of a step, for each batch and sequence; a pilot per shape."""
+"""`octavo bench phases`: BF16, FP16 and FP8 by phase of a step, per batch and sequence; a pilot per shape."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KIND = Kind(
 
 
 def rows_of(pilot: Pilot, shape: Shape) -> Iterator[Row]:
-    """Yield a row per precision: ms per step, and BF16's ms over these."""
+    """Yield a row per precision: ms per step, and the speedup over BF16."""
     for name, found in pilot.measured.items():
         row: Row = {"workload": f"llama-1b, 6 layers, {shape.batch} x {shape.sequence}", "implementation": name}
         if found.failed:
@@ -69,7 +69,7 @@ def command(
 ) -> int:
     """Train a Llama of 1B widths for a few steps per batch, sequence and precision: phases, energy, memory, decoding.
 
-    It needs a CUDA device; `octavo pilot` predicts without one.
+    Needs a CUDA device; `octavo pilot` predicts without one.
 
     Examples:
 
@@ -87,9 +87,7 @@ def command(
         Steps of each training; the last 10 are timed.
     """
     if not torch.cuda.is_available():
-        raise RunError(
-            "bench phases measures on a CUDA device, and there is none. `octavo pilot` predicts without one."
-        )
+        raise RunError("bench phases needs a CUDA device, and there is none here. `octavo pilot` predicts without one.")
     settings = Settings(recipes=tuple(recipes.split(",")), precisions=("bf16", "fp16"), steps=steps)
     shapes = [Shape(one, tokens) for tokens in numbers(sequence) for one in numbers(batch)]
 

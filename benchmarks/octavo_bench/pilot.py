@@ -43,9 +43,9 @@ MODELS: dict[str, tuple[dict[str, Any], Shape]] = {
         Shape(128, 197),
     ),
 }  # fmt: skip
-"""Configs as Hugging Face's, random weights: widths of the published models, fewer layers."""
+"""Hugging Face configs with the widths of the published models and fewer layers; weights are random."""
 NOISE = 1.03
-"""Speeds within this ratio are not told apart by the full measurement."""
+"""Ratio within which the full measurement cannot distinguish speeds."""
 
 
 def _derived(row: Row) -> Row:
@@ -74,7 +74,7 @@ KIND = Kind(
 def check(name: str, directory: Path, steps: int, html: bool = False) -> Row:
     """Return the figures of a model: the recommendation of a pilot of 8 steps, and whether a full measurement agrees.
 
-    The pilot's report is written to a folder of `directory`, as JSON and, where asked for, as a page.
+    The pilot's report is written to a folder of `directory`, as JSON and, if `html`, as a page.
     """
     config, shape = MODELS[name]
     folder = directory / name.partition(",")[0]

@@ -1,10 +1,10 @@
-"""Portability: whether the weights of a run mean the same on other hardware, or have adapted to one accumulator.
+"""Portability: whether a run's weights keep their loss on other hardware, or have adapted to one accumulator.
 
-The loss on held-out text of one set of weights, computed in four ways: as it was trained, with slow accumulation, from
-the same codes with exact sums, and in BF16. Nothing else differs, so that a gap between them is due to rounding in
-training. There are released models whose loss more than doubles on hardware with another accumulator.
+The held-out loss of one set of weights, computed in four ways: as trained, with slow accumulation, from the same codes
+with exact sums, and in BF16. Nothing else differs, so that a gap between them is due to rounding in training. There are
+released models whose loss more than doubles on hardware with another accumulator.
 
-On Hopper its own accumulator computes; elsewhere it is emulated, which suits small models and few tokens.
+Hopper's accumulator is native on Hopper and emulated elsewhere, which suits small models and few tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from octavo_bench.kind import TO_STDOUT, Kind, Output, device_named
 from octavo_bench.results import Row
 
 TOLERANCE = 0.02
-"""Nats per token. Rounding to FP8 alone makes less of a difference between the ways."""
+"""Nats per token. Rounding to FP8 alone makes a smaller difference."""
 AS_TRAINED = "as trained"
 KIND = Kind(
     name="portability",
@@ -55,13 +55,13 @@ def probe(run: Path, *, device: str = "auto", tokens: int | None = None) -> Iter
 
     Args:
         run: directory of a run of `octavo train`, or of one of its checkpoints.
-        device: where to compute, as `run.device`.
+        device: device of the computation, as `run.device`.
         tokens: held-out tokens, in place of the run's `eval_tokens`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
         ConfigError: the run was in BF16.
-        DataError: the run's text is not there any more.
+        DataError: the run's text no longer exists.
     """
     found = find(run)
     setup = restore(found, _settings(found, device, tokens))
@@ -84,16 +84,16 @@ def alarm(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -> st
     worst = max(apart, key=lambda row: abs(row["difference"]))
     return (
         f"the weights are not portable: {worst['computation']}, the held-out loss is {worst['heldout_loss']:.4f}, "
-        f"{worst['difference']:+z.4f} against {rows[0]['heldout_loss']:.4f} as trained. More than {tolerance:g} says "
-        "that they have adapted to how their sums are rounded. Train on with slow accumulation or in BF16 before "
-        "you serve them elsewhere."
+        f"{worst['difference']:+z.4f} against {rows[0]['heldout_loss']:.4f} as trained. More than {tolerance:g} shows "
+        "that they have adapted to the rounding of one accumulator. Continue training with slow accumulation or in "
+        "BF16 before you serve them elsewhere."
     )
 
 
 def _settings(found: checkpoint.Checkpoint, device: str, tokens: int | None) -> RunConfig:
     """Return the configuration of the run, for its FP8 model alone, on `device`."""
     if "fp8" not in found.tensors:
-        raise ConfigError(f"{found.path}: was trained in BF16 alone. There is no FP8 whose rounding could matter.")
+        raise ConfigError(f"{found.path}: was trained in BF16 only. There is no FP8 rounding to test.")
     changes = {"device": device, **({} if tokens is None else {"eval_tokens": tokens})}
     return settings_of(found, "octavo bench portability", changes)
 
@@ -143,10 +143,10 @@ def command(
     device: str = "auto",
     output: Output = TO_STDOUT,
 ) -> int:
-    """Compute one model's held-out loss as it was trained, with slow accumulation, with exact sums and in BF16.
+    """Compute one model's held-out loss as trained, with slow accumulation, with exact sums and in BF16.
 
-    Exits with 1 if they differ by more than the tolerance: the weights have adapted to one accumulator. Off Hopper its
-    accumulator is emulated, which is slow: for small models.
+    Exits with 1 if they differ by more than the tolerance: the weights have adapted to one accumulator. Elsewhere than
+    on Hopper its accumulator is emulated, which is slow: for small models.
 
     Examples:
 
@@ -158,9 +158,9 @@ def command(
     run
         Directory of a run, or of one of its checkpoints.
     tolerance
-        Largest difference to the loss as trained that is no alarm, in nats per token; 0.02.
+        Largest difference from the loss as trained without an alarm, in nats per token; 0.02 by default.
     tokens
-        Held-out tokens, in place of those that the run was evaluated on.
+        Held-out tokens, in place of the run's `eval_tokens`.
     device
         cuda or cpu; auto takes the GPU if there is one.
     """

@@ -1,8 +1,8 @@
 """One rank of many without the others: a process group whose other ranks mirror this one.
 
-Collectives copy on the GPU in place of network transfers, and so a rank does all of its own work: it quantises, packs,
-computes, unpacks and steps its shard. What is left out is waiting for others. Where PyTorch's backend `fake` leaves
-results unwritten, here they are numbers: NaN and zeros draw less power, and their times would be too good.
+Collectives copy on the GPU in place of network transfers, so that a rank does all of its own work: it quantises, packs,
+computes, unpacks and updates its shard. Only waiting for others is left out. Unlike PyTorch's backend `fake`, results
+are written: NaN and zeros draw less power, and their times would be too short.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICES = ["cpu", "cuda"]
 
 
 def join_alone(ranks: int) -> None:
-    """Be rank 0 of that many, none of which exists: call it in place of `init_process_group`."""
+    """Join as rank 0 of `ranks`, without the others; call it in place of `init_process_group`."""
     if BACKEND.upper() not in dist.Backend.__dict__:
 
         def make(store: Any, rank: int, ranks: int, timeout: Any) -> LoopbackProcessGroup:
@@ -39,10 +39,10 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose methods have other names and typ
 
 
 class LoopbackProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """Collectives of a rank whose peers hold the same data, on the current stream. Names as PyTorch calls them.
+    """Collectives of a rank whose peers hold the same data, on the current stream. Method names are PyTorch's.
 
-    So a sum is the value times the number of ranks, a mean or a maximum the value itself. Messages between the stages
-    of a pipeline have no such meaning: there are none.
+    A sum is thus the value times the number of ranks, a mean or a maximum the value itself. Messages between the stages
+    of a pipeline are not supported.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -55,7 +55,7 @@ class LoopbackProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """The name that PyTorch has registered it by."""
+        """Name registered in PyTorch."""
         name: str = dist.distributed_c10d._world.pg_names[self]
         return name
 
@@ -64,15 +64,15 @@ class LoopbackProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._ranks
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for nobody."""
+        """Return at once: there are no others."""
         return _done()
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Leave the tensors: all ranks have the same."""
+        """Leave the tensors unchanged: all ranks have the same."""
         return _done(tensors)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Multiply a sum by the ranks; leave a mean, or a maximum."""
+        """Multiply a sum by the number of ranks; leave a mean or a maximum unchanged."""
         for tensor in tensors:
             tensor.mul_(self._factor(opts))
         return _done(tensors)
@@ -80,7 +80,7 @@ class LoopbackProcessGroup(_ProcessGroup):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Copy an input for each rank."""
+        """Copy each input once per rank."""
         for received, sent in zip(outputs, inputs, strict=True):
             for tensor in received:
                 tensor.copy_(sent)
@@ -94,20 +94,20 @@ class LoopbackProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Do so for each pair."""
+        """Gather each pair."""
         for output, input in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input)
         return _done(outputs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Take this rank's part of the input, times the ranks where it is a sum."""
+        """Copy this rank's part of the input, times the number of ranks for a sum."""
         torch.mul(input.view(self._ranks, -1)[self._rank], self._factor(opts), out=output.view(-1))
         return _done(output)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Do so for each pair."""
+        """Reduce and scatter each pair."""
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts)
         return _done(outputs)
@@ -115,7 +115,7 @@ class LoopbackProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        """Receive from each rank what this one sends to itself: again and again where another size is expected."""
+        """Receive from each rank what this one sends to itself, repeated to the expected size."""
         own = input.split(list(input_sizes) or len(input) // self._ranks)[self._rank]
         if not output_sizes:
             self.all_gather_single(output, own)
@@ -157,10 +157,10 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def process_group(alone_of: int | None = None) -> Iterator[torch.device]:
-    """Have `torchrun`'s ranks talk to each other inside a block, and yield the device of this one.
+    """Connect `torchrun`'s ranks within the context, and yield the device of this one.
 
     Args:
-        alone_of: be one of that many instead, without the others.
+        alone_of: number of ranks to be one of, without the others, instead.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -178,7 +178,7 @@ def process_group(alone_of: int | None = None) -> Iterator[torch.device]:
 
 
 def any_rank(device: torch.device, value: bool) -> bool:
-    """Return whether it is true of any rank: all decide alike."""
+    """Return whether the value is true on any rank; the result is equal on all."""
     known = torch.tensor(float(value), device=device)
     dist.all_reduce(known, dist.ReduceOp.MAX)
     return bool(known.item())

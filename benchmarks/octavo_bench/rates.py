@@ -1,4 +1,4 @@
-"""The machine's own ceilings: how fast it copies, and how fast it multiplies matrices of a workload's shapes.
+"""Ceilings of the machine: bandwidth of a copy, and throughput of GEMMs at a workload's shapes.
 
 They are measured in the run that they are compared with, on random normal data: zeros draw less power, and a GPU that
 draws less power runs faster.
@@ -31,7 +31,7 @@ PRECISIONS: dict[str, tuple[str, str, str]] = {
     "row fast": ("row", "row", "fast"),
     "block": ("1x128", "128x128", "slow"),
 }
-"""FP8 precisions of a GEMM: the granularity of its operands, and how it accumulates. BF16 stands beside them."""
+"""FP8 precisions of a GEMM: granularities of its operands, and accumulation. BF16 is measured besides them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Rates:
     copy_gb_per_s: float
     """Bytes read and written by a copy on the device, in 1e9 per second."""
     tflops: dict[str, float]
-    """By precision: the operations of all GEMMs of a step by the time they take."""
+    """By precision: FLOPs of all GEMMs of a step over their time."""
 
 
 def measure(workload: Workload, device: str, *, repeats: int = 10) -> Rates:
@@ -55,7 +55,7 @@ def measure(workload: Workload, device: str, *, repeats: int = 10) -> Rates:
 
 
 def gemm_shapes(workload: Workload) -> Mapping[Shape, int]:
-    """Return the GEMMs of a step by shape, and how often each is computed."""
+    """Return the number of GEMMs of a step by shape."""
     products = [(product, workload.layers) for product in workload.block_gemms]
     if workload.vocab:
         products.append(((workload.vocab, workload.dim), 1))
@@ -71,10 +71,10 @@ def gemm_shapes(workload: Workload) -> Mapping[Shape, int]:
 
 
 def copy_rate(device: str, size: int | None = None, repeats: int = 20) -> float:
-    """Return how fast `copy_` moves bytes on the device, read and written together, in 1e9 per second.
+    """Return the bandwidth of `copy_` on the device, read and written together, in 1e9 bytes per second.
 
     Args:
-        size: bytes to copy; as many as exceed every cache if it is None.
+        size: bytes to copy; None: more than any cache holds.
     """
     size = size or (2**30 if device == "cuda" else 2**24)
     source = torch.randint(255, (size,), dtype=torch.uint8, device=device)
@@ -118,22 +118,22 @@ def quantized(shape: Shape, granularities: Iterable[str], device: str) -> tuple[
 
 
 def floor_ms(workload: Workload, implementation: Implementation, rates: Rates, attention_ms: float) -> float:
-    """Return the floor of an implementation in milliseconds: a step with nothing but the unavoidable.
+    """Return the floor of an implementation in milliseconds: a step with only the unavoidable work.
 
         floor = GEMMs at the rate of their precision + attention as in BF16 + unavoidable bytes at the rate of a copy
 
     GEMMs and attention are calls into cuBLAS and cuDNN that read their operands from memory and write their results
     there. Between two of them is one pass that reads each of its operands once and writes each of its results once
-    (`block_bytes`, `model_bytes`). The floor leaves out launches, second reads for a scale's maximum, the scales (a
-    hundredth of the codes) and the cosines of the rotation. Fusion into the GEMMs, which vendors do not offer, could
-    go below it.
+    (`block_bytes`, `model_bytes`). The floor leaves out launches, second reads for an amax, the scales (a hundredth of
+    the codes) and the tables of the rotary embedding. Fusion into the GEMMs, which vendors do not offer, could go below
+    it.
     """
     moved = step_bytes(workload, fp8=implementation.is_fp8)
     return gemm_ms(workload, implementation, rates) + attention_ms + moved / rates.copy_gb_per_s / 1e6
 
 
 def gemm_ms(workload: Workload, implementation: Implementation, rates: Rates) -> float:
-    """Return the time of all GEMMs at the rates of their precision: a third of them each for fprop, dgrad, wgrad."""
+    """Return the milliseconds of all GEMMs at the rates of their precision: fprop, dgrad, wgrad are a third each."""
     head = workload.vocab * workload.dim
     head_gemms = implementation.gemms if implementation.fp8_head else (BF16, BF16, BF16)
     teraflops = 2e-12 * workload.tokens
@@ -153,7 +153,7 @@ def block_bytes(workload: Workload, *, fp8: bool) -> int:
     """Return the bytes that the passes of one block must move, forward and backward.
 
     T tokens, D width, E width of keys (and of values), F hidden width. BF16 has two bytes, a code one, and FP8 needs
-    the codes of each operand twice: as it lies, and transposed, the transposed ones written in the pass that reads.
+    the codes of each operand twice: row-major and transposed, both written in the pass that reads.
 
     | pass | reads | writes |
     | --- | --- | --- |
@@ -166,7 +166,7 @@ def block_bytes(workload: Workload, *, fp8: bool) -> int:
     | rotation, backward | gradients of Q, K; of V (FP8 only) | the same as GEMM operands |
     | weights (FP8 only) | each weight | both codes |
 
-    Where gate and up are kept in FP8, SwiGLU writes them in its forward, and reads as much less in its backward.
+    If gate and up are saved in FP8, SwiGLU writes them in forward, and reads as much less in backward.
     """
     tokens, dim, ffn = workload.tokens, workload.dim, workload.ffn
     keys = dim // workload.heads * workload.kv_heads
@@ -182,20 +182,20 @@ def block_bytes(workload: Workload, *, fp8: bool) -> int:
 
 
 def model_bytes(workload: Workload) -> int:
-    """Return the bytes that a whole model moves beside its blocks.
+    """Return the bytes that a whole model moves besides its blocks.
 
     Embedding: rows read and written, forward and backward. Loss: logits read, their gradient written. Last norm: stream
     read and operand written; backward, gradient and stream read, gradient written. AdamW with BF16 states: parameter,
     gradient and both moments read, parameter and moments written; the norm for clipping reads the gradient once more.
     """
     tokens, dim, vocab = workload.tokens, workload.dim, workload.vocab
-    parameters = workload.weights + vocab * dim  # the embedding is not multiplied
+    parameters = workload.weights + vocab * dim  # the embedding has no GEMM
     embedding, last_norm = tokens * dim * 2 * 4, tokens * dim * 2 * 5
     return embedding + last_norm + tokens * vocab * 2 * 2 + parameters * 2 * (7 + 1)
 
 
 def energy_row(probe: SystemProbe, name: str, count: float) -> dict[str, float | str]:
-    """Return the joules by `count` that a GPU took since a probe of it was made, or why they are not known."""
+    """Return a GPU's joules per `count` since the probe was made, or the reason why they are unknown."""
     joules = probe.sample().get("gpu_energy_joules")
     if joules is None:
         return {"energy_missing": probe.missing or "NVML of this GPU counts no energy"}

@@ -1,4 +1,4 @@
-"""The tables of the README: headline figures, and what FP8 does to speed, memory and loss."""
+"""Tables of the README: headline figures, and the effect of FP8 on speed, memory and loss."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ STEPS = {
     WHOLE: ("Llama-1B with head and AdamW", FASTEST),
     IMAGES: ("ResNet-50, FP8 convolutions", FAST),
 }
-"""Title of each workload of which a step is shown, and the fastest of Octavo's implementations."""
+"""Title of each workload shown, and Octavo's fastest implementation."""
 SHARDED = "Llama-3-8B, FSDP2"
 MACHINE = "nvidia-h200"
-"""The machine that all figures but losses are of, as README says."""
+"""Machine of all figures except losses, as README says."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The measurements that README shows, the newest first."""
+    """Measurements shown in the README, newest first."""
 
     found: Mapping[str, Sequence[Result]]
     """The newest sessions, by kind."""
@@ -58,7 +58,7 @@ class Measured:
         return next(iter(self.rows(kind, **keys)), None)
 
     def step(self, workload: str, implementation: str) -> Step | None:
-        """Return a step in the session that has most of the steps beside it in README; of several, in the newest."""
+        """Return a step from the session with most of the steps shown beside it in README; of several, the newest."""
         found = []
         for result in self.steps:
             if own := _having(result.rows, {"workload": workload, "implementation": implementation}):
@@ -95,7 +95,7 @@ def _having(rows: Iterable[Row], keys: Mapping[str, object]) -> list[Row]:
 
 
 def headline(directory: Path) -> str:
-    """Return what FP8 gains and what it costs, one line each."""
+    """Return the gains and costs of FP8, one line each."""
     measured = Measured.read(directory)
     lines = [_speed(measured), _several(measured), _memory(measured), _accuracy(measured), _costs(measured)]
     return "\n".join(f"- {line}" for line in lines if line)
@@ -272,7 +272,7 @@ def _experts(measured: Measured) -> Speeds:
 
 
 def memory(directory: Path) -> str:
-    """Return what training takes in BF16 and with Octavo."""
+    """Return the memory of training in BF16 and with Octavo."""
     measured = Measured.read(directory)
     rows = [row for part in (_sizes, _peaks, _kept) for row in part(measured)]
     return table(("memory", "BF16", "Octavo", "", "with"), rows)
@@ -347,7 +347,7 @@ Pairs = Sequence[tuple[float, float]]
 
 
 def _pairs(measured: Measured) -> list[tuple[str, int, Pairs]]:
-    """Return the pairs of each study, that of the slowest steps last: the largest model."""
+    """Return the pairs of each study, that of the largest model (the slowest steps) last."""
     found = []
     for (model, tokens), rows in grouped(measured.rows("parity"), "model", "tokens").items():
         by_recipe = grouped(rows, "recipe")
@@ -362,7 +362,7 @@ def _gaps(pairs: Pairs) -> list[float]:
 
 
 def _percent(ratio: float) -> str:
-    """Return by how many percent something has changed."""
+    """Return a change in percent."""
     return f"{100 * (ratio - 1):+z.0f} %"
 
 

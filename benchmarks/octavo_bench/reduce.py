@@ -1,7 +1,7 @@
-"""Error and cost of every reduction of gradients: its error against an FP64 mean, its time, the bytes it sends.
+"""Error and cost of every reduction of gradients: error against an FP64 mean, time, bytes sent.
 
-Without `torchrun` the ranks are processes on the CPU that are started here and talk by gloo: errors and bytes are those
-of any machine, times are gloo's. Under `torchrun` the ranks are its own, on GPUs if there are any.
+Without `torchrun` the ranks are CPU processes started here and connected by gloo: errors and bytes are those of any
+machine, times are gloo's. Under `torchrun` its ranks are used, on GPUs if there are any.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from octavo_bench.results import Row
 from octavo_bench.timing import attempt, median_ms
 
 COLUMNS = 1024
-"""Columns of a heavy-tailed gradient, each of a size of its own."""
+"""Columns of a heavy-tailed gradient, each with its own size."""
 EXACT_DB = 300.0
-"""Reported if FP64 sees no error."""
+"""Reported if the error is zero in FP64."""
 
 
 def by_gradient(rows: Sequence[Row]) -> str:
@@ -87,16 +87,16 @@ class Work(NamedTuple):
     dtype: str
     """Gradient dtype: float32 or bfloat16."""
     repeats: int
-    """Calls that are timed; the median counts."""
+    """Timed calls; the median is reported."""
 
 
 def bench_reduce(work: Work, ranks: Sequence[int] = ()) -> Iterator[Row]:
     """Yield a row per scheme, gradient and collective.
 
-    Under `torchrun` every rank must call this, and rank 0 alone gets rows.
+    Under `torchrun` every rank must call this; only rank 0 yields rows.
 
     Args:
-        ranks: how many, one measurement each; 2 and 4 by default. None under `torchrun`.
+        ranks: numbers of ranks, one measurement each; 2 and 4 by default. Empty under `torchrun`.
 
     Raises:
         ConfigError: an unknown scheme or dtype, fewer than two ranks, or ranks given under `torchrun`.
@@ -117,7 +117,7 @@ def _check(work: Work, ranks: Sequence[int]) -> None:
     if work.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"gradients are float32 or bfloat16, not '{work.dtype}'.")
     if ranks and under_torchrun():
-        raise ConfigError("under torchrun the ranks are its own: leave out --ranks.")
+        raise ConfigError("under torchrun its ranks are measured: leave out --ranks.")
     if any(number < 2 for number in ranks):
         raise ConfigError(f"one rank has nothing to reduce: {', '.join(map(str, ranks))} ranks.")
 
@@ -154,7 +154,7 @@ def _measure(work: Work, device: torch.device) -> Iterator[Row]:
             for collective, call in COLLECTIVES.items():
                 row = {"scheme": name, "ranks": ranks, "gradient": kind, "collective": collective}
                 row |= {"elements": work.elements, "dtype": work.dtype}
-                # What is unsupported on this machine is so on every rank.
+                # Whatever is unsupported on this machine fails on every rank.
                 yield attempt(row, partial(_figures, name, call, own, exact, work.repeats))
 
 
@@ -166,13 +166,13 @@ def _figures(name: str, call: Collective, own: Tensor, exact: Tensor, repeats: i
         sent["across_bytes"] = scheme.outer.sent
     if found.numel() < exact.numel():
         exact = exact.chunk(dist.get_world_size())[dist.get_rank()]
-    # No seconds of warm-up but calls: all ranks must make as many.
+    # Warm-up by calls, not seconds: all ranks must make the same number.
     ms = median_ms(partial(call, scheme, own.clone()), own.device.type, repeats, seconds=0.0, queued=False)
     return {**_error(found, exact), "ms": round(ms, 4), **sent}
 
 
 def _error(found: Tensor, exact: Tensor) -> Row:
-    """Compare with the exact mean: signal to noise, and how much longer or shorter than it the result is along it."""
+    """Compare with the exact mean: signal-to-noise ratio, and bias of the projection onto it."""
     found = found.double()
     sums = torch.stack([exact.square().sum(), (found - exact).square().sum(), (found * exact).sum()])
     dist.all_reduce(sums)
@@ -184,7 +184,7 @@ def _error(found: Tensor, exact: Tensor) -> Row:
 # --- collectives -----------------------------------------------------------------------------------------------------
 
 Collective = Callable[[Scheme, Tensor], Tensor]
-"""(scheme, gradient) -> the mean, or this rank's part of it."""
+"""(scheme, gradient) -> mean, or this rank's part of it."""
 
 
 def _reduce_scatter(scheme: Scheme, gradient: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def _scheme(name: str, device: torch.device) -> Scheme:
 
 
 def _hosts() -> tuple[int, int]:
-    """Return (hosts, ranks of a host) as `torchrun` has them; on one host, as if it were two."""
+    """Return (hosts, ranks per host) as set by `torchrun`; a single host counts as two."""
     ranks = dist.get_world_size()
     within = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if within == ranks:
@@ -223,23 +223,23 @@ def _hosts() -> tuple[int, int]:
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 Draw = Callable[[torch.Generator, torch.Generator, int, torch.device], Tensor]
-"""(generator that all ranks share, generator of this rank, values, device) -> FP32 gradient."""
+"""(generator shared by all ranks, generator of this rank, number of values, device) -> FP32 gradient."""
 
 
 def _gradient(draw: Draw, rank: int, work: Work, device: torch.device) -> Tensor:
-    """Return the gradient of a rank: every rank can draw that of every other."""
+    """Return the gradient of a rank, which every rank can draw."""
     shared, own = (torch.Generator(device).manual_seed(seed) for seed in (0, rank + 1))
     return draw(shared, own, work.elements, device).mul_(1e-4).to(getattr(torch, work.dtype))
 
 
 def _correlated(shared: torch.Generator, own: torch.Generator, count: int, device: torch.device) -> Tensor:
-    """Normal, and most of it the same on all ranks: partial sums grow as the ranks do."""
+    """Return normal values, mostly equal on all ranks: partial sums grow with the number of ranks."""
     signal = torch.randn(count, generator=shared, device=device)
     return signal.add_(torch.randn(count, generator=own, device=device), alpha=0.5)
 
 
 def _heavy_tailed(shared: torch.Generator, own: torch.Generator, count: int, device: torch.device) -> Tensor:
-    """Student's t with 4 degrees of freedom, mostly noise of the rank, in columns of log-normal size."""
+    """Return values of Student's t with 4 degrees of freedom, mostly noise of the rank, columns of log-normal size."""
     sizes = torch.randn(COLUMNS, generator=shared, device=device).exp_()
     signal = _student(shared, count, device).add_(_student(own, count, device), alpha=4.0)
     return signal.mul_(sizes.repeat(count // COLUMNS + 1)[:count])
@@ -265,7 +265,7 @@ def command(
 ) -> int:
     """Compare reductions of gradients with an FP64 mean: error, bias, time, bytes on the wire.
 
-    By itself it starts processes on the CPU, whose times say nothing of GPUs. Under torchrun it measures its ranks.
+    Without torchrun it starts CPU processes, whose times say nothing about GPUs. Under torchrun it measures its ranks.
 
     Examples:
 
@@ -278,13 +278,13 @@ def command(
     scheme
         Reductions to measure; all by default.
     ranks
-        Processes to start; may be given again for another measurement. By default 2, then 4.
+        Processes to start; repeat the flag for further measurements. By default 2, then 4.
     elements
         Values of the gradient: by default 1e8 on GPUs and 2e5 on a CPU.
     dtype
-        Of the gradient, float32 or bfloat16.
+        Dtype of the gradient, float32 or bfloat16.
     repeats
-        Calls timed, after a warm-up; the median counts.
+        Timed calls, after a warm-up; the median is reported.
     """
     on_gpu = under_torchrun() and torch.cuda.is_available()
     count = positive("--elements", int(elements or (1e8 if on_gpu else 2e5)))

@@ -1,8 +1,8 @@
 """Result files: measurements with machine, software and command. All figures in README and docs come from one.
 
-A result is `benchmarks/results/<date>-<hardware>-<kind>.json`. Rows of a file are a session if they have the same
-values of their kind's session keys: a ratio to BF16 is that of one session. Tables show the newest session that is not
-partial: one is partial if an earlier session has its cases and more.
+A result is `benchmarks/results/<date>-<hardware>-<kind>.json`. Rows of a file with equal session keys of their kind are
+a session; ratios to BF16 are within a session. Tables show the newest session that is not partial: a session is partial
+if an earlier one has its cases and more.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from octavo_bench import cli
 Row = dict[str, Any]
 """One row of a result."""
 PAPER = "paper"
-"""The hardware of results that are computed."""
+"""Hardware of computed results."""
 Key = tuple[Any, ...]
-"""Values of a session's keys, or of what names a case."""
+"""Values of the keys of a session or of a case."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schema:
-    """The rows of a kind of measurement."""
+    """Schema of the rows of a kind of measurement."""
 
     name: str
     """Name of the kind in result files."""
     keys: Mapping[str, type]
-    """Keys that every row must have. Others are kept, and read where a column shows them."""
+    """Required keys of a row. Others are kept, and read by columns that show them."""
     may_fail: bool = True
     """Rows may have `error`, a text, in place of their figures: a failure is a result."""
     session: tuple[str, ...] = ("workload", "model", "tokens")
     """Keys whose values the rows of a session share; `hardware` is that of the file."""
 
     def case(self, row: Row) -> Key:
-        """Return what tells a row from the others of its session."""
+        """Return the values that identify a row within its session."""
         return tuple(row.get(key) for key, kind in self.keys.items() if kind is not float)
 
     def session_of(self, row: Row, result: Result) -> Key:
@@ -62,7 +62,7 @@ class Schema:
         return found
 
     def missing(self, newer: Iterable[Row], older: Iterable[Row]) -> list[Key]:
-        """Return the cases that a partial session lacks: those of an older one, if it has all of the newer and more."""
+        """Return the cases missing in a partial session: those of an older one that has all of the newer and more."""
         cases = {self.case(row) for row in newer}
         before = [*dict.fromkeys(map(self.case, older))]
         return [case for case in before if case not in cases] if cases <= {*before} else []
@@ -98,13 +98,13 @@ class Result:
     kind: str
     """Name of a `Kind`."""
     date: str
-    """The day it was measured, as YYYY-MM-DD."""
+    """Day of the measurement, as YYYY-MM-DD."""
     hardware: str
-    """A slug, as `hardware()` gives it: `nvidia-h200`."""
+    """A slug, as returned by `hardware()`: `nvidia-h200`."""
     versions: dict[str, str]
-    """Software by name, as `versions()` gives it."""
+    """Software by name, as returned by `versions()`."""
     command: str
-    """The command that measures it again."""
+    """Command that repeats the measurement."""
     rows: tuple[dict[str, Any], ...]
     """One row per measured case, with the keys of its kind and any others."""
 
@@ -121,7 +121,7 @@ class Result:
 
     @property
     def file_name(self) -> str:
-        """The name of its file: `<date>-<hardware>-<kind>.json`."""
+        """Name of its file: `<date>-<hardware>-<kind>.json`."""
         return f"{self.date}-{self.hardware}-{self.kind}.json"
 
     @property
@@ -187,8 +187,8 @@ def merge(older: Result, newer: Result) -> Result:
     Rows of two sessions with the same keys are never mixed, as they compare only within a session.
 
     Raises:
-        ConfigError: they are of another kind, day, machine or software, so that one file cannot stand for both; or a
-            partial session would replace one with more cases.
+        ConfigError: kind, day, machine or software differ, so that one file cannot hold both; or a partial session
+            would replace one with more cases.
     """
     for field in ("kind", "date", "hardware", "versions"):
         was, now = getattr(older, field), getattr(newer, field)
@@ -265,12 +265,12 @@ def on_one_machine(kind: str, directory: Path) -> list[Result]:
 
 
 def today() -> str:
-    """Return today's date, UTC, as results write it."""
+    """Return today's date, UTC, in the format of results."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions a figure depends on: python, torch, octavo; cuda and triton where they exist."""
+    """Return the versions that figures depend on: python, torch, octavo; cuda and triton if they exist."""
     from octavo.monitor import system
 
     return {name: version for name, version in system.versions().items() if version is not None}

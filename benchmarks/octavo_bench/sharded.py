@@ -40,7 +40,7 @@ def _fsdp(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=BF16_POLICY, **options)
     fully_shard(model, mesh=mesh, mp_policy=BF16_POLICY, **options)
-    gather_ahead(model, list(model.layers))  # as Octavo does it
+    gather_ahead(model, list(model.layers))  # as in Octavo
 
 
 def _fused_adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -49,22 +49,22 @@ def _fused_adamw(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Opti
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """One way to train a sharded Llama. Its weights are FP32 where they rest, and gathered in BF16 or FP8."""
+    """One way to train a sharded Llama. Its shards are FP32, gathered in BF16 or FP8."""
 
     name: str
     """Name in results."""
     convert: Callable[[nn.Module], object] = _leave
-    """Makes the whole model into this implementation, in place, before it is cut."""
+    """Converts the whole model in place, before it is divided."""
     shard: Callable[..., object] = _fsdp
     """(model or stage, mesh, **options of `fully_shard`): shards it, in place."""
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] = _fused_adamw
-    """Makes the optimizer of named parameters."""
+    """(named parameters) -> optimizer."""
     after_step: Callable[[nn.Module], object] = _leave
-    """Called with the model once the weights have changed."""
+    """Called with the model after each update of the weights."""
 
 
 def implementations() -> dict[str, Implementation]:
-    """Return every implementation by name, the baseline first. torchao's is there when it is installed."""
+    """Return every implementation by name, the baseline first; torchao's only if installed."""
     found = [Implementation(name=BF16), Implementation(name=f"{BF16}{ONCE}", shard=partial(_fsdp, **_KEEP))]
     if importlib.util.find_spec("torchao") is not None:
         found.append(
@@ -109,19 +109,19 @@ def _convert(model: nn.Module, recipe: str, *, fp8_head: bool = False, **policy_
 
 
 def _shard_bf16_gradients(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
-    """Shard as a run does by default: gradients on the wire as they are computed, in BF16; sums in FP32."""
+    """Shard as a run does by default: gradients are sent as computed, in BF16, and summed in FP32."""
     shard(model, mesh, reduce="bf16", mp_policy=_policy(model), **options)
 
 
 def _shard_fewest_bytes(model: Sharded, mesh: DeviceMesh, **options: Any) -> None:
-    """FP8 gradients, and of the embedding only the rows that are looked up."""
+    """Shard with FP8 gradients; of the embedding send only the looked-up rows."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]  # a later stage has none
     by_rows = [module for module in embeddings if not is_distributed(module.weight)]  # tensor parallel has its own
     shard(model, mesh, reduce="fp8-block", mp_policy=_policy(model), by_rows=by_rows, **options)
 
 
 def _policy(model: Sharded) -> MixedPrecisionPolicy:
-    """A pipeline adds up the gradients of its micro-batches before they are reduced."""
+    """Return the policy: a pipeline accumulates the gradients of its micro-batches before their reduction."""
     return BF16_POLICY if isinstance(model, Stage) else BF16_GRADIENTS_POLICY
 
 
@@ -136,11 +136,11 @@ def _precompute_scales(model: nn.Module) -> None:
 
 
 VOCABULARY_USED = 64
-"""Token ids differ from their neighbour by less than that: there is something to learn within a few steps."""
+"""Adjacent token ids differ by less than this, so that a few steps suffice to learn something."""
 
 
 class Layout(NamedTuple):
-    """Division of the ranks; those left over are data parallel, sharded by FSDP2."""
+    """Division of the ranks; the remaining factor is data parallel, sharded by FSDP2."""
 
     tensor: int = 1
     """Ranks that share each layer."""
@@ -163,21 +163,21 @@ class Trainer(Protocol):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """This rank's modules of it."""
+        """Modules of this rank."""
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
         """The blocks among them."""
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
-        """Go forward and backward over the data-parallel rank's sequences, which the host has.
+        """Run forward and backward over the data-parallel rank's sequences, given on the host.
 
-        Return the mean loss, where this rank has it.
+        Return the mean loss if this rank has it.
         """
 
 
 def part_of_batch(config: ModelConfig, sequences: int, step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Return the host's tokens and targets (B, T) of this data-parallel rank, of a step of so many sequences in all."""
+    """Return tokens and targets (B, T) of this data-parallel rank, on the host, of a step of `sequences` in all."""
     generator = torch.Generator().manual_seed(step)
     moves = torch.randint(0, min(VOCABULARY_USED, config.vocab), (sequences, config.sequence + 1), generator=generator)
     tokens = moves.cumsum(1).remainder(config.vocab).chunk(mesh.size())[mesh.get_local_rank()]
@@ -190,7 +190,7 @@ def lay_out(
     layout: Layout,
     device: torch.device,
 ) -> tuple[Trainer, DeviceMesh]:
-    """Make a model, equal in every layout, and return it laid out over all ranks, with the mesh of data parallel."""
+    """Build a model, equal in every layout, and return it laid out over all ranks, with the data-parallel mesh."""
     shape = (layout.stages, dist.get_world_size() // layout.stages // layout.tensor, layout.tensor)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
     with device:
@@ -205,10 +205,10 @@ def lay_out(
 
 
 class Whole:
-    """Every rank has all layers, or its cut of each."""
+    """Every rank has all layers, or its tensor-parallel part of each."""
 
     def __init__(self, model: Llama, implementation: Implementation, data: DeviceMesh) -> None:
-        self._alone = data.size() == 1  # no other rank has shards: weights are gathered once per step, by each of all
+        self._alone = data.size() == 1  # no other rank has shards: all implementations gather once per step
         implementation.shard(model, data, **({"reshard_after_forward": False} if self._alone else {}))
         self._device = next(model.parameters()).device
         self.model, self.modules, self.blocks = model, [model], list(model.layers)
@@ -220,13 +220,13 @@ class Whole:
         self._passes = self._graph = octavo.graph(self._run, self.model, optimizer)
 
     def launch(self) -> None:
-        """Launch kernel by kernel from now on."""
+        """Launch kernels one by one from now on."""
         self._passes = self._run
         if self._graph is not None:
             self._graph.forget()
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """One sequence after the other; each one's gradients are reduced, as FSDP2 does it by itself."""
+        """Run one sequence after the other; gradients are reduced after each, as FSDP2 does by default."""
         tokens_BT = send_tokens(tokens_BT, self._device, self.model, parts=len(tokens_BT))
         return self._passes(tokens_BT, upload(targets_BT, self._device))
 
@@ -261,7 +261,7 @@ class Staged:
         )
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
-        """One micro-batch a sequence."""
+        """Run one micro-batch per sequence."""
         parts = len(tokens_BT)
         tokens_BT = send_tokens(tokens_BT, self._device, *self.modules, parts=parts)
         return self._pipeline.step(tokens_BT, upload(targets_BT, self._device), parts)

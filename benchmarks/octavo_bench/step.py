@@ -1,8 +1,8 @@
 """Time a training step of a workload in BF16, in torchao, in Transformer Engine and by every recipe.
 
-All implementations run one after another in one process, on the same weights and the same random normal data. Each is
-the median of several steps after a warm-up. Profiled steps show where the time goes, the machine's
-own rates the floor, and BF16 timed again at the end the drift of the machine.
+All implementations run one after another in one process, on the same weights and the same random normal data. Times are
+medians of several steps after a warm-up. Profiled steps give the parts of the time, measured rates of the machine the
+floor, and BF16 timed again at the end the drift of the machine.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from octavo_bench.timing import attempt, peak_gib
 from octavo_bench.workloads import IMAGE_WORKLOADS, WORKLOADS, ImageWorkload, Training, Workload, build
 
 PROFILED_MS = 200
-"""Least milliseconds that are profiled. CUPTI may give the first kernels of a session times of another clock, and
-PyTorch drops those (pytorch/pytorch#192021): of a short session all."""
+"""Minimum profiled milliseconds. CUPTI may give the first kernels of a session times of another clock, and PyTorch
+drops those (pytorch/pytorch#192021): in a short session, all."""
 TRACED = 25
-"""Kernels of an implementation that a trace names."""
+"""Kernels per implementation in a trace."""
 SPEED = (
     ("implementation", "{implementation}"),
     ("ms", "{ms:.1f}"),
@@ -94,7 +94,7 @@ def _shape(row: Row) -> str:
 
 
 def _session(baseline: Row) -> str:
-    """Return the notes of a session from its baseline: the machine's own rates, and its drift."""
+    """Return the notes of a session from its baseline: rates and drift of the machine."""
     said = []
     if "rates" in baseline:
         rates = baseline["rates"]
@@ -124,15 +124,15 @@ KIND = Kind(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """Settings that all implementations of one run share."""
+    """Settings shared by all implementations of a run."""
 
     workload: Workload | ImageWorkload
     device: str = "cuda"
     """On a CPU nothing is compiled."""
     steps: int = 20
-    """Steps to time; the median counts."""
+    """Timed steps; the median is reported."""
     warm_up_s: float = 1.0
-    """Seconds of steps before that, three steps at the least."""
+    """Seconds of warm-up steps, at least three steps."""
     trace: Path | None = None
     """Directory for the longest kernels of each implementation, one JSON file each; on a GPU only."""
 
@@ -140,15 +140,15 @@ class Session:
 def bench_step(session: Session, names: tuple[str, ...] = ()) -> Iterator[Row]:
     """Yield one row per implementation; the baseline first.
 
-    An implementation that fails has a row with `error` and no figures, and the others go on. The baseline's row comes
-    once more in the end, with its drift.
+    Rows of implementations that fail have `error` and no figures. The baseline's row is yielded again at the end, with
+    its drift.
 
     Args:
         names: implementations to run, BF16 always first; all if empty.
 
     Raises:
-        ConfigError: a name that is not there.
-        RunError: the baseline failed, so that there is nothing to compare with.
+        ConfigError: an unknown name.
+        RunError: the baseline failed, so that nothing can be compared.
     """
     workload, limits = session.workload, None
     if isinstance(workload, ImageWorkload):
@@ -159,7 +159,7 @@ def bench_step(session: Session, names: tuple[str, ...] = ()) -> Iterator[Row]:
     chosen = [known("--only", name, list(found), "implementation") for name in names] or found
     baseline = _row(session, found[BF16])
     if "error" in baseline:
-        raise RunError(f"the baseline {BF16} failed, and the rest has nothing to be compared with: {baseline['error']}")
+        raise RunError(f"the baseline {BF16} failed, so that nothing can be compared: {baseline['error']}")
     others = [name for name in dict.fromkeys(chosen) if name != BF16]
     for name in (BF16, *others):
         row = baseline if name == BF16 else _row(session, found[name])
@@ -192,14 +192,14 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         ms = statistics.median(times)
         profiled = profile(training.step, _profiled_steps(ms)) if device == "cuda" else None
         last_norm = _gradient_norm(training)
-    if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too good
-        raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time means nothing.")
+    if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too short
+        raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time is meaningless.")
     if profiled is not None and isinstance(workload, Workload):
         _check_attention(implementation, profiled)
     if profiled is not None and session.trace is not None:
         _write_trace(session.trace, workload.name, implementation.name, profiled)
     if implementation.name.startswith("octavo") and not ledger.gemms:
-        raise UnsupportedError(f"{implementation.name}: no product ran in FP8, so its time would be BF16's.")
+        raise UnsupportedError(f"{implementation.name}: no GEMM ran in FP8, so its time would be BF16's.")
     return {
         "ms": round(ms, 3),
         "peak_gib": round(peak, 2),
@@ -216,12 +216,12 @@ def _measure(session: Session, implementation: Implementation) -> Row:
 
 
 def _profiled_steps(ms: float) -> int:
-    """Return how many steps of so many milliseconds are profiled: the profiler may lose the first of a session."""
+    """Return the number of steps of `ms` milliseconds to profile: the profiler may lose the first of a session."""
     return max(3, math.ceil(PROFILED_MS / ms))
 
 
 def _check_attention(implementation: Implementation, profiled: Profile) -> None:
-    """Raise if no fused attention ran: without a cuDNN that fits, Transformer Engine falls back in silence."""
+    """Raise if no fused attention ran: without a suitable cuDNN, Transformer Engine falls back silently."""
     name = implementation.name
     if not profiled.kernels:
         raise RunError(f"{name}: the profiler saw no kernel, so whether attention was fused is unknown.")
@@ -233,7 +233,7 @@ def _check_attention(implementation: Implementation, profiled: Profile) -> None:
 
 
 def _time(training: Training, session: Session) -> tuple[list[float], float, Row]:
-    """Return the milliseconds of each step, the peak of allocated memory in GiB, and the energy as a row has it."""
+    """Return the milliseconds of each step, the peak of allocated memory in GiB, and the energy as keys of a row."""
     if session.device != "cuda":
         return milliseconds(training.step, session.device, session.steps), 0.0, {}
     torch.cuda.reset_peak_memory_stats()
@@ -244,7 +244,7 @@ def _time(training: Training, session: Session) -> tuple[list[float], float, Row
 
 
 def _gradient_norm(training: Training) -> float:
-    """Run a step and return the norm of all its gradients: in the first one, every implementation has the same work."""
+    """Run a step and return its global gradient norm: in the first step all implementations have the same work."""
     training.forward_backward()
     gradients = [parameter.grad for parameter in training.model.parameters() if parameter.grad is not None]
     norm = math.hypot(*(float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) for gradient in gradients))
@@ -278,7 +278,7 @@ def _write_trace(directory: Path, workload: str, implementation: str, profiled: 
 
 @contextmanager
 def _attention(device: str) -> Iterator[None]:
-    """cuDNN's attention where it runs: the fastest on Hopper, and the same for every implementation."""
+    """Use cuDNN's attention where supported: the fastest on Hopper, and the same for every implementation."""
     if device != "cuda":
         yield
         return
@@ -289,7 +289,7 @@ def _attention(device: str) -> Iterator[None]:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Fields in place of the workload's."""
+    """Overrides of the workload's fields."""
 
     dim: int | None = None
     """In place of the workload's: width of the residual stream."""
@@ -326,7 +326,7 @@ def command(
 
     Peers are torchao and Transformer Engine: its whole layer in eager mode, and its linear modules in compiled blocks.
 
-    Exits with 1 if an implementation failed; the others are measured all the same.
+    Exits with 1 if an implementation failed, after measuring the others.
 
     Examples:
 
@@ -340,13 +340,13 @@ def command(
     workload
         llama-8b-stack (8 layers, 16,384 tokens), llama-70b-stack and 175b-stack (2 layers), llama-1b-stack, 175b and
         llama-1b (with head, loss and optimizer), resnet50 (256 images, channels last), tiny, tiny-model or tiny-resnet;
-        may be given again.
+        repeatable.
     only
-        Implementations to run beside BF16; all by default.
+        Implementations to run besides BF16; all by default.
     device
         cuda or cpu; auto takes the GPU if there is one.
     steps
-        Steps timed, after a warm-up; the median counts.
+        Timed steps, after a warm-up; the median is reported.
     trace
         Directory for the longest kernels of each implementation, as JSON; on a GPU.
     """

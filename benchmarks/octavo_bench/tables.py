@@ -1,12 +1,12 @@
-"""The generated tables of README and docs: no figure is typed.
+"""Generated tables of README and docs: no figure is typed.
 
-A page holds a table between two lines, and only the text between them is written:
+A page has a table between two lines, and only the text between them is written:
 
     <!-- table: parity -->
     <!-- end -->
 
-`octavo bench tables` writes every page; with `--check` it names the pages that are not current and exits with 1. A
-table of measurements is that of its kind, or of several kinds (`readme`, `choice`); facts are those of the code
+`octavo bench tables` writes every page; with `--check` it names the pages that are not current and exits with 1. Tables
+of measurements are defined by one kind, or show several (`readme`, `choice`); tables of facts come from the code
 (`facts`).
 """
 
@@ -29,7 +29,7 @@ MARK = re.compile(r"^<!-- (?:table: (?P<name>\S+)|(?P<end>end)) -->$")
 
 
 def fill(text: str, directory: Path, where: str) -> str:
-    """Return the page `text` with every table between markers written again; `where` names it in errors.
+    """Return the page `text` with every table between markers rewritten; `where` names it in errors.
 
     Raises:
         ConfigError: a table that does not end, an end without a table, or an unknown table.
@@ -66,7 +66,7 @@ def outdated(root: Path) -> dict[Path, str]:
 
 
 def bring_up_to_date(root: Path, *, check: bool) -> list[str]:
-    """Write the pages whose tables are not current, or only check them; return a line on each."""
+    """Write the pages whose tables are not current, or only check them; return a line per page."""
     stale = outdated(root)
     for page, text in stale.items():
         if not check:

@@ -1,4 +1,4 @@
-"""Cost of telemetry: steps with it and without it, in turns, on the same model."""
+"""Cost of telemetry: alternating steps with and without it, on the same model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OWN: tuple[tuple[Any, str], ...] = (
     *((telemetry_ops, name) for name in ("sampling_off", "sample_input", "sample_weights", "sample_gradients")),
     *((Telemetry, name) for name in ("step", "snapshot")),
 )
-"""Functions in which telemetry spends its time beside the products."""
+"""Functions of telemetry outside the GEMMs."""
 KIND: Kind = Kind(
     name="telemetry",
     keys={"workload": str, "overhead_percent": float},
@@ -65,29 +65,28 @@ def bench_telemetry(
 ) -> Row:
     """Return the row of a workload.
 
-    A round is a pair: a step without and one with telemetry, as close to each other as can be, so that whatever slows
-    the machine slows both; which comes first alternates. `overhead_percent` is the median over the pairs of how much
-    longer the second kind takes, and `low_percent` to `high_percent` the interval that holds the true median in 95 of
-    100 such benches (`interval`).
+    A round is a pair of adjacent steps, without and with telemetry in alternating order, so that disturbances of the
+    machine slow both. `overhead_percent` is the median over the pairs of the relative slowdown, and `low_percent` to
+    `high_percent` its 95 % confidence interval (`interval`).
 
-    A GPU's steps are timed by its own events. On a CPU it is the processor time of the thread that trains, and that
-    does all of telemetry: others that use the machine take wall time away, but less of that. There `own_percent` is
-    counted, too: the time that this thread spends in telemetry's own code, of a step's without. It hardly depends on
-    what else the machine does, but leaves out the cost of cache lines that telemetry evicts. The process keeps its
-    memory from now on: without, a step takes tens of thousands of page faults, and never as many as the one before.
+    GPU steps are timed by CUDA events. CPU steps are timed by the processor time of the training thread, which does all
+    of telemetry: other processes affect it less than wall time. On a CPU `own_percent` is measured, too: the time that
+    this thread spends in telemetry's own code, relative to a step without. It hardly depends on the machine's load,
+    but leaves out the cost of cache lines evicted by telemetry. The process keeps its memory from now on: otherwise a
+    step takes tens of thousands of page faults, in varying numbers.
 
     Args:
-        every: as of `Telemetry`; each of the `steps` of a round begins a count of its own.
+        every: as for `Telemetry`; the steps of each round start a new count.
         histograms_every: the same.
-        steps: of each kind in a round; their median counts.
-        rounds: pairs.
+        steps: steps of each kind per round; their median is used.
+        rounds: number of pairs.
     """
     training = build(workload, implementations()[IMPLEMENTATION], device, compile=device == "cuda")
     telemetry: Telemetry | None = None
 
     def step() -> None:
         training.forward_backward()
-        if telemetry is not None and not workload.vocab:  # no optimizer closes a step, and the gradients go now
+        if telemetry is not None and not workload.vocab:  # no optimizer ends a step, and the gradients are freed now
             telemetry.step()
         training.update()
         if telemetry is not None:
@@ -141,10 +140,10 @@ def bench_telemetry(
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the two of these values between which the median of where they come from lies, at 95 %.
+    """Return the 95 % confidence interval of the median of the distribution, between two of its values.
 
-    Whatever the distribution: how many of n values lie below its median is binomial, within n / 2 ± 0.98 sqrt(n). Of
-    fewer than six no two values are that far apart, and it is the range.
+    For any distribution the number of n values below its median is binomial, within n / 2 ± 0.98 sqrt(n). For fewer
+    than six values no two are that far apart, and the interval is the range.
     """
     ordered = sorted(values)
     first = max(round(len(ordered) / 2 - 0.98 * len(ordered) ** 0.5) - 1, 0)
@@ -153,7 +152,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @contextmanager
 def _own_time() -> Iterator[list[float]]:
-    """Count in the one element of a list the milliseconds that threads spend in `OWN` while the block runs."""
+    """Yield a list with one element, which counts the milliseconds that threads spend in `OWN` within the context."""
     spent, depth = [0.0], 0
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,25 +167,25 @@ def _own_time() -> Iterator[list[float]]:
 
         return run
 
-    plain = [getattr(where, name) for where, name in OWN]
+    plain = [getattr(owner, name) for owner, name in OWN]
     try:
-        for (where, name), call in zip(OWN, plain, strict=True):
-            setattr(where, name, counted(call))
+        for (owner, name), call in zip(OWN, plain, strict=True):
+            setattr(owner, name, counted(call))
         yield spent
     finally:
-        for (where, name), call in zip(OWN, plain, strict=True):
-            setattr(where, name, call)
+        for (owner, name), call in zip(OWN, plain, strict=True):
+            setattr(owner, name, call)
 
 
 def _keep_memory() -> None:
-    """Let malloc, where it is glibc's, give nothing back to the system. It shortens steps, and hides nothing."""
+    """Keep glibc's malloc from returning memory to the system, which shortens steps and hides no overhead."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     for name, value in ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_THRESHOLD, 2**25)) if mallopt else ():
         mallopt(name, value)  # type: ignore[misc]
 
 
 def _times(step: Callable[[], object], device: str, steps: int) -> list[float]:
-    """Return the milliseconds of steps: of a GPU, or of this thread on a processor."""
+    """Return the milliseconds of steps: GPU time, or processor time of this thread."""
     if device == "cuda":
         return milliseconds(step, device, steps, queued=True)
     times = [time.thread_time()]
@@ -206,7 +205,7 @@ def command(
     rounds: int = 60,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Time steps with telemetry and without, in turns.
+    """Time alternating steps with and without telemetry.
 
     Examples:
 
@@ -219,15 +218,15 @@ def command(
         Stacks among the workloads of `octavo bench step`, or `demo`, the model of `octavo train --preset demo`; by
         default `llama-8b-stack` on a GPU and `demo` on a CPU.
     every
-        Sample each step whose number this divides.
+        Sample every N-th step.
     histograms_every
-        Sample the exponents, too, in each step whose number this divides; 0: never.
+        Sample the exponents, too, in every N-th step; 0: never.
     device
         cuda or cpu; auto takes the GPU if there is one.
     steps
-        Steps of each kind in a round; their median counts.
+        Steps of each kind per round; their median is used.
     rounds
-        Pairs of steps without telemetry and with it, which take turns to be first; the median counts.
+        Pairs of steps without and with telemetry, in alternating order; the median is reported.
     """
     device = device_named(device)
     stacks = {DEMO.name: DEMO} | {name: shape for name, shape in WORKLOADS.items() if not shape.vocab}

@@ -1,4 +1,4 @@
-"""Parts of all measurements: the median of calls after a warm-up, the peak of memory, rows that say how they failed."""
+"""Shared parts of measurements: median of calls after a warm-up, peak memory, rows with the error of a failed case."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def median_ms(
     """Return the median milliseconds of a call.
 
     Args:
-        calls, seconds: of the warm-up, as of `octavo.train.timing.warm_up`.
-        queued, cold: as of `octavo.train.timing.milliseconds`.
+        calls, seconds: of the warm-up, as for `octavo.train.timing.warm_up`.
+        queued, cold: as for `octavo.train.timing.milliseconds`.
     """
     warm_up(call, device, calls=calls, seconds=seconds)
     return statistics.median(milliseconds(call, device, repeats, queued=queued, cold=cold))
 
 
 def peak_gib(device: str) -> float:
-    """Return the most GiB allocated on the GPU since its peak was reset; 0 on a CPU."""
+    """Return the peak of allocated GiB on the GPU since its reset; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
 
 
@@ -44,10 +44,10 @@ Case = tuple[Row, Callable[[], Row]]
 
 
 def attempt(row: Row, measure: Callable[[], Row], device: str | None = None) -> Row:
-    """Return the row with its figures, or with `error`: a case that fails must not lose the others.
+    """Return the row with its figures, or with `error`, so that a failed case does not lose the others.
 
     Args:
-        device: given, what the case compiled and allocated there is dropped.
+        device: if given, compiled code and memory of the case are freed there.
     """
     try:
         return row | measure()
@@ -64,7 +64,7 @@ def attempts(cases: Iterable[Case], device: str | None = None) -> Iterator[Row]:
 
 
 def beside_first(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows, each with its speed in units of the first one's."""
+    """Yield the rows, each with its speed relative to the first."""
     baseline: Row | None = None
     for row in rows:
         baseline = baseline or row
@@ -72,16 +72,16 @@ def beside_first(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def beside(row: Row, baseline: Row) -> Row:
-    """Return the row with its speed in units of the baseline's; where there is none, an error beside its figures."""
+    """Return the row with its speed relative to the baseline; if that failed, with an error beside its figures."""
     if "error" in row:
         return row
     if "ms" not in baseline:
-        return row | {"error": f"BF16 failed; {row['ms']:.2f} ms beside nothing"}
+        return row | {"error": f"BF16 failed; {row['ms']:.2f} ms without a ratio"}
     return row | {"ratio_to_bf16": round(baseline["ms"] / row["ms"], 3)}
 
 
 def free(device: str) -> None:
-    """Drop what was compiled and allocated, and reset the peak of memory."""
+    """Free compiled code and cached memory, and reset the peak of memory."""
     gc.collect()
     torch._dynamo.reset()
     if device == "cuda":

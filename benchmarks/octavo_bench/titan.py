@@ -24,7 +24,7 @@ from octavo_bench.clients import VOCABULARY, Job, Sequences
 
 
 class NoTokenizer(BaseTokenizer):  # type: ignore[misc, unused-ignore]  # without torchtitan
-    """Tokenizer of data that are tokens already."""
+    """Tokenizer of tokenised data."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc, unused-ignore]
@@ -47,7 +47,7 @@ class NoTokenizer(BaseTokenizer):  # type: ignore[misc, unused-ignore]  # withou
 
 
 class Loader(BaseDataLoader):  # type: ignore[misc, unused-ignore]
-    """Batches of `Sequences`, from the one where a checkpoint was written."""
+    """Batches of `Sequences`, resumed at the position of a checkpoint."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc, unused-ignore]

@@ -1,4 +1,4 @@
-"""Counters of bytes sent, at PyTorch's own collectives, so that any library is measured alike."""
+"""Counters of bytes sent by PyTorch's own collectives, so that any library is measured alike."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _KINDS.get(func._schema.name.removeprefix("c10d::")) if func.namespace == "c10d" else None
         if kind is not None:
-            # The lists of tensors that are received and sent, one after the other; or single tensors.
+            # Lists of received, then of sent tensors; or single tensors.
             parts = [[t for t in tree_leaves(a) if type(t) is torch.Tensor] for a in args]
             self.calls[kind] = self.calls.get(kind, 0) + 1
             self.bytes[kind] = self.bytes.get(kind, 0) + max(sum(t.nbytes for t in part) for part in parts)

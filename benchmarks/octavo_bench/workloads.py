@@ -1,8 +1,8 @@
 """Workloads: a stack of Llama blocks, a whole Llama with its head, loss and optimizer, or a ResNet in channels last.
 
-A stack has no embedding, head or optimizer, so that the blocks are compared. All parameters of a Llama are BF16. Of a
-ResNet weights of convolutions and of the head are, batch norms FP32; convolutions are converted whether they gain or
-not, so that the table shows their cost: `octavo.convert` by default leaves them all in BF16.
+A stack has no embedding, head or optimizer, so that the blocks are compared. All parameters of a Llama are BF16. In a
+ResNet convolutions and head are BF16, batch norms FP32; convolutions are converted even without a gain, so that the
+table shows their cost: `octavo.convert` by default leaves them all in BF16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo_bench.resnet import ResNet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The shape of a model and of the batch that goes through it."""
+    """Shape of a model and of its batch."""
 
     name: str
     """Name in results; `custom` if a field was given by hand."""
@@ -44,7 +44,7 @@ class Workload:
     batch: int
     """Sequences per step."""
     sequence: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     vocab: int = 0
     """Token ids of a whole model; 0 for a stack of blocks."""
 
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's shape. A stack uses all of it but the vocabulary."""
+        """The model's shape. A stack uses all of it except the vocabulary."""
         return ModelConfig(
             vocab=self.vocab or 1,
             dim=self.dim,
@@ -68,30 +68,30 @@ class Workload:
 
     @property
     def block_gemms(self) -> tuple[tuple[int, int], ...]:
-        """(N, K) of the four products of a block that cannot be merged further: qkv, wo, w1 with w3, w2."""
+        """(N, K) of the four GEMMs of a block that cannot be merged further: qkv, wo, w1 with w3, w2."""
         kv_dim = self.dim // self.heads * self.kv_heads
         qkv, gate_up = self.dim + 2 * kv_dim, 2 * self.ffn
         return (qkv, self.dim), (self.dim, self.dim), (gate_up, self.dim), (self.dim, self.ffn)
 
     @property
     def weights(self) -> int:
-        """Weights that are multiplied: of the blocks, and of the head where there is one."""
+        """Weights of GEMMs: those of the blocks, and of the head if there is one."""
         return matmul_parameters(self.config) - (0 if self.vocab else self.dim)
 
     @property
     def flops(self) -> int:
         """Model FLOPs of a step: `tokens (6 weights + 6 L D T)`, causal attention at half.
 
-        The formula of `octavo.models.flops_per_token`, for a stack without the head. What is computed beside it
-        (norms, activations, quantising) is left out, and nothing is computed twice.
+        The formula of `octavo.models.flops_per_token`, for a stack without the head. Norms, activations, quantisation
+        and recomputation are not counted.
         """
         return self.tokens * 6 * (self.weights + self.layers * self.dim * self.sequence)
 
     def but(self, **fields: int | None) -> Workload:
-        """Return this workload with some fields replaced, named `custom`; itself where all are None.
+        """Return this workload with some fields replaced, named `custom`; itself if all are None.
 
         Raises:
-            ConfigError: a shape that no model can have.
+            ConfigError: an impossible shape.
         """
         given = {key: value for key, value in fields.items() if value is not None}
         if not given:
@@ -117,13 +117,12 @@ _ALL = (
     replace(_TINY, name="tiny-model", vocab=256),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
-"""By name: blocks of Llama-3-8B and of Llama-3-70B; of GPT-175B's width and parameters, as FP8-LM has it (arXiv
-2310.18313, table 3), alone and with embedding and head; Llama-3.2-1B's blocks, and that model as a whole; two for
-tests."""
+"""By name: blocks of Llama-3-8B and of Llama-3-70B; of GPT-175B's width and parameters, as in FP8-LM (arXiv 2310.18313,
+table 3), alone and with embedding and head; Llama-3.2-1B's blocks, and the whole model; two for tests."""
 
 
 class Stack(nn.Module):
-    """Llama blocks in a row, with their rotary tables."""
+    """A sequence of Llama blocks with their rotary tables."""
 
     cos: Tensor
     sin: Tensor
@@ -144,13 +143,13 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """A model in training: a step is the two calls, one after the other."""
+    """A model in training: a step is the two calls in order."""
 
     model: nn.Module
     forward_backward: Callable[[], object]
-    """Leaves the gradients."""
+    """Computes the gradients."""
     update: Callable[[], object]
-    """Takes them up, and drops them."""
+    """Applies the gradients if there is an optimizer, and drops them."""
 
     def step(self) -> None:
         """Run one step."""
@@ -161,7 +160,7 @@ class Training:
 def build(
     workload: Workload | ImageWorkload, implementation: Implementation, device: str, *, compile: bool
 ) -> Training:
-    """Return the workload as an implementation computes it: same weights, same random data for each of them."""
+    """Return the workload in an implementation: same weights and same random data for all implementations."""
     torch.manual_seed(0)
     if isinstance(workload, ImageWorkload):
         return _images(workload, implementation, device, compile)
@@ -237,14 +236,14 @@ def _whole(workload: Workload, model: nn.Module, device: str, own_optimizer: boo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageWorkload:
-    """The shape of a ResNet and of the batch that goes through it."""
+    """Shape of a ResNet and of its batch."""
 
     name: str
     """Name in results; `custom` if a field was given by hand."""
     depths: tuple[int, ...] = (3, 4, 6, 3)
-    """Bottlenecks of each stage."""
+    """Bottlenecks per stage."""
     width: int = 64
-    """Channels inside those of the first stage."""
+    """Inner channels of the first stage's bottlenecks."""
     classes: int = 1000
     """Outputs of the head."""
     size: int = 224
@@ -259,13 +258,13 @@ class ImageWorkload:
 
     @property
     def pixels(self) -> int:
-        """Output pixels of a convolution in the last stage but one, for predicted gains."""
+        """Output pixels of a convolution in the second-to-last stage, for predicted gains."""
         side = self.size >> len(self.depths)
         return self.batch * side * side
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of a step: three times those of the forward, convolutions and the head."""
+        """Model FLOPs of a step: three times those of the forward pass, convolutions and the head."""
         one: int = _forward_flops(replace(self, batch=1))
         return 3 * self.batch * one
 
@@ -274,13 +273,13 @@ class ImageWorkload:
         return ResNet(self.depths, self.width, self.classes)
 
     def implementations(self) -> dict[str, Implementation]:
-        """Return its implementations: BF16 and every recipe that convolutions compute by."""
+        """Return its implementations: BF16 and every recipe supported by convolutions."""
         computed = (name for name in recipes.names() if unsupported_reason_recipe(recipes.load(name)) is None)
         names = {BF16, *(f"octavo {name}" for name in computed)}
         return {name: one for name, one in implementations().items() if name in names}
 
     def but(self, **fields: int | None) -> ImageWorkload:
-        """Return this workload with another batch, named `custom`; itself where all fields are None.
+        """Return this workload with another batch, named `custom`; itself if all fields are None.
 
         Raises:
             ConfigError: a field that only language models have.

@@ -97,7 +97,7 @@ def test_a_checkpoint_can_be_named_and_nothing_is_left_switched(trained):
 def test_what_cannot_be_probed_is_named(trained, tmp_path):
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         [*probe(tmp_path, device="cpu")]
-    with pytest.raises(ConfigError, match="trained in BF16 alone"):
+    with pytest.raises(ConfigError, match="trained in BF16 only"):
         [*probe(trained("bf16"), device="cpu")]
 
 

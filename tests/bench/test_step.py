@@ -86,7 +86,7 @@ def test_a_step_of_nan_is_not_a_measurement(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_row_in_which_nothing_ran_in_fp8_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     _with(monkeypatch, **{"bf16": implementations._leave, "octavo folded": implementations._leave})
     row = bench(WORKLOADS["tiny"])[1]
-    assert "no product ran in FP8" in row["error"] and "ms" not in row
+    assert "no GEMM ran in FP8" in row["error"] and "ms" not in row
 
 
 PROFILE = profile.Profile(
