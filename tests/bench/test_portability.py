@@ -132,7 +132,7 @@ def test_command(octavo, trained, tmp_path, capsys):
 
     assert octavo(f"bench portability {trained('folded')} --device cpu --tokens 128 --tolerance 0") == 1
     printed = capsys.readouterr()
-    assert "octavo: alarm: the weights are not portable: " in printed.err and "More than 0 says" in printed.err
+    assert "octavo: alarm: the weights are not portable: " in printed.err and "More than 0 shows" in printed.err
     assert "llama-38k, folded, step 3, 128 tokens; accumulator: Hopper's, emulated" in printed.out
 
 
