@@ -476,12 +476,13 @@ OUTLIERS_EVERY = 64
 
 @torch.no_grad()
 def add_outliers(model: nn.Module, factor: float) -> None:
-    """Give the activations of a Llama the outliers of late training, without changing its function.
+    """Give the activations of a Llama the outliers of late training.
 
     One channel in `OUTLIERS_EVERY` of every norm's gain is multiplied by `factor`, and divided by it in the weights
     that read it, the inverse of SmoothQuant (arXiv 2211.10438): inputs of the linear layers get channels larger by
-    `factor` in every token. In one unit in `OUTLIERS_EVERY` of a SwiGLU, the gate's weights are set to those of `up`,
-    as long training with weight decay aligns them (arXiv 2409.12517); its product is then quadratic in the input.
+    `factor` in every token, and the function is unchanged. In one unit in `OUTLIERS_EVERY` of a SwiGLU, the gate's
+    weights are set to those of `up`, as long training with weight decay aligns them (arXiv 2409.12517); its product is
+    then quadratic in the input.
 
     Raises:
         ConfigError: a mixture of experts.
