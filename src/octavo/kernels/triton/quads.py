@@ -133,9 +133,10 @@ def largest(values):
 
 @triton.jit
 def largest_of_quads(values):
-    """Bits of the largest magnitude per quad, int32 (TILE, 32), ignoring NaN beside other values."""
+    """Bits of the largest magnitude per quad, int32 (TILE, 32), ignoring NaN; 0 for four of them."""
     a, b, c, d = _magnitude(values[0]), _magnitude(values[1]), _magnitude(values[2]), _magnitude(values[3])
-    return as_bits(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+    found = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    return as_bits(tl.maximum(found, 0.0))  # four NaN give NaN, whose bits are the largest
 
 
 @triton.jit
