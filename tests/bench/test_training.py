@@ -127,7 +127,7 @@ def test_what_there_is_no_time_for_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(key, value)
     rows = [*bench_distributed(Work(workload="tiny-model", only=("octavo folded",), seconds=-1.0))]
     assert [row["implementation"] for row in rows] == ["bf16", "octavo folded"]
-    assert all("not begun" in row["error"] for row in rows)
+    assert all("not started" in row["error"] for row in rows)
 
 
 def test_a_speed_beside_nothing_is_an_error_and_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
