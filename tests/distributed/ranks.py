@@ -46,7 +46,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 LAST_WORDS = 3000
 """Characters of a rank's output that are shown."""
 IMPORTED = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
-IMPORTED += ["octavo.distributed", "octavo.models.llama", "octavo.optim", "octavo.cli.main", "octavo.train.run"]
+IMPORTED += ["octavo.distributed", "octavo.models.llama", "octavo.optim", "octavo.cli.train", "octavo.train.run"]
 IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks"]
 """What ranks have imported when they begin."""
 _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
