@@ -272,7 +272,7 @@ class Study:
     def _block(self, size: _Size, seed: int, arms: Sequence[str], text: InstalledText) -> list[Row]:
         lanes = self._lanes(size, [*dict.fromkeys([BF16, *arms])], text)  # recipes also score BF16's weights
         with ExitStack() as stack:
-            for device in self.devices:
+            for device in dict.fromkeys(lane.device for lane in lanes):
                 stack.enter_context(turn(device))
             return [row for row in self._train(size, lanes, seed, text) if row["recipe"] in arms]
 

@@ -76,7 +76,7 @@ def on_first_rank(action: Callable[[], T]) -> T | None:
 
 
 def _sent(error: Exception | None) -> Exception | None:
-    """Return an error as it is sent to other ranks; those of other libraries may not survive that."""
+    """Return the error in the form sent to other ranks: exceptions of other libraries may not pickle."""
     if error is None or isinstance(error, OctavoError | OSError):
         return error
     return RunError(f"{type(error).__name__}: {error}")

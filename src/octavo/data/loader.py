@@ -182,8 +182,8 @@ def open_tokens(path: Path) -> Tokens:
 def digest(tokens: Tokens) -> str:
     """Return a digest of dtype, number and content of ids, 64 hexadecimal digits.
 
-    It reads up to 64 evenly spaced blocks of 4 KiB, the first and the last included: all of a file of up to 256 KiB. Of
-    a longer one it misses ids that were replaced between the blocks; another text, or another tokenizer, it does not.
+    Reads up to 64 evenly spaced blocks of 4 KiB, including the first and the last: all of a file of up to 256 KiB. In a
+    longer file, ids replaced between blocks go unnoticed; another text or tokenizer does not.
     """
     size = _BLOCK_BYTES // tokens.dtype.itemsize
     last = max(len(tokens) - size, 0)

@@ -19,7 +19,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def rounded_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return A B of matrices, summed in FP32 and rounded once, to `dtype`.
 
-    It is one operator, so that what looks at operators, as selective checkpoints do, holds the result and not the sums.
+    A single operator, so that selective checkpointing saves the result, not the FP32 sums.
 
     Args:
         a: (M, K), FP32 or BF16.

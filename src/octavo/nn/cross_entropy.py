@@ -110,7 +110,7 @@ def linear_cross_entropy(
 
 
 def count_targets(targets: Tensor, parts: int) -> Tensor:
-    """Return how many targets of each part of a batch are not `IGNORED`, FP32 (parts,).
+    """Return the number of targets per part of a batch that are not `IGNORED`, FP32 (parts,).
 
     The mean loss of a batch is the sum of those of its parts, `weighted` by their shares of all targets that count.
 
@@ -120,9 +120,13 @@ def count_targets(targets: Tensor, parts: int) -> Tensor:
     return torch.stack([part.ne(IGNORED).sum() for part in targets.chunk(parts)]).float()
 
 
-def weighted(loss: Tensor, share: Tensor) -> Tensor:
-    """Return a mean loss times its share of all targets; 0 for none, of which the mean is NaN."""
-    return torch.where(share > 0, loss * share, share)
+def weighted(loss: Tensor, share: Tensor | float) -> Tensor:
+    """Return a mean loss times its share of all targets.
+
+    Args:
+        share: a tensor if it may be 0: the mean over no targets is NaN, and counts as 0.
+    """
+    return torch.where(share > 0, loss * share, share) if isinstance(share, Tensor) else loss * share
 
 
 def chunk_of(vocab: int, dtype: torch.dtype, device: str) -> int:

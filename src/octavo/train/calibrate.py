@@ -140,8 +140,8 @@ def _restore(state: TrainState, directory: Path) -> str:
 class _Parts:
     """The parts of batches on the device, each the input of one forward pass."""
 
-    share: Tensor
-    """Share of the batch's loss that the part last yielded has, shape ()."""
+    share: Tensor | float
+    """Share of the batch's loss that the part last yielded has."""
 
     def __init__(self, loader: Iterable[Batch], accumulate: int, state: TrainState) -> None:
         self._loader, self._accumulate, self._state = loader, accumulate, state

@@ -94,8 +94,12 @@ class GuardedRun(Guarded):
     def _save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file, on the first rank."""
         scaling_state = scales(self._state.model)
-        if scaling_state is not None and scaling_state.is_known:
-            self.ranks.on_first(lambda: scaling_state.save(self.config.run.out / "scales.json"))
+
+        def save() -> None:
+            if scaling_state is not None and scaling_state.is_known:
+                scaling_state.save(self.config.run.out / "scales.json")
+
+        self.ranks.on_first(save)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run besides its tensors, as JSON values."""

@@ -7,7 +7,7 @@ Shapes: B sequences in a batch, T tokens in a sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -169,13 +169,13 @@ class TrainState:
                 loss += part.detach().float()
         return self.ranks.mean(loss)
 
-    def shares(self, targets_BT: Tensor, parts: int) -> Tensor:
-        """Return the number of targets of each part that count, as a share of those of a rank's mean batch: (parts,).
+    def shares(self, targets_BT: Tensor, parts: int) -> Sequence[float] | Tensor:
+        """Return the number of targets of each part that count, as a share of those of a rank's mean batch.
 
         The mean over the ranks of the sum of losses times shares is the mean over all targets.
         """
         if self.model.config.documents == "joined":  # type: ignore[union-attr]  # all targets count
-            return torch.full((parts,), 1 / parts, device=targets_BT.device)
+            return [1 / parts] * parts
         counts = count_targets(targets_BT, parts)
         return counts / self.ranks.mean(counts.sum())
 

@@ -29,7 +29,7 @@ REPLICATED = Replicate()
 
 
 class Placed(NamedTuple):
-    """A parameter of a module, which may be None, and how it is to be placed on the mesh."""
+    """Placement of a module's parameter on the mesh; the parameter may be None."""
 
     module: nn.Module
     name: str
