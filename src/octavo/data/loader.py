@@ -120,8 +120,8 @@ class Loader:
                 )
         if state.get("digest", self._digest) != self._digest:
             raise CheckpointError(
-                f"the data position was saved in another corpus of {mine['tokens']:,} tokens: their digest is "
-                f"{state['digest']} there and {self._digest} here; resume with the same content, tokenized alike."
+                f"the data position belongs to another corpus of {mine['tokens']:,} tokens: its digest is "
+                f"{state['digest']} there and {self._digest} here; resume with the same text and tokenizer."
             )
         samples = state.get("samples")
         if not isinstance(samples, int) or samples < 0:
