@@ -45,7 +45,10 @@ def shown_studies(directory: Path) -> list[tuple[str, list[Row]]]:
 
 
 def ladder_data(directory: Path) -> Data:
-    """Return, per condition with several sizes, the gaps of some arms by size, smaller sizes first."""
+    """Return, per condition with several sizes, the gaps of some arms by size, smaller sizes first.
+
+    Shares of the tokens count as one condition: a label gives the tokens per parameter.
+    """
     known, found = ladder.sizes_by_model(), dict[str, list[dict[str, Any]]]()
     for own in ladder.studies(ladder.read_rows(directory)):
         if size := known.get(own[0]["model"]):
@@ -53,7 +56,8 @@ def ladder_data(directory: Path) -> Data:
             label = f"{model_name(size.model.architecture, active)}\n{own[0]['tokens'] / active:.2g}"
             by_arm = {bar["arm"]: bar for bar in _bars(own)}
             bars = [by_arm[arm] for arm in LADDER if arm in by_arm]
-            found.setdefault(own[0]["condition"], []).append({"label": label, "active": active, "gaps": bars})
+            condition = own[0]["condition"].replace("+short+short", "+short")
+            found.setdefault(condition, []).append({"label": label, "active": active, "gaps": bars})
     by_size = {condition: sorted(sizes, key=itemgetter("active")) for condition, sizes in found.items()}
     return [{"title": name, "sizes": sizes} for name, sizes in sorted(by_size.items()) if len(sizes) >= FEWEST_SIZES]
 
@@ -150,7 +154,7 @@ def _ladder_panel(axes: Any, panel: dict[str, Any]) -> None:
             label = None if arm in named else label_of(arm)
             _draw_gap(axes, bar, at, LADDER[arm], upright=True, label=label)
             named.add(arm)
-    axes.set_xticks(range(len(panel["sizes"])), [size["label"] for size in panel["sizes"]])
+    axes.set_xticks(range(len(panel["sizes"])), [size["label"].replace("-", "\n") for size in panel["sizes"]])
     axes.set_xlabel(f"active parameters; tokens per active parameter\n{INTERVALS}")
     axes.set_ylabel("gap to BF16, % (shaded: margin)")
     axes.set_ylim(bottom=-2 * ladder.MARGIN)  # room for the legend

@@ -263,6 +263,19 @@ def test_the_ladder_is_drawn_by_active_parameters(tmp_path: Path) -> None:
     assert tmp_path / "parity-ladder.svg" in ladder_plots.draw(tmp_path, tmp_path)
 
 
+def test_the_ladder_has_shorter_runs_of_larger_sizes_beside_the_others(tmp_path: Path) -> None:
+    rows = []
+    for name, condition in (("1m", "half+short"), ("3m", "half+short"), ("10m", "half+short+short")):
+        own = ladder.under(condition, ladder.SIZES[name])
+        [model] = [model for model, size in ladder.sizes_by_model().items() if size is ladder.SIZES[name]]
+        for row in block(100, bf16=1.0, control=1.0, folded=1.01):
+            rows.append(row | {"model": model, "tokens": own.tokens, "condition": condition})
+    results.write(results.made_today(ladder.NAME, rows, "octavo bench parity"), tmp_path)
+    [panel] = ladder_plots.ladder_data(tmp_path)
+    labels = [size["label"] for size in panel["sizes"]]
+    assert panel["title"] == "half+short" and labels == ["llama-923k\n5", "llama-4m\n5", "llama-11m\n1.3"]
+
+
 def test_pictures_are_drawn_of_any_number_of_blocks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert ladder_plots.draw(tmp_path, tmp_path) == []
