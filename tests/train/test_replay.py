@@ -351,6 +351,11 @@ def test_a_sharded_model_that_cannot_be_captured_is_an_error(alone: None) -> Non
     passes = RefusesToCapture().replay(passes_of(model), model, list(model.parameters()), optimizer)
     with pytest.raises(UnsupportedError, match="cannot be captured: RuntimeError: operation not permitted when stream"):
         trained_and_evaluated(passes, model, optimizer, "cpu")
+    optimizer.zero_grad()
+    passes.forget()
+    for number in range(WARM + 1):  # launched kernel by kernel, its streams would not wait for each other
+        with pytest.raises(UnsupportedError, match=r"cannot be captured.*build it again"):
+            passes(*batch(number))
 
 
 @pytest.mark.gpu

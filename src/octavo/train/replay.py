@@ -151,6 +151,7 @@ class Replay:
     ) -> None:
         self._graphs, self._run, self._model = graphs, run, model
         self._parameters, self._optimizer = parameters, optimizer
+        self._failure = ""
         self.forget()
 
     @property
@@ -179,8 +180,10 @@ class Replay:
 
         Raises:
             ConfigError: a parameter has a gradient already, which a replay would overwrite.
-            UnsupportedError: the passes of a sharded model cannot be captured.
+            UnsupportedError: the passes of a sharded model cannot be captured. Every later call raises it too.
         """
+        if self._failure:
+            raise UnsupportedError(self._failure)
         if any(parameter.grad is not None for parameter in self._parameters):
             raise ConfigError(
                 "graph: a parameter has a gradient already, which a replay overwrites. Call optimizer.zero_grad() after"
@@ -220,9 +223,11 @@ class Replay:
                 first = first.__context__
             reason = f"{type(first).__name__}: {' '.join(str(first).split())[:300]}"
             if sharded:  # FSDP2 is in the middle of a pass: streams would not wait for each other in the next one
-                raise UnsupportedError(
-                    f"graph: the passes of this sharded model cannot be captured: {reason}. Run without a graph."
-                ) from error
+                self._failure = (
+                    f"graph: the passes of this sharded model cannot be captured: {reason}. The failed capture left the"
+                    " model in the middle of a pass: build it again, and run it without a graph."
+                )
+                raise UnsupportedError(self._failure) from error
             self._graphs.give_up(reason)
         else:
             gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
@@ -254,7 +259,7 @@ def graph(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Repla
 
     The model may be sharded by FSDP2, its blocks compiled, its layers in FP8 or not. If shapes, parameters or recipes
     change, it is captured again. If capturing fails, kernels are launched one by one, with a warning; if the model is
-    sharded, that call raises UnsupportedError.
+    sharded, that call and all later ones raise UnsupportedError.
 
     Args:
         run: `run(*arguments)` returns the loss, shape (), and leaves gradients in the parameters. It must not
