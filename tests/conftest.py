@@ -79,7 +79,7 @@ def train_run(write_text: Callable[[Path], Path]) -> Callable[..., Path]:
             "data": {"source": str(text if text.exists() else write_text(text)), "cache": str(home / "cache")},
             "model": {"layers": 1, **(model or {})},
             "optimizer": optimizer or {},
-            "run": {"steps": 2, "device": "cpu", "twin": False, "eval_tokens": 512, **run, "out": str(home / name)},
+            "run": {"steps": 2, "device": "cpu", "baseline": False, "eval_tokens": 512, **run, "out": str(home / name)},
         }
         train(assemble(load_preset("tiny", cuda=False), ("test", settings)))
         return home / name

@@ -175,7 +175,7 @@ eval_every = 2
 log_every = 1
 checkpoint_every = 1
 keep = 2
-twin = false
+baseline = false
 device = "cpu"
 [parallel]
 timeout = {timeout}

@@ -198,7 +198,7 @@ def gradient_cosines(run: Path, recipes: Sequence[str]) -> Iterator[tuple[str, d
         run: directory of a finished run in BF16.
     """
     config = assemble((str(run / "config.json"), config_reader.read_file(run / "config.json")))
-    eager = dataclasses.replace(config.run, compile="off", twin=False)
+    eager = dataclasses.replace(config.run, compile="off", baseline=False)
     setup = set_up(dataclasses.replace(config, run=eager))
     [lane] = setup.states
     part = config.run.batch // config.run.accumulate

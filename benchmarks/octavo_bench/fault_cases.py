@@ -57,7 +57,7 @@ class Fault:
     prepare: Callable[[Struck], None] | None = None
     """Changes the run at its start."""
     recipe: str = "folded"
-    twin: bool = False
+    baseline: bool = False
     """Whether the run has a BF16 baseline."""
 
 
@@ -400,12 +400,12 @@ def _faults() -> list[Fault]:
         ),
         Fault(
             "fprop's scale x 1.02, with a twin", codes, "slow", "precision", W2,
-            prepare=_dequantised(W2, lambda n, y: 1.02 * y), twin=True,
+            prepare=_dequantised(W2, lambda n, y: 1.02 * y), baseline=True,
         ),
         Fault("fprop's scale x 4", codes, "sudden", "precision", W2, prepare=_dequantised(W2, lambda n, y: 4 * y)),
         Fault(
             "fprop's scale grows 1 % per step", codes, "slow", "precision", W2,
-            prepare=_dequantised(W2, lambda n, y: y * 1.01 ** (n + 1)), twin=True,
+            prepare=_dequantised(W2, lambda n, y: y * 1.01 ** (n + 1)), baseline=True,
         ),
         Fault("codes of 8 columns zero", codes, "moderate", "precision", WQ, prepare=_dequantised(WQ, _no_columns)),
         Fault(

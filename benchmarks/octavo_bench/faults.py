@@ -178,7 +178,7 @@ class Struck(Trainer):
         return ((name, state.optimizer.state[parameter]) for name, parameter in state.parameters.items())
 
     def go_on_from(self, path: Path) -> None:
-        """Load a checkpoint, even of a run by another recipe or with a twin.
+        """Load a checkpoint, even of a run by another recipe or with a baseline.
 
         Guardrails keep their history unless the batch size differs: `octavo train` refuses that, as the noise differs.
         """
@@ -228,7 +228,7 @@ class Bench:
             "data": data,
             "optimizer": {"lr": 1e-3, "min_lr": 0.2, "betas": [0.9, 0.99]},
             "run": {
-                "steps": self.trained + steps, "batch": 8, "recipe": "folded", "twin": False, "min_gain": 0.0,
+                "steps": self.trained + steps, "batch": 8, "recipe": "folded", "baseline": False, "min_gain": 0.0,
                 "device": self.device, "eval_tokens": 8192, "log_every": 10, "out": str(self.out / name),
             },
             "guard": {"mode": mode, "snapshot_every": 20, "shadow_every": 10},
@@ -239,12 +239,12 @@ class Bench:
 
     def checkpoint(self) -> Path:
         """Return the checkpoint of the model trained on this text; train it if missing."""
-        config = self.config("trained", mode="watch", steps=0, run={"twin": True, "checkpoint_every": 0})
+        config = self.config("trained", mode="watch", steps=0, run={"baseline": True, "checkpoint_every": 0})
         text = open_corpus(self.source).listing_sha256()
         key = hashlib.sha256(json.dumps([self.trained, self.device, text]).encode()).hexdigest()[:12]
         out = config.data.cache.expanduser() / f"faults-{key}"
         if not (found := checkpoint.latest(out / "checkpoints")):
-            run = {"twin": True, "checkpoint_every": self.trained, "out": str(out)}
+            run = {"baseline": True, "checkpoint_every": self.trained, "out": str(out)}
             train(self.config("trained", mode="watch", steps=0, run=run), overwrite=True)
             found = checkpoint.latest(out / "checkpoints")
         assert found is not None
@@ -286,7 +286,7 @@ def _row(bench: Bench, start: Path, case: tuple[str, float]) -> dict[str, Any]:
     name = "".join(c if c.isalnum() else "-" for c in fault.name.lower())
     ended, change, notes = {}, {}, {}
     for mode in ("watch", "act"):
-        config = bench.config(f"{name}-{mode}", mode=mode, run={"recipe": fault.recipe, "twin": fault.twin})
+        config = bench.config(f"{name}-{mode}", mode=mode, run={"recipe": fault.recipe, "baseline": fault.baseline})
         loss, notes[mode], ended[mode] = _run(config, start, fault)
         change[mode] = 100 * (loss - plain) / plain if math.isfinite(loss) else math.inf
     struck = bench.trained + STRIKE
@@ -366,7 +366,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "folded, losses with Student-t(2.5) noise": {"noise": _student},
     "folded, 1 sequence per batch": {"run": {"batch": 1}},
     "folded, learning rate restarted at its peak": {"optimizer": {"min_lr": 1.0}},
-    "folded, with a BF16 baseline": {"run": {"twin": True}},
+    "folded, with a BF16 baseline": {"run": {"baseline": True}},
     "tensorwise": {"run": {"recipe": "tensorwise"}},
     "delayed": {"run": {"recipe": "delayed"}},
     "BF16, from new weights": {"run": {"recipe": "bf16"}, "is_new": True},

@@ -174,7 +174,7 @@ batch = 2
 eval_tokens = 64
 log_every = 1
 out = "run"
-twin = false
+baseline = false
 [guard]
 mode = "watch"
 """

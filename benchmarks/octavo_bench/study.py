@@ -146,7 +146,7 @@ def _claim(out: Path, arguments: Sequence[str]) -> None:
 def _start(job: Job, slots: list[int], arguments: Sequence[str], out: Path) -> _Worker:
     run = out / job.name
     run.mkdir(parents=True, exist_ok=True)
-    flags = [*job.flags, "--out", str(run), "--no-twin", "--overwrite"]
+    flags = [*job.flags, "--out", str(run), "--no-baseline", "--overwrite"]
     with (run / "output.log").open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, *job.launcher, "octavo", "train", *arguments, *flags],

@@ -61,7 +61,7 @@ def test_a_run_keeps_its_file_in_its_directory(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, out = tiny[: tiny.index("-o")] + tiny[tiny.index("-o") + 2 :], tmp_path / "run"
-    assert run("train", *flags, "--steps", "1", "--recipe", "delayed", "--no-twin", "--out", str(out)) == 0
+    assert run("train", *flags, "--steps", "1", "--recipe", "delayed", "--no-baseline", "--out", str(out)) == 0
     capsys.readouterr()
     assert run("calibrate", str(out), "--batches", "1", "--no-backward") == 0
     assert f"written to {out / 'calibration.json'}, for the recipe 'delayed'" in capsys.readouterr().out

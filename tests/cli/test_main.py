@@ -113,7 +113,7 @@ def test_help_has_a_flag_for_every_field_in_the_words_of_the_field() -> None:
     text = " ".join(process("train", "--help-all").stdout.replace("│", " ").split())
     assert "--optimizer.weight-decay --weight-decay" in text
     assert "Decoupled weight decay, on matrices only." in text
-    assert "--no-twin" in text
+    assert "--no-baseline" in text
     assert "--optimizer.states --states" in text
     # `sequence` is a field of two sections: it has no short name.
     assert "--data.sequence" in text
@@ -171,12 +171,12 @@ def test_wrong_file_names_the_file_the_key_and_what_was_meant(
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(octavo: Octavo, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("[run]\nsteps = 7\nbatch = 2\ntwin = true\n", encoding="utf-8")
-    flags = "--preset tiny --steps 9 --no-twin --betas 0.8 0.9 --dry-run"
+    file.write_text("[run]\nsteps = 7\nbatch = 2\nbaseline = true\n", encoding="utf-8")
+    flags = "--preset tiny --steps 9 --no-baseline --betas 0.8 0.9 --dry-run"
     done = octavo("train", str(file), *flags.split())
     config = json.loads(done.stdout)
     assert (config["run"]["steps"], config["run"]["batch"], config["run"]["log_every"]) == (9, 2, 5)
-    assert config["run"]["twin"] is False
+    assert config["run"]["baseline"] is False
     assert config["optimizer"]["betas"] == [0.8, 0.9]
 
 
@@ -253,7 +253,7 @@ def test_the_commands_that_a_run_suggests_work(
     octavo: Octavo, tiny: list[str], tmp_path: Path, flags: str, flag: str | None, other: str | None
 ) -> None:
     run = tmp_path / "run"
-    text = octavo(*tiny, "--no-twin", "--steps", "2", *flags.split()).stdout.partition("\nNext\n")[2]
+    text = octavo(*tiny, "--no-baseline", "--steps", "2", *flags.split()).stdout.partition("\nNext\n")[2]
     commands = [shlex.split(line[22:])[1:] for line in text.partition("\n\n")[0].splitlines()]
     exports = [" ".join(command) for command in commands if command[0] == "export"]
     assert exports == ([] if flag is None else [f"export {run}{flag}"])
@@ -304,7 +304,7 @@ def test_predicted_memory_is_that_of_a_named_gpu(octavo: Octavo, monkeypatch: py
 
 def test_the_gpu_decides_which_layers_memory_is_predicted_for(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = H100._replace(copy=1e9, row=1e9)  # quantising is free: small layers gain too
-    command = "plan", "--preset", "tiny", "--dim", "512", "--batch", "64", "--no-twin", "--memory", "--json"
+    command = "plan", "--preset", "tiny", "--dim", "512", "--batch", "64", "--no-baseline", "--memory", "--json"
     before = json.loads(octavo(*command, "--gpu", "h100").stdout)
     monkeypatch.setitem(GPUS, "h100", GPUS["h100"]._replace(rates=fast))
     assert json.loads(octavo(*command, "--gpu", "h100").stdout)["activations_gib"] != before["activations_gib"]

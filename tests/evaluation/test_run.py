@@ -80,9 +80,9 @@ def test_it_says_what_the_run_said_at_its_end(runs):
     summary = json.loads((runs / "folded/summary.json").read_text())
     found = evaluate_run(runs / "folded", EvalSettings(tokens=2048, device="cpu"))
     assert [score.computed for score in found.scores] == ["FP8", "high precision", "BF16 baseline", "BF16 quantised"]
-    fp8, _, twin, _ = found.scores
+    fp8, _, baseline, _ = found.scores
     assert fp8.loss == pytest.approx(summary["heldout_loss_fp8"], rel=1e-7)
-    assert twin.loss == pytest.approx(summary["heldout_loss_bf16"], rel=1e-7)
+    assert baseline.loss == pytest.approx(summary["heldout_loss_bf16"], rel=1e-7)
     assert fp8.perplexity == pytest.approx(summary["perplexity_fp8"], rel=1e-6)
     gap = found.differences[1]
     assert gap.loss == pytest.approx(summary["heldout_loss_fp8"] - summary["heldout_loss_bf16"], abs=1e-7)
@@ -96,11 +96,11 @@ def test_the_baseline_quantised_is_a_converted_copy_of_it(runs, run):
     *_, quantised = loaded.measure(text, lambda computed, text: text)
     assert quantised.computed == "BF16 quantised" and quantised.fp8_gemms
     found = find(runs / run)
-    _, twin = states_of(found, settings_of(found, "test", {"device": "cpu", "twin": True}))
-    octavo.convert(twin.model, "folded", policy=octavo.Policy(min_gain=0))
+    _, baseline = states_of(found, settings_of(found, "test", {"device": "cpu", "baseline": True}))
+    octavo.convert(baseline.model, "folded", policy=octavo.Policy(min_gain=0))
     # With FP8 weights the others are BF16, as those of the served model are.
     exactly = {"rtol": 0.0, "atol": 0.0} if run == "folded" else {"rtol": 1e-4, "atol": 0.0}
-    torch.testing.assert_close(heldout_losses(twin, text), quantised.losses_S, **exactly)
+    torch.testing.assert_close(heldout_losses(baseline, text), quantised.losses_S, **exactly)
 
 
 def test_with_a_forward_pass_in_bf16_nothing_is_quantised(runs):

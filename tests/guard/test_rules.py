@@ -151,20 +151,20 @@ def test_a_slow_rise_of_the_loss_is_seen_before_it_is_a_spike() -> None:
     assert found[0].step <= 220
 
 
-def test_a_gap_to_the_twin_is_seen_that_the_loss_hides() -> None:
+def test_a_gap_to_the_baseline_is_seen_that_the_loss_hides() -> None:
     rules, losses = AlarmRules(GuardConfig()), noise(120, spread=0.2)
     gaps = 1 + noise(120, 0.0, 0.0005, seed=2)
     gaps[80:] += 0.01
     found = []
     for step, (loss, gap) in enumerate(zip(losses, gaps, strict=True), 1):
-        found.append(rules.check(Observation(step, float(loss * gap), 1.0, 1e-3, twin_loss=float(loss))))
+        found.append(rules.check(Observation(step, float(loss * gap), 1.0, 1e-3, baseline_loss=float(loss))))
     told = [alarm for alarm in found if alarm is not None]
     assert [alarm.rule for alarm in told] == ["gap"] and 81 <= told[0].step <= 86
 
 
-def test_a_twin_that_is_not_finite_is_no_fault_of_the_run() -> None:
-    assert alarms(AlarmRules(GuardConfig()), noise(80), twin_loss=math.nan) == []
-    assert alarms(AlarmRules(GuardConfig()), noise(80), twin_loss=0.0) == []
+def test_a_baseline_that_is_not_finite_is_no_fault_of_the_run() -> None:
+    assert alarms(AlarmRules(GuardConfig()), noise(80), baseline_loss=math.nan) == []
+    assert alarms(AlarmRules(GuardConfig()), noise(80), baseline_loss=0.0) == []
 
 
 @pytest.mark.parametrize(("layer", "role"), [("b", "input"), ("a", "grad_output")])

@@ -25,7 +25,7 @@ def synthetic_run(
     steps: int = 400,
     telemetry_every: int = 1,
     spike_at: int | None = None,
-    twin: bool = True,
+    baseline: bool = True,
     finished: bool = True,
     recipe: str = "folded",
     start: float = 1.7e9,
@@ -44,7 +44,7 @@ def synthetic_run(
     rows = [TensorRow(name, role, _OPERANDS[role], (512, 512)) for name in names for role in schema.ROLES]
     run = RunWriter(path, overwrite=True)
     with run.batch():
-        _documents(run, names, steps, twin, recipe, seed)
+        _documents(run, names, steps, baseline, recipe, seed)
         run.set_tensors(rows)
     base, noise = _base(len(names)), random.standard_normal((64, len(rows), len(schema.STATS))).astype(np.float32)
     hot = rows.index(TensorRow(names[len(names) // 2], "grad_output", "e4m3 per-row", (512, 512)))
@@ -57,7 +57,7 @@ def synthetic_run(
                     if step == spike:
                         snapshot[hot, schema.STATS.index("saturated")] = 0.25
                 now = start + 0.1 * step
-                run.write_step(step, _scalars(step, steps, spike, twin, random, now), snapshot, t=now)
+                run.write_step(step, _scalars(step, steps, spike, baseline, random, now), snapshot, t=now)
                 _happenings(run, step, spike, rows[hot], now)
     with run.batch():
         bells = [_bell(row.role) for row in rows[: len(schema.ROLES) * min(len(names), 50)]]
@@ -89,13 +89,13 @@ def _base(layers: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 
 
 def _scalars(
-    step: int, steps: int, spike: int, twin: bool, random: np.random.Generator, now: float
+    step: int, steps: int, spike: int, baseline: bool, random: np.random.Generator, now: float
 ) -> dict[str, float]:
     noise, wiggle = random.standard_normal(2)
     bf16 = 2.0 + 3.5 * math.exp(-4 * step / steps) + 0.02 * noise
     fp8 = bf16 * 1.002 + 0.005 * wiggle + (3.0 if step == spike else 0.0)
     values = {"loss_fp8": fp8, "gradient_norm_fp8": 1 + 0.1 * abs(noise), "milliseconds_fp8": 40 + wiggle}
-    if twin:
+    if baseline:
         values |= {"loss_bf16": bf16, "gradient_norm_bf16": 1 + 0.1 * abs(noise), "milliseconds_bf16": 60 + wiggle,
                    "gap_percent": 100 * (fp8 - bf16) / bf16}  # fmt: skip
     lr = 1e-3 * min(step / (0.07 * steps), 0.55 + 0.45 * math.cos(math.pi * step / steps))
@@ -114,9 +114,9 @@ def _happenings(run: RunWriter, step: int, spike: int, hot: TensorRow, now: floa
                         t=now)  # fmt: skip
 
 
-def _documents(run: RunWriter, names: list[str], steps: int, twin: bool, recipe: str, seed: int) -> None:
+def _documents(run: RunWriter, names: list[str], steps: int, baseline: bool, recipe: str, seed: int) -> None:
     model = {"architecture": "llama", "vocab": 32000, "dim": 512, "layers": -(-len(names) // 7), "heads": 8}
-    loop = {"steps": steps, "batch": 16, "recipe": recipe, "twin": twin, "seed": seed, "log_every": 1}
+    loop = {"steps": steps, "batch": 16, "recipe": recipe, "baseline": baseline, "seed": seed, "log_every": 1}
     run.write_document("config", {"model": model, "data": {"source": "synthetic", "sequence": 256},
                                   "optimizer": {"name": "adamw", "lr": 1e-3}, "run": loop})  # fmt: skip
     layers = [
@@ -133,7 +133,7 @@ def _documents(run: RunWriter, names: list[str], steps: int, twin: bool, recipe:
             "evidence": None}  # fmt: skip
     plan = {"recipe": recipe, "device": "cuda", "tokens": 4096, "structures": [], "unapplied": []}
     run.write_document("plan", {**plan, "layers": [*layers, head]})
-    run.write_document("env", {"device": "a synthetic GPU", "lanes": ["fp8", "bf16"] if twin else ["fp8"],
+    run.write_document("env", {"device": "a synthetic GPU", "lanes": ["fp8", "bf16"] if baseline else ["fp8"],
                                "parameters": 262144 * len(names), "versions": {"octavo": "synthetic"}})  # fmt: skip
     run.write_document("corpus", {"source": "synthetic", "documents": 1000, "train_tokens": 1_000_000,
                                   "unigram_entropy": 5.1})  # fmt: skip

@@ -66,7 +66,7 @@ def test_parquet_holds_what_csv_holds(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_scalar_that_is_not_there_at_a_step_is_an_empty_cell(tmp_path: Path) -> None:
-    with synthetic_run(tmp_path / "run", layers=1, steps=2, twin=False, finished=False) as writer:
+    with synthetic_run(tmp_path / "run", layers=1, steps=2, baseline=False, finished=False) as writer:
         writer.write_step(3, {"heldout_loss_fp8": 2.5}, t=0.0)
     export(tmp_path / "run", "csv", tmp_path)
     with (tmp_path / "scalars.csv").open() as file:

@@ -85,7 +85,7 @@ def test_a_run_records_drift_sources_and_faults_of_its_text(configure: Callable[
             text = " ".join(f"{folder} {number * i}" for i in range(40)) if number else "the same text twice " * 20
             (source / folder / f"{number}.txt").write_text(text)
     (source / "two" / "0.txt").write_text("the same text twice " * 20 + "!")
-    run = {"steps": 2, "eval_every": 1, "log_every": 1, "twin": False, "eval_tokens": 2048}
+    run = {"steps": 2, "eval_every": 1, "log_every": 1, "baseline": False, "eval_tokens": 2048}
     config = configure(data={"source": str(source), "heldout": 0.3}, run=run)
     train(config)
     lines = [json.loads(line) for line in (config.run.out / "metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ from octavo.train.config import RunConfig
 from octavo.train.setup import set_up
 
 Configure = Callable[..., RunConfig]
-SHORT = {"steps": 2, "twin": False}
+SHORT = {"steps": 2, "baseline": False}
 
 
 def test_a_run_is_calibrated_with_its_weights_and_its_text(configure: Configure) -> None:

@@ -22,7 +22,7 @@ from octavo.train.events import Logged
 from octavo.train.files import read_metrics
 
 Configure = Callable[..., RunConfig]
-RUN = {"steps": 4, "log_every": 1, "checkpoint_every": 2, "keep": 10, "twin": False}
+RUN = {"steps": 4, "log_every": 1, "checkpoint_every": 2, "keep": 10, "baseline": False}
 
 
 def held_by_another_process(path: Path) -> subprocess.Popen[str]:

@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(400)))
     data = {"source": str(folder / "text.txt"), "cache": str(folder / "cache"), "sequence": 96}
-    run = {"steps": 3, "twin": False, "weights": "fp8", "out": str(folder / "run"), "min_gain": 0}
+    run = {"steps": 3, "baseline": False, "weights": "fp8", "out": str(folder / "run"), "min_gain": 0}
     train(assemble(load_preset("tiny", cuda=False), ("test", {"data": data, "run": run})))
     lines = [
         {"messages": [{"role": "user", "content": f"add {i}"}, {"role": "assistant", "content": str(i + 1)}],
@@ -53,7 +53,7 @@ def config(base: Path, out: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 def test_a_run_starts_from_the_codes_of_an_export(base: Path, tmp_path: Path) -> None:
-    setup = set_up(config(base, tmp_path, run={"weights": "fp8", "twin": False}))
+    setup = set_up(config(base, tmp_path, run={"weights": "fp8", "baseline": False}))
     found = find(base / "run")
     trained = states_of(found, settings_of(found, "test", {"device": "cpu"}))[0].parameters
     codes = {name: p for name, p in setup.states[0].parameters.items() if isinstance(p, FP8Tensor)}
@@ -168,7 +168,7 @@ def test_layers_that_are_split_are_refused(section: dict[str, Any], said: str, b
 def test_conversations_of_a_run_are_no_text_of_its_export(base: Path, tmp_path: Path) -> None:
     from octavo.evaluation.served import evaluate_served
 
-    train(config(base, tmp_path / "run", run={"twin": False, "steps": 1}))
+    train(config(base, tmp_path / "run", run={"baseline": False, "steps": 1}))
     export_run(tmp_path / "run", tmp_path / "export", "plain")
     with pytest.raises(UnsupportedError, match="--tasks"):
         evaluate_served(tmp_path / "export", EvalSettings(device="cpu"), run=tmp_path / "run")

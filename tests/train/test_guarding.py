@@ -277,13 +277,13 @@ def test_watching_notes_and_a_nan_still_stops_the_run(configure: Configure, tmp_
     assert backs(keeper) == []
 
 
-def test_a_nan_in_the_twin_ends_the_twin_and_not_the_run(configure: Configure, tmp_path: Any, untouched: Any) -> None:
+def test_a_nan_in_the_baseline_ends_it_and_not_the_run(configure: Configure, tmp_path: Any, untouched: Any) -> None:
     def strike(run: Struck) -> None:
         run.setup.states[1].model.get_parameter("norm.weight").data.fill_(torch.nan)
 
     config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": STEPS - 1})
     summary, keeper = carry_out(config, strike)
-    (event,) = [event for event in keeper.of(GuardEvent) if event.rule == "twin"]
+    (event,) = [event for event in keeper.of(GuardEvent) if event.rule == "baseline"]
     assert event.step == AT and "goes on without its BF16 baseline" in event.text
     assert summary["heldout_loss_fp8"] > 0 and summary["heldout_loss_bf16"] is None
     assert summary["heldout_loss_fp8"] == heldout(untouched, configure, tmp_path)
@@ -362,7 +362,7 @@ def test_layers_go_back_to_the_rungs_that_they_had_before_the_last_recipe(config
         assert trainer.setup.plan is not None
         return {row.name: row.recipe for row in trainer.setup.plan.layers if row.name.startswith("layers.0")}
 
-    run = {"recipe": "delayed", "last_share": 0.4, "twin": False}
+    run = {"recipe": "delayed", "last_share": 0.4, "baseline": False}
     (tmp_path / "run").mkdir()
     trainer = Trainer(set_up(guarded(configure, str(tmp_path / "run"), run=run)), [])
     for _ in range(6):

@@ -21,7 +21,7 @@ Configure = Callable[..., RunConfig]
 
 
 def trained(configure: Configure, out: Path, **sections: dict[str, Any]) -> RunConfig:
-    run = {"out": str(out), "steps": 2, "twin": False, **sections.pop("run", {})}
+    run = {"out": str(out), "steps": 2, "baseline": False, **sections.pop("run", {})}
     config = configure(run=run, **sections)
     train(config)
     return config
@@ -42,7 +42,7 @@ def test_weights_are_those_of_the_newest_checkpoint(configure: Configure, tmp_pa
 
 
 def test_static_scales_are_those_of_the_run(configure: Configure, tmp_path: Path) -> None:
-    config = configure(run={"twin": False})
+    config = configure(run={"baseline": False})
     (lane,), _ = make_states(config.with_run(recipe="bf16"), torch.device("cpu"))
     tokens = torch.randint(256, (2, 16))
     calibration = octavo.calibrate(lane.model, [tokens], loss=lambda model, batch: model(batch, batch))
@@ -91,10 +91,10 @@ def test_a_checkpoint_by_its_step(configure: Configure, tmp_path: Path) -> None:
         find(tmp_path / "run", 1)
 
 
-def test_the_twin_has_its_own_weights(configure: Configure, tmp_path: Path) -> None:
-    trained(configure, tmp_path / "run", run={"twin": True})
+def test_the_baseline_has_its_own_weights(configure: Configure, tmp_path: Path) -> None:
+    trained(configure, tmp_path / "run", run={"baseline": True})
     found = find(tmp_path / "run")
-    lanes = states_of(found, settings_of(found, "test", {"device": "cpu", "twin": True}))
+    lanes = states_of(found, settings_of(found, "test", {"device": "cpu", "baseline": True}))
     assert [lane.name for lane in lanes] == ["fp8", "bf16"]
     for lane in lanes:
         saved = found.tensors[lane.name]["model.layers.0.attention.wo.weight"]

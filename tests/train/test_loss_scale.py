@@ -174,7 +174,7 @@ def test_the_state_is_saved_and_restored() -> None:
 
 def test_a_run_logs_its_scale_and_resumes_bit_for_bit(configure: Configure, tmp_path: Path) -> None:
     optimizer = {"loss_scale": "dynamic", "loss_scale_window": 2}
-    every = {"steps": 5, "log_every": 1, "checkpoint_every": 1, "keep": 9, "twin": False}
+    every = {"steps": 5, "log_every": 1, "checkpoint_every": 1, "keep": 9, "baseline": False}
     straight = configure(run={**every, "out": str(tmp_path / "a")}, optimizer=optimizer)
     summary = train(straight)
     assert summary["skipped_steps"] == {"fp8": 0}

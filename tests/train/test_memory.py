@@ -13,7 +13,7 @@ from octavo.train.config import ParallelConfig, assemble, load_preset
 from octavo.train.memory import forecast_run, largest_model, largest_of, peaks, scaled
 from octavo.train.setup import make_states
 
-CONFIG = assemble(load_preset("tiny", cuda=False), ("test", {"run": {"compile": "off", "twin": False}}))
+CONFIG = assemble(load_preset("tiny", cuda=False), ("test", {"run": {"compile": "off", "baseline": False}}))
 LLAMA_1B = ModelConfig(vocab=128256, dim=2048, ffn=8192, heads=32, kv_heads=8, layers=16, sequence=4096)
 
 
@@ -45,7 +45,7 @@ def test_the_largest_model_alone_is_warned_of(
 
 def test_a_run_is_forecast_with_all_its_models() -> None:
     alone = forecast_run(CONFIG)
-    both = forecast_run(replace(CONFIG, run=replace(CONFIG.run, twin=True)))
+    both = forecast_run(replace(CONFIG, run=replace(CONFIG.run, baseline=True)))
     with torch.device("meta"):
         assert alone.parameters == both.parameters // 2 == count_parameters(build(CONFIG.model, 0))
     assert both.by_kind["states"] == pytest.approx(2 * alone.by_kind["states"], rel=0.01)

@@ -80,7 +80,7 @@ def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Configure:
     def configure(name: str, **sections: dict[str, Any]) -> RunConfig:
         base = {
             "data": {"source": str(corpus), "cache": str(root / "cache")},
-            "run": {"steps": 6, "log_every": 1, "checkpoint_every": 2, "keep": 9, "twin": False, "device": "cpu"},
+            "run": {"steps": 6, "log_every": 1, "checkpoint_every": 2, "keep": 9, "baseline": False, "device": "cpu"},
             "parallel": {"gather": "stored", "embedding": "rows"},
         }
         out = {"run": {"out": str(root / name)}}
@@ -424,14 +424,14 @@ scale of its own, and sums of parts are rounded to BF16."""
 @pytest.fixture(scope="module")
 def cut(make: Configure) -> RunConfig:
     """A run of two ranks that share every layer."""
-    config = make("cut", **CUT, run={"twin": True})
+    config = make("cut", **CUT, run={"baseline": True})
     ended = two_ranks("none", 0, 0, config)
     assert ended.code == 0, ended.errors
     return config
 
 
 def test_ranks_that_share_layers_train_as_one_process(cut: RunConfig, make: Configure) -> None:
-    alone = make("whole", run={"twin": True})
+    alone = make("whole", run={"baseline": True})
     train(alone)
     found, expected = (read_metrics(config.run.out / "metrics.jsonl") for config in (cut, alone))
     for key, error in CUT_ERROR.items():
@@ -483,6 +483,6 @@ def test_ranks_that_share_layers_go_on_bit_for_bit_after_one_has_died(make: Conf
 
 
 def test_another_cut_does_not_go_on(cut: RunConfig, make: Configure) -> None:
-    config = copied((cut, Ended(0, 0, "", "")), make, "uncut", step=4, run={"twin": True})
+    config = copied((cut, Ended(0, 0, "", "")), make, "uncut", step=4, run={"baseline": True})
     with pytest.raises(CheckpointError, match=r"parallel.embedding|parallel.tensor is 2 there and 1 here"):
         train(config, resume=True)

@@ -30,7 +30,7 @@ QUICK = {"device": "cpu", "telemetry_every": 1, "histograms_every": 3, "eval_tok
 V = "zero-bubble-v" if TorchVersion(torch.__version__) >= "2.13" else "interleaved"
 
 SHORT = {
-    "run": {"steps": 2, "twin": False},
+    "run": {"steps": 2, "baseline": False},
     "optimizer": {"loss_scale": "dynamic", "clip_per_group": {"*.wq": 1e-3, "layers.3.*": 1e-2}},
 }
 
@@ -62,7 +62,7 @@ def piped(make: Configure) -> dict[str, RunConfig]:
     runs = {
         "plain": make("plain", parallel=exact),
         "resumed": make("resumed", parallel=exact),
-        "struck": make("struck", parallel=exact, guard={"mode": "act", "shadow_every": 2}, run={"twin": False}),
+        "struck": make("struck", parallel=exact, guard={"mode": "act", "shadow_every": 2}, run={"baseline": False}),
         "v": make("v", parallel={"pipeline": 2, "schedule": V, "embedding": "rows"}, **SHORT),
     }
     files = []

@@ -16,7 +16,7 @@ from octavo.train.calibrate import calibrate_run
 from octavo.train.files import read_metrics
 
 Configure = Callable[..., RunConfig]
-STATIC = {"twin": False, "recipe": "static", "log_every": 1}
+STATIC = {"baseline": False, "recipe": "static", "log_every": 1}
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_a_resumed_run_appends_to_its_checkpoint(configure: Configure) -> None:
 
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (2, [2, 3, 4])])
 def test_how_often_tensors_are_looked_at(configure: Configure, every: int, steps: list[int]) -> None:
-    config = configure(run={"steps": 5, "telemetry_every": every, "histograms_every": 3, "twin": False})
+    config = configure(run={"steps": 5, "telemetry_every": every, "histograms_every": 3, "baseline": False})
     train(config)
     run = RunReader(config.run.out)
     assert run.env["world_size"] == 1
@@ -78,7 +78,7 @@ def test_how_often_tensors_are_looked_at(configure: Configure, every: int, steps
 
 def test_steps_that_loss_scaling_skips_are_looked_at_too(configure: Configure) -> None:
     dynamic = {"loss_scale": "dynamic", "loss_scale_start": 2.0**126, "name": "muon"}
-    config = configure(run={"steps": 6, "log_every": 1, "twin": False}, optimizer=dynamic)
+    config = configure(run={"steps": 6, "log_every": 1, "baseline": False}, optimizer=dynamic)
     summary = train(config)
     run = RunReader(config.run.out)
     assert summary["skipped_steps"]["fp8"] > 0

@@ -93,7 +93,7 @@ def test_a_run_that_was_rolled_back_resumes_without_the_fault(
     """Weights are struck in step 9 and saved after step 10; an alarm of step 12 rolls the run back to step 6."""
 
     def make(name: str) -> RunConfig:
-        run = {"steps": 14, "checkpoint_every": 5, "log_every": 1, "twin": False, "keep": keep}
+        run = {"steps": 14, "checkpoint_every": 5, "log_every": 1, "baseline": False, "keep": keep}
         return configure(
             run={**run, "out": str(tmp_path / name)}, guard={"mode": "act", "snapshot_every": 3, "shadow_every": 0}
         )
@@ -141,7 +141,7 @@ def test_a_run_that_went_on_from_an_abandoned_checkpoint_is_not_said_to_have_end
 ) -> None:
     """It resumed from step 4 after a rollback to step 2, saved step 8, and lost that checkpoint."""
     out = tmp_path / "run"
-    config = configure(run={"steps": 8, "checkpoint_every": 4, "log_every": 1, "twin": False, "out": str(out)})
+    config = configure(run={"steps": 8, "checkpoint_every": 4, "log_every": 1, "baseline": False, "out": str(out)})
     train(config)
     early, late = checkpoint.find(out / "checkpoints")
     shutil.rmtree(late)

@@ -55,8 +55,8 @@ MOMENT = {"fp8": torch.float8_e4m3fn, "exact": torch.bfloat16, "fp32": torch.flo
         *(({"recipe": recipe}, {}) for recipe in ("folded", "delayed", "bf16")),
         *(({}, {"states": states}) for states in ("fp8", "exact")),
         ({}, {"states": "fp8", "name": "muon", "gradients": "fp8"}),
-        ({"weights": "bf16", "twin": False}, {"states": "fp32"}),
-        ({"weights": "fp8", "twin": False}, {"states": "fp8"}),
+        ({"weights": "bf16", "baseline": False}, {"states": "fp32"}),
+        ({"weights": "fp8", "baseline": False}, {"states": "fp8"}),
     ],
     ids=str,
 )
@@ -81,7 +81,7 @@ def test_resuming_continues_bit_for_bit(
     same = "heldout_loss_fp8 heldout_loss_bf16 fp8_gemms tokens optimizer_bytes_per_parameter"
     for key in same.split():
         assert resumed[key] == summary[key], key
-    lanes = ["bf16"] if run.get("recipe") == "bf16" else ["fp8"] if "twin" in run else ["fp8", "bf16"]
+    lanes = ["bf16"] if run.get("recipe") == "bf16" else ["fp8"] if "baseline" in run else ["fp8", "bf16"]
     for name in [*lanes, "random"]:
         a, b = (load_file(c.run.out / "checkpoints/step-000006" / f"{name}.safetensors") for c in (straight, broken))
         assert a.keys() == b.keys()
@@ -98,7 +98,7 @@ def test_stochastic_rounding_follows_the_seed_of_the_run(configure: Configure) -
 
 
 def test_fp8_states_learn_as_fp32_ones_do(configure: Configure, tmp_path: Path) -> None:
-    run = {"steps": 30, "batch": 8, "twin": False, "telemetry_every": 0}
+    run = {"steps": 30, "batch": 8, "baseline": False, "telemetry_every": 0}
     summaries = {
         states: train(
             configure(
@@ -178,8 +178,8 @@ def test_the_summary_and_the_files_of_a_run(configure: Configure) -> None:
     assert listener.closed == 1
 
 
-def test_a_run_without_its_twin(configure: Configure) -> None:
-    summary = train(configure(run={"steps": 2, "twin": False}))
+def test_a_run_without_its_baseline(configure: Configure) -> None:
+    summary = train(configure(run={"steps": 2, "baseline": False}))
     assert summary["heldout_loss_fp8"] > 0
     assert summary["heldout_loss_bf16"] is None
     assert summary["gap_percent"] is None
@@ -221,7 +221,7 @@ OTHERS: list[tuple[dict[str, dict[str, Any]], str]] = [
 
 
 def test_a_checkpoint_of_another_run_is_refused(configure: Configure) -> None:
-    run = {"steps": 2, "twin": False}
+    run = {"steps": 2, "baseline": False}
     train(configure(run=run))
     for change, message in OTHERS:
         with pytest.raises(CheckpointError, match=message):
@@ -354,7 +354,7 @@ def test_a_run_whose_whole_schedule_is_the_last_share_is_one_of_that_recipe(
 
 
 def test_a_run_may_be_given_another_end_when_it_resumes(configure: Configure, tmp_path: Path) -> None:
-    run = {**EVERY_STEP, "twin": False}
+    run = {**EVERY_STEP, "baseline": False}
     straight = configure(run={**run, "last_share": 0.5, "out": str(tmp_path / "straight")})
     train(straight)
     broken = configure(run={**run, "out": str(tmp_path / "broken")})
@@ -380,7 +380,7 @@ def test_a_schedule_of_fp8_says_that_it_does_nothing_in_bf16(configure: Configur
 
 
 def test_a_last_recipe_that_is_the_first_changes_nothing(configure: Configure, tmp_path: Path) -> None:
-    run = {**EVERY_STEP, "recipe": "delayed", "twin": False}
+    run = {**EVERY_STEP, "recipe": "delayed", "baseline": False}
     plain, same = (configure(run={**run, "out": str(tmp_path / name)}) for name in ("plain", "same"))
     train(plain)
     train(configure(run={**run, "last_share": 0.5, "last_recipe": "delayed", "out": str(tmp_path / "same")}))
@@ -395,7 +395,7 @@ def test_a_last_recipe_that_cannot_run_is_refused_before_the_first_step(configur
 
 
 def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, tmp_path: Path) -> None:
-    run = {**EVERY_STEP, "steps": 7, "bf16_first_steps": 2, "last_share": 0.28, "twin": False, "recipe": "delayed"}
+    run = {**EVERY_STEP, "steps": 7, "bf16_first_steps": 2, "last_share": 0.28, "baseline": False, "recipe": "delayed"}
     straight = configure(run={**run, "out": str(tmp_path / "straight")})
     train(straight)
     for stop in (1, 2, 5, 6, 7):  # within BF16, where FP8 begins, where the last recipe does, within, at the end
@@ -411,7 +411,7 @@ def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, 
 
 def test_on_a_plateau_the_rate_falls_and_a_resumed_run_knows_it(configure: Configure, tmp_path: Path) -> None:
     flat = {"lr_schedule": "plateau", "patience": 1, "lr": 1e-9, "warmup": 0.0, "min_lr": 0.1}
-    run = {**EVERY_STEP, "twin": False, "eval_every": 1}
+    run = {**EVERY_STEP, "baseline": False, "eval_every": 1}
     whole, parts = (configure(optimizer=flat, run={**run, "out": str(tmp_path / name)}) for name in ("whole", "parts"))
     train(whole)
     stopped_after(3, parts)
@@ -437,7 +437,7 @@ def test_a_checkpoint_from_before_a_setting_existed_resumes(configure: Configure
 
 
 def test_a_schedule_works_in_compiled_blocks(configure: Configure) -> None:
-    setup = set_up(configure(run={"steps": 3, "twin": False}))
+    setup = set_up(configure(run={"steps": 3, "baseline": False}))
     lane = setup.states[0]
     compiled = CompileCounter()
     for block in lane.model.get_submodule("layers").children():
@@ -474,7 +474,7 @@ CHANGES: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
 
 
 def test_a_checkpoint_that_is_not_complete_is_refused(configure: Configure) -> None:
-    config = configure(run={**EVERY_STEP, "twin": False})
+    config = configure(run={**EVERY_STEP, "baseline": False})
     file = stopped_after(1, config) / "fp8.safetensors"
     written = file.read_bytes()
     for change, message in CHANGES:  # put together by hand, checksums included

@@ -45,14 +45,14 @@ def test_by_default_they_are_fp32_and_the_optimizer_is_pytorch_s(configure: Conf
 @pytest.mark.parametrize("weights", ["bf16", "fp8"])
 def test_the_optimizer_keeps_an_fp32_master_where_they_are_not(configure: Configure, weights: str) -> None:
     made = lanes(configure, weights)
-    lane, twin = made["fp8"], made["bf16"]
+    lane, baseline = made["fp8"], made["bf16"]
     found = kinds(lane)
     small = {name for name in found if "layers" not in name or "norm" in name}
     assert {found[name] for name in small} == {"bfloat16"}
     assert {found[name] for name in found.keys() - small} == {"bfloat16" if weights == "bf16" else "fp8"}
     assert type(lane.optimizer) is optim.AdamW
     assert {lane.optimizer.states_of(entry).name for entry in lane.optimizer.entries()} == {"fp32"}
-    assert set(kinds(twin).values()) == {"float32"} and type(twin.optimizer) is torch.optim.AdamW
+    assert set(kinds(baseline).values()) == {"float32"} and type(baseline.optimizer) is torch.optim.AdamW
     assert lane.model.rope_cos.dtype == torch.float32
 
 
@@ -115,7 +115,7 @@ def test_gradients_are_clipped(configure: Configure, clip: dict[str, Any]) -> No
     assert float(nn.utils.get_total_norm(clipped)) == pytest.approx(1e-3, rel=1e-2)  # BF16 gradients
 
 
-STEPS = {"steps": 30, "batch": 8, "log_every": 30, "twin": False, "telemetry_every": 0}
+STEPS = {"steps": 30, "batch": 8, "log_every": 30, "baseline": False, "telemetry_every": 0}
 
 
 def test_each_level_of_fp8_lm_trains(configure: Configure, tmp_path: Path) -> None:

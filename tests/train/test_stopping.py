@@ -23,7 +23,7 @@ from octavo.train.files import read_metrics
 from octavo.train.stopping import StopSignals
 
 Configure = Callable[..., RunConfig]
-RUN = {"steps": 6, "log_every": 1, "checkpoint_every": 0, "twin": False}
+RUN = {"steps": 6, "log_every": 1, "checkpoint_every": 0, "baseline": False}
 
 
 def test_a_signal_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
@@ -70,7 +70,7 @@ def test_two_signals_end_the_command_in_one_line_with_its_code(configure: Config
     slow += "def step(self, *a, **k):\n time.sleep(60 if k['step'] == 3 else 0); return f(self, *a, **k)\n"
     slow += "T.step = step\nfrom octavo.cli.main import main; main()"
     flags = ["--preset", "tiny", "--source", str(config.data.source), "--cache", str(config.data.cache)]
-    flags += ["--out", str(config.run.out), "--steps", "100000", "--log-every", "1", "--device", "cpu", "--no-twin"]
+    flags += ["--out", str(config.run.out), "--steps", "100000", "--log-every", "1", "--device", "cpu", "--no-baseline"]
     known = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": known}
     run = subprocess.Popen([sys.executable, "-c", slow, "train", *flags], **pipes)  # type: ignore[call-overload]

@@ -26,7 +26,7 @@ COMMON = (
     *("model.dim", "model.layers", "model.heads", "data.source", "data.tokenizer", "data.sequence"),
     *("run.start_from", "data.format", "lora.rank"),
     *("optimizer.name", "optimizer.lr", "optimizer.states", "run.steps", "run.batch", "run.recipe", "run.weights"),
-    *("run.twin", "run.seed", "run.device", "run.checkpoint_every", "run.out"),
+    *("run.baseline", "run.seed", "run.device", "run.checkpoint_every", "run.out"),
 )
 """What most runs change: the flags that `--help` lists; `--help-all` lists all."""
 

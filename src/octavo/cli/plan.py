@@ -49,7 +49,7 @@ def plan(
         octavo plan config.json --gpu h100
         octavo plan runs/demo --recipe tensorwise --json
         octavo plan --preset demo --memory
-        octavo plan --preset parity-cuda --memory --gpus 8 --no-twin --fits 139
+        octavo plan --preset parity-cuda --memory --gpus 8 --no-baseline --fits 139
 
     Parameters
     ----------

@@ -18,8 +18,8 @@ from octavo.monitor.system import versions
 from octavo.train.evaluate import perplexity, standard_error
 
 SERVED, FP8, BF16, HIGH = "served", "FP8", "BF16", "high precision"
-TWIN, QUANTISED = "BF16 baseline", "BF16 quantised"
-_COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, TWIN), (FP8, QUANTISED)
+BASELINE, QUANTISED = "BF16 baseline", "BF16 quantised"
+_COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, BASELINE), (FP8, QUANTISED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,8 +44,8 @@ class LoadedRun:
         """Read the checkpoint; see `evaluate_run` for errors."""
         self.settings = settings
         self.checkpoint = find(run, settings.step)
-        has_twin = {"fp8", "bf16"} <= self.checkpoint.tensors.keys()
-        self.config = settings_of(self.checkpoint, "octavo eval", {"device": settings.device, "twin": has_twin})
+        has_baseline = {"fp8", "bf16"} <= self.checkpoint.tensors.keys()
+        self.config = settings_of(self.checkpoint, "octavo eval", {"device": settings.device, "baseline": has_baseline})
         devices.resolve(settings.device)  # fail before the text, which takes longer
         self.tokenizer = tokenizer_of(self.config.data)
 
@@ -74,7 +74,7 @@ class LoadedRun:
         In FP8 the baseline has the stored scales of the FP8 model, and the storage of its weights. That score is left
         out if the recipe's forward pass is in BF16.
         """
-        first, *twins = states_of(self.checkpoint, self.config)
+        first, *baselines = states_of(self.checkpoint, self.config)
         score: Scoring = partial(heldout_scores, first)
 
         def score_high(batches: Iterable[Batch]) -> Tensor:
@@ -82,10 +82,10 @@ class LoadedRun:
                 return score(batches)
 
         ways = [(result.FP8, score), (result.HIGH, score_high)] if first.name == "fp8" else [(result.BF16, score)]
-        ways += [(result.TWIN, partial(heldout_scores, twin)) for twin in twins]
+        ways += [(result.BASELINE, partial(heldout_scores, baseline)) for baseline in baselines]
         found = [result.measure(computed, how, text, report) for computed, how in ways]
-        for twin in twins if found[0].fp8_gemms else ():
-            first.model.load_state_dict(twin.model.state_dict())
+        for baseline in baselines if found[0].fp8_gemms else ():
+            first.model.load_state_dict(baseline.model.state_dict())
             found.append(result.measure(result.QUANTISED, score, text, report))
         return found
 

@@ -37,14 +37,14 @@ class Observation(NamedTuple):
     """The tensor that each row of `values` describes."""
     parameters: ParameterStats | None = None
     """Invariants of parameters; None if the step was not checked."""
-    twin_loss: float = math.nan
+    baseline_loss: float = math.nan
     """Loss of the BF16 baseline on the same batch; NaN without one."""
 
     @property
     def gap(self) -> float | None:
         """Loss above the BF16 baseline's, in percent; None without a finite baseline."""
-        is_known = math.isfinite(self.loss) and math.isfinite(self.twin_loss)
-        return percent_above(self.loss, self.twin_loss) if is_known else None
+        is_known = math.isfinite(self.loss) and math.isfinite(self.baseline_loss)
+        return percent_above(self.loss, self.baseline_loss) if is_known else None
 
 
 class GuardEvent(NamedTuple):

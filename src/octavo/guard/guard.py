@@ -137,14 +137,14 @@ class Guard:
             self._probe(incident)
         self._pass_over()
 
-    def after(self, lr: float, loss: Tensor, gradient_norm: Tensor, twin_loss: Tensor | None = None) -> bool:
+    def after(self, lr: float, loss: Tensor, gradient_norm: Tensor, baseline_loss: Tensor | None = None) -> bool:
         """Queue the measurements of the newest step and check those that are due.
 
         Args:
             lr: learning rate of the step.
             loss: loss before the update, in nats per token, shape ().
             gradient_norm: gradient norm before clipping, shape ().
-            twin_loss: loss of the BF16 baseline on the same batch.
+            baseline_loss: loss of the BF16 baseline on the same batch.
 
         Returns:
             True if the run was rolled back, so that the newest step does not count.
@@ -155,8 +155,8 @@ class Guard:
         if self.config.mode == "off":
             return False
         run = self._run
-        twin = torch.full_like(loss, torch.nan) if twin_loss is None else twin_loss.to(loss.device)
-        scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, twin)])
+        baseline = torch.full_like(loss, torch.nan) if baseline_loss is None else baseline_loss.to(loss.device)
+        scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, baseline)])
         check = self._parameter_check
         parameters = None if check is None else check.measure(run.done)
         self._pending.append(_Pending(run.done, lr, AsyncHostCopy(scalars), parameters, run.conversions))
@@ -250,8 +250,8 @@ class Guard:
     def _observed(self, pending: _Pending) -> Observation:
         """Return the measurements of a queued step; waits for them."""
         run, step = self._run, pending.step
-        loss, norm, twin = pending.scalars.result().tolist()
-        seen = Observation(step, loss, norm, pending.lr, twin_loss=twin)
+        loss, norm, baseline = pending.scalars.result().tolist()
+        seen = Observation(step, loss, norm, pending.lr, baseline_loss=baseline)
         if pending.conversions == run.conversions:
             seen = seen._replace(values=run.telemetry_at(step), rows=run.rows)
         return seen if pending.parameters is None else seen._replace(parameters=pending.parameters())

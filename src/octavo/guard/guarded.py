@@ -178,7 +178,7 @@ class Guarded(ABC):
             self.telemetry.restart(self.done)
         self._load_state(snapshot.state)
         self._seek(snapshot.position)
-        for model, stored in zip(self.models, snapshot.scales, strict=False):  # the twin may be gone
+        for model, stored in zip(self.models, snapshot.scales, strict=False):  # the baseline may be gone
             restore_scales(model, stored)
         restore_generators(snapshot.generators)
 

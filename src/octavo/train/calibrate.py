@@ -122,7 +122,7 @@ def _build(config: RunConfig) -> tuple[TrainState, Iterable[Batch]]:
             "run.weights: 'fp8': recipes that store scales do not support weights in FP8. Calibrate a run with weights"
             " in BF16 or FP32."
         )
-    setup = set_up(config.with_run(twin=False, compile="off", recipe="bf16", scales=""))
+    setup = set_up(config.with_run(baseline=False, compile="off", recipe="bf16", scales=""))
     return setup.states[0], setup.loader
 
 

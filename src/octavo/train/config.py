@@ -158,7 +158,7 @@ class LoopConfig:
     """Share of the steps, at the end, that the FP8 model makes by `last_recipe`."""
     last_recipe: str = "rowwise_bf16_fprop"
     """Recipe of the last share of the steps: by default only fprop is in BF16. `bf16` for all three GEMMs."""
-    twin: bool = True
+    baseline: bool = True
     """Train a BF16 baseline as well, on the same batches from the same initial weights."""
     seed: int = 0
     """Seed of initial weights, batch order and stochastic rounding in the optimizer."""

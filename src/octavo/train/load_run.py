@@ -23,7 +23,7 @@ from octavo.train.setup import Setup, convert_as, make_states, policy_of, set_up
 from octavo.train.state_tensors import restore_tensors
 from octavo.train.train_state import TrainState
 
-_ONE_MODEL = {"twin": False, "compile": "off", "start_from": "", "last_share": 0.0}
+_ONE_MODEL = {"baseline": False, "compile": "off", "start_from": "", "last_share": 0.0}
 """Settings to load one model: a checkpoint has all weights."""
 
 
@@ -70,7 +70,7 @@ def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
 
 
 def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainState, ...]:
-    """Return the trained models with the weights of the checkpoint, the BF16 baseline last if `run.twin` is set.
+    """Return the trained models with the weights of the checkpoint, the BF16 baseline last if `run.baseline` is set.
 
     Raises:
         CheckpointError: it is of another model.

@@ -89,7 +89,7 @@ def load_checkpoint(run: GuardedRun) -> checkpoint.Checkpoint:
     _check(found, run)
     with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to the recipes of the tensors
         run.load_state_dict(found.state)
-    # A twin that is not in the checkpoint had ended before.
+    # A baseline that is not in the checkpoint had ended before.
     setup.states = tuple(state for state in setup.states if state.name in found.tensors)
     for state in setup.states:
         with blaming(found.path, CheckpointError):

@@ -134,8 +134,8 @@ class Trainer(GuardedRun):
             stop = max(self.ranks.gather(self._signals.asked))
         save = last or self._due(run.checkpoint_every) or stop > 0 or self._owes_checkpoint
         evaluate = self._due(run.eval_every) and not last
-        first, *twin = (metrics[state.name] for state in self.setup.states)
-        if self.guard.after(lr, first.loss, first.gradient_norm, twin[0].loss if twin else None) or (
+        first, *baseline = (metrics[state.name] for state in self.setup.states)
+        if self.guard.after(lr, first.loss, first.gradient_norm, baseline[0].loss if baseline else None) or (
             (save or evaluate) and self.guard.check_all()
         ):
             return  # rolled back
@@ -207,13 +207,13 @@ class Trainer(GuardedRun):
 
     def _check_finite(self) -> None:
         self._state.check(self.checkpoint_note())
-        for twin in self.setup.states[1:]:
+        for baseline in self.setup.states[1:]:
             try:
-                twin.check("")
+                baseline.check("")
             except RunError as error:
                 self.setup.states = self.setup.states[:1]
                 text = f"{error} The run goes on without its BF16 baseline."
-                self.log.emit(GuardEvent(self.done, "error", "twin", " ".join(text.split())))
+                self.log.emit(GuardEvent(self.done, "error", "baseline", " ".join(text.split())))
 
     def _check_directory(self) -> None:
         """Check that the run's directory is still there.

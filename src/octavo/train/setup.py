@@ -120,7 +120,7 @@ def make_states(
     """
     start, lora, recipe = config.run.start_from, config.lora, recipes.load(config.run.recipe)
     model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
-    baseline = copy.deepcopy(model) if config.run.twin and recipe.is_fp8 else None
+    baseline = copy.deepcopy(model) if config.run.baseline and recipe.is_fp8 else None
     cast_weights(config.run.weights, model)
     for each in [model, *([] if baseline is None else [baseline])] if lora.rank else []:
         add_lora(each, lora.rank, lora.alpha, lora.layers, config.run.seed)
@@ -169,7 +169,7 @@ def convert_as(
 
 def trains_with(config: RunConfig, recipe: str) -> bool:
     """Return whether a run can be trained with another recipe. Creates no weights."""
-    changed = config.with_run(recipe=recipe, twin=False, start_from="", last_share=0.0)
+    changed = config.with_run(recipe=recipe, baseline=False, start_from="", last_share=0.0)
     try:
         with torch.device("meta"):
             make_states(changed, torch.device("meta"))

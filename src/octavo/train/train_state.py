@@ -1,6 +1,6 @@
 """`TrainState`: one model and its optimizer, stepped on the batches it is given.
 
-A run trains one model, or two on the same batches: the FP8 model and its BF16 baseline (`run.twin`).
+A run trains one model, or two on the same batches: the FP8 model and its BF16 baseline (`run.baseline`).
 Shapes: B sequences in a batch, T tokens in a sequence.
 """
 

@@ -112,7 +112,7 @@ def test_the_loss(tmp_path: Path, loss: Losses, level: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(("gap", "level"), [(-3.0, "healthy"), (0.9, "healthy"), (1.5, "watch"), (8.0, "unhealthy")])
-def test_the_gap_to_the_twin(tmp_path: Path, gap: float, level: str) -> None:
+def test_the_gap_to_the_baseline(tmp_path: Path, gap: float, level: str) -> None:
     assert verdict(written(tmp_path, gap=gap)).level == level
 
 

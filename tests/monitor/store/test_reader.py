@@ -237,12 +237,12 @@ def test_gaps_are_what_is_not_covered(covered, missing) -> None:
 
 
 def test_configurations_are_compared(tmp_path: Path) -> None:
-    for name, options in {"a": {}, "b": {"recipe": "block", "twin": False, "steps": 10}}.items():
+    for name, options in {"a": {}, "b": {"recipe": "block", "baseline": False, "steps": 10}}.items():
         synthetic_run(tmp_path / name, layers=1, **{"steps": 20, **options})
     runs = [RunReader(tmp_path / name) for name in ("a", "b")]
     assert {d.key: d.values for d in config_difference(runs)} == {
         "run.steps": (20, 10),
         "run.recipe": ("folded", "block"),
-        "run.twin": (True, False),
+        "run.baseline": (True, False),
     }
     assert config_difference(runs[:1]) == []

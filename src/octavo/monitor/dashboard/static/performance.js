@@ -58,10 +58,10 @@ function told(facts, run) {
   add(facts.tflops_fp8, "achieved", (value) => short(1e12 * value, "FLOP/s"), "FP8 model");
   add(facts.utilisation_fp8_of_bf16, "of the BF16 peak", (value) => percent(value, 1), isNumber(facts.utilisation_bf16_of_bf16) ? `BF16 model ${percent(facts.utilisation_bf16_of_bf16, 1)}` : "");
   add(facts.utilisation_fp8_of_fp8, "of the FP8 peak", (value) => percent(value, 1), "FP8 model");
-  add(facts.joules_per_token, "energy per token", (value) => `${short(value * 1000)} mJ`, run.config.run?.twin ? "both models" : "");
+  add(facts.joules_per_token, "energy per token", (value) => `${short(value * 1000)} mJ`, run.config.run?.baseline ? "both models" : "");
   add(facts.joules_per_step, "energy per step", (value) => `${short(value)} J`);
   add(facts.tokens_per_kwh, "tokens per kWh", short);
-  add(facts.kwh, "energy of the run", (value) => `${number(value, 3)} kWh`, run.config.run?.twin ? "both models" : "");
+  add(facts.kwh, "energy of the run", (value) => `${number(value, 3)} kWh`, run.config.run?.baseline ? "both models" : "");
   add(facts.cost, "cost of that energy", (value) => number(value, 3), "run.price_per_kwh");
   for (const [kind, bytes] of Object.entries(facts.memory_bytes ?? {})) if (bytes) add(bytes, `memory: ${kind}`, gib, "newest");
   if (isNumber(run.summary.peak_gib)) add(run.summary.peak_gib, "peak memory", (value) => `${number(value, 3)} GiB`, isNumber(run.summary.predicted_peak_gib) ? `predicted ${number(run.summary.predicted_peak_gib, 3)} GiB` : "");
