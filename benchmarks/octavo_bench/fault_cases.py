@@ -399,7 +399,7 @@ def _faults() -> list[Fault]:
             prepare=_dequantised(W2, lambda n, y: 1.15 * y),
         ),
         Fault(
-            "fprop's scale x 1.02, with a twin", codes, "slow", "precision", W2,
+            "fprop's scale x 1.02, with a baseline", codes, "slow", "precision", W2,
             prepare=_dequantised(W2, lambda n, y: 1.02 * y), baseline=True,
         ),
         Fault("fprop's scale x 4", codes, "sudden", "precision", W2, prepare=_dequantised(W2, lambda n, y: 4 * y)),

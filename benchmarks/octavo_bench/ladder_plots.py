@@ -47,7 +47,7 @@ def shown_studies(directory: Path) -> list[tuple[str, list[Row]]]:
 def ladder_data(directory: Path) -> Data:
     """Return, per condition with several sizes, the gaps of some arms by size, smaller sizes first.
 
-    Shares of the tokens count as one condition: a label gives the tokens per parameter.
+    `short` and `short` given twice share a panel; labels give the tokens per parameter.
     """
     known, found = ladder.sizes_by_model(), dict[str, list[dict[str, Any]]]()
     for own in ladder.studies(ladder.read_rows(directory)):
@@ -56,7 +56,7 @@ def ladder_data(directory: Path) -> Data:
             label = f"{model_name(size.model.architecture, active)}\n{own[0]['tokens'] / active:.2g}"
             by_arm = {bar["arm"]: bar for bar in _bars(own)}
             bars = [by_arm[arm] for arm in LADDER if arm in by_arm]
-            condition = own[0]["condition"].replace("+short+short", "+short")
+            condition = "+".join(dict.fromkeys(own[0]["condition"].split("+")))
             found.setdefault(condition, []).append({"label": label, "active": active, "gaps": bars})
     by_size = {condition: sorted(sizes, key=itemgetter("active")) for condition, sizes in found.items()}
     return [{"title": name, "sizes": sizes} for name, sizes in sorted(by_size.items()) if len(sizes) >= FEWEST_SIZES]

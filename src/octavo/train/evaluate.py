@@ -20,9 +20,9 @@ _NORMAL = 1.959964
 def heldout_losses(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     """Return the mean loss in nats per token of each sequence in `(inputs_BT, targets_BT)` batches; float64 on the CPU.
 
-    The held-out loss is the mean of the result. All sequences have the same length, so that it is the mean over tokens;
-    packed conversations also count equally per sequence, however many targets a sequence has. On several ranks all call
-    it; each computes its part of each batch and gets all losses.
+    The held-out loss is the mean of the result, in which sequences count equally. For plain text this is the mean over
+    tokens; sequences of packed conversations differ in their number of targets. On several ranks all call it; each
+    computes its part of each batch and gets all losses.
     """
     return _by_sequence(state, batches, by_sequence=True)
 

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.monitor.dashboard import page, server
 from octavo.monitor.store import RunReader
+from octavo.train.config import LoopConfig
 
 pytest.importorskip("starlette")
 pytest.importorskip("plotly")
@@ -51,6 +53,11 @@ def test_scripts_import_only_one_another() -> None:
     assert not any(
         re.search(r"https?://(?!www\.w3\.org/2000/svg)|innerHTML|eval\(", text) for text in page.scripts().values()
     )
+
+
+def test_scripts_read_settings_that_a_run_has() -> None:
+    read = {name for text in page.scripts().values() for name in re.findall(r"config\.run\?\.(\w+)", text)}
+    assert read and read <= {each.name for each in fields(LoopConfig)}
 
 
 def test_runs(client: Any) -> None:
