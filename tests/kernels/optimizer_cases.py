@@ -1,4 +1,4 @@
-"""Tensors with their states, for the tests of both twins."""
+"""Tensors with their states, for the tests of kernels and references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which twin runs, and where Triton launches."""
+"""Whether Triton or the reference runs, and where Triton launches."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.kernels.explain import TWINS, gemm_kernel, probe_operand
+from octavo.kernels.explain import OPERATIONS, gemm_kernel, probe_operand
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
 
@@ -22,8 +22,8 @@ def gemm(kernel: str, reason: str = "") -> dict[str, str | bool]:
 def test_every_kernel_has_a_line():
     rows = kernels.explain("cpu")
     assert [row["kernel"] for row in gemms("cpu")] == [kernel.name for kernel in KERNELS]
-    twins = [(operation, kernel) for operation in TWINS for kernel in ("triton", "reference")]
-    assert [(row["operation"], row["kernel"]) for row in rows if row["operation"] != "gemm"] == twins
+    expected = [(operation, kernel) for operation in OPERATIONS for kernel in ("triton", "reference")]
+    assert [(row["operation"], row["kernel"]) for row in rows if row["operation"] != "gemm"] == expected
     assert all(set(row) == {"operation", "kernel", "available", "reason"} for row in rows)
 
 
@@ -32,8 +32,8 @@ def test_what_a_cpu_runs():
     by_row = [gemm(f"scaled_mm.{scales}", cpu_unsupported_reason() or "") for scales in ("tensor", "row")]
     found = gemms("cpu")
     assert all(row in found for row in (*by_row, block, gemm("reference")))
-    twins = {row["kernel"]: row["available"] for row in kernels.explain("cpu") if row["operation"] in TWINS}
-    assert twins == {"triton": False, "reference": True}
+    available = {row["kernel"]: row["available"] for row in kernels.explain("cpu") if row["operation"] in OPERATIONS}
+    assert available == {"triton": False, "reference": True}
 
 
 def test_a_kernel_that_does_not_run_says_why():

@@ -1,4 +1,4 @@
-"""Kernels: one contract per operation, a `reference/` twin, `vendor/` for PyTorch's own, a record of what ran."""
+"""Kernels: one contract per operation, over `reference/`, `triton/` and PyTorch's own in `vendor/`; the ledger."""
 
 from octavo.kernels.explain import explain
 from octavo.kernels.gemm import ACCUMULATORS, gemm, gemm_by

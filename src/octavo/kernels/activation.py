@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.dispatch import run_twin, runs_triton, twin_file
+from octavo.kernels.dispatch import implementation, run_kernel, runs_triton
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.numerics import Quantized
@@ -187,19 +187,21 @@ def _check_factors(name: str, factors: Tensor | None, shape: tuple[int, int]) ->
 def _refused(gate: Tensor, up: object, **targets: QuantSpec | None) -> str | None:
     if not runs_triton(gate):
         return None
-    reason: str | None = twin_file("triton", "activation").unsupported_reason(gate.shape[1], up is not None, **targets)
+    reason: str | None = implementation("triton", "activation").unsupported_reason(
+        gate.shape[1], up is not None, **targets
+    )
     return reason
 
 
 def _is_in_graph(gate: Tensor, up: object, **targets: QuantSpec | None) -> bool:
     if not runs_triton(gate) or _refused(gate, up, **targets):
         return False
-    return not twin_file("triton", "activation").limits_registers(*targets.values())
+    return not implementation("triton", "activation").limits_registers(*targets.values())
 
 
 def _activation(gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec) -> list[Quantized]:
     arguments, refused = (kind, gate, up, target), _refused(gate, up, hidden=target)
-    return [run_twin("activation.activation", gate, arguments, f"activation {kind}", refused)]
+    return [run_kernel("activation.activation", gate, arguments, f"activation {kind}", refused)]
 
 
 def _in_graph(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec) -> bool:
@@ -213,7 +215,7 @@ def _activation_shape(gate: Tensor, _up: Tensor | None, _kind: str, target: Quan
 def _activation_and_inputs(gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec) -> list[Quantized]:
     arguments, refused = (kind, gate, up, target, INPUTS), _refused(gate, up, hidden=target)
     operation = f"activation_and_inputs {kind}"
-    results: list[Quantized] = run_twin("activation.activation_and_inputs", gate, arguments, operation, refused)
+    results: list[Quantized] = run_kernel("activation.activation_and_inputs", gate, arguments, operation, refused)
     return results
 
 
@@ -230,7 +232,9 @@ def _activation_backward(
     targets, factors = Targets(*targets), Factors(*factors)
     arguments, refused = (kind, dh, gate, up, targets, factors), _refused(dh, up, **targets._asdict())
     operation = f"activation_backward {kind}"
-    results: Sequence[Quantized | None] = run_twin("activation.activation_backward", dh, arguments, operation, refused)
+    results: Sequence[Quantized | None] = run_kernel(
+        "activation.activation_backward", dh, arguments, operation, refused
+    )
     return results
 
 
@@ -251,7 +255,7 @@ def _activation_backward_shape(
 
 def _activation_backward_plain(dh: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> list[Tensor | None]:
     operation, refused = f"activation_backward_plain {kind}", _refused(gate, up)
-    results = run_twin("activation.activation_backward_plain", gate, (kind, dh, gate, up), operation, refused)
+    results = run_kernel("activation.activation_backward_plain", gate, (kind, dh, gate, up), operation, refused)
     return [None if gradient is None else gradient.contiguous() for gradient in results]
 
 

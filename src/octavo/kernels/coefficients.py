@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import run_kernel
 from octavo.kernels.transfers import PinnedStaging
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "sign", "clip", "clip_all")
@@ -62,7 +62,7 @@ class StepCoefficients(NamedTuple):
 
 def group_squares(squares: Tensor, own: Tensor, groups: int) -> Tensor:
     """Sum squares per parameter, FP64 (P,), into squares per group, FP64 (G,), deterministically."""
-    sums: Tensor = run_twin("coefficients.group_squares", squares, (squares, own, groups), "gradient norm")
+    sums: Tensor = run_kernel("coefficients.group_squares", squares, (squares, own, groups), "gradient norm")
     return sums
 
 
@@ -80,5 +80,7 @@ def coefficients(
         uploads: caches the address table of `counts` between steps, under `name`.
     """
     arguments = inputs, counts, skipped, uploads, name
-    result: StepCoefficients = run_twin("coefficients.coefficients", inputs.hyper, arguments, "optimizer coefficients")
+    result: StepCoefficients = run_kernel(
+        "coefficients.coefficients", inputs.hyper, arguments, "optimizer coefficients"
+    )
     return result

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import run_kernel
 
 
 def cross_entropy_(
@@ -43,7 +43,7 @@ def cross_entropy_(
     if not targets_M.is_cuda:
         _check(targets_M, logits_MV.shape[1], ignore_index)
     arguments = logits_MV, targets_M, ignore_index, gradient, softcap, z_loss
-    loss_M: Tensor = run_twin("cross_entropy.cross_entropy_", logits_MV, arguments, "cross_entropy")
+    loss_M: Tensor = run_kernel("cross_entropy.cross_entropy_", logits_MV, arguments, "cross_entropy")
     return loss_M
 
 

@@ -61,21 +61,21 @@ def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:
     return reason is None
 
 
-def run_twin(twin: str, x: Tensor, arguments: Sequence[Any], operation: str, refused: str | None = None) -> Any:
-    """Call a function of `kernels/triton/` if `operation` on x runs in Triton, else its twin in `kernels/reference/`.
+def run_kernel(name: str, x: Tensor, arguments: Sequence[Any], operation: str, refused: str | None = None) -> Any:
+    """Call a function of `kernels/triton/` if `operation` on x runs in Triton, else that of `kernels/reference/`.
 
     Args:
-        twin: file and function, such as `rotary.rotate`. Empty tensors always go to the reference.
+        name: file and function, such as `rotary.rotate`. Empty tensors always go to the reference.
         operation, refused: as for `uses_triton`.
     """
     folder = "triton" if x.numel() and uses_triton(x, operation, refused) else "reference"
-    file, _, function = twin.partition(".")
+    file, _, function = name.partition(".")
     with launches_on(x.device):
-        return getattr(twin_file(folder, file), function)(*arguments)
+        return getattr(implementation(folder, file), function)(*arguments)
 
 
 @cache
-def twin_file(folder: str, name: str) -> ModuleType:
+def implementation(folder: str, name: str) -> ModuleType:
     """Return a module of `kernels/triton/` or `kernels/reference/`."""
     return importlib.import_module(f"octavo.kernels.{folder}.{name}")  # lazily: Triton may be missing
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.activation import Factors, Targets
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import run_kernel
 from octavo.kernels.grouped import Padded
 from octavo.kernels.operator import call, define_packed, is_direct
 from octavo.kernels.padding import padded_length
@@ -152,7 +152,7 @@ def _refused(x: Tensor) -> str | None:
 
 def _quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
     like, arguments = x if place.numel() else place, (x, place, target)
-    results: list[Quantized] = run_twin("experts.quantize_tokens", like, arguments, "quantize_tokens", _refused(x))
+    results: list[Quantized] = run_kernel("experts.quantize_tokens", like, arguments, "quantize_tokens", _refused(x))
     return results
 
 
@@ -161,7 +161,7 @@ def _quantize_tokens_shape(x: Tensor, place: Tensor, target: QuantSpec) -> list[
 
 
 def _combine(y: Tensor, place: Tensor) -> list[Tensor]:
-    return [run_twin("experts.combine", y, (y, place), "combine_rows", _refused(y))]
+    return [run_kernel("experts.combine", y, (y, place), "combine_rows", _refused(y))]
 
 
 def _combine_shape(y: Tensor, place: Tensor) -> list[Tensor]:
@@ -173,7 +173,7 @@ def _activation_backward(
 ) -> list[Tensor | Quantized | None]:
     """`others`: weights, ends, targets, factors."""
     arguments, operation = (kind, dh, gate, up, *others), f"expert_activation_backward {kind}"
-    row, column, hidden, weights = run_twin("experts.activation_backward", dh, arguments, operation, _refused(dh))
+    row, column, hidden, weights = run_kernel("experts.activation_backward", dh, arguments, operation, _refused(dh))
     pairs = [None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in (row, column)]
     return [*pairs, hidden, weights]
 

@@ -14,7 +14,7 @@ from octavo.kernels.dispatch import is_planning, triton_unsupported_reason
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
-TWINS = (
+OPERATIONS = (
     "quantize", "quantize_with_scale", "weights", "transpose", "activation", "norm", "rotary", "cross_entropy",
     "patches",
     "grouped",
@@ -41,7 +41,7 @@ def explain(device: torch.device | str) -> list[dict[str, str | bool]]:
         a, b = (probe_operand(name, "e4m3", device) for name in operands)
         rows.append(_row("gemm", kernel.name, kernel.unsupported_reason(a, b)))
     refused = triton_unsupported_reason(torch.device(device))
-    for operation in TWINS:
+    for operation in OPERATIONS:
         rows += [_row(operation, "triton", refused), _row(operation, "reference", None)]
     return rows
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.dispatch import architecture, run_twin, triton_unsupported_reason
+from octavo.kernels.dispatch import architecture, run_kernel, triton_unsupported_reason
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.padding import padded_length
 from octavo.kernels.quant_spec import QuantSpec
@@ -177,13 +177,13 @@ def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:
     return None
 
 
-def _run(twin: str, operands: tuple[Any, ...]) -> Tensor:
+def _run(name: str, operands: tuple[Any, ...]) -> Tensor:
     """Run a grouped GEMM and record it in the ledger."""
     codes = operands[0]
     refused = _unsupported_reason(codes, operands[2]) if codes.is_cuda else None
     reason = triton_unsupported_reason(codes.device) or refused
     ledger.count("reference" if reason else "grouped_gemm")
-    result: Tensor = run_twin(twin, codes, operands, "grouped gemm", refused)
+    result: Tensor = run_kernel(name, codes, operands, "grouped gemm", refused)
     return result
 
 
@@ -193,7 +193,7 @@ def _quantize_groups(
     """`folds`: row fold, column fold, and source."""
     _check_ends(ends, len(x if folds[2] is None else folds[2]))
     arguments, first = (x, ends, rows, columns, *folds), x if len(ends) else ends
-    results: Sequence[tuple[Tensor, Tensor] | None] = run_twin(
+    results: Sequence[tuple[Tensor, Tensor] | None] = run_kernel(
         "grouped.quantize_groups", first, arguments, "quantize_groups"
     )
     return [None if pair is None else Quantized(*pair, PER_ROW) for pair in results]
@@ -221,7 +221,7 @@ def _check_ends(ends: Tensor, tokens: int) -> None:
 
 def _transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:
     first, arguments = codes if len(ends) else ends, (codes, ends, source)
-    return [run_twin("grouped.transpose_groups", first, arguments, "transpose_groups")]
+    return [run_kernel("grouped.transpose_groups", first, arguments, "transpose_groups")]
 
 
 def _transpose_groups_shape(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import run_kernel
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.numerics import Quantized
@@ -129,7 +129,7 @@ def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
 ) -> list[Tensor | Quantized | None]:
     operation = "layer_norm" if centred else "rms_norm"
-    y, quantized, rstd, mean = run_twin(
+    y, quantized, rstd, mean = run_kernel(
         "norm.forward", x, (x, weight, bias, eps, target, centred), operation, _refused(x)
     )
     return [y.contiguous(), None if quantized is None else laid_out(quantized), rstd, mean]
@@ -148,7 +148,7 @@ def _backward(
 ) -> Sequence[Tensor | None]:
     arguments = dy, x if isinstance(x, Tensor) else laid_out(x), weight, bias, mean, rstd
     operation = "rms_norm_backward" if mean is None else "layer_norm_backward"
-    dx, *sums = run_twin("norm.backward", dy, arguments, operation, _refused(dy))
+    dx, *sums = run_kernel("norm.backward", dy, arguments, operation, _refused(dy))
     return [dx.contiguous(), *sums]
 
 

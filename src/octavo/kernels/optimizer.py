@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import run_kernel
 from octavo.kernels.reference import gradient as reference
 from octavo.kernels.storage import BF16, E4M3, GRADIENT_CODES, Float, Scaling, Storage
 from octavo.kernels.transfers import PinnedStaging
@@ -128,7 +128,7 @@ def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: Pin
     step). Its low half rounds m, its high half v, and the high half of its product with 0x9E3779B9 the weight.
     """
     if slots:
-        run_twin("optimizer.update", control.skip, (slots, layout, control, uploads), "optimizer")
+        run_kernel("optimizer.update", control.skip, (slots, layout, control, uploads), "optimizer")
 
 
 def momentum(
@@ -155,7 +155,7 @@ def momentum(
     """
     if slots:
         arguments = slots, layout, control, updates, uploads, nesterov
-        run_twin("optimizer.momentum", control.skip, arguments, "momentum")
+        run_kernel("optimizer.momentum", control.skip, arguments, "momentum")
 
 
 def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling) -> None:
@@ -175,7 +175,7 @@ def store_gradient(gradient: Tensor, codes: Tensor, scale: Tensor, scaling: Scal
     """
     _check_stored(gradient, codes, scale, scaling)
     if gradient.numel():
-        run_twin("gradient.store_gradient", gradient, (gradient, codes, scale, scaling), "gradient storage")
+        run_kernel("gradient.store_gradient", gradient, (gradient, codes, scale, scaling), "gradient storage")
 
 
 def load_gradient(codes: Tensor, scale: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def squares(tensors: Sequence[Tensor], uploads: PinnedStaging, scales: Sequence[
         raise ConfigError("squares: there are no tensors to sum. Pass at least one.")
     scales = [None] * len(tensors) if scales is None else scales
     like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
-    sums: Tensor = run_twin("gradient.squares", like, (tensors, scales, uploads), "gradient norm")
+    sums: Tensor = run_kernel("gradient.squares", like, (tensors, scales, uploads), "gradient norm")
     return sums
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import launches_on, run_twin, uses_triton
+from octavo.kernels.dispatch import launches_on, run_kernel, uses_triton
 from octavo.kernels.operator import call, define, define_packed, is_direct
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.quantize import quantize_pair
@@ -108,7 +108,7 @@ def _window(pairs: Sequence[Sequence[int]]) -> Window:
 
 def _fold(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
     window, shape = Window.of(numbers), (size[0], size[1], size[2], size[3])
-    result: Tensor = run_twin("patches.fold", patches, (patches, window, shape), "fold")
+    result: Tensor = run_kernel("patches.fold", patches, (patches, window, shape), "fold")
     return result
 
 

@@ -268,7 +268,7 @@ def _quantize_pair(
 ) -> tuple[Quantized | None, Quantized | None]:
     x = sources[0]
     if x.is_cuda and x.shape[0] and (x.shape[1] or any(source.shape[1] for source in sources)):
-        fast, refused = _triton_twin(rows, columns)
+        fast, refused = _triton_kernel(rows, columns)
         if uses_triton(x, "quantize", refused):
             result: tuple[Quantized | None, Quantized | None]
             with launches_on(x.device):
@@ -282,7 +282,7 @@ def _pair_in_graph(sources: list[Tensor], rows: QuantSpec | None, columns: Quant
         return False
     from octavo.kernels.triton import quantize as fast
 
-    return _triton_twin(rows, columns) == (fast, None) and not fast.limits_registers(rows, columns)
+    return _triton_kernel(rows, columns) == (fast, None) and not fast.limits_registers(rows, columns)
 
 
 def _quantize_stack(weights: list[Tensor], target: QuantSpec) -> list[Quantized]:
@@ -317,7 +317,7 @@ def _quantize_stack_shape(weights: list[Tensor], target: QuantSpec) -> list[Quan
 
 
 @cache
-def _triton_twin(*targets: QuantSpec | None) -> tuple[Any, str | None]:
+def _triton_kernel(*targets: QuantSpec | None) -> tuple[Any, str | None]:
     """Return the Triton module for these targets, and its reason against them or None; `groups` if any is 1x32."""
     module: Any
     if any(target is not None and target.tile == GROUP_1x32 for target in targets):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import run_kernel
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.numerics import Quantized
@@ -91,7 +91,7 @@ def _quantize(
     # `data`: no autograd version bump, as a layer may run twice before backward.
     arguments = sources, stored.data[row], rows, columns, just_in_time, update_amax
     x = next((source for source in sources if source.numel()), sources[0])
-    return _with_one_scale(*run_twin("quantize_with_scale.quantize_with_scale", x, arguments, "quantize_with_scale"))
+    return _with_one_scale(*run_kernel("quantize_with_scale.quantize_with_scale", x, arguments, "quantize_with_scale"))
 
 
 def _with_one_scale(rows: Quantized | None, columns: Quantized | None) -> list[Tensor | None]:

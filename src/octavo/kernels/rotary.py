@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import run_kernel
 from octavo.kernels.operator import call, define_packed
 
 
@@ -53,7 +53,7 @@ def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> list[Tensor]:
     refused = "the row count exceeds 32 bits" if x.numel() >= 2**31 * x.shape[-1] else None
-    return [run_twin("rotary.rotate", x, (x, cos, sin, conjugate), "rotate", refused)]
+    return [run_kernel("rotary.rotate", x, (x, cos, sin, conjugate), "rotate", refused)]
 
 
 define_packed("rotate", _rotate, lambda x, *_: [x.new_empty(x.shape)])

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import run_kernel
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.numerics import Format
 
@@ -188,7 +188,7 @@ def sample(operand: SampleInput, row: Tensor) -> None:
     """
     _check(operand, row)
     if 0 not in operand.shape and not sampling_off(row):
-        run_twin("sample.sample", operand.x, (operand, row), "telemetry")
+        run_kernel("sample.sample", operand.x, (operand, row), "telemetry")
 
 
 def _check(operand: SampleInput, row: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Self-check of this machine's Triton kernels against their reference twins, on small random data.
+"""Self-check of this machine's Triton kernels against their references, on small random data.
 
 Some Triton versions miscompile correct kernels: transposes of byte tiles, and NaN-propagating maxima. The kernels here
-avoid both, to be verified on every new machine by comparison with the twins on its CPU. Codes and scales are equal; if
-sums or exponentials differ in the last bit, codes may be off by one for at most 1 element in 10,000.
+avoid both, to be verified on every new machine by comparison with the references on its CPU. Codes and scales are
+equal; if sums or exponentials differ in the last bit, codes may be off by one for at most 1 element in 10,000.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedError
 from octavo.kernels.activation import INPUTS
-from octavo.kernels.dispatch import architecture, launches_on, triton_unsupported_reason, twin_file
+from octavo.kernels.dispatch import architecture, implementation, launches_on, triton_unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.reference import activation, norm, wire
 from octavo.numerics import Quantized, quantize
@@ -44,13 +44,13 @@ _TARGETS = (
 
 
 class Case(NamedTuple):
-    """One call of a kernel and its twin."""
+    """One call of a kernel and its reference."""
 
     name: str
     operands: tuple[Any, ...]
     """On the CPU."""
-    twins: str | tuple[Callable[..., Any], Callable[..., Any]]
-    """File and function, as for `run_twin`; or a pair of kernel and reference."""
+    kernel: str | tuple[Callable[..., Any], Callable[..., Any]]
+    """File and function, as for `run_kernel`; or a pair of kernel and reference."""
     exact: bool = False
     """Whether results must be bit-identical."""
 
@@ -87,16 +87,16 @@ def _check(cases: Callable[[], Iterator[Case]], device: torch.device) -> Iterato
 def _outcome(case: Case, device: torch.device) -> tuple[bool, str]:
     """Compare results and, for in-place kernels, operands after the call."""
     try:
-        kernel, reference = case.twins if isinstance(case.twins, tuple) else _twins(case.twins)
+        kernel, reference = case.kernel if isinstance(case.kernel, tuple) else _both(case.kernel)
         operands, expected = _copy_to(case.operands, device), _copy_to(case.operands, torch.device("cpu"))
         return compare((kernel(*operands), operands), (reference(*expected), expected), case.exact)
     except Exception as error:  # from Triton's compiler or the driver: reported as a failure
         return False, _message_of(error)
 
 
-def _twins(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _both(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     file, _, function = name.partition(".")
-    return getattr(twin_file("triton", file), function), getattr(twin_file("reference", file), function)
+    return getattr(implementation("triton", file), function), getattr(implementation("reference", file), function)
 
 
 def _message_of(error: Exception) -> str:
@@ -207,16 +207,16 @@ def _folds(rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize() -> Iterator[Case]:
-    twins = "quantize.quantize_pair"
+    kernel = "quantize.quantize_pair"
     for shape in SHAPES:
         size, x, folds = f"{shape[0]}x{shape[1]}", _special_values(*shape), _folds(*shape)
         for target in _TARGETS:
-            yield Case(f"{target}, both ways, {size}", ([x], target, target, *folds), twins, exact=True)
-        yield Case(f"{_ROW}, as it lies, {size}", ([x], _ROW, None, folds[0]), twins, exact=True)
-        yield Case(f"{_ROW}, transposed, {size}", ([x], None, _ROW, None, folds[1]), twins, exact=True)
+            yield Case(f"{target}, both ways, {size}", ([x], target, target, *folds), kernel, exact=True)
+        yield Case(f"{_ROW}, as it lies, {size}", ([x], _ROW, None, folds[0]), kernel, exact=True)
+        yield Case(f"{_ROW}, transposed, {size}", ([x], None, _ROW, None, folds[1]), kernel, exact=True)
     parts = list(_special_values(130, 300).split((128, 128, 44), dim=1))
     for target in (_ROW, _TILE):
-        yield Case(f"{target}, three matrices", (parts, target, target, *_folds(130, 300)), twins, exact=True)
+        yield Case(f"{target}, three matrices", (parts, target, target, *_folds(130, 300)), kernel, exact=True)
 
 
 def _transpose() -> Iterator[Case]:
@@ -227,7 +227,7 @@ def _transpose() -> Iterator[Case]:
 
 def _weights() -> Iterator[Case]:
     def run(weights: list[Tensor], target: QuantSpec) -> Quantized:
-        fused, rows = twin_file("triton", "weights"), sum(weight.shape[0] for weight in weights)
+        fused, rows = implementation("triton", "weights"), sum(weight.shape[0] for weight in weights)
         out = empty(target, rows, weights[0].shape[1], weights[0].device)
         fused.quantize_rows(fused.find_rows(weights), weights[0].dtype, out, target.rule)
         return out

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import run_twin, runs_triton
+from octavo.kernels.dispatch import run_kernel, runs_triton
 from octavo.kernels.operator import call, define_packed
 from octavo.numerics import PER_ROW, Quantized
 
@@ -34,11 +34,11 @@ def transpose_folded(codes: Tensor, after: Tensor) -> Quantized:
 
 
 def _transpose(codes: Tensor, after: Tensor | None) -> list[Tensor]:
-    return [run_twin("transpose.transpose", codes, (codes, after), "transpose")]
+    return [run_kernel("transpose.transpose", codes, (codes, after), "transpose")]
 
 
 def _transpose_folded(codes: Tensor, after: Tensor) -> Sequence[Tensor]:
-    results: Sequence[Tensor] = run_twin("transpose.transpose_folded", codes, (codes, after), "transpose")
+    results: Sequence[Tensor] = run_kernel("transpose.transpose_folded", codes, (codes, after), "transpose")
     return results
 
 

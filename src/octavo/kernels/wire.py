@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import run_twin
+from octavo.kernels.dispatch import run_kernel
 from octavo.kernels.message import message_bytes
 
 
@@ -32,7 +32,7 @@ def pack(x: Tensor, messages: int, length: int) -> Tensor:
     _check_vector("pack", x, messages * length)
     if not messages * length:
         return torch.empty(messages, message_bytes(length), dtype=torch.uint8, device=x.device)
-    packed: Tensor = run_twin("wire.pack", x, (x, messages, length), "pack")
+    packed: Tensor = run_kernel("wire.pack", x, (x, messages, length), "pack")
     return packed
 
 
@@ -58,7 +58,7 @@ def add(messages: Tensor, length: int, out: Tensor, factor: float = 1.0) -> None
         raise ConfigError(f"add: messages {tuple(messages.shape)} of {messages.dtype} do not hold {length} values.")
     _check_vector("add", out, parts * length)
     if out.numel():
-        run_twin("wire.add", messages, (messages, length, out, factor), "add")
+        run_kernel("wire.add", messages, (messages, length, out, factor), "add")
 
 
 def _check_vector(name: str, x: Tensor, limit: int) -> None:

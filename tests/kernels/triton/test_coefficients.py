@@ -27,17 +27,17 @@ def settings(groups, parameters, device):
 
 
 def both(groups, parameters, device, squares_are=1.0, normed=True, decays_weights=True, **amp):
-    """Return what both twins make: all of `StepCoefficients`, the counts, what was skipped."""
+    """Return what kernel and reference return: all of `StepCoefficients`, the counts, what was skipped."""
     found = []
-    for twin, where in ((reference, "cpu"), (fast, device)):
+    for module, where in ((reference, "cpu"), (fast, device)):
         (hyper, own, squares), counts = settings(groups, parameters, where)
-        sums = twin.group_squares(squares * squares_are, own, groups) if normed else None
+        sums = module.group_squares(squares * squares_are, own, groups) if normed else None
         factors = {name: torch.tensor(x).to(where) for name, x in amp.items()}
         told = StepInputs(hyper, own, sums, decays_weights, **factors)
         skipped = torch.full((1,), 3, dtype=torch.int32, device=where)
-        more = () if twin is reference else (PinnedStaging(), 0)
+        more = () if module is reference else (PinnedStaging(), 0)
         for _ in range(2):
-            made = twin.coefficients(told, counts, skipped, *more)
+            made = module.coefficients(told, counts, skipped, *more)
         found.append([None if t is None else t.cpu() for t in (*made, skipped, *counts)])
     return found
 

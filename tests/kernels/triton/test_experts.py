@@ -27,7 +27,7 @@ def test_tokens_are_quantised_once_and_copied(scaling, device):
     x[4], x[5] = 0, x[5] * 1e-9
     routing = route(torch.randint(5, (9, 3), device=device), 5)
     target = ROWS._replace(scaling=scaling)
-    made, want = (twin.quantize_tokens(x, routing.place, target) for twin in (fast, reference))
+    made, want = (module.quantize_tokens(x, routing.place, target) for module in (fast, reference))
     for ours, theirs in zip(made, want, strict=True):
         assert same(ours.codes, theirs.codes) and torch.equal(ours.scale, theirs.scale)
     assert torch.equal(made[1].scale, made[0].scale[routing.source])

@@ -1,4 +1,4 @@
-"""Triton's norms against their reference twin: statistics and y to FP32 rounding, codes one apart in 1 of 10,000."""
+"""Triton's norms against their reference: statistics and y to FP32 rounding, codes one apart in 1 of 10,000."""
 
 import pytest
 import torch

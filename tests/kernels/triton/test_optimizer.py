@@ -23,7 +23,7 @@ def few_steps(monkeypatch, device):
 
 
 def both(layout, shapes, device, steps=2, **changed):
-    """Step the same tensors by both twins; return them, and what both counted."""
+    """Step the same tensors by kernel and reference; return them, and what both counted."""
     torch.manual_seed(0)
     here = [cases.slot(layout, shape, row) for row, shape in enumerate(shapes)]
     there = [cases.copy(slot, device) for slot in here]

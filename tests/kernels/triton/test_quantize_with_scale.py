@@ -29,9 +29,9 @@ def data(rows: int, cols: int, device: str) -> Tensor:
 
 def both(sources: list[Tensor], scale: float, *arguments) -> list[tuple[Quantized | None, Quantized | None, Tensor]]:
     results = []
-    for twin in (reference, triton_quantize_at):
+    for module in (reference, triton_quantize_at):
         scale_and_amax = torch.tensor([scale, SEEN], device=sources[0].device)
-        results.append((*twin.quantize_with_scale(sources, scale_and_amax, *arguments), scale_and_amax))
+        results.append((*module.quantize_with_scale(sources, scale_and_amax, *arguments), scale_and_amax))
     return results
 
 

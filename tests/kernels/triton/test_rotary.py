@@ -1,4 +1,4 @@
-"""Triton's rotation against its reference twin, bit for bit: the same products and sums, nothing fused."""
+"""Triton's rotation against its reference, bit for bit: the same products and sums, nothing fused."""
 
 import pytest
 import torch

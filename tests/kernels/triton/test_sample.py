@@ -57,11 +57,11 @@ def test_bins_are_written_where_they_are_wanted(device):
     target = QuantSpec("e4m3", "row", "power_of_two")
     x = torch.randn(40, 64, device=device)
     looked = SampleInput(x, quantize(x, *target).scale, target)
-    for twin in (reference, fast):
+    for module in (reference, fast):
         rows = new_row(3, device), new_row(3, device, WIDTH), new_row(3, device)
         rows[2][DETAILED] = 0
         for row in rows:
-            twin.sample(looked, row)
+            module.sample(looked, row)
         assert torch.equal(rows[0][:SQNR], rows[1][:SQNR])
         assert torch.equal(rows[0][:SQNR], rows[2][:SQNR])
         assert rows[0][WIDTH:].sum() == 16 * 64
@@ -150,9 +150,9 @@ def test_one_element_and_a_rest(device):
 @pytest.mark.usefixtures("loops_with_bounds")
 def test_of_two_micro_batches_the_larger_amax_and_nonfinite_stay(device):
     target = QuantSpec("e4m3", "row", "power_of_two")
-    for twin in (reference, fast):
+    for module in (reference, fast):
         row = new_row(0, device)
         for x in (torch.tensor([[9.0, torch.nan]], device=device), torch.tensor([[1.0, 3.0]], device=device)):
-            twin.sample(SampleInput(x, quantize(x, *target).scale, target), row)
+            module.sample(SampleInput(x, quantize(x, *target).scale, target), row)
         assert (row[0], row[5], row[6]) == (9.0, 0.5, 2.0)
         assert row[WIDTH:].sum() == 2

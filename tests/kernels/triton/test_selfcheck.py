@@ -73,7 +73,7 @@ def test_a_wrong_kernel_is_found(kernel, function, change, device, monkeypatch):
 
     monkeypatch.setattr(module, function, wrong)
     cases = list(KERNELS[kernel]())
-    few = [case for case in cases if case.twins == f"{kernel}.{function}"][:2]
+    few = [case for case in cases if case.kernel == f"{kernel}.{function}"][:2]
     monkeypatch.setitem(KERNELS, kernel, lambda: iter(few))
     rows = check_kernels(device, [kernel])
     assert failures(rows) == [kernel] and not any(row["passed"] for row in rows)

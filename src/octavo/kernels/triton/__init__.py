@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs. Each has its twin in `reference/`, under the same file name."""
+"""Triton kernels for NVIDIA GPUs. `reference/` defines each, under the same file name."""

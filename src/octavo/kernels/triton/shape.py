@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     def meta(self) -> dict[str, Any]:
         """Return the meta-parameters for tile and warps.
 
-        FMA contraction is off: two kernels, or a kernel and its twin, that compute the same formula agree bit for bit.
+        FMA contraction is off: kernels and references that compute the same formula agree bit for bit.
         """
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"HEIGHT": self.height, "WIDTH": self.width, "num_warps": self.warps, "enable_fp_fusion": False, **limit}
