@@ -67,7 +67,7 @@ SIZES = {
     "30m": Training(model=_llama(512, 9, 1408, 1024), batch=128, lr=1e-3, together=False),
     "130m": Training(model=_llama(1024, 10, 2816, 1024), batch=128, lr=8e-4, tokens_per_parameter=8.0, together=False),
     "350m": Training(model=_llama(1024, 24, 3328, 1024), batch=32, lr=6e-4, tokens_per_parameter=4.0, together=False),
-    "1b": Training(model=_llama(2048, 20, 5632, 1024), batch=24, lr=3e-4, tokens_per_parameter=1.6, together=False),
+    "1b": Training(model=_llama(2048, 20, 5632, 1024), batch=24, lr=3e-4, tokens_per_parameter=1.2, together=False),
     "moe-1m": Training(model=_moe(128, 4, 256, 512), batch=32, lr=3e-3),
     "moe-3m": Training(model=_moe(256, 4, 384, 512), batch=64, lr=2e-3),
     "moe-100m": Training(
