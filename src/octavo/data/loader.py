@@ -29,6 +29,7 @@ from torch import Tensor
 from octavo._util.files import os_errors
 from octavo.data.tokenizer import Tokens
 from octavo.errors import CheckpointError, ConfigError, DataError
+from octavo.nn.cross_entropy import IGNORED
 
 Batch = tuple[Tensor, Tensor]
 """(inputs_BT, targets_BT), int64 on the CPU; a target is the id after its input."""
@@ -36,8 +37,6 @@ NO_TARGET, FIRST = np.uint32(1 << 31), np.uint32(1 << 30)
 """Flags of 32-bit ids."""
 IDS = np.uint32(FIRST - 1)
 """Mask of the ids themselves."""
-IGNORED = -100
-"""Target that does not count, as in PyTorch."""
 _BLOCKS, _BLOCK_BYTES = 64, 4096
 """Blocks of a token file that its digest reads."""
 

@@ -155,14 +155,14 @@ def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
     It shares tensors and objects with the original, but has dictionaries, lists and sets of its own.
     """
     own = own_class(module)
-    twin = copy.copy(module) if own is type(module) else own.__new__(own)  # FSDP2's class copies by its arguments
+    copied = copy.copy(module) if own is type(module) else own.__new__(own)  # FSDP2's class copies by its arguments
     held = {name: copy.copy(value) if isinstance(value, _CONTAINERS) else value for name, value in vars(module).items()}
     hooks: dict[str, Any] = {name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
     children = {name: child and shallow_copy(child, training) for name, child in module._modules.items()}
-    vars(twin).update(held | hooks, training=training, _modules=children, _compiled_call_impl=None)
-    if isinstance(twin, Recognised) and is_taken(twin):
-        twin.release()
-    return twin
+    vars(copied).update(held | hooks, training=training, _modules=children, _compiled_call_impl=None)
+    if isinstance(copied, Recognised) and is_taken(copied):
+        copied.release()
+    return copied
 
 
 def _computes_once(probe: nn.Module, formula: Callable[..., Tensor], x: Tensor, tolerance: float, call: int) -> bool:
