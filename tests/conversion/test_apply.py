@@ -1,6 +1,7 @@
 """Converting changes how linear layers compute, and nothing that anybody else holds on to."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -213,12 +214,70 @@ def test_a_subclass_that_keeps_the_forward_is_converted_and_remains_what_it_was(
     assert revert(model) == 2 and type(model[0]) is Named
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(64, 64), nn.Conv1d(64, 64, 1)], ids=["linear", "convolution"])
+def test_a_layer_whose_forward_was_set_stays_and_the_plan_says_why(layer):
+    """As accelerate does: the new forward calls the bound method of before, which a change of class does not reach."""
+    plain, model, x = copy.deepcopy(layer), nn.Sequential(layer, nn.Linear(64, 64)), torch.randn(64, 64)
+    layer.forward = functools.partial(lambda own, x: 2 * own(x), layer.forward)
+    plan = convert(model)
+    assert [row.is_fp8 for row in plan.layers] == [False, True]
+    assert plan.layers[0].reason == "its instance has a forward of its own, as hooks of other libraries set one"
+    assert type(layer) is type(plain) and torch.equal(layer(x), 2 * plain(x))
+
+
+def test_a_layer_whose_forward_was_set_after_the_conversion_stays_converted(model, converted):
+    convert(model)
+    layer = model.layers[0].up
+    layer.forward = functools.partial(lambda own, x: own(x), layer.forward)
+    plan = convert(model, "rowwise")
+    assert [row.name for row in plan.layers if row.is_fp8] == converted and layer.recipe.name == "rowwise"
+
+
 def test_a_weight_that_is_computed_stays_as_it_is():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
     plan = convert(model)
     assert [layer.is_fp8 for layer in plan.layers] == [False, True]
     assert plan.layers[0].reason == "its weight is computed, by a parametrization for example"
     model(torch.randn(8, 64)).sum().backward()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("again", [revert, convert])
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("0", "weight"), ("0", "bias"), ("1", "weight"), ("2", "weight"), ("3", "weight")]
+)
+def test_what_was_parametrised_since_is_released_too(again, name, parameter):
+    """PyTorch puts a class of its own in front of the module's, and later takes what is behind it for the original."""
+    model = nn.Sequential(Named(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Conv1d(64, 64, 1))
+    module, kind, x = model.get_submodule(name), type(model.get_submodule(name)), torch.randn(64, 64)
+    convert(model)
+    converted = type(module)
+    assert converted is not kind
+    nn.utils.parametrize.register_parametrization(module, parameter, Doubled())
+    again(model)
+    assert type(module).__mro__[1] is kind and not vars(module).keys() & set(converted.fields)
+    plain = copy.deepcopy(model)
+    revert(plain)
+    assert torch.equal(module(x), plain.get_submodule(name)(x))
+    nn.utils.parametrize.remove_parametrizations(module, parameter)
+    assert type(module) is kind
+    convert(model)
+    assert type(module) is converted and model(x).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["0", "1", "2", "3"])
+def test_parametrizations_of_before_can_be_removed_from_a_converted_model(name):
+    model = nn.Sequential(Named(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Conv1d(64, 64, 1))
+    module, kind = model.get_submodule(name), type(model.get_submodule(name))
+    nn.utils.parametrize.register_parametrization(module, "bias", Doubled())
+    rows = {row.name: row for row in convert(model).layers}
+    assert name == "1" or rows[name].reason == "one of its parameters is computed by a parametrization"
+    nn.utils.parametrize.remove_parametrizations(module, "bias")
+    assert type(module) is kind
 
 
 def test_subclasses_of_our_own_layer_are_left_alone_too():

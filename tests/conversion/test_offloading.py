@@ -172,6 +172,25 @@ def test_each_storage_goes_once_and_parameters_stay(seen):
     assert done.moved < tokens * 64 * 16 + of_weights
 
 
+class WrittenTo(nn.Module):
+    """Saves a tensor, writes to it, and saves it again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.clone()
+        first = h.sin()
+        h.mul_(2)
+        return first + h.sin()
+
+
+def test_a_tensor_that_is_written_to_between_two_saves_goes_twice():
+    model = nn.Sequential(nn.ModuleList([WrittenTo()]))
+    block = model[0][0]
+    octavo.offload(model, blocks="0.0", min_bytes=1, keep_last=0)
+    x = torch.randn(8, requires_grad=True)
+    block(x).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos() + 2 * (2 * x.detach()).cos())
+
+
 def test_what_is_small_stays(seen):
     octavo.offload(model := model_of(FP8), min_bytes=2 * 16 * 64)
     results(model)
@@ -233,6 +252,39 @@ def test_names_stay_and_it_comes_off():
     recomputed.remove()
     done.remove()
     assert type(model.layers[0]) is before and "offload" not in vars(model.layers[0])
+
+
+@pytest.mark.parametrize("recomputed_first", [True, False])
+def test_copies_and_files_of_blocks_that_are_recomputed_too(recomputed_first):
+    model = model_of(FP8)
+    want, before = results(model), type(model.layers[0])
+    for wrapped in (octavo.recompute, octavo.offload) if recomputed_first else (octavo.offload, octavo.recompute):
+        wrapped(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other.layers[0]) is before and not {"offload", "checkpoint_contexts"} & set(vars(other.layers[0]))
+        assert same(results(other), want) and same(results(model), want)
+
+
+@pytest.mark.parametrize("keep", [None, "products", "nothing"])
+def test_an_input_that_is_expanded_comes_back_expanded(keep):
+    model = model_of(octavo.Policy())
+    x = torch.randn(2, 1, 64).bfloat16().to(DEVICE).expand(2, 16, 64)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    want = gradients()
+    if keep is not None:
+        octavo.recompute(model, keep)
+    done = octavo.offload(model, min_bytes=1)
+    assert same(gradients(), want)
+    done.moved = 0
+    call = done.begin(set(), False)
+    slot = call.pack(x)
+    assert done.moved == 2 * 64 * 2  # each value once
+    assert torch.equal(back := slot.get(), x) and back.stride() == x.stride()
 
 
 @pytest.mark.parametrize("options", [{"min_bytes": -1}, {"keep_last": -1}, {"blocks": "nowhere.*"}])

@@ -1,6 +1,7 @@
 """Recomputed blocks: the same bits whatever is kept, in eager mode and in compiled code, and what they cost."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.conversion.blocks import choose, unwrap, wrap
+from octavo.conversion.blocks import Wrapped, choose, unwrap, wrap
 from octavo.conversion.recomputation import RecomputedBlock, price
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
@@ -200,6 +201,19 @@ def test_copies_and_files_hold_the_block_as_it_was():
     unwrap(block, RecomputedBlock)
 
 
+def test_copies_and_files_leave_out_what_the_block_itself_leaves_out():
+    model = Branches()
+    octavo.recompute(model, "nothing")
+    model.layers[0].compile(backend="eager")  # the call that it makes belongs to this block
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    x = torch.randn(2, 64)
+    assert torch.equal(other(x), x)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("keep", ["everything", 0, -1, True, None])
 def test_an_unknown_keep(keep):
     with pytest.raises(ConfigError, match="keep = "):
@@ -222,3 +236,35 @@ def test_layers_that_share_an_input_are_still_found():
     octavo.recompute(model, "nothing", blocks="layers.*.attention")
     plan = octavo.convert(model)
     assert sum(structure.kind == "shared" for structure in plan.structures) == 2
+
+
+@pytest.mark.parametrize("wrapping", [octavo.recompute, functools.partial(octavo.offload, keep_last=0)])
+@pytest.mark.parametrize("block", ["feed_forward", "ffn_norm", "attention.wq"])
+def test_a_block_that_is_itself_converted_cannot_change_while_it_is_wrapped(wrapping, block):
+    """The wrapper would be removed instead of the FP8 class, or the fused computation would run in its place."""
+    model, policy, (x, dy) = model_of(), octavo.Policy(memory="low"), inputs()
+    part, plain = model.layers[0].get_submodule(block), type(model.layers[0].get_submodule(block))
+    wrapped = wrapping(model, blocks=f"layers.*.{block}")
+    with pytest.raises(ConfigError, match=rf"layers\.0\.{block} is recomputed or offloaded as a block of its own"):
+        octavo.convert(model, policy=policy)
+    assert octavo.revert(model) == 0 and isinstance(part, Wrapped)
+    wrapped.remove()
+    octavo.convert(model, policy=policy)
+    converted = type(part)
+    wrapped = wrapping(model, blocks=f"layers.*.{block}")
+    want = results(model, x, dy)
+    for change in (octavo.revert, octavo.convert):
+        with pytest.raises(ConfigError, match="as a block of its own"):
+            change(model)
+        assert isinstance(part, Wrapped) and same(results(model, x, dy), want)
+    wrapped.remove()
+    assert type(part) is converted
+    octavo.revert(model)
+    assert type(part) is plain
+
+
+def test_a_wrapped_layer_that_stays_in_bf16_stops_nothing():
+    model = model_of()
+    octavo.recompute(model, blocks="layers.*.attention.wq")
+    octavo.convert(model, policy=octavo.Policy(keep={"*.wq": "mine"}))
+    assert isinstance(model.layers[0].attention.wq, Wrapped) and octavo.revert(model) == 12

@@ -64,6 +64,12 @@ def test_a_layer_starts_from_its_own_recipe() -> None:
     assert next(iter(modules)) == "a*"  # the last match wins
 
 
+def test_a_layer_that_an_earlier_pattern_names_is_moved() -> None:
+    ladder = Ladder(replace(load("tensorwise"), modules={"a": load("rowwise"), "*": load("block")}), 10)
+    ladder.up("a", 1)
+    assert ladder.recipe().for_layer("a").name == "bf16" and ladder.recipe().for_layer("b").name == "block"
+
+
 def test_everything_wins_over_what_was_moved_alone() -> None:
     ladder = Ladder(load("block"), 10)
     ladder.up(EVERYTHING, 1)

@@ -131,3 +131,25 @@ def test_codes_are_multiplied_by_their_scales(scale: str, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps({**known, "quantization_config": {"weight_block_size": [32, 16]}}))
     read = build(ModelConfig(**read_settings(tmp_path)), 0, tmp_path)
     assert torch.equal(read.get_parameter("layers.0.feed_forward.w3.weight"), codes.float() * each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.int8])
+def test_other_codes_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    saved("llama", tmp_path, shard="1GB")
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name].to(dtype), f"{name}_scale": torch.ones(1)}, file)
+    with pytest.raises(CheckpointError, match=rf"'{name}' is stored as {dtype}.*float8_e4m3fn"):
+        build(ModelConfig(**read_settings(tmp_path)), 0, tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 2), (64, 2), (1, 32)])
+def test_scales_of_another_shape_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Of compressed-tensors' strategy `group`, or of blocks that config.json does not name."""
+    saved("llama", tmp_path, shard="1GB")
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    codes = tensors[name].to(torch.float8_e4m3fn)
+    save_file({**tensors, name: codes, f"{name}_scale": torch.ones(shape)}, file)
+    with pytest.raises(CheckpointError, match=rf"'{name}_scale' has the shape .*\(64, 1\).* \(1, 1\)"):
+        build(ModelConfig(**read_settings(tmp_path)), 0, tmp_path)

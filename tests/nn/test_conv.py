@@ -244,6 +244,44 @@ def test_conversion_and_back():
     assert octavo.revert(net) == 3 and [type(layer) for layer in net] == names and torch.equal(net(x), before)
 
 
+class Named(nn.Conv2d):
+    """A class of a library that computes as nn.Conv2d does."""
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, input):
+        return super().forward(2 * input)
+
+
+class DoubledInside(nn.Conv2d):
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(2 * input, weight, bias)
+
+
+class Mine(Conv2d):
+    """A subclass of Octavo's own."""
+
+
+def test_subclasses_are_converted_if_they_compute_as_their_base():
+    x, named = torch.randn(2, 32, 8, 8), Named(32, 32, 3)
+    plain = nn.Conv2d(32, 32, 3)
+    plain.load_state_dict(named.state_dict())
+    computed = nn.utils.parametrizations.weight_norm(nn.Conv2d(32, 32, 3))
+    net = nn.Sequential(named, Doubled(32, 32, 3), DoubledInside(32, 32, 3), Mine(32, 32, 3), computed)
+    for plan in (octavo.convert(net), octavo.convert(net)):
+        assert [row.is_fp8 for row in plan.layers] == [True, False, False, False, False]
+        reasons = [row.reason for row in plan.layers[1:]]
+        assert all("forward of its own" in reason for reason in reasons[:2])
+        assert "Mine is a subclass of octavo.nn.Conv2d" in reasons[2] and "is computed" in reasons[3]
+    octavo.convert(plain)
+    assert isinstance(named, Named) and torch.equal(named(x), plain(x))
+    torch.save(named, file := io.BytesIO())
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert isinstance(twin, Named) and torch.equal(twin(x), plain(x))
+    assert octavo.revert(net) == 1 and type(named) is Named and type(net[3]) is Mine
+
+
 def test_a_policy_without_convolutions_and_a_recipe_that_they_do_not_have():
     plan = octavo.plan(model(), policy=octavo.Policy(convolutions=False))
     assert [row.name for row in plan.layers if row.is_fp8] == ["6"]

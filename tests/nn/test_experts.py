@@ -217,6 +217,9 @@ def test_what_does_not_fit():
     stacks, routing = (torch.randn(E, 2 * H, D), torch.randn(E, D, H)), route(torch.zeros(5, 1).long(), E)
     with pytest.raises(ConfigError, match=r"as many routed tokens, got \(4, 48\) and 5 tokens"):
         experts(x, None, stacks, routing, options)
+    codes = stacks[0], stacks[1].to(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match="float8_e4m3fn: FP8 products take"):
+        experts(x, None, codes, route(torch.zeros(4, 1).long(), E), options)
     with pytest.raises(TypeError, match="takes the arguments x, ids, weights, got 1 by position and wights by name"):
         fp8()(x, wights=torch.ones(4, 1))
 

@@ -9,6 +9,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import record
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.nn import GroupedLinear, Linear
+from octavo.nn.grouped import grouped_linear
 from octavo.numerics import sqnr_db
 from octavo.recipes import load
 
@@ -132,6 +133,27 @@ def test_what_does_not_fit():
         for ends in ([4, 2, 6], [-1, 2, 6]):
             with pytest.raises(ConfigError, match=r"must not decrease; got \[.*, 2, 6\]"):
                 GroupedLinear(3, 32, 16, recipe=recipe)(torch.randn(6, 32), torch.tensor(ends).int())
+
+
+def test_codes_without_scales_are_not_multiplied_as_values():
+    layer, x, ends = GroupedLinear(2, 32, 16), torch.randn(6, 32), ends_of([4, 2])
+    codes = layer.weight.detach().to(torch.float8_e4m3fn)
+    for recipe in ("folded", "bf16"):
+        with pytest.raises(ConfigError, match="float8_e4m3fn: FP8 products take"):
+            grouped_linear(x, codes, ends, recipe)
+    with pytest.raises(ConfigError, match="float8_e4m3fn: FP8 products take"):
+        layer.multiply(x, codes, ends)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_codes_without_scales_are_not_loaded_as_values(strict):
+    layer = GroupedLinear(2, 32, 16)
+    before = layer.weight.detach().clone()
+    given = {"weight": torch.full((2, 16, 32), 416.0).to(torch.float8_e4m3fn), "weight_scale": torch.ones(2, 16)}
+    with pytest.raises(RuntimeError, match="float8_e4m3fn without a scale"):
+        layer.load_state_dict(given, strict=strict)
+    layer.load_state_dict({"weight": before.bfloat16()})
+    assert torch.equal(layer.weight, before.bfloat16().float())
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "block", "delayed"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -115,3 +116,56 @@ def test_copies_have_updates_of_their_own() -> None:
 def test_a_pattern_without_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="'nothing' matches no linear layer"):
         add_lora(build(SHAPE, 0), 4, 8.0, "nothing")
+
+
+def test_a_second_call_is_refused_and_changes_nothing() -> None:
+    """Its updates would replace the first, and the hooks of both would add them, twice."""
+    model = adapted(None)
+    before, expected = dict(model.named_parameters()), model(TOKENS)
+    with pytest.raises(ConfigError, match=r"'layers\.0\.attention\.wq\.lora' is a LoRA update already"):
+        add_lora(model, 2, 8.0, "lm_head")
+    assert all(model.get_parameter(name) is p and p.requires_grad == (".lora." in name) for name, p in before.items())
+    assert torch.equal(model(TOKENS), expected)
+    merge_lora(model)
+    assert len(add_lora(model, 2, 8.0, "layers.*")) == 14
+
+
+def test_a_weight_that_another_module_reads_is_refused() -> None:
+    """A merge would change the embedding, or add the updates of both layers to both."""
+    model = build(dataclasses.replace(SHAPE, tie_embeddings=True), 0)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is tok_embeddings\.weight too, .* without 'lm_head'"):
+        add_lora(model, 4, 8.0)
+    assert all(p.requires_grad for p in model.parameters())
+    assert len(add_lora(model, 4, 8.0, "layers.*")) == 14
+    layer = nn.Linear(16, 16)
+    assert add_lora(nn.Sequential(layer, layer), 4, 8.0) == ["0"]
+
+
+def test_a_weight_that_is_computed_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.utils.parametrizations.weight_norm(nn.Linear(16, 16, bias=False)))
+    with pytest.raises(ConfigError, match=r"1\.weight is computed, .* without '1'"):
+        add_lora(model, 4, 8.0)
+    assert add_lora(model, 4, 8.0, "0") == ["0"]
+
+
+def test_a_layer_that_is_never_called_is_refused() -> None:
+    """Its update would neither be trained nor applied."""
+    model = nn.TransformerEncoderLayer(16, 2, 32)
+    with pytest.raises(ConfigError, match=r"reads self_attn\.out_proj\.weight and never calls"):
+        add_lora(model, 4, 8.0)
+    assert add_lora(model, 4, 8.0, "linear*") == ["linear1", "linear2"]
+
+
+@pytest.mark.parametrize("weights", [None, "unchanged", "fp8"])
+def test_the_update_of_an_output_head_is_trained_with_the_loss(weights: str | None) -> None:
+    """The fused loss reads the weight of a head; a head with an update is called instead."""
+    model = build(SHAPE, 0)
+    assert add_lora(model, 4, 8.0, "lm_head") == ["lm_head"]
+    if weights is not None:
+        octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0, weights=weights, keep_defaults=False))
+    before = model(TOKENS, TOKENS)
+    before.backward()
+    update = model.get_submodule("lm_head.lora")
+    assert update.B.grad.abs().sum() > 0  # type: ignore[union-attr]
+    nn.init.normal_(update.B, std=0.5)  # type: ignore[arg-type]
+    assert not torch.isclose(model(TOKENS, TOKENS), before, rtol=1e-3, atol=0)

@@ -14,9 +14,11 @@ from torch import nn
 
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.kernels.storage import Storage
+from octavo.nn.functional import linear
 from octavo.optim import TIERS, Adam, AdamW, Lion, Muon, bytes_per_parameter, convert, flatten, keep_none, unflatten
 from octavo.optim.settings import largest_update
 from octavo.optim.tensors import value_of
+from octavo.recipes import load as load_recipe
 from octavo.tensor import FP8Tensor
 
 
@@ -287,6 +289,38 @@ def test_memory_in_another_order():
     one.grad = torch.ones(6, 5, 3, 3)  # other strides than the parameter
     eight.step()
     assert eight.state[one]["exp_avg_scale"].shape == (6, 1)
+
+
+def test_scales_in_another_order_are_refused():
+    """The kernels take their address, and rows one after the other."""
+    weight = nn.Parameter(torch.randn(6, 256))
+    optimizer = AdamW([weight], states="fp8", keep=keep_none)
+    weight.grad = torch.randn(6, 256)
+    optimizer.step()
+    state = optimizer.state[weight]
+    state["exp_avg_scale"] = state["exp_avg_scale"].t().contiguous().t()
+    with pytest.raises(UnsupportedError, match=r"'exp_avg_scale' .* memory order"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("part", ["codes", "scale"])
+def test_an_fp8_weight_in_another_order_is_refused(part):
+    stored = FP8Tensor.from_tensor(torch.randn(128, 128))
+    codes = stored.codes.t().contiguous().t() if part == "codes" else stored.codes
+    scale = stored.scale.repeat(1, 2)[:, :1] if part == "scale" else stored.scale
+    weight = nn.Parameter(FP8Tensor(codes, scale, stored.granularity, stored.dtype))
+    with pytest.raises(ConfigError, match=rf"its {part} .* contiguous"):
+        AdamW([weight])
+
+
+def test_a_learning_rate_of_zero_after_a_tensor():
+    net = model()
+    optimizer = AdamW(net.parameters(), lr=torch.tensor(0.5))
+    train(net, optimizer, 1)
+    before = weights(net)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(net, optimizer, 1)
+    assert same(weights(net), before)
 
 
 def test_bad_input():
@@ -723,6 +757,19 @@ def test_a_copy_goes_on_bit_for_bit(duplicate, dtype, settings):
     train(net, optimizer, 1), train(other, copied, 1)
     assert same(weights(net), weights(other))
     assert copied.state_dict()["seed"] == 7 and schedule.last_epoch == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "fp8"])
+def test_a_step_between_forward_and_backward_is_an_error(dtype):
+    value = torch.randn(32, 32)
+    weight = nn.Parameter(FP8Tensor.from_tensor(value.bfloat16()) if dtype == "fp8" else value.to(dtype))
+    optimizer = AdamW([weight], lr=0.1)
+    x = torch.randn(4, 32, dtype=weight.dtype, requires_grad=True)
+    y = linear(x, weight, None, load_recipe("rowwise" if dtype == torch.float32 else "folded"))
+    weight.grad = torch.ones(32, 32, dtype=weight.dtype)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_a_copy_between_backward_and_step_has_the_stored_gradients():

@@ -175,6 +175,13 @@ def test_a_base_may_be_changed_further():
     assert {pattern: other.name for pattern, other in recipe.modules.items()} == {"a": "bf16", "b": "rowwise"}
 
 
+def test_a_pattern_given_again_matches_last():
+    base = {"base": "block", "modules": {"layers.0.*": "bf16", "*": "rowwise"}}
+    recipe = load({"base": base, "modules": {"layers.0.*": "tensorwise"}})
+    assert list(recipe.modules) == ["*", "layers.0.*"]
+    assert recipe.for_layer("layers.0.up").name == "tensorwise" and recipe.for_layer("layers.1.up").name == "rowwise"
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [

@@ -16,6 +16,8 @@ from octavo.sensitivity.localisation import parse_budget
 MS = {(): 1.0, ("fprop",): 0.9, ("dgrad",): 0.8, ("wgrad",): 0.7, ("fprop", "dgrad"): 0.7, ("fprop", "wgrad"): 0.6}
 MS |= {("dgrad", "wgrad"): 0.5, ("fprop", "dgrad", "wgrad"): 0.4}
 
+BF16 = {"precision": "bf16"}
+
 
 @pytest.fixture
 def timed(monkeypatch):
@@ -194,6 +196,36 @@ def test_what_cannot_be_localised(case):
     broken = [(x * float("nan"), y) for x, y in batches]
     with pytest.raises(NonFiniteError, match="the loss of the model is nan"):
         octavo.localize(model, broken, loss=loss)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_gradient_that_is_not_finite_is_an_error(case, timed, in_fp8):
+    """Its cosine is NaN, which would cost nothing."""
+    model, batches, loss = case
+
+    def spoil(gradient):
+        return gradient * float("nan") if not in_fp8 or model.second.enabled else gradient
+
+    model.scale.register_hook(spoil)
+    where = "with second fprop in FP8" if in_fp8 else "in high precision"
+    with pytest.raises(NonFiniteError, match=f"gradient of 'scale' is not finite, {where}"):
+        octavo.localize(model, batches, {"base": "tensorwise", "wgrad": BF16}, loss=loss, autocast=None)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_after_an_error_the_model_has_no_gradients(case):
+    model, batches, loss = case
+
+    def failing(model, batch):
+        if batch is batches[1]:
+            raise RuntimeError("stopped")
+        return loss(model, batch)
+
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="stopped"):
+        octavo.localize(model, batches[1:], "tensorwise", loss=failing, autocast=None, few=2)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.gpu

@@ -55,6 +55,24 @@ def test_later_pushes_have_changed_modules_alone(make_llama):
     assert changed in (0, 6), "no code need change"
 
 
+def test_weights_whose_load_failed_are_pushed_again(make_llama):
+    class Failing(Engine):
+        def collective_rpc(self, method, kwargs):
+            raise RuntimeError("out of memory")
+
+    model, engine = make_llama("served"), Engine()
+    push = WeightPush(model)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        push.to_vllm(Failing())
+    assert push.to_vllm(engine) == len(dict(push))
+    weight = model.layers[1].attention.wk.weight.data
+    weight[3, 5] += 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        push.to_vllm(Failing())
+    weight[3, 5] -= 1  # part of the changed weights may have been loaded
+    assert push.to_vllm(engine) == 8 and push.to_vllm(engine) == 0
+
+
 def test_another_engine_is_refused(make_llama):
     with pytest.raises(UnsupportedError, match=r"object has no collective_rpc.*octavo\.export"):
         WeightPush(make_llama("served")).to_vllm(object())

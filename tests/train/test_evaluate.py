@@ -57,6 +57,20 @@ def test_scores_are_losses_and_the_share_of_targets_that_were_likeliest() -> Non
     assert scores[3, 1] == 1 and scores.dtype == torch.float64
 
 
+def test_the_mean_of_packed_conversations_is_that_over_their_targets() -> None:
+    config = ModelConfig(vocab=32, dim=16, layers=1, heads=2, ffn=32, sequence=8)
+    lane = TrainState("bf16", build(config, seed=0), OptimizerConfig(), autocast=False)
+    inputs, targets = torch.randint(32, (2, 5, 8))
+    for row, count in enumerate((8, 1, 3, 0, 5)):
+        targets[row, count:] = -100
+    losses, hits = heldout_scores(lane, [(inputs[:3], targets[:3]), (inputs[3:], targets[3:])]).unbind(1)
+    logits = lane.model(inputs).double()
+    expected = torch.nn.functional.cross_entropy(logits.mT, targets)
+    torch.testing.assert_close(losses.mean(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(hits.mean(), (logits.argmax(-1) == targets).sum().double() / 17)
+    assert torch.equal(losses, heldout_losses(lane, [(inputs, targets)]))
+
+
 def test_it_leaves_the_model_in_training() -> None:
     model = MeanTarget()
     lane = TrainState("bf16", model, OptimizerConfig(), autocast=False)

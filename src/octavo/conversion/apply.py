@@ -16,7 +16,7 @@ from octavo.conversion.fusion_patterns import FusionPattern, reader_of
 from octavo.conversion.plan import Plan
 from octavo.conversion.planner import FAST_PATH, layers_of, make_plan
 from octavo.conversion.policy import Policy
-from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied
+from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied, refuse_wrapped
 from octavo.conversion.weights import Layer, check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
@@ -63,7 +63,8 @@ def convert(
         scales: a calibration file (`octavo.scales(model).save`), which `static` needs and `delayed` may start from.
 
     Raises:
-        ConfigError: an unknown recipe, a pattern that matches no layer, or a static scale that is missing.
+        ConfigError: an unknown recipe, a pattern that matches no layer, a static scale that is missing, or a layer, MLP
+            or norm that is recomputed or offloaded as a block of its own.
         NonFiniteError: a weight to be converted holds a NaN or an infinity; nothing has been changed.
         UnsupportedError: the device cannot run the recipe in FP8, and `allow_reference` is false; under `strict`, an
             option of the policy has no effect somewhere; or FSDP1 or `octavo.distributed.shard` has sharded the model.
@@ -79,6 +80,10 @@ def convert(
             warn_once(f"octavo.convert: {note}")
     layers = layers_of(model)
     refuse_sharded(model, layers)
+    patterns = [pattern.name for pattern in plan.structures if pattern.kind in ("mlp", "norm")]
+    refuse_wrapped(
+        model, [*(name for name in plan.recipes if name in layers), *plan.experts, *patterns, *_taken(model)]
+    )
     _check_finite(model, plan, layers)
     calibrated = None if scales is None else calibration_file.read(Path(scales))
     calibration_file.check(plan.recipes, calibrated)
@@ -145,8 +150,10 @@ def revert(model: nn.Module) -> int:
     A weight that is stored in FP8 becomes a plain parameter with the values of its codes.
 
     Raises:
-        ConfigError: such a weight is in use, by compiled code or by a graph that has not run backward.
+        ConfigError: such a weight is in use, by compiled code or by a graph that has not run backward; or such a layer
+            is recomputed or offloaded as a block of its own.
     """
+    refuse_wrapped(model, _taken(model))
     ours = [m for m in model.modules() if isinstance(m, nn.Linear) and (is_adopted(m) or not isinstance(m, Linear))]
     check_free([m.weight for m in ours if isinstance(m.weight, FP8Tensor)])
     count = _release(model)
@@ -160,13 +167,19 @@ def _release(model: nn.Module) -> int:
     count = 0
     for layer in layers_of(model).values():
         keep(layer.weight, None)
-    for module in list(model.modules()):
-        if isinstance(module, ScaledDotProduct):
-            module.keep_values()
-        if isinstance(module, FusedMLP | Norm | Experts | Linear | Convolution) and is_taken(module):
-            count += 2 * isinstance(module, Experts) + isinstance(module, Linear | Convolution)
-            module.release()
+    for core in model.modules():
+        if isinstance(core, ScaledDotProduct):
+            core.keep_values()
+    for module in _taken(model).values():
+        count += 2 * isinstance(module, Experts) + isinstance(module, Linear | Convolution)
+        module.release()
     return count
+
+
+def _taken(model: nn.Module) -> dict[str, FusedMLP | Norm | Experts | Linear | Convolution]:
+    """Return the modules whose class `convert` has changed, by their full names."""
+    kinds = FusedMLP | Norm | Experts | Linear | Convolution
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and is_taken(module)}
 
 
 def enable(

@@ -19,15 +19,24 @@ class Wrapped(Adopted):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Reduce to the original class: pickles and copies hold the unwrapped block."""
-        wrapped, vars_of = type(self), vars(self)
+        wrapped = type(self)
         self.__class__ = wrapped.parent  # type: ignore[assignment]
         try:
             reduced = self.__reduce_ex__(protocol)
         finally:
             self.__class__ = wrapped
-        state = {name: value for name, value in vars_of.items() if name not in wrapped.fields}
-        make = _new if reduced[0] is vars(copyreg)["__newobj__"] else reduced[0]
-        return make, reduced[1], state, *reduced[3:]
+        make, arguments, *rest = reduced
+        if rest and isinstance(rest[0], dict):  # what the block itself saves: not all that it has
+            rest[0] = {name: value for name, value in rest[0].items() if name not in wrapped.fields}
+        return _new if make is vars(copyreg)["__newobj__"] else make, arguments, *rest
+
+
+def unwrapped_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module before `wrap`."""
+    cls = type(module)
+    while issubclass(cls, Wrapped):
+        cls = cls.parent
+    return cls
 
 
 def storages(modules: Iterable[nn.Module]) -> set[int]:

@@ -143,7 +143,7 @@ class _BlockCall:
         """Return the saved tensor itself, or its slot on the host."""
         if not self._is_offloaded(x):
             return x
-        key = (x.data_ptr(), x.shape, x.stride(), x.dtype)
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)  # a write in between makes it another tensor
         if key not in self.known:  # two layers may save the same codes
             self.known[key] = slot = _OffloadedTensor(self, x)
             self.slots.add(slot)
@@ -176,9 +176,10 @@ class _OffloadedTensor:
 
     def __init__(self, call: _BlockCall, x: Tensor) -> None:
         self.call, self.device, self.source, self.back = call, x.device, x, None
-        self.order = _outermost_first(x)
+        self.shape, once = x.shape, _without_repeats(x.detach())
+        self.order = _outermost_first(once)
         self.arrived: Any = None
-        lying = x.detach().permute(self.order)
+        lying = once.permute(self.order)
         pinned = x.is_cuda
         self.host = torch.empty(lying.shape, dtype=x.dtype, pin_memory=pinned)
         stream = call.owner.stream(x.device)
@@ -213,7 +214,7 @@ class _OffloadedTensor:
         assert self.back is not None
         if self.arrived is not None:
             self.arrived.wait()
-        return self.back.permute(_inverse(self.order))
+        return self.back.permute(_inverse(self.order)).expand(self.shape)
 
 
 def _unpack(kept: Tensor | _OffloadedTensor) -> Tensor:
@@ -231,6 +232,11 @@ def _after_now(stream: Any) -> AbstractContextManager[Any]:
 def _dense(x: Tensor) -> bool:
     """Return whether a tensor fills its memory without gaps, in any order of dimensions."""
     return x.permute(_outermost_first(x)).is_contiguous()
+
+
+def _without_repeats(x: Tensor) -> Tensor:
+    """Return a tensor before it was expanded: its dimensions of stride 0 with size 1."""
+    return x[tuple(slice(None if stride else 1) for stride in x.stride())]
 
 
 def _outermost_first(x: Tensor) -> list[int]:

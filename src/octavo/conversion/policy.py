@@ -10,14 +10,17 @@ from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from octavo._util.terminal import quantity
+from octavo.conversion.blocks import unwrapped_class
 from octavo.conversion.experts import FoundExperts
 from octavo.conversion.layer_plan import Weights
 from octavo.errors import ConfigError, did_you_mean
-from octavo.nn import Conv1d, Conv2d, Linear
-from octavo.nn.conv import unsupported_reason
-from octavo.nn.linear import is_adopted, is_transposed
+from octavo.nn import Linear
+from octavo.nn.adopted import is_taken
+from octavo.nn.conv import Convolution, unsupported_reason
+from octavo.nn.linear import is_transposed
 from octavo.nn.modules import blocks_of, unwrapped_name
 from octavo.nn.operands import REAL
 from octavo.recipes import Precision, Recipe
@@ -178,12 +181,19 @@ class Policy:
             return reason
         if is_head and self.keep_defaults:
             return HEAD
+        if isinstance(layer, Linear | Convolution) and not is_taken(layer):
+            ours = layer.parent.__name__
+            return f"{type(layer).__name__} is a subclass of octavo.nn.{ours}: it computes as its author wrote it"
+        if "forward" in vars(layer) and not is_taken(layer):  # set before the conversion: it calls the plain forward
+            return "its instance has a forward of its own, as hooks of other libraries set one"
         if isinstance(layer, nn.Linear) or is_transposed(layer):
             unfit = self._linear(layer)
         else:
             unfit = self._convolution(layer)
         if unfit is not None:
             return unfit
+        if is_parametrized(layer):  # removing a parametrization changes the class, and takes Octavo's for its own
+            return "one of its parameters is computed by a parametrization"
         if (kind := _foreign_class(weight := cast(Tensor, layer.weight))) is not None:
             return f"its weight is an {kind}, a tensor of another library: quantised already, for example"
         if weight.dtype not in REAL:
@@ -231,9 +241,7 @@ class Policy:
         return True
 
     def _linear(self, layer: nn.Linear) -> str | None:
-        if isinstance(layer, Linear) and not is_adopted(layer):
-            return f"{type(layer).__name__} is a subclass of octavo.nn.Linear: it computes as its author wrote it"
-        if type(layer).forward not in (nn.Linear.forward, Linear.forward) and not is_transposed(layer):
+        if unwrapped_class(layer).forward not in (nn.Linear.forward, Linear.forward) and not is_transposed(layer):
             return f"{type(layer).__name__} is a subclass of nn.Linear with a forward of its own"
         if "weight" not in layer._parameters:
             return "its weight is computed, by a parametrization for example"
@@ -250,8 +258,10 @@ class Policy:
         if (reason := unsupported_reason(layer)) is not None:
             return reason
         assert isinstance(layer, nn.Conv1d | nn.Conv2d)
-        if type(layer) not in (nn.Conv1d, nn.Conv2d, Conv1d, Conv2d):
-            return f"{type(layer).__name__} is a subclass of a convolution with a forward of its own"
+        parent = nn.Conv1d if isinstance(layer, nn.Conv1d) else nn.Conv2d
+        kind = cast(type[nn.Conv2d], unwrapped_class(layer))
+        if kind.forward not in (parent.forward, Convolution.forward) or kind._conv_forward is not parent._conv_forward:
+            return f"{kind.__name__} is a subclass of a convolution with a forward of its own"
         if min(layer.in_channels, layer.out_channels) < self.min_features:
             return f"fewer than {self.min_features} channels"
         return None

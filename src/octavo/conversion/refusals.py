@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from octavo.conversion.blocks import Wrapped
 from octavo.conversion.plan import Plan
-from octavo.errors import UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import architecture, is_planning, planning_for, triton_unsupported_reason
 from octavo.tensor import WrapperTensor
@@ -82,4 +83,24 @@ def refuse_sharded(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
             raise UnsupportedError(
                 f"{name}.weight is gathered as FP8 codes, in the format of its recipe (octavo.distributed.shard), which"
                 " cannot change now. Shard the model before it is converted: it then gathers values, for any recipe."
+            )
+
+
+def refuse_wrapped(model: nn.Module, changed: Collection[str]) -> None:
+    """Raise if a module whose class is to change is recomputed or offloaded as a block of its own.
+
+    The wrapper is a class in front of the module's: a change behind it would be undone with it, or would remove it.
+
+    Args:
+        changed: full names of these modules.
+
+    Raises:
+        ConfigError: names the module.
+    """
+    for name in changed:
+        if isinstance(model.get_submodule(name), Wrapped):
+            raise ConfigError(
+                f"{name or 'the model itself'} is recomputed or offloaded as a block of its own, and its class cannot "
+                "change meanwhile: call `remove()` of what octavo.recompute or octavo.offload returned first, and wrap "
+                "it again afterwards. Nothing has been changed."
             )

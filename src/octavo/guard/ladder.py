@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from octavo.recipes import Recipe, load
-from octavo.recipes.spec import OPERANDS
+from octavo.recipes.spec import OPERANDS, override
 
 WIDER = 2
 """Bits of headroom added to the scale window."""
@@ -103,7 +103,7 @@ class Ladder:
         """Return the recipe of the run with the refined layers in `modules`."""
         refined = self._refined()
         last = {EVERYTHING: refined.pop(EVERYTHING)} if EVERYTHING in refined else {}  # the last match wins
-        return replace(self.base, modules={**self.base.modules, **refined, **last})
+        return replace(self.base, modules=override(self.base.modules, {**refined, **last}))
 
     def _refined(self) -> dict[str, Recipe]:
         """Return the recipe of each layer that has left its own."""

@@ -17,6 +17,7 @@ from octavo.models.hugging_face import stored_name
 from octavo.models.llama import Llama
 from octavo.numerics import Granularity, Quantized, dequantize
 
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SCALES = ("weight_scale", "weight_scale_inv")
 _UNUSED = (*_SCALES, "input_scale", "rotary_emb.inv_freq")
 
@@ -26,7 +27,8 @@ def load_weights(model: Llama, directory: Path) -> None:
     """Copy the weights in a directory into a model of the same shape; codes are multiplied by their scales in FP32.
 
     Raises:
-        CheckpointError: there are none, a file is damaged, or a tensor is missing, unknown or of another shape.
+        CheckpointError: there are none, a file is damaged, or a tensor is missing, unknown, of another shape or of a
+            dtype that is not read.
     """
     files = _files(directory)
     blocks = _blocks(directory)
@@ -82,8 +84,13 @@ def _blocks(directory: Path) -> tuple[int, int]:
 def _values(home: dict[str, Any], name: str, blocks: tuple[int, int]) -> Tensor:
     """Return the values of a tensor: those stored, or codes times their scales, in FP32."""
     stored: Tensor = home[name].get_tensor(name)
-    if stored.dtype != torch.float8_e4m3fn:
+    if stored.dtype in _PLAIN:
         return stored
+    if stored.dtype != torch.float8_e4m3fn:  # other codes would be copied without their scales
+        raise CheckpointError(
+            f"'{name}' is stored as {stored.dtype}; codes are read as torch.float8_e4m3fn only. Download the model in "
+            "BF16, or convert it to BF16 with the tool that quantised it."
+        )
     module = name.rpartition(".")[0]
     scale_name = next((full for last in _SCALES if (full := f"{module}.{last}") in home), None)
     if scale_name is None:
@@ -91,5 +98,12 @@ def _values(home: dict[str, Any], name: str, blocks: tuple[int, int]) -> Tensor:
     scale: Tensor = home[scale_name].get_tensor(scale_name).float()
     if scale.numel() == 1:
         return stored.float() * scale.reshape(())
-    tile = Granularity(1, None) if scale.shape == (len(stored), 1) else Granularity(*blocks)
+    by_row, by_block = Granularity(1, None), Granularity(*blocks)
+    tile = by_row if scale.shape == by_row.scale_shape(*stored.shape) else by_block
+    if scale.shape != tile.scale_shape(*stored.shape):  # others would multiply the wrong codes
+        known = " or ".join(str(each.scale_shape(*stored.shape)) for each in (by_row, by_block))
+        raise CheckpointError(
+            f"'{scale_name}' has the shape {tuple(scale.shape)}; scales by row or by {blocks[0]}x{blocks[1]} block, as "
+            f"in config.json, have {known}, one by tensor has one value. Download the model in BF16."
+        )
     return dequantize(Quantized(stored, scale, tile), torch.float32)

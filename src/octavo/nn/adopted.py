@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeGuard, cast
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from octavo.tensor import FP8Tensor, local
 
@@ -31,26 +32,15 @@ class Adopted(nn.Module):
 
     def release(self) -> None:
         """Turn this module back into its original class, in place."""
-        own, present = own_class(self), type(self)
+        own = own_class(self)
         for name in own.fields:
             self.__dict__.pop(name, None)
-        if own is not present:  # FSDP2's class stays in front
-            refusals = {name: value for name, value in vars(present).items() if name == "__deepcopy__"}
-            self.__class__ = type(f"FSDP{own.parent.__name__}", (present.__bases__[0], own.parent), refusals)
-        else:
-            self.__class__ = own.parent  # type: ignore[assignment]
+        self.__class__ = _without(own, type(self))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *messages: list[str]
     ) -> None:
-        """Refuse codes without their scales, which PyTorch would copy as if they were values, also without `strict`."""
-        for name, own in self._parameters.items():
-            given = state_dict.get(prefix + name)
-            if own is not None and _are_bare_codes(given) and not _are_bare_codes(own):
-                messages[-1].append(
-                    f"{prefix}{name} is {given.dtype} without a scale, but this layer has weights of {own.dtype}. It is"
-                    " probably from an export for inference: dequantise it first, or load a training checkpoint."
-                )
+        messages[-1].extend(refuse_bare_codes(self, state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -62,6 +52,16 @@ class Adopted(nn.Module):
         return _rebuild, (*bases, *reduced[1][1:]), *reduced[2:]
 
 
+def refuse_bare_codes(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> list[str]:
+    """Return errors for codes without their scales, which PyTorch would copy as values, also without `strict`."""
+    return [
+        f"{prefix}{name} is {given.dtype} without a scale, but this layer has weights of {own.dtype}. It is probably"
+        " from an export for inference: dequantise it first, or load a training checkpoint."
+        for name, own in module._parameters.items()
+        if own is not None and _are_bare_codes(given := state_dict.get(prefix + name)) and not _are_bare_codes(own)
+    ]
+
+
 def _are_bare_codes(value: Any) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor of FP8 codes without their scales."""
     if not isinstance(value, Tensor) or isinstance(local(value), FP8Tensor):
@@ -70,9 +70,28 @@ def _are_bare_codes(value: Any) -> TypeGuard[Tensor]:
 
 
 def own_class(module: nn.Module) -> Any:
-    """Return the class of a module, without the one that FSDP2 adds."""
+    """Return the class of a module, without those that FSDP2 and parametrizations put in front of it."""
     cls = type(module)
-    return cls.__bases__[1] if cls.__bases__[0].__module__.startswith("torch.distributed.fsdp") else cls
+    while _is_in_front(cls):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def _is_in_front(cls: type) -> bool:
+    if cls.__bases__[0].__module__.startswith("torch.distributed.fsdp"):
+        return True
+    is_of_parametrize = cls.__module__ == parametrize.__name__ and cls.__name__.startswith("Parametrized")
+    return is_of_parametrize and "parent" not in vars(cls)
+
+
+def _without(own: Any, cls: type[Any]) -> type[Any]:
+    """Return a class with those that are in front of `own`, and the parent in the place of `own`."""
+    if cls is own:
+        return cls.parent  # type: ignore[no-any-return]
+    *others, behind = cls.__bases__
+    released = _without(own, behind)
+    names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__.removesuffix(behind.__name__) + released.__name__, (*others, released), names)
 
 
 def is_taken(module: nn.Module) -> bool:

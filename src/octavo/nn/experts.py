@@ -371,7 +371,7 @@ def experts(
         ConfigError: shapes that do not fit.
     """
     (first, second), (count, width) = stacks, x.shape
-    check_dtypes(x, first)
+    check_dtypes(x, first, second)
     if first.shape[2] != width or second.shape[1] != width or len(routing.place) != count:
         raise ConfigError(
             f"experts of weights {tuple(first.shape)} and {tuple(second.shape)} take x (T, {first.shape[2]}) and as "

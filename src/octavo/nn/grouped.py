@@ -32,6 +32,7 @@ from octavo.kernels.grouped import (
 )
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn import telemetry_experts
+from octavo.nn.adopted import refuse_bare_codes
 from octavo.nn.functional import SavedOperand, compute_dtype
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import GemmOptions, Source, StatsSlot, stats_buffer_of
@@ -92,7 +93,7 @@ class GroupedLinear(nn.Module):
                 T. An expert may have none.
 
         Raises:
-            ConfigError: shapes that do not fit.
+            ConfigError: shapes or dtypes that do not fit.
         """
         experts, _, features = self.weight.shape
         if x.dim() != 2 or x.shape[1] != features or ends.shape != (experts,) or ends.dtype != torch.int32:
@@ -100,7 +101,6 @@ class GroupedLinear(nn.Module):
                 f"GroupedLinear takes x (T, {features}) and int32 ends ({experts},), got {tuple(x.shape)} and "
                 f"{ends.dtype} {tuple(ends.shape)}."
             )
-        check_dtypes(x, self.weight)
         return self.multiply(x, self.weight, ends)
 
     def multiply(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -112,6 +112,12 @@ class GroupedLinear(nn.Module):
     def parts(self) -> list[Tensor]:
         """The parameters that the weight consists of."""
         return [self.weight]
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *messages: list[str]
+    ) -> None:
+        messages[-1].extend(refuse_bare_codes(self, state_dict, prefix))
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # copies change
@@ -137,7 +143,11 @@ def grouped_linear(
         ends: int32 (E,), the end of each expert's rows.
         stats: telemetry buffer (`octavo.nn.telemetry_experts`).
         codes: the weights as fprop reads them, if known.
+
+    Raises:
+        ConfigError: x or the weights are integers, complex, or FP8 codes without scales.
     """
+    check_dtypes(x, weight)
     arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *(codes or (None, None))
     result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result

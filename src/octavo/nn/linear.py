@@ -11,6 +11,7 @@ from typing import Any, Self, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.nn.adopted import Adopted, is_taken
 from octavo.nn.calibration_file import check
@@ -136,5 +137,5 @@ def is_transposed(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def is_adopted(module: nn.Module) -> TypeGuard[Linear]:
-    """Return whether a module computes as `Linear` does, and is not of a subclass that a user wrote."""
-    return isinstance(module, Linear) and is_taken(module)
+    """Return whether a module computes as `Linear` does from its parameters, and is of no subclass by a user."""
+    return isinstance(module, Linear) and is_taken(module) and not is_parametrized(module)

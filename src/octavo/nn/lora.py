@@ -8,14 +8,17 @@ to `weight.data`, which FP8 codes cannot: the sum must be quantised, once.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.errors import ConfigError
 from octavo.nn.linear import is_transposed
+from octavo.nn.modules import full_name
 from octavo.nn.operands import autocast_dtype
 from octavo.tensor import FP8Tensor
 
@@ -55,17 +58,40 @@ def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed:
         seed: seed of A.
 
     Raises:
-        ConfigError: no linear layer has such a name.
+        ConfigError: no linear layer has such a name; or the model has updates already, or such a layer is never
+            called, or its weight is shared or computed. Nothing has been changed.
     """
     generator = torch.Generator().manual_seed(seed)
-    model.requires_grad_(False)
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and fnmatchcase(name, layers)}
     if not found:
         raise ConfigError(f"lora.layers: '{layers}' matches no linear layer.")
+    _check(model, found)
+    model.requires_grad_(False)
     for layer in found.values():
         layer.lora = LoRA(layer, rank, alpha, generator)
         layer.register_forward_hook(_add)
     return list(found)
+
+
+def _check(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    """Check that updates of these layers would be trained, and could be merged into their weights."""
+    owners: dict[int, list[str]] = {}
+    for module_name, module in model.named_modules():  # a layer used in two places is one layer
+        if isinstance(module, LoRA):
+            raise ConfigError(f"'{module_name}' is a LoRA update already: call merge_lora(model) first.")
+        for name, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), []).append(full_name(module_name, name))
+    for name, layer in layers.items():
+        weight = full_name(name, "weight")
+        if "weight" not in layer._parameters:
+            reason = f"{weight} is computed, by a parametrization for example, so that no update can be merged into it"
+        elif others := [owner for owner in owners[id(layer.weight)] if owner != weight]:
+            reason = f"{weight} is {others[0]} too, which the update would change when it is merged"
+        elif isinstance(layer, NonDynamicallyQuantizableLinear):
+            reason = f"nn.MultiheadAttention reads {weight} and never calls '{name}', so that no update is trained"
+        else:
+            continue
+        raise ConfigError(f"lora.layers: {reason}. Give a pattern without '{name}'.")
 
 
 @torch.no_grad()

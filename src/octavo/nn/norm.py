@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
@@ -152,6 +153,8 @@ def adopts(module: nn.Module) -> bool:
     norm of random rows and nothing else, in FP32 and in BF16 (`octavo.nn.probe`). Models of Hugging Face have such
     classes of their own.
     """
+    if is_parametrized(module):
+        return False
     if isinstance(module, Norm) and module.is_as_recognised():
         return True
     kind = own_class(module).parent if isinstance(module, Norm) else type(module)

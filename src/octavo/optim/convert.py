@@ -263,9 +263,14 @@ def _described(form: tuple[tuple[int, ...], torch.dtype, torch.device] | None) -
 
 
 def _is_aligned(name: str, tensor: Tensor, parameter: Tensor) -> bool:
-    """Return whether a state tensor is a matrix in the memory order of its parameter: others would step a copy."""
-    if name == "step" or name.endswith("_scale") or not tensor.numel():
+    """Return whether a state tensor is a matrix in the memory order of its parameter: others would step a copy.
+
+    Scales are contiguous in any case: kernels take the address of the first.
+    """
+    if name == "step" or not tensor.numel():
         return True
+    if name.endswith("_scale"):
+        return tensor.is_contiguous()
     matrix = as_matrix(tensor, parameter)
     return matrix.is_contiguous() and matrix.data_ptr() == tensor.data_ptr()
 

@@ -32,6 +32,7 @@ from octavo.optim.states import RuleName, States, kind_of, state_tensors, states
 from octavo.optim.tensors import (
     as_matrix,
     check,
+    count_writes,
     gradient_of,
     like_state,
     matrix_shape,
@@ -385,7 +386,7 @@ class Optimizer(torch.optim.Optimizer):
             by_layout.setdefault(id(known.layout), (known.layout, []))[1].append(slot)
         for layout, slots in by_layout.values():
             self._apply(slots, layout, control, entries)
-        torch.autograd.graph.increment_version([slot.weight for _, slot in placed if slot.weight_scale is None])
+        count_writes(entry.parameter for entry in entries)
         self.record_versions(
             e for e, (known, _) in zip(entries, placed, strict=True) if known.layout.master is not None
         )

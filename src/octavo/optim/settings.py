@@ -22,6 +22,8 @@ Keep = Callable[[str, Tensor], str | States | None]
 """(name, parameter) -> the tier of a parameter that overrides its group's, or None."""
 _OF_RULES = ("betas", "eps", "momentum", "dampening", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 """Settings of a group with which some rules compute something else."""
+_ON_DEVICE = math.nan
+"""Learning rate of a group before its tensor is read. No number: the table of one would count as already uploaded."""
 _MISSING = "octavo.optim does not implement it. Leave it out."
 _FUSED = "Every step of octavo.optim is fused, by one kernel for all parameters. Leave it out."
 _PYTORCHS = {
@@ -165,7 +167,7 @@ def group_table(
     """
     rows = tuple(
         (
-            0.0 if isinstance(group["lr"], Tensor) else float(group["lr"]),
+            _ON_DEVICE if isinstance(group["lr"], Tensor) else float(group["lr"]),
             *(group["betas"] if "betas" in group else (group["momentum"], 0.0)),
             group.get("eps", 0.0),
             group["weight_decay"],

@@ -5,7 +5,7 @@ For a sharded parameter, this rank's shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 import torch
@@ -24,12 +24,16 @@ def check(parameter: Tensor, where: str) -> None:
     """Check that the kernels can step this parameter.
 
     Raises:
-        ConfigError: it is not FP32, BF16, FP16 or an E4M3 `FP8Tensor` with row-wise scales, or has gaps in memory.
+        ConfigError: it is not FP32, BF16, FP16 or an E4M3 `FP8Tensor` with row-wise scales, or has gaps in memory; or
+            it is an `FP8Tensor` that is not contiguous.
     """
     parameter = local(parameter)
     if isinstance(parameter, FP8Tensor):
         if parameter.codes.dtype != torch.float8_e4m3fn or parameter.granularity.name != "row":
             raise ConfigError(f"{where}: an FP8 weight must be E4M3 with row-wise scales, this is {parameter!r}.")
+        for part, tensor in (("codes", parameter.codes), ("scale", parameter.scale)):
+            if not tensor.is_contiguous():  # kernels read rows one after the other, and each row's scale
+                raise ConfigError(f"{where}: its {part} of strides {tensor.stride()} must be contiguous.")
     elif parameter.dtype not in WEIGHT_DTYPES:
         known = ", ".join(map(str, WEIGHT_DTYPES))
         raise ConfigError(f"{where}: the dtype {parameter.dtype} is none of {known}.")
@@ -41,6 +45,15 @@ def stored_weight(parameter: Tensor) -> Tensor:
     """Return a weight as it is stored on this rank; for an FP8 weight, its codes."""
     parameter = local(parameter)
     return parameter.codes if isinstance(parameter, FP8Tensor) else parameter
+
+
+def count_writes(parameters: Iterable[Tensor]) -> None:
+    """Count a write to the weights by kernels, so that a backward that would read the old ones raises.
+
+    For an FP8 weight both tensors count: eager layers save the weight, compiled ones its codes.
+    """
+    written = {id(x): x for parameter in parameters for x in (local(parameter), stored_weight(parameter))}
+    torch.autograd.graph.increment_version(written.values())
 
 
 def value_of(parameter: Tensor) -> Tensor:

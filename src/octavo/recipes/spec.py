@@ -12,7 +12,7 @@ those of fprop, transposed, and its scales are multiplied into the other operand
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, cast
@@ -344,6 +344,11 @@ class Recipe:
                 f"recipe '{self.name}': {described} must be alike: with a scale that is kept from step to step they "
                 "are one quantisation, read by both GEMMs."
             )
+
+
+def override(modules: Mapping[str, Recipe], others: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Return `modules` and `others`, which match last: also a pattern of both, which a dict would leave where it is."""
+    return {**{pattern: own for pattern, own in modules.items() if pattern not in others}, **others}
 
 
 def _check_kept_scale(where: str, role: str, operand: Operand, partner: Operand) -> None:

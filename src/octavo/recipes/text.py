@@ -10,7 +10,7 @@ from typing import Any
 from octavo._util import config_reader
 from octavo.errors import ConfigError, did_you_mean
 from octavo.recipes.presets import ALIASES, PRESETS
-from octavo.recipes.spec import GEMMS, OPERANDS, STORED_SCALE_ROLES, Operand, Recipe
+from octavo.recipes.spec import GEMMS, OPERANDS, STORED_SCALE_ROLES, Operand, Recipe, override
 
 DEEPEST = 16
 """Limit of recipes based on recipes, in levels."""
@@ -84,7 +84,7 @@ def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | No
             value, f"{where}: modules.{pattern}", users
         )  # equal ones are one: layers of one recipe compute together
         overrides[pattern] = next((known for known in overrides.values() if known == other), other)
-    merged["modules"] = {**base.modules, **overrides}
+    merged["modules"] = override(base.modules, overrides)
     return config_reader.read(Recipe, merged, where)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.errors import NonFiniteError
 from octavo.nn.experts import ExpertLinear
 from octavo.numerics import cosine_of, inner_products
 from octavo.sensitivity.loss import FORWARD_BACKWARD, Loss, ReportPasses
@@ -17,7 +18,11 @@ Gradients = Mapping[str, Tensor]
 
 
 def gradients(switch: PrecisionSwitch, chosen: Mapping[str, Choice], batches: Sequence[Any], loss: Loss) -> Gradients:
-    """Return the gradient of the loss summed over all batches, by parameter, with choices applied."""
+    """Return the gradient of the loss summed over all batches, by parameter, with choices applied.
+
+    Raises:
+        NonFiniteError: it is not finite: its cosine would be NaN.
+    """
     model = switch.model
     model.zero_grad(set_to_none=True)
     with switch.using(chosen), torch.enable_grad():
@@ -25,7 +30,25 @@ def gradients(switch: PrecisionSwitch, chosen: Mapping[str, Choice], batches: Se
             loss(model, batch).sum().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
+    _check_finite(found, chosen)
     return found
+
+
+def _check_finite(found: Gradients, chosen: Mapping[str, Choice]) -> None:
+    finite = torch.stack([gradient.isfinite().all() for gradient in found.values()]).tolist() if found else []
+    broken = next((name for name, is_finite in zip(found, finite, strict=True) if not is_finite), None)
+    if broken is None:
+        return
+    where = f"localize: the gradient of '{broken}' is not finite,"
+    if not chosen:
+        raise NonFiniteError(
+            f"{where} in high precision. Load a good checkpoint, or leave out the batch that causes it."
+        )
+    layer = " ".join([next(iter(chosen)) if len(chosen) == 1 else "every layer's", *next(iter(chosen.values()))])
+    raise NonFiniteError(
+        f"{where} with {layer} in FP8. octavo.observed names the operand; keep the layer in BF16 by a policy to "
+        "localise the others."
+    )
 
 
 def cosine(a: Gradients, b: Gradients) -> float:

@@ -95,22 +95,27 @@ def localize(
 
     Raises:
         ConfigError: no batches, an invalid budget, a converted model, or a model without a layer for FP8.
-        NonFiniteError: the loss of the model is not finite.
+        NonFiniteError: the loss or the gradient is not finite, in high precision or with a layer in FP8.
     """
     if not batches:
         raise ConfigError("localize: there are no batches. Give it representative data.")
     allowed, recipe, how = parse_budget(budget), load(recipe), Measurement(**options)
     few = how.few or max(1, len(batches) // 4)
     given = None if how.scales is None else str(how.scales)
-    with switchable(model, recipe, policy, how.tokens or 8192, given) as switch, matmul_precision("highest"):
+    with (
+        switchable(model, recipe, policy, how.tokens or 8192, given) as switch,
+        matmul_precision("highest"),
+        _dropped_gradients(model),
+    ):
         _start_scales(switch, batches[:few], loss, given)
         device = next(model.parameters()).device
         measure = device.type == "cuda" if how.measure is None else how.measure
         each = 1 + len(switch.only("fprop")) + FORWARD_BACKWARD * (1 + backward_passes(switch))
         report = Work(how.report, FORWARD_BACKWARD * len(batches) + few * each + len(switch.layers) * measure)
         before, changes = loss_changes(switch, batches, few, loss, report, times.autocast(device, how.autocast))
-        _check_finite(before, changes)
+        _check_loss(before)
         directions = cosines(switch, batches[:few], loss, report)
+        _check_changes(changes)  # after the gradients, which make them NaN if they are
         calls = times.calls_of(switch, batches[:few], loss, how.autocast, how.tokens)
         ms = times.measured(switch, calls, how.autocast, report) if measure else times.predicted(switch, calls)
         progress = EXPONENT * before if how.progress is None else how.progress
@@ -189,15 +194,27 @@ def _start_scales(switch: PrecisionSwitch, batches: Sequence[Any], loss: Loss, g
             scaling_state.update_scales()
 
 
-def _check_finite(before: float, changes: Mapping[str, Change]) -> None:
+def _check_loss(before: float) -> None:
     if not math.isfinite(before):
         raise NonFiniteError(f"localize: the loss of the model is {before}, in high precision. Load a good checkpoint.")
+
+
+def _check_changes(changes: Mapping[str, Change]) -> None:
     for name, change in changes.items():
         if not math.isfinite(change.mean):
             raise NonFiniteError(
-                f"localize: with {name} in FP8 the loss is not finite. octavo.observed names the operand; keep the"
-                " layer in BF16 by a policy to localise the others."
+                f"localize: with {name} in FP8 the change of the loss is not finite. octavo.observed names the "
+                "operand; keep the layer in BF16 by a policy to localise the others."
             )
+
+
+@contextmanager
+def _dropped_gradients(model: nn.Module) -> Iterator[None]:
+    """Drop the gradients of a model after the block, also where a pass failed after its backward."""
+    try:
+        yield
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 @contextmanager

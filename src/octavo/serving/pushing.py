@@ -41,21 +41,28 @@ class WeightPush:
 
         Layers beside each other, such as q, k and v, come together: engines fuse them, and load all of them or none.
         """
+        found, digests = self._changes()
+        self._pushed |= digests
+        return found
+
+    def _changes(self) -> tuple[list[tuple[str, Tensor]], dict[str, list[int]]]:
+        """Return the tensors of changed modules, and the digests to remember once they are loaded."""
         found: list[tuple[str, Tensor]] = []
+        changed: dict[str, list[int]] = {}
         for _, group in groupby(self, lambda each: each[0].rsplit(".", 2)[0]):
             tensors = list(group)
             first, digests = tensors[0][0], [_digest(tensor) for _, tensor in tensors]
             if self._pushed.get(first) != digests:
-                self._pushed[first] = digests
+                changed[first] = digests
                 found += tensors
-        return found
+        return found, changed
 
     def to_vllm(self, llm: Any) -> int:
         """Load the changed tensors into a running vLLM, and return their number.
 
         vLLM 0.32 loads them layer by layer (`reload_weights`, vllm/model_executor/model_loader/reload/layerwise.py):
         into the memory that its kernels and CUDA graphs read, from codes in checkpoint format. Cached prefixes of the
-        old weights are dropped.
+        old weights are dropped. After a load that failed, the next push has its tensors again.
 
         Args:
             llm: a `vllm.LLM`; of one process (VLLM_ENABLE_V1_MULTIPROCESSING=0) without a copy.
@@ -68,10 +75,13 @@ class WeightPush:
                 f"push: {type(llm).__name__} has no collective_rpc. Pass a vllm.LLM, load `WeightPush.changed()` with "
                 "the engine's own weight loader, or let it load an export: octavo.export(model, directory)."
             )
-        tensors = self.changed()
+        tensors, digests = self._changes()
         if tensors:
+            for first in digests:  # a load that fails midway leaves neither the old weights nor the new ones
+                self._pushed.pop(first, None)
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
             llm.reset_prefix_cache()
+            self._pushed |= digests
         return len(tensors)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.data.loader import Batch
 from octavo.kernels.transfers import upload
+from octavo.nn.cross_entropy import count_targets, weighted
 from octavo.train.train_state import TrainState
 
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -18,17 +19,20 @@ _NORMAL = 1.959964
 
 
 def heldout_losses(state: TrainState, batches: Iterable[Batch]) -> Tensor:
-    """Return the mean loss in nats per token of each sequence in `(inputs_BT, targets_BT)` batches; float64 on the CPU.
+    """Return the loss in nats per token of each sequence in `(inputs_BT, targets_BT)` batches; float64 on the CPU.
 
-    The held-out loss is the mean of the result, in which sequences count equally. For plain text this is the mean over
-    tokens; sequences of packed conversations differ in their number of targets. On several ranks all call it; each
-    computes its part of each batch and gets all losses.
+    The held-out loss is the mean of the result, and that over all targets: sequences of packed conversations, which
+    differ in their number of targets, are weighted by it, relative to the mean number. On several ranks all call it;
+    each computes its part of each batch and gets all losses.
     """
     return _by_sequence(state, batches, by_sequence=True)
 
 
 def heldout_scores(state: TrainState, batches: Iterable[Batch]) -> Tensor:
-    """Return per sequence the loss and the share of targets predicted as most likely: (S, 2). One process only."""
+    """Return per sequence the loss and the share of targets predicted as most likely: (S, 2). One process only.
+
+    Both are weighted as in `heldout_losses`.
+    """
     return _by_sequence(state, batches, hits=True)
 
 
@@ -36,13 +40,15 @@ def heldout_scores(state: TrainState, batches: Iterable[Batch]) -> Tensor:
 def _by_sequence(state: TrainState, batches: Iterable[Batch], **options: bool) -> Tensor:
     state.make_room()
     state.model.eval()
-    own, sizes = [], []
+    own, counts = [], []
     for inputs_BT, targets_BT in batches:  # before any collective, so that pipeline ranks overlap
         rows = state.ranks.own_rows(len(inputs_BT))
         own.append(state.loss(upload(inputs_BT[rows], state.device), upload(targets_BT[rows], state.device), **options))
-        sizes.append(len(inputs_BT))
+        counts.append(count_targets(targets_BT, len(targets_BT)))
     state.model.train()
-    return torch.cat([state.ranks.gather_rows(x.double(), size) for x, size in zip(own, sizes, strict=True)]).cpu()
+    found = [state.ranks.gather_rows(x.double(), len(count)) for x, count in zip(own, counts, strict=True)]
+    values, count_S = torch.cat(found).cpu(), torch.cat(counts).double().cpu()
+    return weighted(values.movedim(0, -1), count_S / count_S.mean()).movedim(-1, 0)
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from octavo.kernels.transfers import PinnedStaging
 from octavo.optim import Optimizer
 from octavo.optim.optimizer import Entry
 from octavo.optim.states import state_tensors
-from octavo.optim.tensors import like, matrix_shape
+from octavo.optim.tensors import count_writes, like, matrix_shape
 from octavo.tensor import FP8Tensor, is_distributed
 
 Streams = Sequence[Sequence[Tensor]]
@@ -143,6 +143,7 @@ class GreedyZeRO(torch.optim.Optimizer):
             if is_shared:  # receive the weights that other ranks have stepped
                 piece = max(int(self.bucket_mb * 1e6) // self.ranks, 1)
                 gather_from_owners(self._streams(trained, _stored), self._wire, self.group, piece)
+                count_writes(entry.parameter for entry in trained)
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
