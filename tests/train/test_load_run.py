@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 import octavo
+from octavo._util.config_reader import to_dict
 from octavo.errors import CheckpointError
 from octavo.nn import Linear
 from octavo.train import RunConfig, train
-from octavo.train.load_run import find, restore, settings_of, states_of
-from octavo.train.setup import make_states
+from octavo.train.load_run import find, restore, settings_of, states_of, without_weights
+from octavo.train.memory import forecast_run
+from octavo.train.setup import make_states, trains_with
 
 Configure = Callable[..., RunConfig]
 
@@ -81,6 +84,18 @@ def test_the_text_may_be_gone(configure: Configure, tmp_path: Path, monkeypatch:
     found = find(tmp_path / "run")
     monkeypatch.setattr("octavo.train.setup.prepare", lambda *_: pytest.fail("the text was read"))
     states_of(found, settings_of(found, "test", {"device": "cpu"}))
+
+
+def test_a_run_that_was_replayed_on_a_gpu_is_read_on_any_device(configure: Configure, tmp_path: Path) -> None:
+    config = trained(configure, tmp_path / "run").with_run(graph="on")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(to_dict(config)), encoding="utf-8")
+    found = find(tmp_path / "run")
+    found.state["config"] = to_dict(config)
+    for change in ({"device": "cpu"}, {"device": "cpu", "baseline": True}):
+        assert restore(found, settings_of(found, "test", change)).states[0].replay is None
+    assert isinstance(without_weights(tmp_path / "run")[0].get_submodule("layers.0.attention.wo"), Linear)
+    assert trains_with(config, "block")
+    assert forecast_run(config).peak == forecast_run(config.with_run(graph="off")).peak
 
 
 def test_a_checkpoint_by_its_step(configure: Configure, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from octavo.train.setup import Setup, convert_as, make_states, policy_of, set_up
 from octavo.train.state_tensors import restore_tensors
 from octavo.train.train_state import TrainState
 
-_ONE_MODEL = {"baseline": False, "compile": "off", "start_from": "", "last_share": 0.0}
+_ONE_MODEL = {"baseline": False, "compile": "off", "graph": "off", "start_from": "", "last_share": 0.0}
 """Settings to load one model: a checkpoint has all weights."""
 
 
@@ -48,7 +48,7 @@ def find(run: Path, step: int | None = None) -> checkpoint.Checkpoint:
 
 
 def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of the run for one model, not compiled, with changes to its section `run`.
+    """Return the configuration of the run for one model, not compiled or captured, with changes to its section `run`.
 
     Args:
         found: checkpoint of the run.

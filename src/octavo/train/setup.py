@@ -73,12 +73,12 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
     recipes.load(config.run.last_recipe, "run.last_recipe")
     device = ranks.device or devices.use(config.run.device)
     policy_of(config, recipe)  # checks first: preparing the text takes longer
-    replays(config, device, ranks)
+    graphs = Graphs() if replays(config, device, ranks) else None
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     text = ranks.first_per_host("text", lambda: _text(config, ranks))
     torch.manual_seed(config.run.seed)
-    states, plan = make_states(config, device, ranks)
+    states, plan = make_states(config, device, ranks, graphs)
     if ranks.count > 1:
         torch.manual_seed(config.run.seed + ranks.rank)  # each rank draws for its own part
     return Setup(config, device, states, plan, *text, ranks)
@@ -112,11 +112,12 @@ def token_files(data: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
 
 
 def make_states(
-    config: RunConfig, device: torch.device, ranks: Ranks = SINGLE_PROCESS
+    config: RunConfig, device: torch.device, ranks: Ranks = SINGLE_PROCESS, graphs: Graphs | None = None
 ) -> tuple[tuple[TrainState, ...], Plan | None]:
     """Return the models in training, and the plan of the FP8 model.
 
-    Both start from the same bits: the baseline is a copy made before weights are rounded or converted.
+    Both start from the same bits: the baseline is a copy made before weights are rounded or converted. With `graphs`,
+    forward and backward are replayed; without, `run.graph` is not read.
     """
     start, lora, recipe = config.run.start_from, config.lora, recipes.load(config.run.recipe)
     model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
@@ -124,7 +125,6 @@ def make_states(
     cast_weights(config.run.weights, model)
     for each in [model, *([] if baseline is None else [baseline])] if lora.rank else []:
         add_lora(each, lora.rank, lora.alpha, lora.layers, config.run.seed)
-    graphs = Graphs() if replays(config, device, ranks) else None
     if not recipe.is_fp8:
         return (_state("bf16", model, config, device, ranks, graphs),), None
     plans = []
