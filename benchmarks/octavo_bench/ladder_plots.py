@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from octavo._util.terminal import quantity
 from octavo.models.factory import model_name
 from octavo_bench import ladder
 from octavo_bench.evidence import over_seeds
@@ -185,7 +186,7 @@ def _time_panel(axes: Any, panel: dict[str, Any]) -> None:
         )
     if panel["recipes"]:
         means, widths = zip(*panel["recipes"], strict=True)
-        label = f"FP8 recipes, mean of {panel['pairs']} blocks"
+        label = f"FP8 recipes, mean of {quantity(panel['pairs'], 'block')}"
         axes.plot(share, means, color=FP8, lw=2.2, label=label)
         if widths[0] is not None:
             low, high = ([m + sign * w for m, w in zip(means, widths, strict=True)] for sign in (-1, 1))
