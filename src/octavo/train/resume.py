@@ -15,7 +15,7 @@ from octavo._util import config_reader
 from octavo._util.config_reader import blaming
 from octavo._util.rng import generator_states, restore_generators
 from octavo.errors import CheckpointError, DivergedError
-from octavo.monitor.store.reader import flat
+from octavo.models.config import ModelConfig
 from octavo.monitor.system import versions
 from octavo.train import checkpoint
 from octavo.train.config import RunConfig
@@ -127,15 +127,28 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
         CheckpointError: they differ in a key that affects the numbers; the message names the first one.
     """
     # A key that is newer than the checkpoint had its default value.
-    sections = ((f.name, f.default_factory) for f in fields(RunConfig))
-    defaults = {name: config_reader.to_dict(make()) for name, make in sections if make is not MISSING}
-    there, here = {**flat(defaults), **flat(saved)}, flat(config_reader.to_dict(config))
+    there, here = {**_defaults(), **_by_key(saved)}, _by_key(config_reader.to_dict(config))
     for key in [*here, *(there.keys() - here.keys())]:
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
                 f"{where}: this is the checkpoint of another {_what(key)}: {key} is {there.get(key)!r} there"
                 f" and {here.get(key)!r} here. Resume with the same, or start a new run with another --out."
             )
+
+
+def _by_key(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return each setting by `section.key`. A table of patterns is one setting, whatever patterns it has."""
+    return {f"{section}.{key}": value for section, settings in config.items() for key, value in settings.items()}
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the settings that have a default, by `section.key`."""
+    made = {
+        f.name: config_reader.to_dict(f.default_factory()) for f in fields(RunConfig) if callable(f.default_factory)
+    }
+    model = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+    model |= {f.name: f.default_factory() for f in fields(ModelConfig) if callable(f.default_factory)}
+    return _by_key({**made, "model": model})
 
 
 def _what(key: str) -> str:
