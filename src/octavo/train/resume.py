@@ -89,7 +89,9 @@ def load_checkpoint(run: GuardedRun) -> checkpoint.Checkpoint:
     _check(found, run)
     with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to the recipes of the tensors
         run.load_state_dict(found.state)
-    # A baseline that is not in the checkpoint had ended before.
+    for state in setup.states:
+        if state.name not in found.tensors:  # a baseline that had ended before
+            state.drop_graph()
     setup.states = tuple(state for state in setup.states if state.name in found.tensors)
     for state in setup.states:
         with blaming(found.path, CheckpointError):

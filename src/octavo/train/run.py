@@ -211,6 +211,7 @@ class Trainer(GuardedRun):
             try:
                 baseline.check("")
             except RunError as error:
+                baseline.drop_graph()
                 self.setup.states = self.setup.states[:1]
                 text = f"{error} The run goes on without its BF16 baseline."
                 self.log.emit(GuardEvent(self.done, "error", "baseline", " ".join(text.split())))
