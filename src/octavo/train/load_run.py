@@ -14,6 +14,7 @@ from octavo import recipes
 from octavo._util.config_reader import blaming, read_file
 from octavo.conversion import Plan, Policy
 from octavo.errors import CheckpointError
+from octavo.guard.ladder import Ladder
 from octavo.numerics import Granularity, Quantized, dequantize
 from octavo.tensor import FP8Tensor
 from octavo.train import checkpoint
@@ -85,18 +86,27 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
 def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState, plan: Plan | None) -> Plan | None:
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
     policy = _policy_as_trained(found.run, config, plan)
-    began = found.state["config"]["run"].get("recipe")
-    last = found.state.get("recipe", began)
-    if plan is not None and (policy is not None or last != began):
-        # What a run keeps by the recipe of its last steps is not what it kept by its own.
-        plan = convert_as(config, state.model, plan.recipe if last == began else recipes.load(last), policy=policy)
+    own, last = config.run.recipe, found.state.get("recipe", found.state["config"]["run"].get("recipe"))
+    refined = _ladder(last, found.state.get("guard", {}).get("ladder", {}))
+    if plan is not None and (policy is not None or last != own or refined.state_dict()):
+        # Stored scales and the storage of weights are those of the recipes that the layers had.
+        plan = convert_as(config, state.model, refined.recipe(), policy=policy)
     named = found.tensors[state.name]
     restore_tensors(state, {**named, **dict(_whole_rows(named))}, found.path, optimizer=False)
-    if plan is not None and last != began:
+    if plan is not None and last != own:
         scales = found.run / "scales.json"  # of the last step by its own recipe
         config = config.with_run(scales=str(scales)) if scales.exists() else config
-        plan = convert_as(config, state.model, recipes.load(config.run.recipe), policy=policy)
+        ladder = _ladder(own)
+        ladder.stay_in_bf16(refined.in_bf16(), found.step)
+        plan = convert_as(config, state.model, ladder.recipe(), policy=policy)
     return plan
+
+
+def _ladder(recipe: str, state: Mapping[str, Any] | None = None) -> Ladder:
+    """Return the recipes of layers as guardrails have refined them, from the state in a checkpoint."""
+    ladder = Ladder(recipes.load(recipe), quiet=0)
+    ladder.load_state_dict(state or {})
+    return ladder
 
 
 def _policy_as_trained(run: Path, config: RunConfig, plan: Plan | None) -> Policy | None:
