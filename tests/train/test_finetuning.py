@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import octavo
 from octavo.cli.flags import configure
+from octavo.doctor.subjects import trial_of_config
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.evaluation.run import EvalSettings, evaluate_run
 from octavo.models.hugging_face import read_settings
@@ -105,6 +107,19 @@ def test_lora_over_one_byte_weights_is_trained_resumed_evaluated_and_merged(base
     assert (expected - values).norm() < 0.04 * expected.norm()  # rounding to BF16; that to FP8 is five times as much
     codes = export_run(tmp_path / "a", tmp_path / "codes")
     assert len(codes.fp8_layers) == 14
+
+
+def test_a_run_goes_on_and_is_read_without_the_weights_that_it_started_from(base: Path, tmp_path: Path) -> None:
+    start = shutil.copytree(base / "export", tmp_path / "start")
+    run = {"start_from": str(start), "baseline": False, "steps": 1}
+    train(config(base, tmp_path / "run", run=run))
+    for file in start.glob("*.safetensors"):
+        file.unlink()
+    own = config(base, tmp_path / "run", run={**run, "steps": 2})
+    assert calibrate_run(own, own.run.out, batches=1).scales
+    assert trial_of_config(own).layers
+    assert train(own, resume=True)["steps"] == 2
+    assert own.run.start_from == json.loads((own.run.out / "config.json").read_text())["run"]["start_from"]
 
 
 def masked_batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,10 +14,12 @@ import torch
 import octavo
 from octavo._util.config_reader import to_dict
 from octavo.conversion import Plan
+from octavo.doctor.subjects import trial_of_config
 from octavo.errors import CheckpointError
 from octavo.guard import Alarm
 from octavo.nn import Linear
 from octavo.train import RunConfig, train
+from octavo.train.calibrate import calibrate_run
 from octavo.train.load_run import find, restore, settings_of, states_of, without_weights
 from octavo.train.memory import forecast_run
 from octavo.train.run import Trainer
@@ -130,6 +132,8 @@ def test_a_run_that_was_replayed_on_a_gpu_is_read_on_any_device(configure: Confi
         assert restore(found, settings_of(found, "test", change)).states[0].replay is None
     assert isinstance(without_weights(tmp_path / "run")[0].get_submodule("layers.0.attention.wo"), Linear)
     assert trains_with(config, "block")
+    assert trial_of_config(config.with_run(device="cpu")).layers
+    assert calibrate_run(config.with_run(device="cpu"), tmp_path / "run", batches=1).scales
     assert forecast_run(config).peak == forecast_run(config.with_run(graph="off")).peak
 
 

@@ -66,7 +66,7 @@ def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
         CheckpointError: it is of another model.
         DataError: the run's text no longer exists.
     """
-    setup = set_up(config)
+    setup = set_up(config, resume=True)
     return replace(setup, plan=_restore(found, config, setup.states[0], setup.plan))
 
 

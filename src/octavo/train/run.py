@@ -58,7 +58,7 @@ def train(
             check_directory(config.run.out, resume=resume, overwrite=overwrite)
             for reporter in own:
                 reporter.report(events.Preparing(config=config))
-            trainer = Trainer(set_up(config, ranks), own, directory)
+            trainer = Trainer(set_up(config, ranks, resume=resume), own, directory)
             if resume:
                 trainer.resume()
             return ranks.broadcast(trainer.run())
