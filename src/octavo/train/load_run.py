@@ -20,6 +20,7 @@ from octavo.tensor import FP8Tensor
 from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.config import RunConfig, assemble
+from octavo.train.inputs import by_copies, copies
 from octavo.train.setup import Setup, convert_as, make_states, policy_of, set_up
 from octavo.train.state_tensors import restore_tensors
 from octavo.train.train_state import TrainState
@@ -56,7 +57,9 @@ def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, 
         where: the caller, for error messages.
         changes: keys of `run`.
     """
-    return assemble((str(found.path), found.state["config"]), (where, {"run": {**_ONE_MODEL, **changes}}))
+    saved = found.state["config"]
+    config = assemble((str(found.path), saved), (where, {"run": {**_ONE_MODEL, **changes}}))
+    return by_copies(config, saved["run"], found.run)
 
 
 def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
@@ -66,6 +69,7 @@ def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
         CheckpointError: it is of another model.
         DataError: the run's text no longer exists.
     """
+    config = by_copies(config, found.state["config"]["run"], found.run)
     setup = set_up(config, resume=True)
     return replace(setup, plan=_restore(found, config, setup.states[0], setup.plan))
 
@@ -86,7 +90,9 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
 def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState, plan: Plan | None) -> Plan | None:
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
     policy = _policy_as_trained(found.run, config, plan)
-    own, last = config.run.recipe, found.state.get("recipe", found.state["config"]["run"].get("recipe"))
+    own, began = config.run.recipe, found.state["config"]["run"]
+    last = found.state.get("recipe", began.get("recipe"))
+    last = {began[key]: copy for key, copy in copies(began, found.run).items()}.get(last, last)
     refined = _ladder(last, found.state.get("guard", {}).get("ladder", {}))
     if plan is not None and (policy is not None or last != own or refined.state_dict()):
         # Stored scales and the storage of weights are those of the recipes that the layers had.
@@ -126,7 +132,8 @@ def without_weights(run: Path) -> tuple[nn.Module, RunConfig]:
     Raises:
         ConfigError: the configuration is damaged.
     """
-    config = assemble((str(run / "config.json"), read_file(run / "config.json")), ("", {"run": _ONE_MODEL}))
+    saved = read_file(run / "config.json")
+    config = by_copies(assemble((str(run / "config.json"), saved), ("", {"run": _ONE_MODEL})), saved["run"], run)
     with torch.device("meta"):
         states, plan = make_states(config, torch.device("meta"))
         if policy := _policy_as_trained(run, config, plan):

@@ -25,6 +25,7 @@ from octavo.train import device as devices
 from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.evaluate import accuracy_by_task, answers_given
 from octavo.train.files import MetricsFile, read_metrics, write_json
+from octavo.train.inputs import keep_inputs
 from octavo.train.memory import peaks
 from octavo.train.record import StoreReporter
 from octavo.train.schedule import warm_up_note
@@ -83,6 +84,7 @@ class RunLog:
             checkpoint.discard(self.directory / "checkpoints")
         (self.directory / "summary.json").unlink(missing_ok=True)
         self.write_config(self.directory)
+        keep_inputs(self.config, self.directory, resumed=done > 0)
         first = self.setup.states[0]
         plans = {"plan": self._plan, "tensor": first.tensor_plan, "sharding": first.shard_plan}
         for name, plan in plans.items():

@@ -21,6 +21,7 @@ from octavo.train import checkpoint
 from octavo.train.config import RunConfig
 from octavo.train.events import Saved
 from octavo.train.guarding import GuardedRun
+from octavo.train.inputs import check_recipe
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
 from octavo.train.train_state import TrainState
 
@@ -113,6 +114,7 @@ def _check(found: checkpoint.Checkpoint, run: GuardedRun) -> None:
     """Check that a run can go on from a checkpoint."""
     ranks, steps = run.ranks, run.config.run.steps
     check_same_run(found.state["config"], run.config, found.path)
+    check_recipe(run.config)
     if ranks.is_greedy and found.state.get("ranks") != ranks.count:
         raise CheckpointError(
             f"{found.path}: with parallel.zero = 'greedy' each rank saved the states of its own tensors:"
