@@ -16,7 +16,7 @@ from octavo.doctor.subjects import trial_of_config
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.evaluation.run import EvalSettings, evaluate_run
 from octavo.models.hugging_face import read_settings
-from octavo.serving.run import export_run
+from octavo.serving.run import export_flags, export_run
 from octavo.tensor import FP8Tensor
 from octavo.train import train
 from octavo.train.calibrate import calibrate_run
@@ -115,7 +115,13 @@ def test_a_run_goes_on_and_is_read_without_the_weights_that_it_started_from(base
     train(config(base, tmp_path / "run", run=run))
     for file in start.glob("*.safetensors"):
         file.unlink()
-    own = config(base, tmp_path / "run", run={**run, "steps": 2})
+    shape = json.loads((start / "config.json").read_text(encoding="utf-8"))
+    (start / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1}), encoding="utf-8")  # of another
+    found = find(tmp_path / "run")
+    assert states_of(found, settings_of(found, "test", {"device": "cpu"}))
+    assert export_flags(tmp_path / "run") is not None
+    (start / "config.json").unlink()
+    own = configure(tmp_path / "run", None, {"run": {"steps": 2}})
     assert calibrate_run(own, own.run.out, batches=1).scales
     assert trial_of_config(own).layers
     assert train(own, resume=True)["steps"] == 2

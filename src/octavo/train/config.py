@@ -467,7 +467,12 @@ def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not given or not isinstance(given, str):
         return settings
     directory = Path(given).expanduser()
-    if not directory.is_dir() and settings.get("model", {}).keys() >= {"vocab", "dim", "layers", "heads"}:
+    if not (directory / "config.json").exists() and settings.get("model", {}).keys() >= {
+        "vocab",
+        "dim",
+        "layers",
+        "heads",
+    }:
         return settings
     shape = read_settings(directory)
     tokenizer, named = directory / "tokenizer.json", settings.get("data", {}).get("tokenizer", "")

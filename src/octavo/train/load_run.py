@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo._util.config_reader import blaming, read_file
+from octavo._util.config_reader import blaming, merge, read_file
 from octavo.conversion import Plan, Policy
 from octavo.errors import CheckpointError
 from octavo.guard.ladder import Ladder
@@ -25,8 +25,10 @@ from octavo.train.setup import Setup, convert_as, make_states, policy_of, set_up
 from octavo.train.state_tensors import restore_tensors
 from octavo.train.train_state import TrainState
 
-_ONE_MODEL = {"baseline": False, "compile": "off", "graph": "off", "start_from": "", "last_share": 0.0}
-"""Settings to load one model: a checkpoint has all weights."""
+_ONE_MODEL = {"baseline": False, "compile": "off", "graph": "off", "last_share": 0.0}
+"""Settings to load one model."""
+_NO_START = {"run": {"start_from": ""}}
+"""A checkpoint has all weights, and a stored configuration the shape, whatever is in the directory of these now."""
 
 
 def find(run: Path, step: int | None = None) -> checkpoint.Checkpoint:
@@ -58,7 +60,7 @@ def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, 
         changes: keys of `run`.
     """
     saved = found.state["config"]
-    config = assemble((str(found.path), saved), (where, {"run": {**_ONE_MODEL, **changes}}))
+    config = assemble((str(found.path), merge(saved, _NO_START)), (where, {"run": {**_ONE_MODEL, **changes}}))
     return by_copies(config, saved["run"], found.run)
 
 
@@ -133,7 +135,8 @@ def without_weights(run: Path) -> tuple[nn.Module, RunConfig]:
         ConfigError: the configuration is damaged.
     """
     saved = read_file(run / "config.json")
-    config = by_copies(assemble((str(run / "config.json"), saved), ("", {"run": _ONE_MODEL})), saved["run"], run)
+    config = assemble((str(run / "config.json"), merge(saved, _NO_START)), ("", {"run": _ONE_MODEL}))
+    config = by_copies(config, saved["run"], run)
     with torch.device("meta"):
         states, plan = make_states(config, torch.device("meta"))
         if policy := _policy_as_trained(run, config, plan):
