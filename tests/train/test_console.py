@@ -194,6 +194,11 @@ def test_the_next_commands_can_be_copied(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "/nowhere")
     text = shown(run_of("fp8", "bf16"), terminal=False, program=program())
     assert "  evaluate            .venv/bin/octavo eval runs/tiny\n" in text
+    *events, finished = run_of("fp8", "bf16")
+    assert isinstance(finished, Finished)
+    text = shown([*events, replace(finished, directory=Path("runs/my run"))], terminal=False)
+    assert "octavo eval 'runs/my run'\n" in text
+    assert "octavo train 'runs/my run' --recipe block --out 'runs/my run-block'\n" in text
 
 
 def test_the_time_left_follows_the_speed_and_forgets_the_first_step() -> None:
