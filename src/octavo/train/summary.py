@@ -133,8 +133,8 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         loss = summary[f"heldout_loss_{model}"]
         if loss is not None:
             surprise = summary[f"perplexity_{model}"]
-            shown = "infinite" if surprise is None else f"{surprise:.3f}"
-            yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {shown}"
+            told = "infinite" if surprise is None else f"{surprise:.3f}"
+            yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {told}"
     for task, found in summary.get("tasks", {}).items():
         shown = (
             f"{title} {100 * found[m]:.1f} ± {100 * found[f'{m}_error']:.1f} %"
