@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from octavo.errors import ConfigError, DataError
-from octavo.train.workload import Shape, call_model, first_sample, load_workload
+from octavo.train.workload import Shape, call_model, first_sample, first_tensor, load_workload, to_device
 
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64,
@@ -47,6 +48,25 @@ def test_a_python_file_without_a_function_is_refused(python_file, missing):
     python_file.write_text(python_file.read_text().replace(f"def {missing}", "def other"))
     with pytest.raises(ConfigError, match=rf"has no function {missing}\(\)"):
         load_workload(python_file)
+
+
+def test_a_python_file_whose_batches_are_none_says_so(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from torch import nn\ndef build(): return nn.Linear(4, 4)\ndef batches(): return []\n")
+    with pytest.raises(DataError, match=r"mine\.py: batches\(\) yields nothing"):
+        load_workload(file)
+
+
+def test_a_batch_may_be_a_named_tuple_or_one_tensor():
+    class Batch(NamedTuple):
+        x: torch.Tensor
+        y: torch.Tensor
+
+    batch = Batch(torch.ones(3, 2), torch.zeros(3))
+    moved = to_device(batch, torch.device("cpu"))
+    assert isinstance(moved, Batch) and torch.equal(moved.x, batch.x)
+    assert first_sample(batch).x.shape == (1, 2) and first_tensor(batch) is batch.x
+    assert first_tensor(batch.x) is batch.x
 
 
 def test_a_hugging_face_config(tmp_path):

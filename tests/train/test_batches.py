@@ -21,6 +21,8 @@ from octavo.monitor.dashboard.verdict import of_data
 from octavo.monitor.store import RunReader
 from octavo.train import train
 from octavo.train.batches import BatchDrift, SourceLosses
+from octavo.train.run import Trainer
+from octavo.train.setup import set_up
 
 END = ByteTokenizer.end_of_document
 
@@ -96,3 +98,13 @@ def test_a_run_records_drift_sources_and_faults_of_its_text(configure: Callable[
     assert len(said) == len([*of_data(reader)])
     found = run_check(data, trial_of_config(config)).finding
     assert said and (str(found.verdict), found.seen) == ("warning", said[0])
+
+    resumed = Trainer(set_up(config.with_run(steps=3), resume=True), [])
+    resumed.resume()
+    try:
+        resumed.log.open(resumed._resumed)
+        assert [*resumed.log._drift._past] == [line["batch_divergence"] for line in lines if "lr" in line]
+        one, two, whole = (lines[1][f"heldout_loss{name}"] for name in ("/one", "/two", "_fp8"))
+        assert resumed.log._sources._best == {"": whole, "one": one, "two": two}
+    finally:
+        resumed.log.close()

@@ -88,3 +88,12 @@ def test_a_run_without_a_checkpoint(configure: Configure) -> None:
     config = configure(run=SHORT)
     with pytest.raises(CheckpointError, match=r"there is no checkpoint\. Name the run file"):
         calibrate_run(config, config.run.out)
+
+
+def test_a_run_without_a_loss_scale_is_calibrated_with_one(configure: Configure) -> None:
+    config = configure(run=SHORT)
+    train(config)
+    scaled = configure(run=SHORT, optimizer={"loss_scale": "dynamic", "loss_scale_start": 1024.0})
+    name = "layers.0.attention.wo.grad_output"
+    own, large = (calibrate_run(each, config.run.out, batches=1).scales[name] for each in (config, scaled))
+    assert large.amax == pytest.approx(1024 * own.amax)

@@ -34,6 +34,13 @@ def save(directory: Path, step: int, value: float = 1.0, *, keep: int = 2) -> Pa
     )
 
 
+def test_the_run_of_a_checkpoint_that_is_named_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "run" / "checkpoints", 12)
+    for folder, name in ((path, "."), (path.parent, "step-000012"), (path.parent, "../checkpoints/step-000012")):
+        monkeypatch.chdir(folder)
+        assert checkpoint.load(Path(name)).run == tmp_path / "run"
+
+
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     loaded = checkpoint.load(save(tmp_path, 12, 0.1))
     assert loaded.step == 12

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo._util import config_reader
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.models import Llama, count_parameters
 from octavo.optim import TIERS
 from octavo.train.config import (
@@ -125,6 +125,24 @@ def test_a_stored_configuration_reads_back(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config_reader.to_dict(config)), encoding="utf-8")
     assert assemble(load_file(file)) == config
+
+
+def test_a_stored_configuration_reads_back_without_its_tokenizer() -> None:
+    stored = config_reader.to_dict(with_settings(data={"tokenizer": "bpe-512"}))
+    stored["data"]["tokenizer"] = "gone/tokenizer.json"
+    assert assemble(("stored", stored)).model.vocab == 512
+    del stored["model"]["vocab"]
+    with pytest.raises(DataError, match="there is no such tokenizer file"):
+        assemble(("stored", stored))
+
+
+@pytest.mark.parametrize(("key", "value"), [("level", 1), ("level", 3), ("defaults", "guides")])
+def test_defaults_of_a_configuration_that_is_complete_are_refused(key: str, value: Any) -> None:
+    stored = config_reader.to_dict(with_settings())
+    with pytest.raises(ConfigError, match=rf"flags: run\.{key}: .* has no effect: .* sets .* itself"):
+        assemble(("stored", stored), ("flags", {"run": {key: value}}))
+    own = config_reader.to_dict(with_settings(run={key: value}))
+    assert assemble(("stored", own), ("flags", {"run": {key: value}})) == with_settings(run={key: value})
 
 
 def test_nothing_given() -> None:

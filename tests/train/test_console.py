@@ -14,6 +14,7 @@ from octavo.guard import GuardEvent
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.console import ConsoleReporter
 from octavo.train.events import Evaluated, Event, Finished, Logged, Saved, Started, Switched
+from octavo.train.files import write_json
 from octavo.train.summary import summarise, verdict
 
 
@@ -116,6 +117,14 @@ def test_the_gap_to_a_loss_of_zero_is_not_known() -> None:
     assert [row.split()[:5] for row in rows] == [[step, "0.0000", "0.0000", "-", "1,234"] for step in ("10", "20")]
 
 
+def test_an_infinite_perplexity_is_told_and_written(tmp_path: Path) -> None:
+    events = run_of("fp8", "bf16", bf16=900.0)
+    summary = events[-1].summary  # type: ignore[union-attr]
+    assert summary["heldout_loss_fp8"] == pytest.approx(909.0) and summary["perplexity_fp8"] is None
+    write_json(tmp_path / "summary.json", summary)
+    assert "909.0000 nats per token, perplexity infinite" in shown(events, terminal=False)
+
+
 def test_a_single_sequence_says_nothing_of_the_noise() -> None:
     summary = run_of("fp8", "bf16", sequences=1)[-1].summary  # type: ignore[union-attr]
     assert summary["gap_percent"] == pytest.approx(2 / 1.5) and summary["gap_95_percent"] is None
@@ -185,6 +194,11 @@ def test_the_next_commands_can_be_copied(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "/nowhere")
     text = shown(run_of("fp8", "bf16"), terminal=False, program=program())
     assert "  evaluate            .venv/bin/octavo eval runs/tiny\n" in text
+    *events, finished = run_of("fp8", "bf16")
+    assert isinstance(finished, Finished)
+    text = shown([*events, replace(finished, directory=Path("runs/my run"))], terminal=False)
+    assert "octavo eval 'runs/my run'\n" in text
+    assert "octavo train 'runs/my run' --recipe block --out 'runs/my run-block'\n" in text
 
 
 def test_the_time_left_follows_the_speed_and_forgets_the_first_step() -> None:

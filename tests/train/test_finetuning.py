@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 import octavo
 from octavo.cli.flags import configure
+from octavo.doctor.subjects import trial_of_config
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.evaluation.run import EvalSettings, evaluate_run
 from octavo.models.hugging_face import read_settings
-from octavo.serving.run import export_run
+from octavo.serving.run import export_flags, export_run
 from octavo.tensor import FP8Tensor
 from octavo.train import train
 from octavo.train.calibrate import calibrate_run
@@ -105,6 +107,25 @@ def test_lora_over_one_byte_weights_is_trained_resumed_evaluated_and_merged(base
     assert (expected - values).norm() < 0.04 * expected.norm()  # rounding to BF16; that to FP8 is five times as much
     codes = export_run(tmp_path / "a", tmp_path / "codes")
     assert len(codes.fp8_layers) == 14
+
+
+def test_a_run_goes_on_and_is_read_without_the_weights_that_it_started_from(base: Path, tmp_path: Path) -> None:
+    start = shutil.copytree(base / "export", tmp_path / "start")
+    run = {"start_from": str(start), "baseline": False, "steps": 1}
+    train(config(base, tmp_path / "run", run=run))
+    for file in start.glob("*.safetensors"):
+        file.unlink()
+    shape = json.loads((start / "config.json").read_text(encoding="utf-8"))
+    (start / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1}), encoding="utf-8")  # of another
+    found = find(tmp_path / "run")
+    assert states_of(found, settings_of(found, "test", {"device": "cpu"}))
+    assert export_flags(tmp_path / "run") is not None
+    (start / "config.json").unlink()
+    own = configure(tmp_path / "run", None, {"run": {"steps": 2}})
+    assert calibrate_run(own, own.run.out, batches=1).scales
+    assert trial_of_config(own).layers
+    assert train(own, resume=True)["steps"] == 2
+    assert own.run.start_from == json.loads((own.run.out / "config.json").read_text())["run"]["start_from"]
 
 
 def masked_batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,11 +13,16 @@ import torch
 
 import octavo
 from octavo._util.config_reader import to_dict
+from octavo.conversion import Plan
+from octavo.doctor.subjects import trial_of_config
 from octavo.errors import CheckpointError
+from octavo.guard import Alarm
 from octavo.nn import Linear
 from octavo.train import RunConfig, train
+from octavo.train.calibrate import calibrate_run
 from octavo.train.load_run import find, restore, settings_of, states_of, without_weights
-from octavo.train.setup import make_states, trains_with
+from octavo.train.run import Trainer
+from octavo.train.setup import make_states, set_up, trains_with
 
 Configure = Callable[..., RunConfig]
 
@@ -78,6 +83,38 @@ def test_a_run_that_ended_by_another_recipe_is_opened_by_its_own(
     assert (tmp_path / "run" / "plan.json").read_bytes() == plan
 
 
+def recipes_of(plan: Plan | None) -> dict[str, str]:
+    assert plan is not None
+    return {row.name: row.recipe for row in plan.layers}
+
+
+@pytest.mark.parametrize(("recipe", "then"), [("folded", "block"), ("folded", "bf16"), ("delayed", "bf16")])
+def test_a_layer_that_guardrails_have_refined_is_read_as_it_was_trained(
+    configure: Configure, tmp_path: Path, recipe: str, then: str
+) -> None:
+    layer, run = "layers.0.feed_forward.w2", {"recipe": recipe, "steps": 2, "baseline": False}
+    trainer = Trainer(set_up(configure(run={**run, "out": str(tmp_path)}, guard={"mode": "act"})), [])
+    alarm = Alarm(0, "saturated", layer, "input", 1.0, 0.5)
+    while recipes_of(trainer.setup.plan)[layer] != then:
+        assert trainer.guard._refinement.up(layer, alarm)
+    trainer.run()
+    found = find(tmp_path)
+    plan = restore(found, settings_of(found, "test", {"device": "cpu"})).plan
+    assert recipes_of(plan) == recipes_of(trainer.setup.plan) and recipes_of(plan)[layer] == then
+
+
+@pytest.mark.parametrize(("trained_by", "other"), [("folded", "delayed"), ("delayed", "block")])
+def test_a_run_may_be_read_by_another_recipe_whichever_of_them_keeps_scales(
+    configure: Configure, tmp_path: Path, trained_by: str, other: str
+) -> None:
+    trained(configure, tmp_path / "run", run={"recipe": trained_by})
+    found = find(tmp_path / "run")
+    setup = restore(found, settings_of(found, "test", {"device": "cpu", "recipe": other}))
+    assert setup.plan is not None and setup.plan.recipe.name == other and setup.plan.fp8_layers
+    weight = setup.states[0].model.get_parameter("layers.0.attention.wo.weight")
+    assert torch.equal(weight, found.tensors["fp8"]["model.layers.0.attention.wo.weight"])
+
+
 def test_the_text_may_be_gone(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(configure, tmp_path / "run")
     found = find(tmp_path / "run")
@@ -94,6 +131,8 @@ def test_a_run_that_was_replayed_on_a_gpu_is_read_on_any_device(configure: Confi
     assert isinstance(without_weights(tmp_path / "run")[0].get_submodule("layers.0.attention.wo"), Linear)
     assert trains_with(config, "block")
     make_states(config, torch.device("cpu"))  # as a forecast of memory does
+    assert trial_of_config(config.with_run(device="cpu")).layers
+    assert calibrate_run(config.with_run(device="cpu"), tmp_path / "run", batches=1).scales
 
 
 def test_a_checkpoint_by_its_step(configure: Configure, tmp_path: Path) -> None:

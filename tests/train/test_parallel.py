@@ -243,6 +243,15 @@ def test_ranks_that_share_layers_have_the_same_part_of_a_batch() -> None:
     assert [r.own_rows(4) for r in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def test_a_single_process_that_torchrun_restarts_goes_on(make: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make("alone", run={"steps": 2, "checkpoint_every": 1, "baseline": False})
+    train(config)
+    shutil.rmtree(config.run.out / "checkpoints" / "step-000002")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(config)
+    assert [path.name for path in checkpoint.find(config.run.out / "checkpoints")] == ["step-000001", "step-000002"]
+
+
 def test_ranks_of_a_pipeline_have_the_same_part_of_a_batch() -> None:
     ranks = [Ranks(launch=Launch(rank, 8), parallel=ParallelConfig(tensor=2, pipeline=2)) for rank in range(8)]
     assert [(r.pipeline_rank, r.part, r.parts) for r in ranks] == [

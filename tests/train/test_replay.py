@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -193,6 +195,23 @@ def test_two_lanes_settle_on_graphs_of_both(room: int) -> None:
     assert first.replay is not None and second.replay is not None
     assert first.replay.held and second.replay.held
     assert graphs.asked == (4 if room == 0 else 3)  # of both; then of the first, and of the second if it was dropped
+
+
+def test_a_model_that_ended_before_the_run_gives_its_graph_and_its_memory_back() -> None:
+    graphs = GraphsOnCPU()
+    first, second = lane(graphs), lane(graphs)
+    for own in (first, second):
+        trained(own, WARM + 1)
+    ended = weakref.ref(second)
+    second.drop_graph()
+    assert not second.replay and len(graphs._replays) == 1
+    gc.disable()  # while steps run on a GPU, what existed before is hidden from the collector
+    try:
+        del second, own
+        assert ended() is None
+    finally:
+        gc.enable()
+    assert first.replay is not None and first.replay.held
 
 
 def test_a_refused_capture_is_told_and_training_goes_on() -> None:

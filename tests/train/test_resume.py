@@ -51,12 +51,28 @@ def test_a_key_that_this_version_does_not_know() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "key"), [("run", "last_share"), ("optimizer", "decay"), ("guard", "layer_shift"), ("lora", "layers")]
+    ("section", "key"),
+    [
+        *(("run", "last_share"), ("optimizer", "decay"), ("guard", "layer_shift"), ("lora", "layers")),
+        *(("model", "qk_norm"), ("model", "rope_scaling"), ("model", "kv_heads")),
+    ],
 )
 def test_a_key_that_the_checkpoint_does_not_know_had_its_default(section: str, key: str) -> None:
     saved = config_reader.to_dict(tiny())
     del saved[section][key]
     check_same_run(saved, tiny(), Path("c"))
+
+
+@pytest.mark.parametrize("table", ["lr_factors", "clip_per_group"])
+def test_a_run_with_a_table_of_patterns_resumes_with_the_same_table(table: str) -> None:
+    def patterns(given: dict[str, float]) -> RunConfig:
+        return assemble(load_preset("tiny", cuda=False), ("test", {"optimizer": {table: given}}))
+
+    saved = config_reader.to_dict(patterns({"*.wq": 0.5}))
+    check_same_run(saved, patterns({"*.wq": 0.5}), Path("c"))
+    for other in ({}, {"*.wq": 0.25}, {"*.wq": 0.5, "*.wk": 0.5}):
+        with pytest.raises(CheckpointError, match=rf"optimizer\.{table} is {{'\*\.wq': 0\.5}} there and {{"):
+            check_same_run(saved, patterns(other), Path("c"))
 
 
 def test_every_free_key_exists() -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from octavo._util import config_reader
@@ -84,4 +85,4 @@ def _resume_hint(config: RunConfig) -> str:
     last = checkpoint.latest(config.run.out / "checkpoints")
     if last is None or not (config.run.out / "config.json").exists():
         return "There is no checkpoint yet; --checkpoint-every N writes one every N steps."
-    return f"Resume from {last.name} with: {program()} train {config.run.out} --resume"
+    return f"Resume from {last.name} with: {program()} train {quote(str(config.run.out))} --resume"

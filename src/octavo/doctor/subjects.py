@@ -107,7 +107,8 @@ def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
         CheckpointError, ConfigError, DataError: as `octavo train`.
         UnsupportedError: the run trains in BF16 only.
     """
-    config = config.with_run(baseline=False)
+    graph = "auto" if config.run.graph == "on" else config.run.graph  # the machine may have no GPU
+    config = config.with_run(baseline=False, graph=graph)
     newest = checkpoint.latest(config.run.out / "checkpoints")
     setup = set_up(config) if newest is None else load_run.restore(checkpoint.load(newest), config)
     if setup.plan is None:

@@ -106,5 +106,6 @@ def evaluate_run(run: Path, settings: EvalSettings, report: Report = silent) -> 
     text, notes = loaded.text()
     found = loaded.measure(text, report)
     loop = loaded.config.run
-    model = {"directory": str(run), "step": loaded.checkpoint.step, "recipe": loop.recipe, "weights": loop.weights}
+    recipe = loaded.checkpoint.state["config"]["run"]["recipe"]  # as the run was given it
+    model = {"directory": str(run), "step": loaded.checkpoint.step, "recipe": recipe, "weights": loop.weights}
     return result.evaluation(model, text, devices.describe(devices.resolve(settings.device)), found, notes)

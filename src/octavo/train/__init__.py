@@ -17,6 +17,7 @@ Files of a run:
     checkpoint      format of a checkpoint; `state_tensors`: a model in training as named tensors
     resume          content of a run's checkpoints, and how a run continues from one
     files           `metrics.jsonl` and JSON documents
+    inputs          copies of the recipe and calibration files that it was given
 
 What a run reports:
 

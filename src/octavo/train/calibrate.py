@@ -58,7 +58,7 @@ def calibrate_run(
         DataError: the source has no text, or too little.
     """
     target = recipe_for(config, recipe)
-    state, loader = _build(config)
+    state, loader = _build(config if directory is None else config.with_run(start_from=""))
     found = "new weights" if directory is None else _restore(state, directory)
     state.model.train()
 
@@ -122,7 +122,7 @@ def _build(config: RunConfig) -> tuple[TrainState, Iterable[Batch]]:
             "run.weights: 'fp8': recipes that store scales do not support weights in FP8. Calibrate a run with weights"
             " in BF16 or FP32."
         )
-    setup = set_up(config.with_run(baseline=False, compile="off", recipe="bf16", scales=""))
+    setup = set_up(config.with_run(baseline=False, compile="off", graph="off", recipe="bf16", scales=""))
     return setup.states[0], setup.loader
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -75,7 +76,7 @@ class Checkpoint:
     @property
     def run(self) -> Path:
         """Directory of its run."""
-        return self.path.parent.parent
+        return Path(os.path.abspath(self.path)).parent.parent  # noqa: PTH100  # `.` has no parent; links stay
 
 
 def save(

@@ -366,8 +366,9 @@ def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     merged: dict[str, Any] = {}
     config: RunConfig | None = None
     for where, settings in layers:
-        merged = merge(merged, settings)
+        before, merged = merged, merge(merged, settings)
         config = config_reader.read(RunConfig, _with_defaults(merged, where), where)
+        _refuse_without_effect(before, config, where)
     if config is None:
         raise ConfigError(f"no configuration given: name a file or a preset ({', '.join(presets())}).")
     return config
@@ -436,8 +437,25 @@ def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     settings = _started(settings, where)
     data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
     documents = "separate" if data.format == "chat" else "joined"
-    decided = {"vocab": _vocabulary(data.tokenizer), "sequence": data.sequence, "documents": documents}
+    decided: dict[str, Any] = {"sequence": data.sequence, "documents": documents}
+    if "vocab" not in settings.get("model", {}):  # that of a complete configuration needs the tokenizer no longer
+        decided["vocab"] = _vocabulary(data.tokenizer)
     return merge({"model": decided}, settings)
+
+
+def _refuse_without_effect(before: Mapping[str, Any], config: RunConfig, where: str) -> None:
+    """Refuse a new level, or new defaults, of which all keys are set: as in the stored configuration of a run."""
+    known, run = before.get("run", {}), config.run
+    levels = [LEVELS[each] for each in LEVELS if known.get("level", 0) < each <= run.level]
+    guides = [GUIDES] if run.defaults == "guides" != known.get("defaults") else []
+    for name, value, sets in (("level", run.level, levels), ("defaults", run.defaults, guides)):
+        keys = [(section, key) for each in sets for section, settings in each.items() for key in settings]
+        if keys and all(key in before.get(section, {}) for section, key in keys):
+            named = ", ".join(f"{section}.{key}" for section, key in keys)
+            raise ConfigError(
+                f"{where}: run.{name}: {value!r} has no effect: the configuration before sets {named} itself. Set these"
+                " keys instead."
+            )
 
 
 def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -449,7 +467,12 @@ def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not given or not isinstance(given, str):
         return settings
     directory = Path(given).expanduser()
-    if not directory.is_dir() and settings.get("model", {}).keys() >= {"vocab", "dim", "layers", "heads"}:
+    if not (directory / "config.json").exists() and settings.get("model", {}).keys() >= {
+        "vocab",
+        "dim",
+        "layers",
+        "heads",
+    }:
         return settings
     shape = read_settings(directory)
     tokenizer, named = directory / "tokenizer.json", settings.get("data", {}).get("tokenizer", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -161,14 +162,15 @@ class ConsoleReporter:
 
     def _next(self, event: events.Finished) -> list[tuple[str, str]]:
         """Return the commands to continue with, which all work: purpose, and what follows `octavo`."""
-        run = event.directory
+        run = quote(str(event.directory))
         commands = [("loss and telemetry", f"dashboard {run}"), ("plan per layer", f"plan {run}")]
         commands.append(("evaluate", f"eval {run}"))
-        if (flags := self._export_flags(run)) is not None:
+        if (flags := self._export_flags(event.directory)) is not None:
             commands.append(("export for serving", f"export {run}{flags}"))
         commands.append(("train longer", f"train {run} --resume --steps {2 * event.summary['steps']}"))
-        if other := next(self._others(run, event.summary["recipe"]), ""):
-            commands.append(("another recipe", f"train {run} --recipe {other} --out {run}-{other}"))
+        if other := next(self._others(event.directory, event.summary["recipe"]), ""):
+            out = quote(f"{event.directory}-{other}")
+            commands.append(("another recipe", f"train {run} --recipe {other} --out {out}"))
         return commands
 
     def _others(self, run: Path, recipe: str) -> Iterator[str]:

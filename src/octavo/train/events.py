@@ -143,8 +143,17 @@ class Evaluated:
     def record(self) -> dict[str, Any]:
         """Return the line of `metrics.jsonl`."""
         by_model = {f"heldout_loss_{model}": _finite(value) for model, value in self.loss.items()}
-        by_model |= {f"heldout_loss/{source or '.'}": _finite(value) for source, value in self.by_source.items()}
+        by_model |= {f"{_OF_SOURCE}{source or '.'}": _finite(value) for source, value in self.by_source.items()}
         return {"step": self.step, **by_model, "heldout_gap_percent": _finite(gap_percent(self.loss))}
+
+
+_OF_SOURCE = "heldout_loss/"
+
+
+def losses_by_source(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return `Evaluated.by_source` from the line of `metrics.jsonl`."""
+    named = {key.removeprefix(_OF_SOURCE): loss for key, loss in record.items() if key.startswith(_OF_SOURCE)}
+    return {"" if source == "." else source: loss for source, loss in named.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

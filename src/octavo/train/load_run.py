@@ -11,20 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo._util.config_reader import blaming, read_file
+from octavo._util.config_reader import blaming, merge, read_file
 from octavo.conversion import Plan, Policy
 from octavo.errors import CheckpointError
+from octavo.guard.ladder import Ladder
 from octavo.numerics import Granularity, Quantized, dequantize
 from octavo.tensor import FP8Tensor
 from octavo.train import checkpoint
 from octavo.train import device as devices
 from octavo.train.config import RunConfig, assemble
+from octavo.train.inputs import by_copies, copies
 from octavo.train.setup import Setup, convert_as, make_states, policy_of, set_up
 from octavo.train.state_tensors import restore_tensors
 from octavo.train.train_state import TrainState
 
-_ONE_MODEL = {"baseline": False, "compile": "off", "graph": "off", "start_from": "", "last_share": 0.0}
-"""Settings to load one model: a checkpoint has all weights."""
+_ONE_MODEL = {"baseline": False, "compile": "off", "graph": "off", "last_share": 0.0}
+"""Settings to load one model."""
+_NO_START = {"run": {"start_from": ""}}
+"""A checkpoint has all weights, and a stored configuration the shape, whatever is in the directory of these now."""
 
 
 def find(run: Path, step: int | None = None) -> checkpoint.Checkpoint:
@@ -55,7 +59,9 @@ def settings_of(found: checkpoint.Checkpoint, where: str, changes: Mapping[str, 
         where: the caller, for error messages.
         changes: keys of `run`.
     """
-    return assemble((str(found.path), found.state["config"]), (where, {"run": {**_ONE_MODEL, **changes}}))
+    saved = found.state["config"]
+    config = assemble((str(found.path), merge(saved, _NO_START)), (where, {"run": {**_ONE_MODEL, **changes}}))
+    return by_copies(config, saved["run"], found.run)
 
 
 def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
@@ -65,7 +71,8 @@ def restore(found: checkpoint.Checkpoint, config: RunConfig) -> Setup:
         CheckpointError: it is of another model.
         DataError: the run's text no longer exists.
     """
-    setup = set_up(config)
+    config = by_copies(config, found.state["config"]["run"], found.run)
+    setup = set_up(config, resume=True)
     return replace(setup, plan=_restore(found, config, setup.states[0], setup.plan))
 
 
@@ -85,18 +92,29 @@ def states_of(found: checkpoint.Checkpoint, config: RunConfig) -> tuple[TrainSta
 def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState, plan: Plan | None) -> Plan | None:
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
     policy = _policy_as_trained(found.run, config, plan)
-    began = found.state["config"]["run"].get("recipe")
-    last = found.state.get("recipe", began)
-    if plan is not None and (policy is not None or last != began):
-        # What a run keeps by the recipe of its last steps is not what it kept by its own.
-        plan = convert_as(config, state.model, plan.recipe if last == began else recipes.load(last), policy=policy)
+    own, began = config.run.recipe, found.state["config"]["run"]
+    last = found.state.get("recipe", began.get("recipe"))
+    last = {began[key]: copy for key, copy in copies(began, found.run).items()}.get(last, last)
+    refined = _ladder(last, found.state.get("guard", {}).get("ladder", {}))
+    if plan is not None and (policy is not None or last != own or refined.state_dict()):
+        # Stored scales and the storage of weights are those of the recipes that the layers had.
+        plan = convert_as(config, state.model, refined.recipe(), policy=policy)
     named = found.tensors[state.name]
     restore_tensors(state, {**named, **dict(_whole_rows(named))}, found.path, optimizer=False)
-    if plan is not None and last != began:
+    if plan is not None and last != own:
         scales = found.run / "scales.json"  # of the last step by its own recipe
         config = config.with_run(scales=str(scales)) if scales.exists() else config
-        plan = convert_as(config, state.model, recipes.load(config.run.recipe), policy=policy)
+        ladder = _ladder(own)
+        ladder.stay_in_bf16(refined.in_bf16(), found.step)
+        plan = convert_as(config, state.model, ladder.recipe(), policy=policy)
     return plan
+
+
+def _ladder(recipe: str, state: Mapping[str, Any] | None = None) -> Ladder:
+    """Return the recipes of layers as guardrails have refined them, from the state in a checkpoint."""
+    ladder = Ladder(recipes.load(recipe), quiet=0)
+    ladder.load_state_dict(state or {})
+    return ladder
 
 
 def _policy_as_trained(run: Path, config: RunConfig, plan: Plan | None) -> Policy | None:
@@ -116,7 +134,9 @@ def without_weights(run: Path) -> tuple[nn.Module, RunConfig]:
     Raises:
         ConfigError: the configuration is damaged.
     """
-    config = assemble((str(run / "config.json"), read_file(run / "config.json")), ("", {"run": _ONE_MODEL}))
+    saved = read_file(run / "config.json")
+    config = assemble((str(run / "config.json"), merge(saved, _NO_START)), ("", {"run": _ONE_MODEL}))
+    config = by_copies(config, saved["run"], run)
     with torch.device("meta"):
         states, plan = make_states(config, torch.device("meta"))
         if policy := _policy_as_trained(run, config, plan):

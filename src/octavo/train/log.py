@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from octavo.train import device as devices
 from octavo.train.batches import BatchDrift, SourceLosses
 from octavo.train.evaluate import accuracy_by_task, answers_given
 from octavo.train.files import MetricsFile, read_metrics, write_json
+from octavo.train.inputs import keep_inputs
 from octavo.train.memory import peaks
 from octavo.train.record import StoreReporter
 from octavo.train.schedule import warm_up_note
@@ -83,6 +84,7 @@ class RunLog:
             checkpoint.discard(self.directory / "checkpoints")
         (self.directory / "summary.json").unlink(missing_ok=True)
         self.write_config(self.directory)
+        keep_inputs(self.config, self.directory, resumed=done > 0)
         first = self.setup.states[0]
         plans = {"plan": self._plan, "tensor": first.tensor_plan, "sharding": first.shard_plan}
         for name, plan in plans.items():
@@ -91,6 +93,8 @@ class RunLog:
         if first.pipeline is not None:
             write_json(self.directory / "pipeline.json", first.pipeline)
         metrics = MetricsFile(self.directory / "metrics.jsonl", keep_until=until, keep_lines=recorded.get("metrics"))
+        for line in read_metrics(self.directory / "metrics.jsonl") if resumed is not None else ():
+            self._recall(line)
         self._reporters.insert(0, metrics)
         store = StoreReporter(self.config, self.setup.device, done=until, events=recorded.get("events"))
         self._reporters.insert(1, store)
@@ -101,6 +105,14 @@ class RunLog:
             text = f"the run was rolled back to step {until}, and no checkpoint of its retry is left: it goes on from"
             lost = f"that of step {done}, which may have the fault, and the log lacks steps {until + 1} to {done}"
             self.warn(done, "rollback", f"{text} {lost}")
+
+    def _recall(self, line: Mapping[str, Any]) -> None:
+        """Take the batch and the held-out losses in a line of `metrics.jsonl` as seen before, for later warnings."""
+        known = {key: value for key, value in line.items() if value is not None}
+        if "batch_divergence" in known:
+            self._drift.drifts(known["batch_divergence"])
+        if (whole := known.get(f"heldout_loss_{self.setup.states[0].name}")) is not None:
+            deque(self._sources.rises(whole, events.losses_by_source(known)), maxlen=0)
 
     def write_config(self, directory: Path) -> None:
         """Write `config.json` of the run in this directory."""

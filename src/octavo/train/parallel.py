@@ -222,7 +222,7 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
     device = _device(config.run.device, launch)
     check_parallel(config, launch.ranks, launch.ranks_per_host)
     if launch.ranks == 1:
-        yield SINGLE_PROCESS
+        yield Ranks(launch=launch)  # torchrun restarts a single process too
         return
     from octavo.distributed.health.heartbeat import Heartbeat
 

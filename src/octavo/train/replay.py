@@ -71,6 +71,11 @@ class Graphs:
         self._replays.append(Replay(self, run, model, parameters, optimizer))
         return self._replays[-1]
 
+    def remove(self, replay: Replay) -> None:
+        """Drop the graph of a replay for good, and the model and optimizer that it holds."""
+        replay.forget()
+        self._replays.remove(replay)
+
     def capture(self, work: Work) -> Captured:
         """Capture work. Other threads, which copy telemetry, continue meanwhile."""
         if not any(replay.is_captured for replay in self._replays):

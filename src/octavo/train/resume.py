@@ -15,12 +15,13 @@ from octavo._util import config_reader
 from octavo._util.config_reader import blaming
 from octavo._util.rng import generator_states, restore_generators
 from octavo.errors import CheckpointError, DivergedError
-from octavo.monitor.store.reader import flat
+from octavo.models.config import ModelConfig
 from octavo.monitor.system import versions
 from octavo.train import checkpoint
 from octavo.train.config import RunConfig
 from octavo.train.events import Saved
 from octavo.train.guarding import GuardedRun
+from octavo.train.inputs import check_recipe
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
 from octavo.train.train_state import TrainState
 
@@ -89,7 +90,9 @@ def load_checkpoint(run: GuardedRun) -> checkpoint.Checkpoint:
     _check(found, run)
     with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to the recipes of the tensors
         run.load_state_dict(found.state)
-    # A baseline that is not in the checkpoint had ended before.
+    for state in setup.states:
+        if state.name not in found.tensors:  # a baseline that had ended before
+            state.drop_graph()
     setup.states = tuple(state for state in setup.states if state.name in found.tensors)
     for state in setup.states:
         with blaming(found.path, CheckpointError):
@@ -111,6 +114,7 @@ def _check(found: checkpoint.Checkpoint, run: GuardedRun) -> None:
     """Check that a run can go on from a checkpoint."""
     ranks, steps = run.ranks, run.config.run.steps
     check_same_run(found.state["config"], run.config, found.path)
+    check_recipe(run.config)
     if ranks.is_greedy and found.state.get("ranks") != ranks.count:
         raise CheckpointError(
             f"{found.path}: with parallel.zero = 'greedy' each rank saved the states of its own tensors:"
@@ -127,15 +131,28 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
         CheckpointError: they differ in a key that affects the numbers; the message names the first one.
     """
     # A key that is newer than the checkpoint had its default value.
-    sections = ((f.name, f.default_factory) for f in fields(RunConfig))
-    defaults = {name: config_reader.to_dict(make()) for name, make in sections if make is not MISSING}
-    there, here = {**flat(defaults), **flat(saved)}, flat(config_reader.to_dict(config))
+    there, here = {**_defaults(), **_by_key(saved)}, _by_key(config_reader.to_dict(config))
     for key in [*here, *(there.keys() - here.keys())]:
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
                 f"{where}: this is the checkpoint of another {_what(key)}: {key} is {there.get(key)!r} there"
                 f" and {here.get(key)!r} here. Resume with the same, or start a new run with another --out."
             )
+
+
+def _by_key(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return each setting by `section.key`. A table of patterns is one setting, whatever patterns it has."""
+    return {f"{section}.{key}": value for section, settings in config.items() for key, value in settings.items()}
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the settings that have a default, by `section.key`."""
+    made = {
+        f.name: config_reader.to_dict(f.default_factory()) for f in fields(RunConfig) if callable(f.default_factory)
+    }
+    model = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+    model |= {f.name: f.default_factory() for f in fields(ModelConfig) if callable(f.default_factory)}
+    return _by_key({**made, "model": model})
 
 
 def _what(key: str) -> str:

@@ -58,7 +58,7 @@ def train(
             check_directory(config.run.out, resume=resume, overwrite=overwrite)
             for reporter in own:
                 reporter.report(events.Preparing(config=config))
-            trainer = Trainer(set_up(config, ranks), own, directory)
+            trainer = Trainer(set_up(config, ranks, resume=resume), own, directory)
             if resume:
                 trainer.resume()
             return ranks.broadcast(trainer.run())
@@ -211,6 +211,7 @@ class Trainer(GuardedRun):
             try:
                 baseline.check("")
             except RunError as error:
+                baseline.drop_graph()
                 self.setup.states = self.setup.states[:1]
                 text = f"{error} The run goes on without its BF16 baseline."
                 self.log.emit(GuardEvent(self.done, "error", "baseline", " ".join(text.split())))

@@ -61,8 +61,10 @@ class Setup:
     """The ranks of the run."""
 
 
-def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
+def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS, *, resume: bool = False) -> Setup:
     """Prepare the text; build, convert and shard the models.
+
+    With `resume` the weights of `run.start_from` are not read: a checkpoint that is loaded next has all weights.
 
     Raises:
         ConfigError: unknown recipe or device, weights that the recipe cannot compute with, or steps that cannot be
@@ -78,7 +80,7 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS) -> Setup:
         torch.set_float32_matmul_precision("high")
     text = ranks.first_per_host("text", lambda: _text(config, ranks))
     torch.manual_seed(config.run.seed)
-    states, plan = make_states(config, device, ranks, graphs)
+    states, plan = make_states(config.with_run(start_from="") if resume else config, device, ranks, graphs)
     if ranks.count > 1:
         torch.manual_seed(config.run.seed + ranks.rank)  # each rank draws for its own part
     return Setup(config, device, states, plan, *text, ranks)

@@ -75,7 +75,8 @@ def restore_tensors(
         if state:
             copied = {key: tensor.to(train_state.device, copy=True) for key, tensor in state.items()}
             train_state.optimizer.state[train_state.parameters[name]] = copied
-    train_state.loss_scale.load_state_dict(_below(_LOSS_SCALE, tensors))
+    if loss_scale := _below(_LOSS_SCALE, tensors):  # none of a run without one, calibrated with one
+        train_state.loss_scale.load_state_dict(loss_scale)
     if train_state.reduction is not None:
         train_state.reduction.load_state_dict(_below(_REDUCTION, tensors))
 

@@ -27,6 +27,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the summary of a run. Losses are in nats per token; None for a model that was not trained.
 
+    A perplexity that is infinite is None, too: JSON has no infinity.
+
     Speeds are medians over the log, which excludes compilation.
 
     Args:
@@ -41,7 +43,8 @@ def summarise(
     means = {model: statistics.fmean(losses) for model, losses in heldout.items()}
     gap = gap_percent(means)
     half_width = None if gap is None else paired_interval(heldout["fp8"], heldout["bf16"])[1]
-    perplexities = {f"perplexity_{m}": perplexity(means[m]) if m in means else None for m in MODELS}
+    found = {model: perplexity(loss) for model, loss in means.items()}
+    perplexities = {f"perplexity_{m}": found[m] if math.isfinite(found.get(m, math.inf)) else None for m in MODELS}
     return {
         "recipe": config.run.recipe,
         **facts,
@@ -130,7 +133,8 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         loss = summary[f"heldout_loss_{model}"]
         if loss is not None:
             surprise = summary[f"perplexity_{model}"]
-            yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {surprise:.3f}"
+            told = "infinite" if surprise is None else f"{surprise:.3f}"
+            yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {told}"
     for task, found in summary.get("tasks", {}).items():
         shown = (
             f"{title} {100 * found[m]:.1f} ± {100 * found[f'{m}_error']:.1f} %"

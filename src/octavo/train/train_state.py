@@ -148,9 +148,10 @@ class TrainState:
             self._graphs.make_room()
 
     def drop_graph(self) -> None:
-        """Drop the CUDA graph: a process group that it holds collectives of waits for that before it ends."""
-        if self.replay is not None:
-            self.replay.forget()
+        """Drop the CUDA graph for good: a process group that it holds collectives of waits for that before it ends."""
+        if self._graphs is not None and self.replay is not None:
+            self._graphs.remove(self.replay)
+            self.replay = None
 
     def _forward_backward(self, inputs_BT: Tensor, targets_BT: Tensor, parts: int, *, is_scaled: bool = True) -> Tensor:
         """Run forward, and backward if gradients are enabled, part by part; return the mean loss of all ranks.

@@ -99,7 +99,7 @@ def call_model(model: nn.Module, batch: Any) -> Tensor:
 
 def first_tensor(batch: Any) -> Tensor:
     """Return the first tensor of a batch: its first dimension counts samples."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
+    values = batch.values() if isinstance(batch, Mapping) else (batch,) if isinstance(batch, Tensor) else batch
     found = next((value for value in values if isinstance(value, Tensor)), None)
     if found is None:
         raise ConfigError("a batch has no tensor: batches() must yield tuples or mappings of tensors.")
@@ -121,7 +121,8 @@ def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Mapping):
         return {key: _mapped(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(_mapped(value, change) for value in batch)
+        values = [_mapped(value, change) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)  # a named tuple takes each
     return change(batch) if isinstance(batch, Tensor) else batch
 
 
@@ -133,7 +134,7 @@ def _of_python(file: Path) -> Workload:
     for wanted in ("build", "batches"):
         if not callable(getattr(module, wanted, None)):
             raise ConfigError(f"{file}: has no function {wanted}(). Define build() -> model and batches() -> batches.")
-    sample = first_tensor(next(iter(module.batches())))
+    sample = first_tensor(next(_endless(module.batches, file)))
     is_text = sample.dim() == 2 and not sample.is_floating_point()
     return Workload(
         name=file.stem,
