@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -532,6 +533,36 @@ def test_what_is_not_watched_says_why():
         assert telemetry.rows == ()
         assert telemetry.not_watched.keys() == {"wide"}
         assert "fprop and its dgrad in BF16" in telemetry.not_watched["wide"]
+
+
+class Tripled(nn.Module):
+    def forward(self, weight):
+        return 3 * weight
+
+
+def test_a_layer_whose_weight_is_parametrized_is_not_watched_and_the_others_are():
+    model = nn.Sequential(Linear(32, 16), Linear(16, 16))
+    parametrize.register_parametrization(model[0], "weight", Tripled())
+    telemetry = Telemetry(model)
+    assert {row.layer for row in telemetry.rows} == {"1"}
+    assert telemetry.not_watched == {"0": "its weight is computed, by a parametrization for example"}
+    model(torch.randn(16, 32)).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    assert steps_taken_whole(telemetry) == [1]
+
+
+def test_a_weight_that_is_parametrized_later_is_measured_as_it_is_multiplied_but_its_gradient_is_not():
+    layer = Linear(32, 16)
+    telemetry = Telemetry(layer)
+    plain = layer.weight.detach().clone()
+    parametrize.register_parametrization(layer, "weight", Tripled())
+    layer(torch.randn(16, 32)).square().sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+    telemetry.step()
+    _, values = telemetry.snapshot()
+    found = {row.role: value[AMAX] for row, value in zip(telemetry.rows, values, strict=True)}
+    assert found["weight"] == pytest.approx(3 * float(plain.abs().max()))
+    assert np.isnan(found["grad_weight"])
 
 
 def test_of_a_layer_whose_fprop_is_in_bf16_the_gradient_is_watched():

@@ -174,7 +174,8 @@ class Telemetry:
 
     def belongs_to(self, parameters: set[int]) -> bool:
         """Return whether the first measured weight is among these (by `id`): of several optimizers one counts."""
-        return bool(self._layers) and id(weights_of(self._layers[0])[0]) in parameters
+        first = next((weight for layer in self._layers for weight in weights_of(layer)), None)
+        return first is not None and id(first) in parameters
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(
