@@ -356,6 +356,19 @@ def test_of_several_optimizers_one_counts_and_a_dead_one_does_not():
     gc.collect()
 
 
+@pytest.mark.parametrize("frozen", [["0"], ["0", "1"]], ids=["the first", "all"])
+def test_steps_count_while_layers_are_frozen(frozen):
+    model = nn.Sequential(Linear(16, 16), Linear(16, 16), nn.LayerNorm(16))
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    telemetry = Telemetry(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    for _ in range(2):
+        model(torch.randn(16, 16)).square().sum().backward()
+        optimizer.step()
+    assert (telemetry.done, telemetry.snapshot()[0]) == (2, 1)
+
+
 def _saved(model):
     with io.BytesIO() as file:
         torch.save(model, file)
@@ -558,7 +571,6 @@ def test_a_weight_that_is_parametrized_later_is_measured_as_it_is_multiplied_but
     parametrize.register_parametrization(layer, "weight", Tripled())
     layer(torch.randn(16, 32)).square().sum().backward()
     torch.optim.SGD(layer.parameters(), lr=0.0).step()
-    telemetry.step()
     _, values = telemetry.snapshot()
     found = {row.role: value[AMAX] for row, value in zip(telemetry.rows, values, strict=True)}
     assert found["weight"] == pytest.approx(3 * float(plain.abs().max()))

@@ -13,6 +13,7 @@ for the device: a copy to pinned memory is queued beside training, and read when
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections import deque
@@ -94,7 +95,7 @@ class Telemetry:
         self.every, self.histograms_every, self.done = every, histograms_every, 0
         layers, self.not_watched = find(model)
         device = _device(model, layers)
-        self._layers = list(layers.values())
+        self._model, self._layers = model, list(layers.values())
         places = self._lay_out(model, layers, device)
         coded = {row for row in places if row.role == "input" and getattr(layers[row.layer], "reads_codes", False)}
         own = RankRows(places, len(self._buffer), coded, self.not_watched)
@@ -115,8 +116,8 @@ class Telemetry:
     def step(self) -> None:
         """Close a step: send its values, and choose the sample of the next one. An optimizer's step calls it.
 
-        Call it yourself if a CUDA graph contains the optimizer's step, or the optimizer has none of the weights: before
-        the gradients are dropped, which are sampled here.
+        Call it yourself if a CUDA graph contains the optimizer's step, or the optimizer has no parameter of the model:
+        before the gradients are dropped, which are sampled here.
         """
         if self._buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             return
@@ -173,8 +174,14 @@ class Telemetry:
         _live.discard(self)
 
     def belongs_to(self, parameters: set[int]) -> bool:
-        """Return whether the first measured weight is among these (by `id`): of several optimizers one counts."""
-        first = next((weight for layer in self._layers for weight in weights_of(layer)), None)
+        """Return whether the optimizer of these parameters (by `id`) counts steps: of several optimizers one does.
+
+        It has the first measured weight that is trained; if all are frozen, as under adapters, the first parameter of
+        the model that is.
+        """
+        weights = (weight for layer in self._layers for weight in weights_of(layer))
+        candidates = itertools.chain(weights, self._model.parameters())
+        first = next((parameter for parameter in candidates if parameter.requires_grad), None)
         return first is not None and id(first) in parameters
 
     def __getstate__(self) -> dict[str, Any]:
