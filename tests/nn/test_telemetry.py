@@ -279,6 +279,16 @@ def test_every_third_step_an_evaluation_and_steps_that_nobody_reads():
     telemetry.detach()
 
 
+def test_the_first_step_after_a_resume_is_measured_if_its_number_says_so():
+    layer = Linear(32, 16)
+    telemetry = Telemetry(layer, every=10, histograms_every=20)
+    telemetry.done = 19
+    layer(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
+    step, values = measured(telemetry)
+    assert step == 20 and all_there(values)
+    assert telemetry.histograms is not None and np.isfinite(telemetry.histograms).all()
+
+
 def stack_on_gpu():
     model = stack().cuda()
     model.tables = tuple(table.cuda() for table in model.tables)

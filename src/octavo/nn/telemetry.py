@@ -71,8 +71,6 @@ class Telemetry:
     """Meaning of the rows of a snapshot; those of layers that did not run in a step are NaN there."""
     not_watched: dict[str, str]
     """FP8 layers that are not measured, and why."""
-    done: int
-    """Number of optimizer steps made. Set it when a run is resumed."""
     sampled: NDArray[np.float32]
     """Number of sampled elements per row of the last snapshot. A share p of n has a standard error of about sqrt(p (1 -
     p) / n), more if rows differ."""
@@ -92,7 +90,7 @@ class Telemetry:
         if every < 1 or histograms_every < 0:
             given = f"every={every}, histograms_every={histograms_every}"
             raise ConfigError(f"Telemetry({given}): every must be a positive number of steps, the other not negative.")
-        self.every, self.histograms_every, self.done = every, histograms_every, 0
+        self.every, self.histograms_every, self._done = every, histograms_every, 0
         layers, self.not_watched = find(model)
         device = _device(model, layers)
         self._model, self._layers = model, list(layers.values())
@@ -113,6 +111,16 @@ class Telemetry:
         self._begin()
         _live.add(self)
 
+    @property
+    def done(self) -> int:
+        """Number of optimizer steps made. Set it when a run is resumed, before its first step."""
+        return self._done
+
+    @done.setter
+    def done(self, steps: int) -> None:
+        self._done = steps
+        self._begin()  # the next step may be one that is measured, or is not
+
     def step(self) -> None:
         """Close a step: send its values, and choose the sample of the next one. An optimizer's step calls it.
 
@@ -121,13 +129,14 @@ class Telemetry:
         """
         if self._buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        self.done += 1
+        self._done += 1
         looks, detailed = self._wants(self.done)
         if looks and self.rows:
             for layer, row in zip(self._layers, self._of_gradients, strict=True):
                 sample_gradient(layer, self._one, row)
             values = self._buffer.data if detailed else self._buffer.data[:, :WIDTH]
             self._coming.append((self.done, self._send(values)))
+        self._was_launched = True
         self._begin()
 
     def snapshot(self) -> Snapshot | None:
@@ -165,7 +174,6 @@ class Telemetry:
         self.wait()
         self._coming.clear()
         self.done = done
-        self._begin()
 
     def detach(self) -> None:
         """Stop measuring. The layers are as before; values that have arrived can still be read."""
@@ -232,7 +240,6 @@ class Telemetry:
         values[:, PHASE] = float(_phase(self.done + 1) if looks else -1)
         values[:, DETAILED] = float(detailed)
         mark_idle(values, self._was_launched and not looks)
-        self._was_launched = True
 
     def _send(self, values: Tensor) -> AsyncHostCopy | Gathering:
         """Start sending a copy of FP32 (tensors, width), with those of all ranks; from a GPU beside training."""
