@@ -158,6 +158,31 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "run").exists() and monitor.done == 1
 
 
+def test_telemetry_of_other_ranks_has_the_number_of_the_first_and_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.monitor.monitor.is_first_rank", lambda: False)
+    source = FakeTelemetry()
+    with Monitor(nn.Linear(2, 2), tmp_path / "run", telemetry=source, resume_from=7):
+        assert source.done == 7
+    assert source.detached
+
+
+def test_a_close_that_fails_closes_the_run(tmp_path: Path) -> None:
+    class Broken(FakeTelemetry):
+        def snapshot(self) -> tuple[int, np.ndarray] | None:
+            raise RuntimeError("a rank is gone")
+
+    source = Broken()
+    monitor = Monitor(nn.Linear(2, 2), tmp_path, telemetry=source)
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        monitor.close()
+    run = RunReader(tmp_path)
+    assert run.state() == "failed" and run.sessions[0].text == "RuntimeError: a rank is gone"
+    assert source.detached
+    monitor.close()
+
+
 @pytest.mark.gpu
 def test_scalars_come_from_the_gpu_without_waiting(tmp_path: Path) -> None:
     model = nn.Linear(2, 2, device="cuda")

@@ -133,6 +133,8 @@ class Monitor:
         self._pending: deque[AsyncScalars] = deque()
         self._recorder: Recorder | None = None
         self._source = None if isinstance(telemetry, str) else telemetry  # a group needs it on every rank
+        if self._source is not None:
+            self._source.done = self.done
         if not is_first_rank():
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -148,8 +150,9 @@ class Monitor:
             recorder.document("plan", json.loads(plan.to_json()), step=self.done)
         if isinstance(telemetry, str):
             self._source = telemetry_of(model, histograms_every=100)
+            if self._source is not None:
+                self._source.done = self.done
         if self._source is not None:
-            self._source.done = self.done
             recorder.tensors(self._source.rows)
         rows = () if self._source is None else self._source.rows
         self._alarms = MonitorAlarms(guard or GuardConfig(), rows, recorder.guard_event)
@@ -191,18 +194,24 @@ class Monitor:
 
     def close(self, error: BaseException | None = None) -> None:
         """Write pending data and the outcome of the run. Idempotent."""
-        recorder = self._recorder
-        if recorder is None:
-            return
-        while self._pending:
-            self._write(recorder, self._pending.popleft())
-        if self._source is not None:
-            self._source.wait()
-            self._write_tensors(recorder)
-            self._source.detach()
-        self._alarms.close()
-        self._recorder = None
-        recorder.close(*outcome_of(error))
+        recorder, self._recorder = self._recorder, None
+        try:
+            if self._source is not None:
+                self._source.wait()
+            if recorder is not None:
+                while self._pending:
+                    self._write(recorder, self._pending.popleft())
+                self._write_tensors(recorder)
+                self._alarms.close()
+        except BaseException as failure:  # of the device, or of another rank
+            error = error or failure
+            raise
+        finally:
+            if self._source is not None:
+                self._source.detach()
+            self._source = None
+            if recorder is not None:
+                recorder.close(*outcome_of(error))
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(
