@@ -145,6 +145,7 @@ def test_what_cannot_be_noted(tmp_path: Path) -> None:
     with Monitor(nn.Linear(2, 2), tmp_path, telemetry=None) as monitor:
         with pytest.raises(ConfigError, match="'loss' has 3 elements"):
             monitor.step(loss=torch.zeros(3))
+        assert monitor.done == 0
         monitor.step(5, loss=1.0)
         with pytest.raises(ConfigError, match="step 5 is already recorded"):
             monitor.step(5, loss=1.0)
