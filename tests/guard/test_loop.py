@@ -343,6 +343,33 @@ def test_weights_with_masters_go_back_to_before_the_first_step() -> None:
         assert [loop.step() for _ in range(2)] == losses
 
 
+class WithExtraState(MLP):
+    """Counts its calls in what a checkpoint has of it besides tensors."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_state_that_is_no_tensor_goes_back_too() -> None:
+    model = WithExtraState()
+    with Loop(model, AdamW(model.parameters()), loss_of, batches(), config=GuardConfig(mode="act")) as loop:
+        loop.step()
+        snapshot = loop.snapshot()
+        loop.step()
+        assert model.calls == 2
+        loop.restore(snapshot)
+        assert model.calls == 1
+
+
 def test_a_scheduler_goes_back_too() -> None:
     torch.manual_seed(0)
     model = MLP()
