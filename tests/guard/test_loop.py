@@ -18,7 +18,7 @@ from loops import MLP, TOKENS, WIDTH, batches, loss_of, make_loop
 from torch import Tensor, nn
 
 import octavo
-from octavo import convert
+from octavo import convert, recipes
 from octavo.errors import ConfigError, RunError, UnsupportedError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
 from octavo.guard.diagnosis import Probe
@@ -341,6 +341,14 @@ def test_weights_with_masters_go_back_to_before_the_first_step() -> None:
         loop.restore(snapshot)
         assert all(map(torch.equal, model.parameters(), first))
         assert [loop.step() for _ in range(2)] == losses
+
+
+def test_a_loop_without_a_plan_says_why_it_cannot_change_its_recipe() -> None:
+    model = MLP()
+    with Loop(model, AdamW(model.parameters()), loss_of, batches()) as loop:
+        assert "no plan" in loop.guard.change_recipe(recipes.load("rowwise"))
+        assert loop.guard._refinement.up("first", Alarm(1, "saturated", "first", "input", 1.0, 0.5)) is False
+        assert loop.step() is not None
 
 
 class WithExtraState(MLP):

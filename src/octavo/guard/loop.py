@@ -213,8 +213,9 @@ class Loop(Guarded):
         return probe
 
     def _convert(self, recipe: Recipe) -> None:
-        assert self.plan is not None
         plan = self.plan
+        if plan is None:
+            raise ConfigError("this octavo.guard.Loop has no plan: pass the return value of octavo.convert as `plan`.")
         allow = plan.allow_reference
         self.plan = convert(self.model, recipe, policy=plan.policy, tokens=plan.tokens, allow_reference=allow)
 
