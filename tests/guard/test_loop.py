@@ -293,6 +293,7 @@ def test_old_batches_are_let_go(mode: str, most: int) -> None:
         ({"flushed": 2.0}, "guard.flushed: 2.0"),
         ({"snapshot_every": 0}, "guard.snapshot_every: 0"),
         ({"quiet": -1}, "quiet"),
+        ({"mode": "acts"}, "guard.mode: 'acts'"),
     ],
 )
 def test_impossible_limits_are_refused(setting: dict[str, Any], told: str) -> None:
