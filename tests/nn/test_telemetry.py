@@ -195,6 +195,73 @@ def test_layers_that_are_computed_as_one_measure_what_they_measure_alone():
     assert_same(shared, alone, rtol=0.12, atol=1e-5)
 
 
+class Groups(nn.Module):
+    """Layers of two groups: three with one input, and gate and up of an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.mlp = GatedMLP()
+
+    def forward(self, x):
+        q = self.q(x)
+        k = self.k(x)
+        v = self.v(x)
+        return self.mlp(q * k + v)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def _nothing(*_):
+    pass
+
+
+SEPARATED = {
+    "a hook before": lambda model: model.q.register_forward_pre_hook(_nothing),
+    "a hook after, in an MLP": lambda model: model.mlp.up.register_forward_hook(_nothing),
+    "a parametrization": lambda model: parametrize.register_parametrization(model.k, "weight", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("separate", SEPARATED.values(), ids=SEPARATED)
+def test_layers_of_a_group_are_measured_when_one_is_computed_by_itself(separate):
+    torch.manual_seed(0)
+    model = Groups()
+    octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0))
+    x = torch.randn(16, 32, requires_grad=True)
+    found = []
+    for change in (_nothing, separate):
+        change(model)
+        with Telemetry(model) as telemetry:
+            model(x).square().sum().backward()
+            found.append(measured(telemetry)[1])
+        model.zero_grad()
+    apart = found[1]
+    assert all_there(apart)
+    together, apart = ({key: values[key][OF_ANY] for key in apart} for values in found)
+    assert_same(together, apart, rtol=0.12, atol=0.01)
+
+
+def test_a_hook_that_comes_and_goes_changes_where_an_mlp_is_measured():
+    model = Groups()
+    octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0))
+    with Telemetry(model) as telemetry:
+        for _ in range(3):
+            hook = model.mlp.gate.register_forward_hook(_nothing)
+            model(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
+            assert all_there(measured(telemetry)[1])
+            hook.remove()
+            model(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
+            assert all_there(measured(telemetry)[1])
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", ["folded", "delayed"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

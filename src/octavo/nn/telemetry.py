@@ -96,12 +96,12 @@ class Telemetry:
         self._model, self._layers = model, list(layers.values())
         places = self._lay_out(model, layers, device)
         coded = {row for row in places if row.role == "input" and getattr(layers[row.layer], "reads_codes", False)}
-        own = RankRows(places, len(self._buffer), coded, self.not_watched)
+        own = RankRows({row: number for number, row in enumerate(places)}, len(places), coded, self.not_watched)
         self._merger = None if group is None else RankMerger(own, group, order, device)
-        self.rows, self._places = tuple(places), np.fromiter(places.values(), dtype=np.int64)
+        self.rows = tuple(places)
+        self._places = torch.tensor([*places.values()], dtype=torch.int64, device=device).reshape(-1, 2).t()
         if self._merger is not None:
-            self.rows, self._places = self._merger.rows, np.arange(len(self._merger.rows))
-            coded, self.not_watched = self._merger.coded, self._merger.not_watched
+            self.rows, self.not_watched, coded = self._merger.rows, self._merger.not_watched, self._merger.coded
         self._coded = [number for number, row in enumerate(self.rows) if row in coded]
         self.sampled, self.histograms = np.zeros(0, dtype=np.float32), None
         self._coming: deque[tuple[int, AsyncHostCopy | Gathering]] = deque(maxlen=WAITING)
@@ -147,7 +147,7 @@ class Telemetry:
         if not self._coming or not self._coming[0][1].has_arrived():
             return None
         step, coming = self._coming.popleft()
-        found = coming.result().numpy()[self._places]
+        found = coming.result().numpy().copy()
         self.sampled = found[:, SAMPLED]
         self.histograms = found[:, WIDTH:] if found.shape[1] > WIDTH else None
         values = found[:, : len(STATS)]
@@ -204,25 +204,34 @@ class Telemetry:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> dict[Row, int]:
-        """Create the buffer, give each group of layers its part, and return the position of each row."""
+    def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> dict[Row, tuple[int, int]]:
+        """Create the buffer, give each layer its parts, and return the two positions of each row.
+
+        The first is where its layer writes when its group is computed as one, the second when it is computed alone.
+        """
         names = {id(layer): name for name, layer in layers.items()}
         last = {id(layer): number for number, layer in enumerate(layers.values())}
         groups = fusion_groups(model, layers.values())
-        operands = sum(1 + 2 * len(group) for group in groups)
+        operands = sum(1 + 2 * len(group) + (3 * len(group) if len(group) > 1 else 0) for group in groups)
         width = WIDTH + BINS if self.histograms_every else WIDTH
         with torch.inference_mode(False):  # it is written outside of inference mode too
             self._buffer = torch.full((operands + len(layers), width), torch.nan, device=device, dtype=torch.float32)
             self._one = torch.ones(1, 1, device=device, dtype=torch.float32)
         self._of_gradients = self._buffer.data[operands:]
-        places: list[tuple[Row, int]] = []
+        places: list[tuple[Row, tuple[int, int]]] = []
         top = 0
         for group in groups:
-            slot = StatsSlot(self._buffer[top : top + 1 + 2 * len(group)], len(group))
+            first, top = top, top + 1 + 2 * len(group)
+            together = self._buffer[first:top]
             for number, layer in enumerate(group):
-                layer.stats_slot = slot
-                places += rows_of(names[id(layer)], layer, top, number, len(group), operands + last[id(layer)])
-            top += len(slot.buffer)
+                name, gradient = names[id(layer)], operands + last[id(layer)]
+                rows = rows_of(name, layer, first, number, len(group), gradient)
+                alone, by_itself = together, rows
+                if len(group) > 1:
+                    alone, by_itself = self._buffer[top : top + 3], rows_of(name, layer, top, 0, 1, gradient)
+                    top += 3
+                layer.stats_slot = StatsSlot(together, len(group), alone)
+                places += [(row, (one, other)) for (row, one), (_, other) in zip(rows, by_itself, strict=True)]
         order = {name: number for number, name in enumerate(layers)}
         places.sort(key=lambda place: order[place[0].layer])  # stable: roles stay in their order
         return dict(places)
@@ -242,8 +251,11 @@ class Telemetry:
         mark_idle(values, self._was_launched and not looks)
 
     def _send(self, values: Tensor) -> AsyncHostCopy | Gathering:
-        """Start sending a copy of FP32 (tensors, width), with those of all ranks; from a GPU beside training."""
-        sent = values.clone() if self._merger is None else self._merger.padded(values)
+        """Start sending the rows of FP32 (positions, width), with those of all ranks; from a GPU beside training."""
+        together, alone = self._places
+        sent = values[together]
+        sent = torch.where(sent[:, :1].isnan(), values[alone], sent)
+        sent = sent if self._merger is None else self._merger.padded(sent)
         gathering = None if self._merger is None else self._merger.gather(sent)
         if self._stream is None:
             return gathering or AsyncHostCopy(sent)
