@@ -18,7 +18,7 @@ from loops import MLP, TOKENS, WIDTH, batches, loss_of, make_loop
 from torch import Tensor, nn
 
 import octavo
-from octavo import convert
+from octavo import convert, recipes
 from octavo.errors import ConfigError, RunError, UnsupportedError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
 from octavo.guard.diagnosis import Probe
@@ -293,6 +293,7 @@ def test_old_batches_are_let_go(mode: str, most: int) -> None:
         ({"flushed": 2.0}, "guard.flushed: 2.0"),
         ({"snapshot_every": 0}, "guard.snapshot_every: 0"),
         ({"quiet": -1}, "quiet"),
+        ({"mode": "acts"}, "guard.mode: 'acts'"),
     ],
 )
 def test_impossible_limits_are_refused(setting: dict[str, Any], told: str) -> None:
@@ -341,6 +342,41 @@ def test_weights_with_masters_go_back_to_before_the_first_step() -> None:
         loop.restore(snapshot)
         assert all(map(torch.equal, model.parameters(), first))
         assert [loop.step() for _ in range(2)] == losses
+
+
+def test_a_loop_without_a_plan_says_why_it_cannot_change_its_recipe() -> None:
+    model = MLP()
+    with Loop(model, AdamW(model.parameters()), loss_of, batches()) as loop:
+        assert "no plan" in loop.guard.change_recipe(recipes.load("rowwise"))
+        assert loop.guard._refinement.up("first", Alarm(1, "saturated", "first", "input", 1.0, 0.5)) is False
+        assert loop.step() is not None
+
+
+class WithExtraState(MLP):
+    """Counts its calls in what a checkpoint has of it besides tensors."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_state_that_is_no_tensor_goes_back_too() -> None:
+    model = WithExtraState()
+    with Loop(model, AdamW(model.parameters()), loss_of, batches(), config=GuardConfig(mode="act")) as loop:
+        loop.step()
+        snapshot = loop.snapshot()
+        loop.step()
+        assert model.calls == 2
+        loop.restore(snapshot)
+        assert model.calls == 1
 
 
 def test_a_scheduler_goes_back_too() -> None:

@@ -85,6 +85,17 @@ def test_a_rollback_starts_from_the_values_of_then(model: nn.Module) -> None:
     assert measured(check, 1).change == pytest.approx([0, 0, 0, 0])
 
 
+def test_a_parameter_is_not_compared_with_another_one_of_its_shape() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    check = ParameterCheck(model, torch.optim.SGD(model.parameters(), 0.1), every=1)
+    for step, trained in enumerate((0, 0, 1, 1), 1):
+        for number, layer in enumerate(model):
+            layer.requires_grad_(number == trained)
+        found = measured(check, step)
+        assert found.names == [f"{trained}.weight", f"{trained}.bias"]
+        assert found.steps == (step % 2 == 0) and np.nan_to_num(found.change).tolist() == [0, 0]
+
+
 def test_fingerprints_are_of_values_not_of_names(model: nn.Module) -> None:
     check = ParameterCheck(model, torch.optim.SGD(model.parameters(), 0.1), every=1)
     before = check.fingerprints()

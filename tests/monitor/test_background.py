@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 
 import pytest
 
@@ -42,6 +43,18 @@ def test_a_failure_is_said_once_and_costs_only_itself() -> None:
             background.submit(lambda i=i: done.append(i))
         background.close()
     assert (len(said), background.failed, done) == (1, 3, [0, 1, 2])
+
+
+def test_a_warning_that_is_an_error_does_not_end_the_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[str] = []
+    background = Background("the thread")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        background.submit(lambda: 1 / 0)
+        background.submit(lambda: done.append("kept"))
+        background.close(lambda: done.append("last"))
+    assert done == ["kept", "last"]
+    assert "the thread: division by zero" in capsys.readouterr().err
 
 
 def test_nothing_is_called_after_the_last_action() -> None:

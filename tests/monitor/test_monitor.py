@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from octavo.errors import ConfigError, StoreError, UnsupportedError
 from octavo.guard import GuardConfig, GuardEvent
 from octavo.monitor.monitor import Monitor, MonitorAlarms
 from octavo.monitor.store import STATS, RunReader
+from octavo.nn.telemetry import Telemetry
 
 
 class FakeTelemetry:
@@ -145,9 +148,38 @@ def test_what_cannot_be_noted(tmp_path: Path) -> None:
     with Monitor(nn.Linear(2, 2), tmp_path, telemetry=None) as monitor:
         with pytest.raises(ConfigError, match="'loss' has 3 elements"):
             monitor.step(loss=torch.zeros(3))
+        assert monitor.done == 0
         monitor.step(5, loss=1.0)
         with pytest.raises(ConfigError, match="step 5 is already recorded"):
             monitor.step(5, loss=1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"guard": GuardConfig(mode="act")}, {"trackers": ["wandbb"]}], ids=["act", "tracker"]
+)
+def test_what_is_refused_leaves_no_trace(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    layer = octavo.nn.Linear(16, 16)
+    with pytest.raises(ConfigError):
+        Monitor(layer, tmp_path / "run", **wrong)
+    assert not (tmp_path / "run").exists() and layer.stats_slot is None
+    assert "run store" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_directory_that_has_a_run_leaves_the_model_unmeasured(tmp_path: Path) -> None:
+    Monitor(nn.Linear(2, 2), tmp_path, telemetry=None).close()
+    layer = octavo.nn.Linear(16, 16)
+    with pytest.raises(StoreError, match="contains a run already"):
+        Monitor(layer, tmp_path)
+    assert layer.stats_slot is None
+
+
+def test_a_model_that_is_measured_already_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    with Monitor(nn.Linear(2, 2), tmp_path, telemetry=None) as monitor:
+        monitor.step(loss=1.0)
+    layer = octavo.nn.Linear(16, 16)
+    with Telemetry(layer), pytest.raises(ConfigError, match="watches"):
+        Monitor(layer, tmp_path, resume_from=0)
+    assert RunReader(tmp_path).last_step == 1
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +188,31 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monitor.step(loss=1.0)
         monitor.event("nothing")
     assert not (tmp_path / "run").exists() and monitor.done == 1
+
+
+def test_telemetry_of_other_ranks_has_the_number_of_the_first_and_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.monitor.monitor.is_first_rank", lambda: False)
+    source = FakeTelemetry()
+    with Monitor(nn.Linear(2, 2), tmp_path / "run", telemetry=source, resume_from=7):
+        assert source.done == 7
+    assert source.detached
+
+
+def test_a_close_that_fails_closes_the_run(tmp_path: Path) -> None:
+    class Broken(FakeTelemetry):
+        def snapshot(self) -> tuple[int, np.ndarray] | None:
+            raise RuntimeError("a rank is gone")
+
+    source = Broken()
+    monitor = Monitor(nn.Linear(2, 2), tmp_path, telemetry=source)
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        monitor.close()
+    run = RunReader(tmp_path)
+    assert run.state() == "failed" and run.sessions[0].text == "RuntimeError: a rank is gone"
+    assert source.detached
+    monitor.close()
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -194,6 +195,73 @@ def test_layers_that_are_computed_as_one_measure_what_they_measure_alone():
     assert_same(shared, alone, rtol=0.12, atol=1e-5)
 
 
+class Groups(nn.Module):
+    """Layers of two groups: three with one input, and gate and up of an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.mlp = GatedMLP()
+
+    def forward(self, x):
+        q = self.q(x)
+        k = self.k(x)
+        v = self.v(x)
+        return self.mlp(q * k + v)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def _nothing(*_):
+    pass
+
+
+SEPARATED = {
+    "a hook before": lambda model: model.q.register_forward_pre_hook(_nothing),
+    "a hook after, in an MLP": lambda model: model.mlp.up.register_forward_hook(_nothing),
+    "a parametrization": lambda model: parametrize.register_parametrization(model.k, "weight", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("separate", SEPARATED.values(), ids=SEPARATED)
+def test_layers_of_a_group_are_measured_when_one_is_computed_by_itself(separate):
+    torch.manual_seed(0)
+    model = Groups()
+    octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0))
+    x = torch.randn(16, 32, requires_grad=True)
+    found = []
+    for change in (_nothing, separate):
+        change(model)
+        with Telemetry(model) as telemetry:
+            model(x).square().sum().backward()
+            found.append(measured(telemetry)[1])
+        model.zero_grad()
+    apart = found[1]
+    assert all_there(apart)
+    together, apart = ({key: values[key][OF_ANY] for key in apart} for values in found)
+    assert_same(together, apart, rtol=0.12, atol=0.01)
+
+
+def test_a_hook_that_comes_and_goes_changes_where_an_mlp_is_measured():
+    model = Groups()
+    octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0))
+    with Telemetry(model) as telemetry:
+        for _ in range(3):
+            hook = model.mlp.gate.register_forward_hook(_nothing)
+            model(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
+            assert all_there(measured(telemetry)[1])
+            hook.remove()
+            model(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
+            assert all_there(measured(telemetry)[1])
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", ["folded", "delayed"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -278,6 +346,16 @@ def test_every_third_step_an_evaluation_and_steps_that_nobody_reads():
     telemetry.detach()
 
 
+def test_the_first_step_after_a_resume_is_measured_if_its_number_says_so():
+    layer = Linear(32, 16)
+    telemetry = Telemetry(layer, every=10, histograms_every=20)
+    telemetry.done = 19
+    layer(torch.randn(16, 32, requires_grad=True)).square().sum().backward()
+    step, values = measured(telemetry)
+    assert step == 20 and all_there(values)
+    assert telemetry.histograms is not None and np.isfinite(telemetry.histograms).all()
+
+
 def stack_on_gpu():
     model = stack().cuda()
     model.tables = tuple(table.cuda() for table in model.tables)
@@ -353,6 +431,19 @@ def test_of_several_optimizers_one_counts_and_a_dead_one_does_not():
     assert telemetry.done == 1
     del telemetry
     gc.collect()
+
+
+@pytest.mark.parametrize("frozen", [["0"], ["0", "1"]], ids=["the first", "all"])
+def test_steps_count_while_layers_are_frozen(frozen):
+    model = nn.Sequential(Linear(16, 16), Linear(16, 16), nn.LayerNorm(16))
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    telemetry = Telemetry(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    for _ in range(2):
+        model(torch.randn(16, 16)).square().sum().backward()
+        optimizer.step()
+    assert (telemetry.done, telemetry.snapshot()[0]) == (2, 1)
 
 
 def _saved(model):
@@ -532,6 +623,35 @@ def test_what_is_not_watched_says_why():
         assert telemetry.rows == ()
         assert telemetry.not_watched.keys() == {"wide"}
         assert "fprop and its dgrad in BF16" in telemetry.not_watched["wide"]
+
+
+class Tripled(nn.Module):
+    def forward(self, weight):
+        return 3 * weight
+
+
+def test_a_layer_whose_weight_is_parametrized_is_not_watched_and_the_others_are():
+    model = nn.Sequential(Linear(32, 16), Linear(16, 16))
+    parametrize.register_parametrization(model[0], "weight", Tripled())
+    telemetry = Telemetry(model)
+    assert {row.layer for row in telemetry.rows} == {"1"}
+    assert telemetry.not_watched == {"0": "its weight is computed, by a parametrization for example"}
+    model(torch.randn(16, 32)).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    assert steps_taken_whole(telemetry) == [1]
+
+
+def test_a_weight_that_is_parametrized_later_is_measured_as_it_is_multiplied_but_its_gradient_is_not():
+    layer = Linear(32, 16)
+    telemetry = Telemetry(layer)
+    plain = layer.weight.detach().clone()
+    parametrize.register_parametrization(layer, "weight", Tripled())
+    layer(torch.randn(16, 32)).square().sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+    _, values = telemetry.snapshot()
+    found = {row.role: value[AMAX] for row, value in zip(telemetry.rows, values, strict=True)}
+    assert found["weight"] == pytest.approx(3 * float(plain.abs().max()))
+    assert np.isnan(found["grad_weight"])
 
 
 def test_of_a_layer_whose_fprop_is_in_bf16_the_gradient_is_watched():

@@ -10,8 +10,12 @@ from torch import Tensor, nn
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that steps may change, by name: the `state_dict`, and buffers that are not part of it."""
-    return {**dict(model.named_buffers()), **model.state_dict()}
+    """Return the tensors that steps may change, by name: the `state_dict`, and buffers that are not part of it.
+
+    Without the extra states of modules, which may be any object.
+    """
+    saved = {name: value for name, value in model.state_dict().items() if name.split(".")[-1] != "_extra_state"}
+    return {**dict(model.named_buffers()), **saved}
 
 
 @torch.no_grad()

@@ -50,6 +50,8 @@ class GuardConfig:
     """Rollbacks around the same steps after which an alarm is only reported; a NaN or infinity then ends the run."""
 
     def __post_init__(self) -> None:
+        if self.mode not in ("off", "watch", "act"):
+            raise ConfigError(f"guard.mode: '{self.mode}' is none of 'off', 'watch', 'act'.")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "mode" or (field.name == "shadow_every" and value == 0):

@@ -58,6 +58,8 @@ class Update:
 
 class _State(NamedTuple):
     model: dict[str, Tensor]
+    extra: dict[str, Any]
+    """Result of `get_extra_state` of each module that has one."""
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None
 
@@ -163,12 +165,16 @@ class Loop(Guarded):
         scheduler = self.update.scheduler
         return _State(
             {name: tensor.detach().clone() for name, tensor in tensors_of(self.model).items()},
+            {name: copy.deepcopy(module.get_extra_state()) for name, module in _with_extra_state(self.model)},
             copy.deepcopy(self.update.optimizer.state_dict()),
             None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
         )
 
     def _load_state(self, state: _State) -> None:
         overwrite(tensors_of(self.model), state.model)
+        for name, module in _with_extra_state(self.model):
+            if name in state.extra:
+                module.set_extra_state(copy.deepcopy(state.extra[name]))
         optimizer = self.update.optimizer
         optimizer.state.clear()  # a parameter without a gradient until then had none
         settings = [{**group} for group in optimizer.param_groups]
@@ -207,8 +213,9 @@ class Loop(Guarded):
         return probe
 
     def _convert(self, recipe: Recipe) -> None:
-        assert self.plan is not None
         plan = self.plan
+        if plan is None:
+            raise ConfigError("this octavo.guard.Loop has no plan: pass the return value of octavo.convert as `plan`.")
         allow = plan.allow_reference
         self.plan = convert(self.model, recipe, policy=plan.policy, tokens=plan.tokens, allow_reference=allow)
 
@@ -248,6 +255,13 @@ class Loop(Guarded):
         finally:
             for group, lr in above:
                 _set_lr(group, lr)
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that keep a state besides tensors, with their names."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
 
 
 def _check_update(update: Update) -> None:

@@ -48,6 +48,8 @@ PendingStats = Callable[[], ParameterStats]
 
 
 class _Values(NamedTuple):
+    names: Sequence[str]
+    """The parameters."""
     sample: Tensor
     """FP32 (S,), the sampled elements of all parameters."""
     norm: Tensor
@@ -56,6 +58,10 @@ class _Values(NamedTuple):
     """int64 (S,), the parameter of each sampled element."""
     elements: Tensor
     """FP64 (P,)."""
+
+    def is_alike(self, other: _Values) -> bool:
+        """Return True if both are of the same parameters: some may have been frozen, and others thawed."""
+        return self.names == other.names and self.sample.shape == other.sample.shape
 
 
 class ParameterCheck:
@@ -90,9 +96,9 @@ class ParameterCheck:
         before, since, names = self._known, self._at, self._read(step)
         if not names or self._known is None:
             return None
-        sample, norm, of, elements = self._known
+        _, sample, norm, of, elements = self._known
         change, steps = torch.full_like(norm, torch.nan), 0
-        if before is not None and before.sample.shape == sample.shape:
+        if before is not None and before.is_alike(self._known):
             squares = torch.zeros_like(norm).index_add_(0, of, (sample - before.sample).double().square())
             # The norm sees every element: one that is not in the sample, as of a flipped bit, too.
             sampled = (squares / torch.bincount(of, minlength=len(names))).sqrt()
@@ -144,13 +150,13 @@ class ParameterCheck:
         self._at = step
         if not names:
             return names
-        if self._known is None or len(self._known.of) != sum(sizes):
+        if self._known is None or self._known.names != names or len(self._known.of) != sum(sizes):
             device = weights[0].device
             of = torch.repeat_interleave(torch.tensor(sizes)).to(device)
             elements = torch.tensor([weight.numel() for weight in weights], dtype=torch.float64, device=device)
         else:
             of, elements = self._known.of, self._known.elements
-        self._known = _Values(torch.cat(samples), _norms(weights), of, elements)
+        self._known = _Values(names, torch.cat(samples), _norms(weights), of, elements)
         return names
 
     def _merged(self, table: Tensor) -> Tensor:

@@ -45,12 +45,14 @@ class Refinement:
         Returns:
             Why that is impossible, or an empty string.
         """
-        in_bf16 = self._ladder.in_bf16()
+        before, in_bf16 = self._ladder, self._ladder.in_bf16()
         known = next((each for each in self._ladders if each.base == recipe), None)
         self._ladder = known or Ladder(recipe, self._config.quiet)
         self._ladders += [] if known else [self._ladder]
         self._ladder.stay_in_bf16(in_bf16, self._run.done)
-        return self._run.change_recipe(self._ladder.recipe())
+        if reason := self._run.change_recipe(self._ladder.recipe()):
+            self._ladder = before
+        return reason
 
     def up(self, layer: str, alarm: Alarm) -> bool:
         """Move a layer one rung up the ladder; return False if that is impossible."""

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 
@@ -95,7 +96,10 @@ class Background:
             action()
         except Exception as error:  # a disk or network error must not stop the run
             self.failed += 1
-            self._on_error(error)
+            try:
+                self._on_error(error)
+            except Exception:  # a warning, where warnings are errors: the actions that follow still run
+                traceback.print_exc()
 
     def _warn_once(self, error: Exception) -> None:
         if self.failed == 1:

@@ -21,17 +21,30 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo._util.dist import is_first_rank
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError, StoreError, UnsupportedError
 from octavo.guard import GuardConfig, GuardEvent, Observation
 from octavo.guard.rules import AlarmRules
 from octavo.monitor.measurements import AsyncScalars, telemetry_of
 from octavo.monitor.recorder import Recorder
 from octavo.monitor.store.writer import RunWriter, outcome_of
 from octavo.monitor.system import environment
+from octavo.monitor.trackers import parsed
 from octavo.nn.telemetry import Telemetry
 
 CHECKED = ("loss", "loss_fp8"), ("gradient_norm", "grad_norm"), ("lr", "learning_rate")
 """Names of the scalars that alarms check, the first one present of each; others are only stored."""
+
+
+def check_mode(config: GuardConfig) -> None:
+    """Check that guardrails are not asked to act.
+
+    Raises:
+        ConfigError: the mode is `act`.
+    """
+    if config.mode == "act":
+        raise ConfigError(
+            "octavo.Monitor: guardrails can only watch here. To act, use octavo.guard.Loop or `octavo train`."
+        )
 
 
 class MonitorAlarms:
@@ -49,10 +62,7 @@ class MonitorAlarms:
     def __init__(
         self, config: GuardConfig, rows: Sequence[tuple[Any, ...]], on_event: Callable[[GuardEvent], None]
     ) -> None:
-        if config.mode == "act":
-            raise ConfigError(
-                "octavo.Monitor: guardrails can only watch here. To act, use octavo.guard.Loop or `octavo train`."
-            )
+        check_mode(config)
         self._config, self._on_event = config, on_event
         self._rules, self._rows = AlarmRules(config), rows
         self._scalars: dict[int, Mapping[str, float]] = {}
@@ -132,27 +142,34 @@ class Monitor:
         """Steps completed."""
         self._pending: deque[AsyncScalars] = deque()
         self._recorder: Recorder | None = None
+        guard = guard or GuardConfig()
+        check_mode(guard)  # before anything is measured, and before a file is written or replaced
+        for tracker in trackers:
+            parsed(tracker)
         self._source = None if isinstance(telemetry, str) else telemetry  # a group needs it on every rank
+        if isinstance(telemetry, str) and is_first_rank():
+            self._source = telemetry_of(model, histograms_every=100)
+        if self._source is not None:
+            self._source.done = self.done
         if not is_first_rank():
             return
+        rows = () if self._source is None else self._source.rows
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._recorder = recorder = Recorder(
-            RunWriter(directory, keep_until=resume_from or None, overwrite=resume_from == 0),
-            gpu=(device.index or 0) if device.type == "cuda" else None,
-            trackers=trackers,
-            config=config or {},
-        )
+        try:
+            writer = RunWriter(directory, keep_until=resume_from or None, overwrite=resume_from == 0)
+        except StoreError:
+            if self._source is not None and isinstance(telemetry, str):
+                self._source.detach()
+            raise
+        gpu = (device.index or 0) if device.type == "cuda" else None
+        self._recorder = recorder = Recorder(writer, gpu=gpu, trackers=trackers, config=config or {})
         parameters = sum(parameter.numel() for parameter in model.parameters())
         recorder.document("env", {**environment(device), "parameters": parameters}, step=self.done)
         if plan is not None:
             recorder.document("plan", json.loads(plan.to_json()), step=self.done)
-        if isinstance(telemetry, str):
-            self._source = telemetry_of(model, histograms_every=100)
         if self._source is not None:
-            self._source.done = self.done
-            recorder.tensors(self._source.rows)
-        rows = () if self._source is None else self._source.rows
-        self._alarms = MonitorAlarms(guard or GuardConfig(), rows, recorder.guard_event)
+            recorder.tensors(rows)
+        self._alarms = MonitorAlarms(guard, rows, recorder.guard_event)
 
     def step(self, step: int | None = None, /, **scalars: float | Tensor) -> None:
         """Record a step with its scalars: numbers, or tensors of one element on any device.
@@ -165,10 +182,11 @@ class Monitor:
         number = self.done + 1 if step is None else step
         if number <= self.done:
             raise ConfigError(f"monitor.step({number}): step {self.done} is already recorded; steps must increase.")
+        measured = AsyncScalars(number, scalars) if self._recorder is not None else None
         self.done = number
-        if self._recorder is None:
+        if self._recorder is None or measured is None:
             return
-        self._pending.append(AsyncScalars(number, scalars))
+        self._pending.append(measured)
         while self._pending and self._pending[0].has_arrived():
             self._write(self._recorder, self._pending.popleft())
         self._write_tensors(self._recorder)
@@ -191,18 +209,24 @@ class Monitor:
 
     def close(self, error: BaseException | None = None) -> None:
         """Write pending data and the outcome of the run. Idempotent."""
-        recorder = self._recorder
-        if recorder is None:
-            return
-        while self._pending:
-            self._write(recorder, self._pending.popleft())
-        if self._source is not None:
-            self._source.wait()
-            self._write_tensors(recorder)
-            self._source.detach()
-        self._alarms.close()
-        self._recorder = None
-        recorder.close(*outcome_of(error))
+        recorder, self._recorder = self._recorder, None
+        try:
+            if self._source is not None:
+                self._source.wait()
+            if recorder is not None:
+                while self._pending:
+                    self._write(recorder, self._pending.popleft())
+                self._write_tensors(recorder)
+                self._alarms.close()
+        except BaseException as failure:  # of the device, or of another rank
+            error = error or failure
+            raise
+        finally:
+            if self._source is not None:
+                self._source.detach()
+            self._source = None
+            if recorder is not None:
+                recorder.close(*outcome_of(error))
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(

@@ -125,6 +125,21 @@ TRACKERS: dict[str, Callable[[str, Mapping[str, Any]], Tracker]] = {
 """Functions that open a run, from its name and configuration. To add a tracker, add a line."""
 
 
+def parsed(tracker: str) -> tuple[str, int]:
+    """Return the key in `TRACKERS` and the steps between statistics of tensors, 0 for none, of `KEY` or `KEY:N`.
+
+    Raises:
+        ConfigError: an unknown tracker, or a number of steps that is not positive.
+    """
+    kind, colon, every = tracker.partition(":")
+    if colon and not (every.isdigit() and int(every)):
+        raise ConfigError(f"tracker '{tracker}': after the colon is a positive number of steps.")
+    if kind not in TRACKERS:
+        near = did_you_mean(kind, TRACKERS)
+        raise ConfigError(f"unknown tracker '{kind}'.{near} Known: {', '.join(TRACKERS)}.")
+    return kind, int(every or 0)
+
+
 class TrackerThread:
     """A tracker in its own thread, so that a hanging or failing one neither slows nor stops the run.
 
@@ -137,15 +152,8 @@ class TrackerThread:
     """
 
     def __init__(self, kind: str, name: str, config: Mapping[str, Any], *, on_failure: Callable[[str], None]) -> None:
-        kind, colon, every = kind.partition(":")
-        if colon and not (every.isdigit() and int(every)):
-            raise ConfigError(f"tracker '{kind}:{every}': after the colon is a positive number of steps.")
-        self._every = int(every or 0)
+        self.kind, self._every = parsed(kind)
         self._due = 0
-        if kind not in TRACKERS:
-            near = did_you_mean(kind, TRACKERS)
-            raise ConfigError(f"unknown tracker '{kind}'.{near} Known: {', '.join(TRACKERS)}.")
-        self.kind = kind
         self._on_failure = on_failure
         self._tracker: Tracker | None = None
         self._thread = Background(f"tracker {kind}", capacity=64, on_error=self._give_up)

@@ -17,7 +17,7 @@ from octavo.nn.linear import Linear, is_adopted
 from octavo.nn.mlp import mlp
 from octavo.nn.modules import has_hooks
 from octavo.nn.recognised import Recognised
-from octavo.nn.shared import settings_of
+from octavo.nn.shared import brings_weight, settings_of
 from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.recipes import Precision, Recipe
 
@@ -94,7 +94,8 @@ L = TypeVar("L", bound=nn.Module)
 def fusion_groups(model: nn.Module, layers: Iterable[L]) -> list[list[L]]:
     """Return layers grouped by what is computed as one: gate and up of MLPs, layers with one input, others alone.
 
-    Groups with a member that is not among `layers` are ignored.
+    Groups with a member that is not among `layers` are ignored. Layers that bring their weight (`brings_weight`) are in
+    no group.
     """
     layers = list(layers)
     known = {id(layer) for layer in layers}
@@ -103,12 +104,12 @@ def fusion_groups(model: nn.Module, layers: Iterable[L]) -> list[list[L]]:
         if isinstance(module, FusedMLP):
             together.append([module.get_submodule(name) for name in module.mlp_roles.inner])
     shared = [getattr(layer, "shared", None) for layer in layers]
-    together += [list(group.layers) for group in shared if group is not None]
+    together += [[m for m in group.layers if not brings_weight(m)] for group in shared if group is not None]
     together += [[layer] for layer in layers]
     groups, placed = [], set[int]()
     for group in together:
         members = {id(layer) for layer in group}
-        if members <= known and not members & placed:
+        if group and members <= known and not members & placed:
             groups.append(group)
             placed |= members
     return groups

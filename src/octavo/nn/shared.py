@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._util.compiler import traced_version
@@ -93,9 +93,7 @@ class SharedInput:
         """Return whether a layer is computed together with another one of its group."""
         if getattr(layer, "shared", None) is not self:  # reverted or converted by itself since
             return False
-        # The first two are DeepSpeed's ZeRO-3 and the offloading of accelerate, the last a weight that is computed.
-        brings_weight = layer._forward_pre_hooks or "forward" in vars(layer) or "parametrizations" in layer._modules
-        return layer.enabled and layer.recipe is other.recipe and not brings_weight
+        return layer.enabled and layer.recipe is other.recipe and not brings_weight(layer)
 
     def _outputs_on(self, x: Tensor) -> dict[int, tuple[Tensor, tuple[Any, ...]]]:
         waiting = getattr(x, _NAME, None)
@@ -108,6 +106,12 @@ class SharedInput:
 
     def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
         return linears(x, [layer.matrix for layer in layers], [layer.bias for layer in layers], *settings_of(layers, x))
+
+
+def brings_weight(layer: nn.Module) -> bool:
+    """Return whether the weight of a layer may exist in its own call only, so that it is computed alone."""
+    # The first two are DeepSpeed's ZeRO-3 and the offloading of accelerate, the last a weight that is computed.
+    return bool(layer._forward_pre_hooks) or "forward" in vars(layer) or "parametrizations" in layer._modules
 
 
 def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantized | None, WeightCodes | None]:

@@ -13,6 +13,7 @@ for the device: a copy to pinned memory is queued beside training, and read when
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections import deque
@@ -70,8 +71,6 @@ class Telemetry:
     """Meaning of the rows of a snapshot; those of layers that did not run in a step are NaN there."""
     not_watched: dict[str, str]
     """FP8 layers that are not measured, and why."""
-    done: int
-    """Number of optimizer steps made. Set it when a run is resumed."""
     sampled: NDArray[np.float32]
     """Number of sampled elements per row of the last snapshot. A share p of n has a standard error of about sqrt(p (1 -
     p) / n), more if rows differ."""
@@ -91,18 +90,18 @@ class Telemetry:
         if every < 1 or histograms_every < 0:
             given = f"every={every}, histograms_every={histograms_every}"
             raise ConfigError(f"Telemetry({given}): every must be a positive number of steps, the other not negative.")
-        self.every, self.histograms_every, self.done = every, histograms_every, 0
+        self.every, self.histograms_every, self._done = every, histograms_every, 0
         layers, self.not_watched = find(model)
         device = _device(model, layers)
-        self._layers = list(layers.values())
+        self._model, self._layers = model, list(layers.values())
         places = self._lay_out(model, layers, device)
         coded = {row for row in places if row.role == "input" and getattr(layers[row.layer], "reads_codes", False)}
-        own = RankRows(places, len(self._buffer), coded, self.not_watched)
+        own = RankRows({row: number for number, row in enumerate(places)}, len(places), coded, self.not_watched)
         self._merger = None if group is None else RankMerger(own, group, order, device)
-        self.rows, self._places = tuple(places), np.fromiter(places.values(), dtype=np.int64)
+        self.rows = tuple(places)
+        self._places = torch.tensor([*places.values()], dtype=torch.int64, device=device).reshape(-1, 2).t()
         if self._merger is not None:
-            self.rows, self._places = self._merger.rows, np.arange(len(self._merger.rows))
-            coded, self.not_watched = self._merger.coded, self._merger.not_watched
+            self.rows, self.not_watched, coded = self._merger.rows, self._merger.not_watched, self._merger.coded
         self._coded = [number for number, row in enumerate(self.rows) if row in coded]
         self.sampled, self.histograms = np.zeros(0, dtype=np.float32), None
         self._coming: deque[tuple[int, AsyncHostCopy | Gathering]] = deque(maxlen=WAITING)
@@ -112,21 +111,32 @@ class Telemetry:
         self._begin()
         _live.add(self)
 
+    @property
+    def done(self) -> int:
+        """Number of optimizer steps made. Set it when a run is resumed, before its first step."""
+        return self._done
+
+    @done.setter
+    def done(self, steps: int) -> None:
+        self._done = steps
+        self._begin()  # the next step may be one that is measured, or is not
+
     def step(self) -> None:
         """Close a step: send its values, and choose the sample of the next one. An optimizer's step calls it.
 
-        Call it yourself if a CUDA graph contains the optimizer's step, or the optimizer has none of the weights: before
-        the gradients are dropped, which are sampled here.
+        Call it yourself if a CUDA graph contains the optimizer's step, or the optimizer has no parameter of the model:
+        before the gradients are dropped, which are sampled here.
         """
         if self._buffer.is_cuda and torch.cuda.is_current_stream_capturing():
             return
-        self.done += 1
+        self._done += 1
         looks, detailed = self._wants(self.done)
         if looks and self.rows:
             for layer, row in zip(self._layers, self._of_gradients, strict=True):
                 sample_gradient(layer, self._one, row)
             values = self._buffer.data if detailed else self._buffer.data[:, :WIDTH]
             self._coming.append((self.done, self._send(values)))
+        self._was_launched = True
         self._begin()
 
     def snapshot(self) -> Snapshot | None:
@@ -137,7 +147,7 @@ class Telemetry:
         if not self._coming or not self._coming[0][1].has_arrived():
             return None
         step, coming = self._coming.popleft()
-        found = coming.result().numpy()[self._places]
+        found = coming.result().numpy().copy()
         self.sampled = found[:, SAMPLED]
         self.histograms = found[:, WIDTH:] if found.shape[1] > WIDTH else None
         values = found[:, : len(STATS)]
@@ -164,7 +174,6 @@ class Telemetry:
         self.wait()
         self._coming.clear()
         self.done = done
-        self._begin()
 
     def detach(self) -> None:
         """Stop measuring. The layers are as before; values that have arrived can still be read."""
@@ -173,8 +182,15 @@ class Telemetry:
         _live.discard(self)
 
     def belongs_to(self, parameters: set[int]) -> bool:
-        """Return whether the first measured weight is among these (by `id`): of several optimizers one counts."""
-        return bool(self._layers) and id(weights_of(self._layers[0])[0]) in parameters
+        """Return whether the optimizer of these parameters (by `id`) counts steps: of several optimizers one does.
+
+        It has the first measured weight that is trained; if all are frozen, as under adapters, the first parameter of
+        the model that is.
+        """
+        weights = (weight for layer in self._layers for weight in weights_of(layer))
+        candidates = itertools.chain(weights, self._model.parameters())
+        first = next((parameter for parameter in candidates if parameter.requires_grad), None)
+        return first is not None and id(first) in parameters
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(
@@ -188,25 +204,34 @@ class Telemetry:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> dict[Row, int]:
-        """Create the buffer, give each group of layers its part, and return the position of each row."""
+    def _lay_out(self, model: nn.Module, layers: dict[str, Layer], device: torch.device) -> dict[Row, tuple[int, int]]:
+        """Create the buffer, give each layer its parts, and return the two positions of each row.
+
+        The first is where its layer writes when its group is computed as one, the second when it is computed alone.
+        """
         names = {id(layer): name for name, layer in layers.items()}
         last = {id(layer): number for number, layer in enumerate(layers.values())}
         groups = fusion_groups(model, layers.values())
-        operands = sum(1 + 2 * len(group) for group in groups)
+        operands = sum(1 + 2 * len(group) + (3 * len(group) if len(group) > 1 else 0) for group in groups)
         width = WIDTH + BINS if self.histograms_every else WIDTH
         with torch.inference_mode(False):  # it is written outside of inference mode too
             self._buffer = torch.full((operands + len(layers), width), torch.nan, device=device, dtype=torch.float32)
             self._one = torch.ones(1, 1, device=device, dtype=torch.float32)
         self._of_gradients = self._buffer.data[operands:]
-        places: list[tuple[Row, int]] = []
+        places: list[tuple[Row, tuple[int, int]]] = []
         top = 0
         for group in groups:
-            slot = StatsSlot(self._buffer[top : top + 1 + 2 * len(group)], len(group))
+            first, top = top, top + 1 + 2 * len(group)
+            together = self._buffer[first:top]
             for number, layer in enumerate(group):
-                layer.stats_slot = slot
-                places += rows_of(names[id(layer)], layer, top, number, len(group), operands + last[id(layer)])
-            top += len(slot.buffer)
+                name, gradient = names[id(layer)], operands + last[id(layer)]
+                rows = rows_of(name, layer, first, number, len(group), gradient)
+                alone, by_itself = together, rows
+                if len(group) > 1:
+                    alone, by_itself = self._buffer[top : top + 3], rows_of(name, layer, top, 0, 1, gradient)
+                    top += 3
+                layer.stats_slot = StatsSlot(together, len(group), alone)
+                places += [(row, (one, other)) for (row, one), (_, other) in zip(rows, by_itself, strict=True)]
         order = {name: number for number, name in enumerate(layers)}
         places.sort(key=lambda place: order[place[0].layer])  # stable: roles stay in their order
         return dict(places)
@@ -224,11 +249,13 @@ class Telemetry:
         values[:, PHASE] = float(_phase(self.done + 1) if looks else -1)
         values[:, DETAILED] = float(detailed)
         mark_idle(values, self._was_launched and not looks)
-        self._was_launched = True
 
     def _send(self, values: Tensor) -> AsyncHostCopy | Gathering:
-        """Start sending a copy of FP32 (tensors, width), with those of all ranks; from a GPU beside training."""
-        sent = values.clone() if self._merger is None else self._merger.padded(values)
+        """Start sending the rows of FP32 (positions, width), with those of all ranks; from a GPU beside training."""
+        together, alone = self._places
+        sent = values[together]
+        sent = torch.where(sent[:, :1].isnan(), values[alone], sent)
+        sent = sent if self._merger is None else self._merger.padded(sent)
         gathering = None if self._merger is None else self._merger.gather(sent)
         if self._stream is None:
             return gathering or AsyncHostCopy(sent)

@@ -50,6 +50,8 @@ class StatsSlot:
     """Statistics of all layers that are computed together, FP32."""
     layers: int
     """Number of these layers."""
+    alone: Tensor
+    """Statistics of this layer when it is computed by itself, FP32 of three rows; the same buffer if it always is."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies and files of a layer are not measured
@@ -72,6 +74,8 @@ def stats_buffer_of(layers: Sequence[SampledLayer]) -> Tensor | None:
         return None
     if not torch.compiler.is_compiling() and is_idle(slot.buffer):
         return None
+    if len(layers) == 1:  # of a group, too: by itself while a hook of its own, or of another layer, must run
+        return slot.alone
     together = all(layer.stats_slot is not None and layer.stats_slot.layers == len(layers) for layer in layers)
     return slot.buffer if together else None
 

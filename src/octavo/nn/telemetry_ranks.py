@@ -25,9 +25,9 @@ class RankRows(NamedTuple):
     """Rows that one rank measures."""
 
     places: dict[Row, int]
-    """Index of each row in its buffer."""
+    """Index of each row in what it sends."""
     height: int
-    """Number of rows of its buffer."""
+    """Number of rows that it sends."""
     coded: set[Row]
     """Rows of inputs that arrive as codes."""
     not_watched: dict[str, str]

@@ -54,6 +54,8 @@ def find(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
             continue
         if not isinstance(module, Layer):
             left[name] = f"{type(module).__name__} is no layer that telemetry knows"
+        elif not weights_of(module):
+            left[name] = "its weight is computed, by a parametrization for example"
         elif not (module.recipe.fprop.is_fp8 or module.recipe.dgrad.is_fp8):
             left[name] = f"recipe '{module.recipe.name}' runs its fprop and its dgrad in BF16"
         elif module.stats_slot is not None:
@@ -88,13 +90,17 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
     return rows
 
 
-def weights_of(layer: Layer) -> list[Tensor]:
-    """Return the parameters that make up the weight of a layer."""
-    return layer.parts if isinstance(layer, ExpertLinear) else [layer.get_parameter("weight")]
+def weights_of(layer: Layer) -> list[nn.Parameter]:
+    """Return the parameters that make up the weight of a layer; none if one of them is computed from others."""
+    owner, names = (layer.owner[0], layer.names) if isinstance(layer, ExpertLinear) else (layer, ("weight",))
+    found = [parameter for name in names if (parameter := owner._parameters.get(name)) is not None]
+    return found if len(found) == len(names) else []
 
 
 def sample_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
     """Write the statistics of a weight's gradient into a row; nothing if there is none, or only codes.
+
+    A weight may be parametrized after telemetry began: its gradient is then that of no parameter.
 
     Of a sharded gradient, this rank's part is sampled.
 
@@ -102,7 +108,10 @@ def sample_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:
         one: FP32 (1, 1), a scale of 1.
         row: FP32 (WIDTH,) or (WIDTH + BINS,).
     """
-    gradient = layer.gradient if isinstance(layer, ExpertLinear) else layer.get_parameter("weight").grad
+    weights = weights_of(layer)
+    if not weights:
+        return
+    gradient = layer.gradient if isinstance(layer, ExpertLinear) else weights[0].grad
     gradient = None if gradient is None else local(gradient)
     if gradient is None or isinstance(gradient, FP8Tensor) or not gradient.numel():
         return

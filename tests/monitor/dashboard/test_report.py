@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import StoreError
-from octavo.monitor.dashboard.report import report
+from octavo.monitor.dashboard.report import _request_key, report
 
 pytest.importorskip("plotly")
 
@@ -34,6 +34,11 @@ def test_it_holds_every_answer(folder: Path, tmp_path: Path) -> None:
     assert "heatmap?run=first&stat=amax&role=input&pool=max" in held
     assert held["run?run=first"]["json"]["verdict"]["level"] == "healthy"
     assert len([key for key in held if key.startswith("histograms?")]) == 21
+
+
+def test_answers_are_found_by_the_addresses_of_the_page() -> None:
+    found = _request_key("run", {"run": ["r~1 *-._é/!'()&"], "points": ["9"]})
+    assert found == "run?run=r%7E1+*-._%C3%A9%2F%21%27%28%29%26"  # String(new URLSearchParams(...))
 
 
 def test_it_asks_nobody_for_anything(folder: Path, tmp_path: Path) -> None:

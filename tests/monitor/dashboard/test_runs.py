@@ -69,6 +69,16 @@ def test_a_run_that_was_started_over_is_read_anew(tmp_path: Path) -> None:
     known.close()
 
 
+def test_a_run_that_was_deleted_is_closed(tmp_path: Path) -> None:
+    synthetic_run(tmp_path / "gone", layers=7, steps=8)
+    known = runs_below(tmp_path)
+    reader = known.open("gone")
+    shutil.rmtree(tmp_path / "gone")
+    assert known.names() == []
+    with pytest.raises(StoreError, match="closed"):
+        reader.keys()
+
+
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no such folder"):
         runs_below(tmp_path / "nowhere")

@@ -111,6 +111,9 @@ def _answer(known: RunCollection, name: str, values: Mapping[str, Sequence[str]]
 
 
 def _request_key(name: str, values: Mapping[str, Sequence[str]]) -> str:
-    """Return the page's key of an answer, independent of the number of points."""
+    """Return the page's key of an answer, independent of the number of points.
+
+    As the page's URLSearchParams writes it, which escapes '~' and not '*'.
+    """
     kept = {key: value for key, value in values.items() if key not in ("points", "buckets")}
-    return f"{name}?{urlencode(kept, doseq=True)}"
+    return f"{name}?{urlencode(kept, doseq=True, safe='*')}".replace("~", "%7E")

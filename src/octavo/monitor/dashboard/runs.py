@@ -67,6 +67,8 @@ class RunCollection:
     def _scan(self) -> dict[str, Path]:
         if time.monotonic() - self._scanned >= RESCAN_SECONDS:
             self._found, self._scanned = self._find(), time.monotonic()
+            for name in self._readers.keys() - self._found.keys():  # a deleted file takes room while it is open
+                self._readers.pop(name)[1].close()
         return self._found
 
 
