@@ -12,6 +12,8 @@ from torch import nn
 import octavo
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, build
+from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.nn.fp8_weights import values
 from octavo.nn.linear import TransposedLinear
 from octavo.nn.lora import LoRA, add_lora, merge_lora
 from octavo.recipes import load
@@ -169,3 +171,27 @@ def test_the_update_of_an_output_head_is_trained_with_the_loss(weights: str | No
     assert update.B.grad.abs().sum() > 0  # type: ignore[union-attr]
     nn.init.normal_(update.B, std=0.5)  # type: ignore[arg-type]
     assert not torch.isclose(model(TOKENS, TOKENS), before, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("weights", [None, "unchanged", "fp8"])
+def test_a_loss_that_reads_a_weight_with_an_update_is_refused(weights: str | None) -> None:
+    """It would be computed, and trained, without the update."""
+    head, x, targets = nn.Linear(64, 80, bias=False), torch.randn(6, 64), torch.arange(6)
+    model = nn.Sequential(head)
+    add_lora(model, 4, 8.0)
+    if weights is not None:
+        octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0, weights=weights, keep_defaults=False))
+    with pytest.raises(ConfigError, match=r"only a call of the layer adds.*merge_lora"):
+        linear_cross_entropy(x, head.weight, targets)
+    nn.init.normal_(model.get_parameter("0.lora.B"))
+    merge_lora(model)
+    expected = nn.functional.cross_entropy(x @ values(head.weight, torch.float32).t(), targets)
+    torch.testing.assert_close(linear_cross_entropy(x, head.weight, targets), expected)
+
+
+def test_compiled_code_refuses_such_a_loss_too() -> None:
+    head = nn.Linear(64, 80, bias=False)
+    add_lora(nn.Sequential(head), 4, 8.0)
+    loss = torch.compile(lambda x, t: linear_cross_entropy(x, head.weight, t), backend="eager")
+    with pytest.raises(ConfigError, match="only a call of the layer adds"):
+        loss(torch.randn(6, 64), torch.arange(6))

@@ -1,8 +1,9 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): low-rank updates of frozen linear layers, whose weights may be FP8 codes.
 
 A layer keeps its class and name: the update is its child `lora`, added to the output by a hook. So plans, fused groups,
-exports and FP8 weights work unchanged. PEFT wraps layers instead, which renames their parameters, and merges by adding
-to `weight.data`, which FP8 codes cannot: the sum must be quantised, once.
+exports and FP8 weights work unchanged. Code that reads the weight, and does not call the layer, computes without the
+update. PEFT wraps layers instead, which renames their parameters, and merges by adding to `weight.data`, which FP8
+codes cannot: the sum must be quantised, once.
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ class LoRA(nn.Module):
         return self.scale * (self.B @ self.A)
 
 
+_MARK = "_octavo_has_update"
+"""Attribute of a weight with an update. Copies of the weight do not have it."""
+
+
+def has_update(weight: Tensor) -> bool:
+    """Return whether a weight is that of a layer with an update, which only a call of the layer adds."""
+    return getattr(weight, _MARK, False)
+
+
 def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed: int = 0) -> list[str]:
     """Freeze a model and give its linear layers trainable updates; return the names of these layers.
 
@@ -69,6 +79,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed:
     model.requires_grad_(False)
     for layer in found.values():
         layer.lora = LoRA(layer, rank, alpha, generator)
+        setattr(layer.weight, _MARK, True)
         layer.register_forward_hook(_add)
     return list(found)
 
@@ -110,6 +121,7 @@ def merge_lora(model: nn.Module) -> int:
         for key in [key for key, hook in hooks.items() if hook is _add]:
             del hooks[key]
         del layer.lora
+        vars(weight).pop(_MARK, None)
     return len(layers)
 
 
