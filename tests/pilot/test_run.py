@@ -23,6 +23,19 @@ def test_flops_are_those_of_the_layers(python_file):
     assert rows == 32 and outside == 0 and total == 2 * (3 * layers - 32 * 64 * 128)  # no dgrad of the first layer
 
 
+def test_layers_that_store_their_weight_transposed_are_linear_layers(python_file):
+    """`Conv1D` of transformers, as in GPT-2."""
+    pytest.importorskip("transformers")
+    linear = load_workload(python_file)
+    text = python_file.read_text().replace("nn.Linear(64, 128)", "Conv1D(128, 64)")
+    python_file.write_text(f"from transformers.pytorch_utils import Conv1D\n{text}")
+    workload = load_workload(python_file)
+    assert count_flops(workload) == count_flops(linear)
+    how = Conditions(workload=workload, device=CPU, steps=2, flops=Flops(1e9, 0.0, 32))
+    found, plan = measure("rowwise", workload.build(), how)
+    assert not found.failed and plan.fp8_layers == 1 and 0.01 < found.layer_errors["0"] < 0.06
+
+
 def test_bf16_and_a_recipe_see_the_same_batches(python_file):
     workload = load_workload(python_file)
     how = Conditions(workload=workload, device=CPU, steps=6, lr=1e-2, flops=Flops(1e9, 0.0, 32))

@@ -184,7 +184,7 @@ def serving(rows: list[dict[str, Any]]) -> Finding:
 
 
 def _code_row(name: str, group: list[Linear]) -> dict[str, Any] | None:
-    weights, target = [local(layer.weight) for layer in group], spec_of(group[0].recipe.fprop.weight)
+    weights, target = [local(layer.matrix) for layer in group], spec_of(group[0].recipe.fprop.weight)
     is_mixed = has_fp8_weight(weights) and not all(isinstance(weight, FP8Tensor) for weight in weights)
     if target.rounding != "nearest" or is_mixed:
         return None

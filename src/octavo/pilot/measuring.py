@@ -24,6 +24,7 @@ from octavo.errors import UnsupportedError
 from octavo.monitor.system import SystemProbe
 from octavo.nn import Linear, reuse_weight_codes
 from octavo.nn.fp8_weights import values
+from octavo.nn.linear import is_transposed
 from octavo.nn.modules import hooked
 from octavo.train.profile import profile
 from octavo.train.timing import Stopwatch, milliseconds, synchronize, warm_up
@@ -235,7 +236,7 @@ def _errors(model: nn.Module, workload: Workload, found: Measurement) -> None:
     found.gradient_cosines = {str(row["layer"]): float(row["cosine"]) for row in rows}
 
     def compare(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        weight, bias = values(layer.get_parameter("weight"), torch.float32), cast(Tensor | None, layer.bias)
+        weight, bias = values(cast(Linear, layer).matrix, torch.float32), cast(Tensor | None, layer.bias)
         exact = nn.functional.linear(inputs[0].float(), weight, None if bias is None else bias.float())
         found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))
 
@@ -255,12 +256,13 @@ def count_flops(workload: Workload) -> Flops | None:
     def note(layer: nn.Module, inputs: object, y: Tensor) -> None:
         nonlocal inside
         rows.append(y.numel() // y.shape[-1])
-        inside += 2.0 * y.numel() * layer.get_parameter("weight").shape[1] * (3 if y.requires_grad else 1)
+        features = layer.get_parameter("weight").numel() // y.shape[-1]
+        inside += 2.0 * y.numel() * features * (3 if y.requires_grad else 1)
 
     try:
         with torch.device("meta"):
             model = workload.build()
-        linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+        linears = (module for module in model.modules() if isinstance(module, nn.Linear) or is_transposed(module))
         with hooked(layer.register_forward_hook(note) for layer in linears), FlopCounterMode(display=False) as counter:
             workload.loss(model, to_device(next(workload.batches()), torch.device("meta"))).backward()
     except (RuntimeError, NotImplementedError):  # a model that reads values
