@@ -111,6 +111,28 @@ def test_times_of_a_cpu_do_not_stand_in_for_those_of_a_gpu_where_flops_are_unkno
     assert "FLOPs are not known, nor time and memory on the GPU" in to_text(pilot)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_model_may_read_values_while_it_is_built(python_file, steps):
+    """Rates of stochastic depth are often made so. Without values, the FLOPs are counted all the same."""
+    reads_values = "    rates = [x.item() for x in torch.linspace(0, 0.1, 3)]\n    return nn.Sequential"
+    python_file.write_text(python_file.read_text().replace("    return nn.Sequential", reads_values))
+    pilot = run_pilot(load_workload(python_file), Settings(recipes=("folded",), steps=steps, device="cpu"))
+    assert not any(found.failed for found in pilot.measured.values())
+    assert pilot.elsewhere == 0 and len(pilot.plans["folded"].layers) == 2
+
+
+def test_a_model_may_read_values_through_numpy(python_file):
+    reads_values = "    batch[0].numpy()\n    return nn.functional"
+    python_file.write_text(python_file.read_text().replace("    return nn.functional", reads_values))
+    assert count_flops(load_workload(python_file)) is None
+
+
+def test_a_model_without_a_loss_is_refused_before_it_trains(python_file):
+    python_file.write_text(python_file.read_text().replace("def loss", "def other").replace("yield x, ", "yield x, #"))
+    with pytest.raises(ConfigError, match=r"a function loss\(model, batch\)"):
+        count_flops(load_workload(python_file))
+
+
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [

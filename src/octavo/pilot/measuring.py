@@ -20,7 +20,7 @@ from octavo.conversion import Plan, convert
 from octavo.doctor.accuracy import drift
 from octavo.doctor.check import run_check
 from octavo.doctor.subjects import trial_of
-from octavo.errors import UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.monitor.system import SystemProbe
 from octavo.nn import Linear, reuse_weight_codes
 from octavo.nn.fp8_weights import values
@@ -28,7 +28,7 @@ from octavo.nn.linear import is_transposed
 from octavo.nn.modules import hooked
 from octavo.train.profile import profile
 from octavo.train.timing import Stopwatch, milliseconds, synchronize, warm_up
-from octavo.train.workload import Workload, first_sample, to_device
+from octavo.train.workload import NO_VALUES, Workload, build_without_values, first_sample, to_device
 
 PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Autocast dtype of the precisions that are no recipe; a recipe computes the rest in BF16."""
@@ -260,12 +260,13 @@ def count_flops(workload: Workload) -> Flops | None:
         inside += 2.0 * y.numel() * features * (3 if y.requires_grad else 1)
 
     try:
-        with torch.device("meta"):
-            model = workload.build()
+        model = build_without_values(workload).to("meta")
         linears = (module for module in model.modules() if isinstance(module, nn.Linear) or is_transposed(module))
         with hooked(layer.register_forward_hook(note) for layer in linears), FlopCounterMode(display=False) as counter:
             workload.loss(model, to_device(next(workload.batches()), torch.device("meta"))).backward()
-    except (RuntimeError, NotImplementedError):  # a model that reads values
+    except ConfigError:  # a ValueError too
+        raise
+    except NO_VALUES:
         return None
     total = float(counter.get_total_flops())
     return Flops(total, max(total - inside, 0.0), statistics.mode(rows) if rows else workload.tokens)

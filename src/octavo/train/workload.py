@@ -83,6 +83,19 @@ def load_workload(model: Path, shape: Shape | None = None) -> Workload:
     return _of_run(assemble(load_file(file)), file.stem)
 
 
+def build_without_values(workload: Workload) -> nn.Module:
+    """Return the model of a workload, on the meta device unless its code reads values of tensors."""
+    try:
+        with torch.device("meta"):
+            return workload.build()
+    except NO_VALUES:
+        return workload.build()
+
+
+NO_VALUES = (RuntimeError, NotImplementedError, TypeError, ValueError)
+"""Errors of code that reads values of a tensor on the meta device, by `item`, `if` or NumPy."""
+
+
 def is_run_file(file: Path) -> bool:
     """Return True for a run file, False for a Python file or a Hugging Face config."""
     return file.suffix != ".py" and (file.suffix != ".json" or "model_type" not in read_file(file))
