@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 import torch
 
 from octavo.errors import ConfigError, DataError
-from octavo.train.workload import Shape, call_model, first_sample, load_workload
+from octavo.train.workload import Shape, call_model, first_sample, load_workload, to_device
 
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64,
@@ -47,6 +48,21 @@ def test_a_python_file_without_a_function_is_refused(python_file, missing):
     python_file.write_text(python_file.read_text().replace(f"def {missing}", "def other"))
     with pytest.raises(ConfigError, match=rf"has no function {missing}\(\)"):
         load_workload(python_file)
+
+
+def test_batches_may_be_named_tuples(python_file):
+    text = python_file.read_text().replace("yield x, ", "yield Batch(x, y=").replace("dim=1)", "dim=1))")
+    python_file.write_text(f"from collections import namedtuple\nBatch = namedtuple('Batch', 'x y')\n{text}")
+    batch = to_device(next(load_workload(python_file).batches()), torch.device("cpu"))
+    assert batch.x.shape == (32, 64) and batch.y.shape == (32,) and first_sample(batch).y.shape == (1,)
+
+
+def test_a_python_file_may_define_dataclasses_with_postponed_annotations(python_file):
+    """They look up their module by its name."""
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    python_file.write_text(f"{text}@dataclass\nclass Config:\n    dim: int = 64\n{python_file.read_text()}")
+    assert load_workload(python_file).build()[0].in_features == 64
+    assert "mine" not in sys.modules, "no module of that name is replaced"
 
 
 def test_a_hugging_face_config(tmp_path):

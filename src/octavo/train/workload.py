@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -134,14 +135,16 @@ def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Mapping):
         return {key: _mapped(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(_mapped(value, change) for value in batch)
+        make = getattr(type(batch), "_make", type(batch))  # a named tuple takes its fields one by one
+        return make(_mapped(value, change) for value in batch)
     return change(batch) if isinstance(batch, Tensor) else batch
 
 
 def _of_python(file: Path) -> Workload:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(f"octavo_workload_{file.stem}", file)
     assert spec is not None and spec.loader is not None  # of every file that ends in .py
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # where dataclasses look up names of types
     spec.loader.exec_module(module)
     for wanted in ("build", "batches"):
         if not callable(getattr(module, wanted, None)):
