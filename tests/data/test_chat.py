@@ -171,6 +171,8 @@ def test_documents_leak_neither_loss_nor_attention(tmp_path: Path) -> None:
     [
         ([{"text": "x"}], "needs a list 'messages'"),
         ([{"messages": [{"role": "user"}]}], "message 0 needs the texts"),
+        ([{"messages": turns("a", "b \ud800")}], r"chat\.jsonl:1: the text contains a lone surrogate"),
+        ([{"messages": turns("a", "b"), "tools": ["\ud800"]}], r"chat\.jsonl:1: the text contains a lone surrogate"),
         ([{"messages": turns("a", "b")}], "two different conversations"),
         ([{"messages": turns("a" * 90, "b")}, {"messages": turns("a" * 91, "b")}], "two different conversations"),
     ],

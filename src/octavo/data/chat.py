@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from octavo._util.config_reader import blaming, parse, read_file, read_text
 from octavo.data.corpus import Corpus
+from octavo.data.documents import check_characters
 from octavo.data.encode import SideTotals, SplitTotals, digest, threshold
 from octavo.data.loader import FIRST, IDS, NO_TARGET
 from octavo.data.tokenizer import Tokenizer
@@ -281,6 +282,7 @@ def _lines(corpus: Corpus) -> Iterator[tuple[str, dict[str, Any], int]]:
             if line.strip():
                 where = f"{file.path}:{number}"
                 found = _checked(parse(line, where, DataError), where)
+                check_characters(json.dumps(found, ensure_ascii=False), where)  # also those of tools
                 yield where, found, sum(len(message["content"].encode()) for message in found["messages"])
 
 

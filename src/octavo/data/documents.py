@@ -66,13 +66,22 @@ def _line_text(line: bytes, where: str) -> str:
     if not isinstance(text, str):
         keys = f"its fields are {', '.join(map(str, value))}" if isinstance(value, dict) and value else "it has none"
         raise DataError(f"{where}: each line needs a string field 'text'; {keys}.")
+    check_characters(text, where)
+    return text
+
+
+def check_characters(text: str, where: str) -> None:
+    r"""Check that a text can be encoded, which an escape of JSON such as `\ud800` prevents.
+
+    Raises:
+        DataError: it contains a lone surrogate.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: the text contains a lone surrogate, which is not a character ({error.reason})."
         ) from error
-    return text
 
 
 def _parquet(file: TextFile) -> Iterator[Document]:
