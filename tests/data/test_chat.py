@@ -75,6 +75,22 @@ def test_an_expression_of_a_template_that_fails_is_no_bare_error() -> None:
             ChatFormat(sequence=64, template=expression).spans(turns("a", "b"))
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "a < b & it's é"}}]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", json.dumps(TOOLS, ensure_ascii=False)),
+        ("(indent=4, ensure_ascii=True)", json.dumps(TOOLS, indent=4)),
+        ("(separators=(',', ':'))", json.dumps(TOOLS, ensure_ascii=False, separators=(",", ":"))),
+    ],
+)
+def test_tools_are_written_as_hugging_face_writes_them(options: str, expected: str) -> None:
+    chat = ChatFormat(sequence=64, template=f"{{{{ tools | tojson{options} }}}}")
+    assert chat.text(turns("a"), TOOLS) == expected
+
+
 def test_templates_that_cannot_be_trained_on_are_refused() -> None:
     counting = ChatFormat(sequence=64, template="{{ messages | length }}{{ messages[-1].content }}")
     with pytest.raises(DataError, match="changes the messages before answer 1"):

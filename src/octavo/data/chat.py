@@ -34,6 +34,8 @@ TEMPLATE = (
 """Template of tokenizers that have none."""
 TASKS = "tasks.json"
 """File with the task of each held-out conversation, in the order of the rows."""
+_RENDERING = 2
+"""Increases whenever a template would give other texts."""
 _OPEN_ROWS = 256
 _WITHOUT_THOUGHTS = re.compile(r"\s*(?:<think>\s*</think>\s*)?")
 """What a template may leave of the thoughts of an earlier answer."""
@@ -77,7 +79,7 @@ class ChatFormat:
     @property
     def fingerprint(self) -> str:
         """A text that differs between formats that could give different rows."""
-        decisive = json.dumps([self.template, dict(self.tokens)], sort_keys=True)
+        decisive = json.dumps([_RENDERING, self.template, dict(self.tokens)], sort_keys=True)
         return f"{self.sequence} {hashlib.sha256(decisive.encode()).hexdigest()}"
 
     def spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[tuple[str, bool]]:
@@ -121,6 +123,7 @@ class ChatFormat:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        environment.filters["tojson"] = _to_json
         values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt, **self.tokens}
         try:
             template = environment.from_string(self.template, {"raise_exception": refuse})
@@ -144,6 +147,17 @@ class ChatFormat:
             found = np.append(found, end if not parts[-1].size else end | NO_TARGET)
         found[0] |= FIRST | NO_TARGET
         return found[: self.sequence]
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as templates of Hugging Face expect it: Jinja's own filter sorts keys and escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _chosen(template: Any) -> str:
