@@ -59,7 +59,7 @@ def _jsonl(file: TextFile) -> Iterator[Document]:
 
 def _line_text(line: bytes, where: str) -> str:
     try:
-        value = parse(line.decode("utf-8"), where, DataError)
+        value = parse(line.decode("utf-8-sig"), where, DataError)  # the first line may begin with a byte-order mark
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line).") from error
     text = value.get("text") if isinstance(value, dict) else None
