@@ -152,7 +152,10 @@ def test_a_nan_that_cannot_be_converted_is_named(mine: Path) -> None:
     [
         ({"target": Path("gone.py")}, "no such file"),
         ({"only": ["triton"]}, "Did you mean 'triton kernels'"),
-        ({"only": ["drift"]}, "name a run file"),
+        ({"only": ["drift"]}, "'drift' is a check of a model: name a run file"),
+        ({"only": ["disk"], "preset": "tiny"}, "'disk' is a check of a machine: leave out"),
+        ({"only": ["nan", "disk"], "preset": "tiny"}, "'disk' is a check of a machine: leave out"),
+        ({"only": ["events"], "preset": "tiny"}, "'events' is a check of a run: name the directory"),
         ({"recipe": "block"}, "need a model"),
         ({"trace": Path("traces")}, "need a model"),
         ({"device": "tpu"}, "run.device"),
