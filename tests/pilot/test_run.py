@@ -69,6 +69,14 @@ def test_a_precision_that_fails_says_so(python_file):
     assert found.failed.startswith("RuntimeError: ") and found.losses == []
 
 
+def test_numbers_that_are_not_known_are_null_in_json(python_file):
+    """The error of a single gap is not known; a loss may be NaN."""
+    pilot = run_pilot(load_workload(python_file), Settings(recipes=("folded",), steps=2, device="cpu"))
+    pilot.measured["folded"].losses[0] = float("nan")
+    found = json.loads(json.dumps(to_dict(pilot), allow_nan=False))["measured"][2]
+    assert found["loss_gap_percent"][1] is None and found["losses"][0] is None and found["losses"][1] > 0
+
+
 def test_the_report_on_a_cpu_predicts_for_a_gpu(python_file, tmp_path):
     pilot = run_pilot(load_workload(python_file), Settings(recipes=("folded",), steps=4, device="cpu", gpu="h100"))
     text, data = to_text(pilot), json.loads(json.dumps(to_dict(pilot)))

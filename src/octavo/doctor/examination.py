@@ -20,6 +20,7 @@ from octavo.doctor.software import relevant
 from octavo.doctor.subjects import Machine
 from octavo.errors import ConfigError, OctavoError, did_you_mean
 from octavo.monitor.store import FILE, RunReader
+from octavo.monitor.store.writer import plain
 from octavo.monitor.system import versions
 from octavo.train import device as devices
 from octavo.train.config import assemble, load_file, load_preset
@@ -97,9 +98,10 @@ class Examination:
         return Counter(result.finding.verdict for _, result in self.results)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
+        """Return everything as data of strict JSON, None for NaN and infinities."""
         checks = [{"of": kind, **result.to_dict()} for kind, result in self.results]
-        return {"passed": self.passed, **system_info(), "checks": checks}
+        found: dict[str, Any] = plain({"passed": self.passed, **system_info(), "checks": checks})
+        return found
 
     def _checks(self, kind: Kind) -> list[Check[Any]]:
         return [check for check in CHECKS[kind] if not self.only or check.name in self.only]
