@@ -9,7 +9,8 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kernels.devices import H200
-from octavo.pilot import Settings, load_workload, run_pilot
+from octavo.monitor.system import SystemProbe
+from octavo.pilot import Settings, load_workload, measuring, run_pilot
 from octavo.pilot.measuring import Conditions, Flops, count_flops, measure
 from octavo.pilot.predicting import plan_for, products_ms
 from octavo.pilot.report import to_dict, to_html, to_text
@@ -52,6 +53,22 @@ def test_bf16_and_a_recipe_see_the_same_batches(python_file):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert base.phases.keys() == {"data", "forward", "backward", "optimizer"}
     assert base.step_ms == pytest.approx(sum(base.phases.values())) and base.tflops == pytest.approx(1 / base.step_ms)
+
+
+def test_the_energy_of_steps_before_those_that_are_timed_does_not_count(python_file, monkeypatch):
+    """The host may be several steps ahead of a GPU: the counter of energy is read when it has done them."""
+    order: list[str] = []
+
+    class Probe(SystemProbe):
+        def __init__(self, gpu: int | None) -> None:
+            order.append("counter")
+            super().__init__(gpu)
+
+    monkeypatch.setattr(measuring, "SystemProbe", Probe)
+    monkeypatch.setattr(measuring, "synchronize", lambda device: order.append("done"))
+    workload = load_workload(python_file)
+    measure("bf16", workload.build(), Conditions(workload=workload, device=CPU, steps=5))
+    assert order == ["done", "counter"]
 
 
 def test_dropout_is_the_same_in_every_precision(python_file):

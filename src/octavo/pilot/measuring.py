@@ -188,8 +188,8 @@ def _train(run: _Training, how: Conditions, found: Measurement) -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()
         found.resident_gib = torch.cuda.memory_allocated() / 2**30
+    synchronize(how.device.type)  # energy counts from here: the host may be several steps ahead
     probe = SystemProbe(torch.cuda.current_device() if is_gpu else None)
-    synchronize(how.device.type)
     watch = Stopwatch(how.device)
     with kernels.record() as ledger:
         losses += [run.step(watch.mark) for _ in range(timed)]
