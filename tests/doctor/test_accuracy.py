@@ -101,6 +101,13 @@ def test_an_honest_layer_drifts_little(attempt: Try) -> None:
     assert [row["layer"] for row in finding.rows] == ["first", "second", "third"]
 
 
+def test_a_model_of_one_layer_has_a_cosine_too() -> None:
+    model, x = nn.Linear(64, 64), torch.randn(16, 64)
+    octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0.0))
+    finding = run_check(accuracy.drift, Trial(model, lambda: model(x).square().mean(), lambda: None)).finding
+    assert [row["layer"] for row in finding.rows] == [""] and 0.98 < finding.numbers["cosine"] < 1, finding
+
+
 def test_a_scale_that_is_too_small_drifts(attempt: Try) -> None:
     """A layer whose codes are a quarter of its weights."""
     trial = attempt()
