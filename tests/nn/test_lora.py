@@ -120,6 +120,16 @@ def test_a_pattern_without_layers_is_refused() -> None:
         add_lora(build(SHAPE, 0), 4, 8.0, "nothing")
 
 
+def test_a_layer_may_be_given_its_input_by_name() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16)
+    add_lora(model, 2, 4.0)
+    nn.init.normal_(model.get_parameter("0.lora.B"))
+    expected = model(x)
+    assert torch.equal(model[0](input=x), expected)
+    merge_lora(model)
+    torch.testing.assert_close(model[0](input=x), expected)
+
+
 def test_a_second_call_is_refused_and_changes_nothing() -> None:
     """Its updates would replace the first, and the hooks of both would add them, twice."""
     model = adapted(None)

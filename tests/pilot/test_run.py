@@ -37,6 +37,14 @@ def test_layers_that_store_their_weight_transposed_are_linear_layers(python_file
     assert not found.failed and plan.fp8_layers == 1 and 0.01 < found.layer_errors["0"] < 0.06
 
 
+def test_a_layer_may_be_given_its_input_by_name(python_file):
+    text = python_file.read_text().replace("model(batch[0])", "model[2](input=model[1](model[0](input=batch[0])))")
+    python_file.write_text(text)
+    workload = load_workload(python_file)
+    found, _ = measure("rowwise", workload.build(), Conditions(workload=workload, device=CPU, steps=2))
+    assert not found.failed and 0.01 < found.layer_errors["0"] < 0.06
+
+
 def test_bf16_and_a_recipe_see_the_same_batches(python_file):
     workload = load_workload(python_file)
     how = Conditions(workload=workload, device=CPU, steps=6, lr=1e-2, flops=Flops(1e9, 0.0, 32))

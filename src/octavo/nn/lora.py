@@ -80,7 +80,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed:
     for layer in found.values():
         layer.lora = LoRA(layer, rank, alpha, generator)
         setattr(layer.weight, _MARK, True)
-        layer.register_forward_hook(_add)
+        layer.register_forward_hook(_add, with_kwargs=True)
     return list(found)
 
 
@@ -120,12 +120,14 @@ def merge_lora(model: nn.Module) -> int:
         hooks = layer._forward_hooks
         for key in [key for key, hook in hooks.items() if hook is _add]:
             del hooks[key]
+            layer._forward_hooks_with_kwargs.pop(key, None)
         del layer.lora
         vars(weight).pop(_MARK, None)
     return len(layers)
 
 
-def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _add(layer: nn.Module, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], output: Tensor) -> Tensor:
     """Add the update to a layer's output: a hook that copies of the layer share."""
-    update: Tensor = layer.lora(inputs[0])  # type: ignore[operator]
+    x = inputs[0] if inputs else next(iter(named.values()))
+    update: Tensor = layer.lora(x)  # type: ignore[operator]
     return output + update.to(output.dtype)

@@ -235,13 +235,15 @@ def _errors(model: nn.Module, workload: Workload, found: Measurement) -> None:
     rows = run_check(drift, trial).finding.rows
     found.gradient_cosines = {str(row["layer"]): float(row["cosine"]) for row in rows}
 
-    def compare(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+    def compare(name: str, layer: nn.Module, inputs: tuple[Tensor], named: Mapping[str, Tensor], y: Tensor) -> None:
+        x = inputs[0] if inputs else next(iter(named.values()))
         weight, bias = values(cast(Linear, layer).matrix, torch.float32), cast(Tensor | None, layer.bias)
-        exact = nn.functional.linear(inputs[0].float(), weight, None if bias is None else bias.float())
+        exact = nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
         found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))
 
     layers = {name: layer for name, layer in trial.layers.items() if isinstance(layer, Linear)}
-    with hooked(layer.register_forward_hook(partial(compare, name)) for name, layer in layers.items()), torch.no_grad():
+    hooks = (each.register_forward_hook(partial(compare, name), with_kwargs=True) for name, each in layers.items())
+    with hooked(hooks), torch.no_grad():
         trial.loss()
 
 
