@@ -51,6 +51,21 @@ def test_answers_end_with_their_turn() -> None:
     assert answers(ChatFormat(sequence=64, template=THINKING), "a", "b", "c", "d") == ["b;", "[]d;"]
 
 
+@pytest.mark.parametrize(
+    ("chat", "expected"),
+    [
+        (ChatFormat(sequence=64), ["hello\n", "two\n"]),
+        (ChatFormat(sequence=64, template="X" + CHATML), ["hello<|im_end|>\n", "two<|im_end|>\n"]),
+        (ChatFormat(sequence=64, template=CHATML.partition("{% if")[0]), None),  # no generation prompt to go by
+    ],
+)
+def test_a_conversation_may_begin_with_an_answer(chat: ChatFormat, expected: list[str] | None) -> None:
+    """What names its role is no part of it."""
+    messages = [{"role": "assistant", "content": "hello"}, *turns("2?", "two")]
+    found = [text for text, is_answer in chat.spans(messages) if is_answer]
+    assert (found == expected) if expected else found[0].endswith("hello<|im_end|>\n")
+
+
 @pytest.mark.parametrize("left", ["", " ", "<think></think>\n", "<think>\n\n</think>\n\n"])
 def test_an_earlier_answer_whose_thoughts_the_template_drops_is_what_is_left(left: str) -> None:
     chat = ChatFormat(sequence=64, template=FORGETTING.replace("LEFT", left))

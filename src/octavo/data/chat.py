@@ -93,7 +93,8 @@ class ChatFormat:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.text(messages[:index], tools, add_generation_prompt=True)
+            before = self.text(messages[:index] if index else messages, tools, add_generation_prompt=True)
+            before = before if index else _opening(whole, before)
             if not whole.startswith(before):
                 raise DataError(f"the chat template changes the messages before answer {index}")
             end = _end(whole, len(before), self.text(messages[: index + 1], tools), message["content"])
@@ -174,6 +175,18 @@ def _chosen(template: Any) -> str:
     if not isinstance(chosen, str):
         raise TypeError(f"chat_template: expected a text, got {chosen!r}")
     return chosen
+
+
+def _opening(whole: str, prompted: str) -> str:
+    """Return the text before the answer that a conversation begins with; templates may refuse to render no messages.
+
+    Args:
+        whole: text of the conversation.
+        prompted: the same with the generation prompt of one more answer.
+    """
+    prompt = prompted.removeprefix(whole)
+    before, found, _ = whole.partition(prompt) if prompt and prompt != prompted else ("", "", "")
+    return before + found if found else ""
 
 
 def _end(whole: str, start: int, until: str, content: str) -> int | None:
