@@ -55,6 +55,8 @@ def test_a_loss_that_is_not_finite_fails(octavo, run, monkeypatch, capsys):
         (["nowhere"], 2, "nowhere: no such directory"),
         (["RUN", "--run", "nowhere"], 2, "--run nowhere: no such directory"),
         (["RUN", "--run", "RUN"], 2, "--run: needs an exported model"),
+        (["RUN", "--limit", "10"], 2, "--limit and --task-files need --tasks"),
+        (["RUN", "--task-files", "tasks"], 2, "--limit and --task-files need --tasks"),
         (["RUN", "--tokens", "0"], 2, "for --tokens. Must be > 0"),
         (["RUN", "--sequence", "-4"], 2, "for --sequence. Must be > 0"),
         (["RUN", "--step", "7"], 1, "contains no checkpoint of step 7"),

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,3 +40,19 @@ def test_what_cannot_be_done(
         main(["dump", *arguments])
     assert exit.value.code == code
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", ["runs/one", "runs/one/checkpoints/step-000003", "."])
+def test_an_export_of_a_checkpoint_is_in_the_directory_of_the_run(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, octavo: Callable[..., int]
+) -> None:
+    """Training removes older checkpoints, and what is in them."""
+    place = tmp_path / "runs" / "one" / "checkpoints" / "step-000003"
+    place.mkdir(parents=True)
+    (place / "state.json").touch()
+    monkeypatch.chdir(place if named == "." else tmp_path)
+    asked: list[Path] = []
+    result = SimpleNamespace(directory=Path(), to_json=lambda: "{}")
+    monkeypatch.setattr("octavo.serving.run.export_run", lambda run, out, *_, **__: asked.append(out) or result)
+    assert octavo(["export", named, "--json"]) == 0
+    assert asked == [Path("../../export" if named == "." else "runs/one/export")]

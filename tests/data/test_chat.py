@@ -51,6 +51,21 @@ def test_answers_end_with_their_turn() -> None:
     assert answers(ChatFormat(sequence=64, template=THINKING), "a", "b", "c", "d") == ["b;", "[]d;"]
 
 
+@pytest.mark.parametrize(
+    ("chat", "expected"),
+    [
+        (ChatFormat(sequence=64), ["hello\n", "two\n"]),
+        (ChatFormat(sequence=64, template="X" + CHATML), ["hello<|im_end|>\n", "two<|im_end|>\n"]),
+        (ChatFormat(sequence=64, template=CHATML.partition("{% if")[0]), None),  # no generation prompt to go by
+    ],
+)
+def test_a_conversation_may_begin_with_an_answer(chat: ChatFormat, expected: list[str] | None) -> None:
+    """What names its role is no part of it."""
+    messages = [{"role": "assistant", "content": "hello"}, *turns("2?", "two")]
+    found = [text for text, is_answer in chat.spans(messages) if is_answer]
+    assert (found == expected) if expected else found[0].endswith("hello<|im_end|>\n")
+
+
 @pytest.mark.parametrize("left", ["", " ", "<think></think>\n", "<think>\n\n</think>\n\n"])
 def test_an_earlier_answer_whose_thoughts_the_template_drops_is_what_is_left(left: str) -> None:
     chat = ChatFormat(sequence=64, template=FORGETTING.replace("LEFT", left))
@@ -73,6 +88,22 @@ def test_an_expression_of_a_template_that_fails_is_no_bare_error() -> None:
     for expression in ("{{ 1 / 0 }}", "{{ messages[0].content + 1 }}", "{{ messages[0].content.index('z') }}"):
         with pytest.raises(DataError, match="template refuses"):
             ChatFormat(sequence=64, template=expression).spans(turns("a", "b"))
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "a < b & it's é"}}]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", json.dumps(TOOLS, ensure_ascii=False)),
+        ("(indent=4, ensure_ascii=True)", json.dumps(TOOLS, indent=4)),
+        ("(separators=(',', ':'))", json.dumps(TOOLS, ensure_ascii=False, separators=(",", ":"))),
+    ],
+)
+def test_tools_are_written_as_hugging_face_writes_them(options: str, expected: str) -> None:
+    chat = ChatFormat(sequence=64, template=f"{{{{ tools | tojson{options} }}}}")
+    assert chat.text(turns("a"), TOOLS) == expected
 
 
 def test_templates_that_cannot_be_trained_on_are_refused() -> None:
@@ -171,6 +202,8 @@ def test_documents_leak_neither_loss_nor_attention(tmp_path: Path) -> None:
     [
         ([{"text": "x"}], "needs a list 'messages'"),
         ([{"messages": [{"role": "user"}]}], "message 0 needs the texts"),
+        ([{"messages": turns("a", "b \ud800")}], r"chat\.jsonl:1: the text contains a lone surrogate"),
+        ([{"messages": turns("a", "b"), "tools": ["\ud800"]}], r"chat\.jsonl:1: the text contains a lone surrogate"),
         ([{"messages": turns("a", "b")}], "two different conversations"),
         ([{"messages": turns("a" * 90, "b")}, {"messages": turns("a" * 91, "b")}], "two different conversations"),
     ],

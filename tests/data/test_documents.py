@@ -25,6 +25,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\n")
     assert text_of(path) == "one\r\n"
+    lines = tmp_path / "a.jsonl"
+    lines.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n')
+    assert [document.text for document in read_documents(TextFile(lines.name, lines))] == ["one", "two"]
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

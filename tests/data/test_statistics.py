@@ -51,6 +51,15 @@ def test_a_part_of_a_document_is_a_document() -> None:
     assert measure(ids_of(["abc", "abc"])[:-1], TOKENIZER, 6).documents == 2
 
 
+def test_copies_within_the_held_out_text_are_no_leaks() -> None:
+    """Equal documents are on the same side, so that a text with copies has some in each."""
+    rng = np.random.default_rng(0)
+    texts = ["".join(map(chr, rng.integers(97, 122, 400))) for _ in range(6)]
+    train, heldout = ids_of(texts[:4]), ids_of([texts[4], texts[4], texts[5], texts[0]])
+    found = measure(train, TOKENIZER, len(train), heldout)
+    assert (found.heldout_near_duplicates, found.heldout_documents) == (1, 4)
+
+
 def test_conversations_may_begin_with_the_end_of_document() -> None:
     """GPT-2's `<|endoftext|>` is both. Fillings, which have no target, are no documents."""
     conversations = [np.array([256, *b"?", *answer, 256], dtype=np.uint32) for answer in (b"yes", b"no", b"yes")]

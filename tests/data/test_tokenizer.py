@@ -42,6 +42,7 @@ def test_bytes_by_name() -> None:
         ("byte", ["'byte'", "Did you mean 'bytes'"]),
         ("bpe", ["bpe-4096"]),
         ("bpe-x", ["bpe-<size>"]),
+        ("bpe-4096²", ["bpe-<size>"]),
         ("bpe-4096", ["source"]),
         ("nowhere.json", ["nowhere.json", "no such"]),
     ],

@@ -101,6 +101,13 @@ def test_an_honest_layer_drifts_little(attempt: Try) -> None:
     assert [row["layer"] for row in finding.rows] == ["first", "second", "third"]
 
 
+def test_a_model_of_one_layer_has_a_cosine_too() -> None:
+    model, x = nn.Linear(64, 64), torch.randn(16, 64)
+    octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0.0))
+    finding = run_check(accuracy.drift, Trial(model, lambda: model(x).square().mean(), lambda: None)).finding
+    assert [row["layer"] for row in finding.rows] == [""] and 0.98 < finding.numbers["cosine"] < 1, finding
+
+
 def test_a_scale_that_is_too_small_drifts(attempt: Try) -> None:
     """A layer whose codes are a quarter of its weights."""
     trial = attempt()
@@ -196,6 +203,17 @@ def test_layers_that_are_computed_together_are_one_stack() -> None:
     trial = Trial(model, lambda: model(x).sum(), lambda: None)
     finding = run_check(serving, trial).finding
     assert finding.verdict == "ok" and [row["weights"] for row in finding.rows] == ["q (+1)"], finding
+
+
+def test_the_codes_of_a_weight_that_is_stored_transposed_are_those_that_fprop_reads() -> None:
+    """`Conv1D` of transformers, as in GPT-2."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model, x = nn.Sequential(conv1d(128, 64)), torch.randn(16, 64)
+    octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0.0))
+    trial = Trial(model, lambda: model(x).sum(), lambda: None)
+    with reuse_weight_codes(model):
+        finding = run_check(serving, trial).finding
+    assert finding.verdict == "ok" and finding.numbers["codes"] == 128 * 64, finding
 
 
 def test_fp8_weights_are_served_as_they_lie(attempt: Try) -> None:

@@ -59,15 +59,31 @@ def test_a_slow_link_is_a_warning(measured: float, nominal: float | None, verdic
 
 
 @pytest.mark.parametrize(
-    ("up", "version", "pcie", "gb_per_s"),
-    [(18, 4, (16, 5), 450.0), (18, 5, (16, 5), 900.0), (0, None, (16, 4), 31.52), (0, None, (None, None), None)],
+    ("up", "version", "major", "pcie", "gb_per_s"),
+    [
+        (4, 1, 6, (16, 3), 80.0),
+        (6, 2, 7, (16, 3), 150.0),
+        (12, 5, 8, (16, 4), 300.0),  # an A100: version 3.1
+        (18, 6, 9, (16, 5), 450.0),
+        (18, 7, 9, (16, 5), 450.0),
+        (18, 7, 10, (16, 5), 900.0),
+        (0, None, 9, (16, 4), 31.52),
+        (0, None, 9, (None, None), None),
+    ],
 )
 def test_nominal_bandwidth_is_that_of_the_links_that_are_up(
-    monkeypatch: pytest.MonkeyPatch, up: int, version: int | None, pcie: tuple[int | None, int | None], gb_per_s: float
+    monkeypatch: pytest.MonkeyPatch,
+    up: int,
+    version: int | None,
+    major: int,
+    pcie: tuple[int | None, int | None],
+    gb_per_s: float,
 ) -> None:
-    answers = {"nvmlDeviceGetMaxPcieLinkWidth": pcie[0], "nvmlDeviceGetMaxPcieLinkGeneration": pcie[1]}
+    """Versions are numbered as in NVML's enumeration: 1.0, 2.0, 2.2, 3.0, 3.1, 4.0 and 5.0 are 1 to 7."""
+    answers: dict[str, object] = {"nvmlDeviceGetCudaComputeCapability": (major, 0)}
+    answers |= {"nvmlDeviceGetMaxPcieLinkWidth": pcie[0], "nvmlDeviceGetMaxPcieLinkGeneration": pcie[1]}
 
-    def ask(name: str, link: int = -1) -> int | None:
+    def ask(name: str, link: int = -1) -> object:
         return {"nvmlDeviceGetNvLinkState": int(link < up), "nvmlDeviceGetNvLinkVersion": version, **answers}[name]
 
     gpu = Gpu(None)

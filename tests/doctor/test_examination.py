@@ -140,6 +140,13 @@ def test_a_model_of_the_users_own(mine: Path) -> None:
     assert (told["nan"], told["fallback"], told["serving"]) == ("ok",) * 3 and "set up" not in told
 
 
+def test_numbers_that_are_not_finite_are_null_in_json(mine: Path) -> None:
+    mine.write_text(MINE.replace(".mean()", ".mean() * float('nan')"))
+    found = examination(mine, device="cpu", only=["drift"]).run()
+    said = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert said["checks"][0]["verdict"] == "failure" and said["checks"][0]["numbers"]["loss_fp8"] is None
+
+
 def test_a_nan_that_cannot_be_converted_is_named(mine: Path) -> None:
     mine.write_text(MINE + BROKEN)
     found = examination(mine, device="cpu")
@@ -152,7 +159,10 @@ def test_a_nan_that_cannot_be_converted_is_named(mine: Path) -> None:
     [
         ({"target": Path("gone.py")}, "no such file"),
         ({"only": ["triton"]}, "Did you mean 'triton kernels'"),
-        ({"only": ["drift"]}, "name a run file"),
+        ({"only": ["drift"]}, "'drift' is a check of a model: name a run file"),
+        ({"only": ["disk"], "preset": "tiny"}, "'disk' is a check of a machine: leave out"),
+        ({"only": ["nan", "disk"], "preset": "tiny"}, "'disk' is a check of a machine: leave out"),
+        ({"only": ["events"], "preset": "tiny"}, "'events' is a check of a run: name the directory"),
         ({"recipe": "block"}, "need a model"),
         ({"trace": Path("traces")}, "need a model"),
         ({"device": "tpu"}, "run.device"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import octavo
 from octavo.conversion.gain import predicted_gain
@@ -129,6 +129,17 @@ def test_shapes_are_those_of_the_layers_and_tokens_those_of_a_step(attempt: Try)
     assert rows[0]["gain"] == round(predicted_gain(load("folded"), 128, 64, 96, rates=H200), 3)
     assert [row["pads"] for row in rows] == [0, 0, 0]
     assert [row["pads"] for row in speed._shape_rows(attempt(recipe="block"))] == [128, 128, 128]
+
+
+def test_a_layer_that_stores_its_weight_transposed_has_the_shape_that_it_computes() -> None:
+    """`Conv1D` of transformers, as in GPT-2."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model, x = nn.Sequential(conv1d(128, 64), conv1d(64, 128)), torch.randn(96, 64)
+    trial = Trial(model, lambda: model(x).sum(), lambda: None)
+    recipe = {"name": "mine", "base": "folded", "modules": {"1": "bf16"}}
+    octavo.convert(model, recipe, policy=octavo.Policy(min_gain=0))
+    assert [(row["shape"], row["tokens"]) for row in speed._shape_rows(trial)] == [("128 x 64", 96)]
+    assert run_check(layers, trial).finding.seen.startswith("1 of 2 layers are in FP8")
 
 
 def test_on_a_cpu_no_shape_pays(attempt: Try) -> None:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
@@ -85,6 +86,16 @@ def test_a_model_learns_as_without_it(size: int) -> None:
         assert found["layers"] == 8 and found["gemms"] == 3 * 8 * STEPS and found["names"]
         assert found["plain"][-1] < 0.9 * found["plain"][0] and found["fp8"] != found["plain"]
         torch.testing.assert_close(torch.tensor(found["fp8"]), torch.tensor(found["plain"]), rtol=1e-2, atol=0)
+
+
+def test_the_layers_of_a_block_are_those_of_their_specs() -> None:
+    """`get_gpt_decoder_block_spec`, as of a model with experts in some layers, returns the specs of all layers."""
+    block = TransformerBlockSubmodules(layer_specs=[get_gpt_layer_local_spec() for _ in range(2)])
+    found = fp8_spec(block, "block")
+    for given, layer in zip(block.layer_specs, found.layer_specs, strict=True):
+        assert layer.submodules.mlp.submodules.linear_fc1.module is ColumnParallelLinear
+        assert layer.submodules.mlp.submodules.linear_fc2.params["recipe"].name == "block"
+        assert given.submodules.mlp.submodules.linear_fc1 is tensor_parallel.ColumnParallelLinear
 
 
 def sequence_parallel(rank: int, size: int) -> list[float]:

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 import octavo
 from octavo.errors import ConfigError
 from octavo.integrations.transformers import OctavoCallback
+from octavo.kernels.ledger import is_open
 from octavo.nn import Linear
 
 FP8_LAYERS = 14
@@ -79,6 +80,26 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(llama, sequences, tmp
     plain = LlamaForCausalLM.from_pretrained(tmp_path / "cut" / "checkpoint-8")
     assert not any(isinstance(m, Linear) for m in plain.modules())
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_a_training_that_starts_again_counts_none_of_the_step_that_failed(llama, sequences, tmp_path):
+    """As with auto_find_batch_size, after an out-of-memory error."""
+
+    class FailsOnce(TrainerCallback):
+        def on_step_end(self, *args: Any, **given: Any) -> None:
+            if not self.has_failed:
+                self.has_failed = True
+                raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+        has_failed = False
+
+    options = {"auto_find_batch_size": True, "logging_steps": 1}
+    run = trainer(llama(), sequences, tmp_path, 2, OctavoCallback(), **options)
+    run.callback_handler.callbacks.insert(0, FailsOnce())
+    run.train()
+    assert run.callback_handler.callbacks[0].has_failed
+    assert [entry["fp8_gemms"] for entry in run.state.log_history if "loss" in entry] == 2 * [2 * 15]
+    assert not is_open()
 
 
 def test_recipe_and_policy_and_a_callback_that_comes_late(llama, sequences, tmp_path):

@@ -11,6 +11,7 @@ pytest.importorskip("trl", reason="needs trl (octavo[clients])")
 from accelerate import Accelerator
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.generation import vllm_generation
@@ -18,7 +19,7 @@ from trl.generation import vllm_generation
 import octavo
 from octavo.errors import ConfigError
 from octavo.integrations.transformers import OctavoCallback
-from octavo.integrations.trl import Rollouts
+from octavo.integrations.trl import Rollouts, _tokens
 from octavo.nn import Linear
 from octavo.serving import WeightPush
 
@@ -152,6 +153,17 @@ def test_grpo_whose_engine_gets_the_codes_of_each_step(llama, tokenizer, tmp_pat
     engine.collective_rpc = lambda method, kwargs: None  # a push that is lost
     rollouts([text(0)], run)
     assert rollouts.mismatch.kl > 1e-3
+
+
+def test_a_conversation_begins_with_one_token_that_begins_it_and_takes_the_options_of_its_template(tokenizer):
+    """Tokenizers such as Llama's add the token that begins a text, and so do their templates."""
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    template = "{{ bos_token }} {% for m in messages %}{{ m.content }} {% endfor %}{{ 'w9' if thinks else 'w8' }}"
+    trainer: Any = SimpleNamespace(processing_class=tokenizer, chat_template=template, chat_template_kwargs={})
+    assert _tokens(trainer, [{"role": "user", "content": "w0 w1"}]) == [1, 3, 4, 11]
+    trainer.chat_template_kwargs = {"thinks": True}
+    assert _tokens(trainer, [{"role": "user", "content": "w0 w1"}]) == [1, 3, 4, 12]
+    assert _tokens(trainer, "w0 w1") == [1, 3, 4]
 
 
 @pytest.mark.parametrize("weights", ["unchanged", "fp8"])

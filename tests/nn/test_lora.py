@@ -12,6 +12,8 @@ from torch import nn
 import octavo
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, build
+from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.nn.fp8_weights import values
 from octavo.nn.linear import TransposedLinear
 from octavo.nn.lora import LoRA, add_lora, merge_lora
 from octavo.recipes import load
@@ -118,6 +120,16 @@ def test_a_pattern_without_layers_is_refused() -> None:
         add_lora(build(SHAPE, 0), 4, 8.0, "nothing")
 
 
+def test_a_layer_may_be_given_its_input_by_name() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16)
+    add_lora(model, 2, 4.0)
+    nn.init.normal_(model.get_parameter("0.lora.B"))
+    expected = model(x)
+    assert torch.equal(model[0](input=x), expected)
+    merge_lora(model)
+    torch.testing.assert_close(model[0](input=x), expected)
+
+
 def test_a_second_call_is_refused_and_changes_nothing() -> None:
     """Its updates would replace the first, and the hooks of both would add them, twice."""
     model = adapted(None)
@@ -169,3 +181,27 @@ def test_the_update_of_an_output_head_is_trained_with_the_loss(weights: str | No
     assert update.B.grad.abs().sum() > 0  # type: ignore[union-attr]
     nn.init.normal_(update.B, std=0.5)  # type: ignore[arg-type]
     assert not torch.isclose(model(TOKENS, TOKENS), before, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("weights", [None, "unchanged", "fp8"])
+def test_a_loss_that_reads_a_weight_with_an_update_is_refused(weights: str | None) -> None:
+    """It would be computed, and trained, without the update."""
+    head, x, targets = nn.Linear(64, 80, bias=False), torch.randn(6, 64), torch.arange(6)
+    model = nn.Sequential(head)
+    add_lora(model, 4, 8.0)
+    if weights is not None:
+        octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0, weights=weights, keep_defaults=False))
+    with pytest.raises(ConfigError, match=r"only a call of the layer adds.*merge_lora"):
+        linear_cross_entropy(x, head.weight, targets)
+    nn.init.normal_(model.get_parameter("0.lora.B"))
+    merge_lora(model)
+    expected = nn.functional.cross_entropy(x @ values(head.weight, torch.float32).t(), targets)
+    torch.testing.assert_close(linear_cross_entropy(x, head.weight, targets), expected)
+
+
+def test_compiled_code_refuses_such_a_loss_too() -> None:
+    head = nn.Linear(64, 80, bias=False)
+    add_lora(nn.Sequential(head), 4, 8.0)
+    loss = torch.compile(lambda x, t: linear_cross_entropy(x, head.weight, t), backend="eager")
+    with pytest.raises(ConfigError, match="only a call of the layer adds"):
+        loss(torch.randn(6, 64), torch.arange(6))

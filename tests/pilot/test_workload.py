@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -67,6 +68,14 @@ def test_a_batch_may_be_a_named_tuple_or_one_tensor():
     assert isinstance(moved, Batch) and torch.equal(moved.x, batch.x)
     assert first_sample(batch).x.shape == (1, 2) and first_tensor(batch) is batch.x
     assert first_tensor(batch.x) is batch.x
+
+
+def test_a_python_file_may_define_dataclasses_with_postponed_annotations(python_file):
+    """They look up their module by its name."""
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    python_file.write_text(f"{text}@dataclass\nclass Config:\n    dim: int = 64\n{python_file.read_text()}")
+    assert load_workload(python_file).build()[0].in_features == 64
+    assert "mine" not in sys.modules, "no module of that name is replaced"
 
 
 def test_a_hugging_face_config(tmp_path):

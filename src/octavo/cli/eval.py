@@ -89,6 +89,8 @@ def eval_(
     from octavo.evaluation.run import EvalSettings
 
     settings = EvalSettings(data=text.data, tokens=text.tokens, sequence=text.sequence or 0, step=step, device=device)
+    if not tasks.tasks and tasks != NO_TASKS:
+        raise ConfigError("--limit and --task-files need --tasks. --tokens limits a text.")
     if not tasks.tasks:
         found = _evaluate(model, run, settings)
         terminal.say(found.to_json() if json_output else found)

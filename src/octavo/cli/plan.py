@@ -19,10 +19,7 @@ from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from octavo.conversion import Plan
-    from octavo.train.workload import Workload
 
 
 @with_flags_of(RunConfig, COMMON)
@@ -115,23 +112,13 @@ def _plan_own_model(file: Path, gpu: str | None, settings: Mapping[str, Mapping[
         raise ConfigError(f"--{flag}: is for run files, and {file} is none.")
     from octavo.conversion import make_plan
     from octavo.train.device import resolve
-    from octavo.train.workload import Shape, load_workload
+    from octavo.train.workload import Shape, build_without_values, load_workload
 
     sizes = {"batch": given.get("run.batch"), "sequence": given.get("data.sequence")}
     workload = load_workload(file, Shape(**{name: size for name, size in sizes.items() if size is not None}))
     here = gpu or resolve(given.get("run.device", "auto"))
-    return make_plan(_build(workload), given.get("run.recipe", "folded"), tokens=workload.tokens, device=here)
-
-
-def _build(workload: Workload) -> nn.Module:
-    """Return the model of a workload, without memory for its weights unless its code reads values of tensors."""
-    import torch
-
-    try:
-        with torch.device("meta"):
-            return workload.build()
-    except (NotImplementedError, RuntimeError):  # a tensor on the meta device has no values
-        return workload.build()
+    model, recipe = build_without_values(workload), given.get("run.recipe", "folded")
+    return make_plan(model, recipe, tokens=workload.tokens, device=here)
 
 
 def _plan(config: RunConfig, gpu: str | None) -> Plan:

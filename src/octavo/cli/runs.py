@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
@@ -123,6 +124,15 @@ def dump(
     return 0
 
 
+def _run_of(directory: Path) -> Path:
+    """Return the directory of the run that a checkpoint is of: older checkpoints are removed with all that is in them.
+
+    Any other directory is returned as it is.
+    """
+    is_checkpoint = (directory / "state.json").exists() and directory.absolute().parent.name == "checkpoints"
+    return Path(os.path.relpath(directory.absolute().parents[1])) if is_checkpoint else directory
+
+
 def export(
     run: Path,
     /,
@@ -168,7 +178,7 @@ def export(
         raise ConfigError(f"{run}: no such directory. Name the directory of a run of `octavo train`.")
     wanted = "" if format == "auto" else format
     given = {"dtype": getattr(torch, dtype), "overwrite": overwrite, "step": step}
-    exported = export_run(run, out or run / "export", wanted, **given)
+    exported = export_run(run, out or _run_of(run) / "export", wanted, **given)
     of_run = f"--run {run}" + ("" if step is None else f" --step {step}")
     following = (f"vllm serve {exported.directory}", f"{program()} eval {exported.directory} {of_run}")
     say(exported.to_json() if json_output else "\n  ".join([f"{exported}\n\nNext", *following]))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from octavo._util.config_reader import blaming, parse, read_file, read_text
 from octavo.data.corpus import Corpus
+from octavo.data.documents import check_characters
 from octavo.data.encode import SideTotals, SplitTotals, digest, threshold
 from octavo.data.loader import FIRST, IDS, NO_TARGET
 from octavo.data.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ TEMPLATE = (
 """Template of tokenizers that have none."""
 TASKS = "tasks.json"
 """File with the task of each held-out conversation, in the order of the rows."""
+_RENDERING = 2
+"""Increases whenever a template would give other texts."""
 _OPEN_ROWS = 256
 _WITHOUT_THOUGHTS = re.compile(r"\s*(?:<think>\s*</think>\s*)?")
 """What a template may leave of the thoughts of an earlier answer."""
@@ -76,7 +79,7 @@ class ChatFormat:
     @property
     def fingerprint(self) -> str:
         """A text that differs between formats that could give different rows."""
-        decisive = json.dumps([self.template, dict(self.tokens)], sort_keys=True)
+        decisive = json.dumps([_RENDERING, self.template, dict(self.tokens)], sort_keys=True)
         return f"{self.sequence} {hashlib.sha256(decisive.encode()).hexdigest()}"
 
     def spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[tuple[str, bool]]:
@@ -90,7 +93,8 @@ class ChatFormat:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.text(messages[:index], tools, add_generation_prompt=True)
+            before = self.text(messages[:index] if index else messages, tools, add_generation_prompt=True)
+            before = before if index else _opening(whole, before)
             if not whole.startswith(before):
                 raise DataError(f"the chat template changes the messages before answer {index}")
             end = _end(whole, len(before), self.text(messages[: index + 1], tools), message["content"])
@@ -120,6 +124,7 @@ class ChatFormat:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        environment.filters["tojson"] = _to_json
         values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt, **self.tokens}
         try:
             template = environment.from_string(self.template, {"raise_exception": refuse})
@@ -145,6 +150,17 @@ class ChatFormat:
         return found[: self.sequence]
 
 
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as templates of Hugging Face expect it: Jinja's own filter sorts keys and escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _chosen(template: Any) -> str:
     """Return a template, or of several by name, a mapping or a list of entries, the default or the only one."""
     if isinstance(template, str):
@@ -159,6 +175,18 @@ def _chosen(template: Any) -> str:
     if not isinstance(chosen, str):
         raise TypeError(f"chat_template: expected a text, got {chosen!r}")
     return chosen
+
+
+def _opening(whole: str, prompted: str) -> str:
+    """Return the text before the answer that a conversation begins with; templates may refuse to render no messages.
+
+    Args:
+        whole: text of the conversation.
+        prompted: the same with the generation prompt of one more answer.
+    """
+    prompt = prompted.removeprefix(whole)
+    before, found, _ = whole.partition(prompt) if prompt and prompt != prompted else ("", "", "")
+    return before + found if found else ""
 
 
 def _end(whole: str, start: int, until: str, content: str) -> int | None:
@@ -281,6 +309,7 @@ def _lines(corpus: Corpus) -> Iterator[tuple[str, dict[str, Any], int]]:
             if line.strip():
                 where = f"{file.path}:{number}"
                 found = _checked(parse(line, where, DataError), where)
+                check_characters(json.dumps(found, ensure_ascii=False), where)  # also those of tools
                 yield where, found, sum(len(message["content"].encode()) for message in found["messages"])
 
 

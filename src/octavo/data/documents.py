@@ -59,20 +59,29 @@ def _jsonl(file: TextFile) -> Iterator[Document]:
 
 def _line_text(line: bytes, where: str) -> str:
     try:
-        value = parse(line.decode("utf-8"), where, DataError)
+        value = parse(line.decode("utf-8-sig"), where, DataError)  # the first line may begin with a byte-order mark
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line).") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         keys = f"its fields are {', '.join(map(str, value))}" if isinstance(value, dict) and value else "it has none"
         raise DataError(f"{where}: each line needs a string field 'text'; {keys}.")
+    check_characters(text, where)
+    return text
+
+
+def check_characters(text: str, where: str) -> None:
+    r"""Check that a text can be encoded, which an escape of JSON such as `\ud800` prevents.
+
+    Raises:
+        DataError: it contains a lone surrogate.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: the text contains a lone surrogate, which is not a character ({error.reason})."
         ) from error
-    return text
 
 
 def _parquet(file: TextFile) -> Iterator[Document]:

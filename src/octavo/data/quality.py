@@ -89,15 +89,20 @@ def _shingles(values: NDArray[np.uint64], width: int) -> NDArray[np.uint64]:
     return made
 
 
-def near_duplicates(signed: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return True per document that is similar to an earlier one, by their signatures."""
+def near_duplicates(signed: NDArray[np.uint64], among: int | None = None) -> NDArray[np.bool_]:
+    """Return True per document that is similar to an earlier one, by their signatures.
+
+    Args:
+        among: number of documents at the beginning that count as earlier ones; by default all.
+    """
+    among = len(signed) if among is None else among
     found = np.zeros(len(signed), dtype=np.bool_)
     known = signed != _ABSENT
     for band in np.split(np.arange(BINS), BANDS):
         keys = np.ascontiguousarray(signed[:, band]).view(np.dtype((np.void, 8 * len(band)))).ravel()
         _, first, group = np.unique(keys, return_index=True, return_inverse=True)
         earlier = first[group]
-        pairs = np.flatnonzero((earlier < np.arange(len(signed))) & known[:, band].any(1) & ~found)
+        pairs = np.flatnonzero((earlier < np.minimum(np.arange(len(signed)), among)) & known[:, band].any(1) & ~found)
         either = known[pairs] | known[earlier[pairs]]
         equal = (signed[pairs] == signed[earlier[pairs]]) & either
         found[pairs] = equal.sum(1) >= SIMILAR * either.sum(1)

@@ -20,7 +20,7 @@ from octavo.data.tokenizer import Tokenizer, Tokens
 from octavo.data.tokens import TokenFiles
 from octavo.errors import ConfigError, DataError
 
-FILE = "statistics-2.json"
+FILE = "statistics-3.json"
 """File in the token folder. The number increases whenever the same tokens would give other statistics."""
 SAMPLE_TOKENS = 16_000_000
 """Largest number of tokens decoded to count bytes."""
@@ -100,7 +100,9 @@ def measure(ids: Tokens, tokenizer: Tokenizer, text_bytes: int, heldout: Tokens 
     near = near_duplicates(own) & ~repeated[: len(own)]
     other_ids, other_ends = _documents(heldout, tokenizer) if heldout is not None else (ids[:0], ends[:0])
     others = signatures(other_ids, other_ends, width)
-    leaked = near_duplicates(np.concatenate([own, others]))[len(own) :] if len(others) else np.zeros(0, dtype=bool)
+    leaked = np.zeros(0, dtype=bool)
+    if len(others):
+        leaked = near_duplicates(np.concatenate([own, others]), among=len(own))[len(own) :]
     bytes_, letters = _sample(ids, ends, tokenizer)
     marks = (0, 10, 50, 90, 99, 100)
     percentiles = np.percentile(lengths, marks, method="inverted_cdf")

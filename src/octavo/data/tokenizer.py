@@ -88,6 +88,7 @@ def load_tokenizer(name: str, *, source: str | Path | None = None, cache_dir: Pa
 
     Raises:
         DataError: unknown name, missing or malformed file, or `tokenizers` is not installed.
+        ConfigError: the size is not a multiple of 16 from 272 to 65,536.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -96,7 +97,7 @@ def load_tokenizer(name: str, *, source: str | Path | None = None, cache_dir: Pa
 
         return BPETokenizer.load(Path(name))
     kind, _, size = name.partition("-")
-    if kind != "bpe" or not size.isdigit():
+    if kind != "bpe" or not size.isdecimal():
         near = did_you_mean(name, ("bytes", "bpe-4096"))
         raise DataError(f"unknown tokenizer '{name}'.{near} Give 'bytes', 'bpe-<size>', or the path of a .json file.")
     if source is None or cache_dir is None:

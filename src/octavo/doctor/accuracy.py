@@ -21,6 +21,7 @@ from octavo.monitor.gap import GAP_LIMIT, HARMFUL_GAP
 from octavo.nn import Linear
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.fused import fusion_groups
+from octavo.nn.modules import full_name
 from octavo.nn.weight_codes import as_matrix, join_rows, quantize_weights
 from octavo.numerics import Quantized, cosine_of, inner_products
 from octavo.numerics import quantize as specified
@@ -105,9 +106,9 @@ def _judge_gap(loss: float, reference: float) -> tuple[float, Verdict]:
 
 def _cosines(trial: Trial) -> dict[str, float]:
     """Return the cosine of each FP8 weight's gradients in FP8 and in high precision."""
-    wanted = {f"{name}.weight" for name in trial.layers}
+    wanted = {full_name(name, "weight"): name for name in trial.layers}
     fp8, high = trial.in_both(lambda: trial.gradients(wanted))
-    both = {name.removesuffix(".weight"): (fp8[name], high[name]) for name in fp8 if name in high}
+    both = {wanted[name]: (fp8[name], high[name]) for name in fp8 if name in high}
     return {name: cosine_of(inner_products(*gradients)) for name, gradients in both.items()}
 
 
@@ -184,7 +185,7 @@ def serving(rows: list[dict[str, Any]]) -> Finding:
 
 
 def _code_row(name: str, group: list[Linear]) -> dict[str, Any] | None:
-    weights, target = [local(layer.weight) for layer in group], spec_of(group[0].recipe.fprop.weight)
+    weights, target = [local(layer.matrix) for layer in group], spec_of(group[0].recipe.fprop.weight)
     is_mixed = has_fp8_weight(weights) and not all(isinstance(weight, FP8Tensor) for weight in weights)
     if target.rounding != "nearest" or is_mixed:
         return None

@@ -20,6 +20,7 @@ from octavo.doctor.software import relevant
 from octavo.doctor.subjects import Machine
 from octavo.errors import ConfigError, OctavoError, did_you_mean
 from octavo.monitor.store import FILE, RunReader
+from octavo.monitor.store.writer import plain
 from octavo.monitor.system import versions
 from octavo.train import device as devices
 from octavo.train.config import assemble, load_file, load_preset
@@ -38,6 +39,14 @@ CHECKS: dict[Kind, tuple[Check[Any], ...]] = {
 """All checks in order, by kind of subject: `Machine`, `Trial`, `RunReader`. To add one, write it in one of these."""
 
 
+_SUBJECTS: dict[Kind, str] = {
+    "machine": "leave out the run, file or preset to check this machine",
+    "model": "name a run file, a Python file, or a run that is not training now",
+    "run": "name the directory of a run",
+}
+"""How each subject is named."""
+
+
 @dataclass
 class Examination:
     """The subjects to examine, and the results so far."""
@@ -49,14 +58,13 @@ class Examination:
     results: list[tuple[Kind, Result]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        known = [check.name for checks in CHECKS.values() for check in checks]
+        known = {check.name: kind for kind, checks in CHECKS.items() for check in checks}
         for name in self.only:
             if name not in known:
                 near = did_you_mean(name, known)
                 raise ConfigError(f"--only: unknown check '{name}'.{near} Checks: {', '.join(known)}.")
-        asked = [check for kind in self.subjects for check in self._checks(kind)]
-        if not asked:
-            raise ConfigError(f"--only: {', '.join(self.only)}: name a run file, a run or a Python file to check.")
+            if known[name] not in self.subjects:
+                raise ConfigError(f"--only: '{name}' is a check of a {known[name]}: {_SUBJECTS[known[name]]}.")
 
     def begin(self) -> Iterator[tuple[Kind, Check[Any], Callable[[], Result]]]:
         """Yield each check with a function that runs it and keeps its result."""
@@ -90,9 +98,10 @@ class Examination:
         return Counter(result.finding.verdict for _, result in self.results)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
+        """Return everything as data of strict JSON, None for NaN and infinities."""
         checks = [{"of": kind, **result.to_dict()} for kind, result in self.results]
-        return {"passed": self.passed, **system_info(), "checks": checks}
+        found: dict[str, Any] = plain({"passed": self.passed, **system_info(), "checks": checks})
+        return found
 
     def _checks(self, kind: Kind) -> list[Check[Any]]:
         return [check for check in CHECKS[kind] if not self.only or check.name in self.only]

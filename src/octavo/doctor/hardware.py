@@ -17,6 +17,8 @@ from octavo.monitor.system import SystemProbe
 LOAD_SECONDS = 1.0
 _UNCORRECTED, _SINCE_START, _OF_MULTIPROCESSORS = 1, 0, 1
 """NVML constants."""
+_NVLINK_1, _NVLINK_5, _BLACKWELL = 1, 7, 10
+"""NVML's numbers of these versions of NVLink (versions 3 and 4 are 4 to 6), and a major compute capability."""
 _MOST_LINKS = 18
 """NVLinks of a GPU: as many as any has."""
 BRAKES = {
@@ -64,7 +66,9 @@ class Gpu(SystemProbe):
         """
         up = [self._ask("nvmlDeviceGetNvLinkVersion", link) for link in range(_MOST_LINKS)
               if self._ask("nvmlDeviceGetNvLinkState", link) == 1]  # fmt: skip
-        if rates := [20.0 if version < 2 else 25.0 if version < 5 else 50.0 for version in up if version]:
+        capability = self._ask("nvmlDeviceGetCudaComputeCapability") or (0, 0)
+        newest = 50.0 if capability[0] >= _BLACKWELL else 25.0  # some drivers answer version 5 for a Hopper
+        if rates := [20.0 if each == _NVLINK_1 else newest if each >= _NVLINK_5 else 25.0 for each in up if each]:
             return sum(rates)
         lanes, generation = (self._ask(f"nvmlDeviceGetMaxPcieLink{what}") for what in ("Width", "Generation"))
         return None if not lanes or not generation else lanes * 0.985 * 2.0 ** (generation - 3)

@@ -24,6 +24,7 @@ from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
 from octavo.kernels.devices import H200, Rates
 from octavo.kernels.dispatch import rates
 from octavo.nn import Conv1d, Conv2d, Linear
+from octavo.nn.linear import is_transposed
 from octavo.nn.modules import hooked
 from octavo.train.timing import busy, kernels_of, synchronize
 
@@ -36,7 +37,7 @@ from octavo.train.timing import busy, kernels_of, synchronize
 def layers(trial: Trial) -> Finding:
     """Count the layers with GEMMs, and those in FP8 by recipe."""
     kinds = nn.Linear | nn.Conv1d | nn.Conv2d
-    total = sum(isinstance(module, kinds) for module in trial.model.modules())
+    total = sum(isinstance(module, kinds) or is_transposed(module) for module in trial.model.modules())
     recipes = Counter(layer.recipe.name for layer in trial.layers.values())
     weights = {str(layer.weight.dtype)[6:] for layer in trial.layers.values()}
     seen = f"{recipes.total()} of {total} layers are in FP8"
@@ -112,7 +113,7 @@ def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
     tokens: dict[str, int] = {}
 
     def count(name: str, layer: Layer, inputs: object, y: Tensor) -> None:
-        tokens[name] = y.numel() // layer.weight.shape[0]
+        tokens[name] = y.numel() // _matrix(layer).shape[0]
 
     hooks = (layer.register_forward_hook(partial(count, name)) for name, layer in trial.layers.items())
     with hooked(hooks), torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -121,8 +122,13 @@ def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
     return [_shape_row(name, trial.layers[name], seen, known) for name, seen in tokens.items()]
 
 
+def _matrix(layer: Layer) -> Tensor:
+    """Return the weight with output features first."""
+    return layer.matrix if isinstance(layer, Linear) else layer.weight
+
+
 def _shape_row(name: str, layer: Layer, tokens: int, known: Rates) -> dict[str, Any]:
-    out, features = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
+    out, features = _matrix(layer).shape[0], math.prod(_matrix(layer).shape[1:])
     taps = 0 if isinstance(layer, Linear) else math.prod(layer.kernel_size)
     gain = predicted_gain(layer.recipe, out, features, tokens, taps, rates=known)
     operands = (operand for _, a, b in layer.recipe.gemms() for operand in (a, b))

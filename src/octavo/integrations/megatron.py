@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.core import tensor_parallel
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
@@ -76,11 +77,15 @@ _CLASSES = {
 }
 
 
-def fp8_spec(spec: ModuleSpec, recipe: RecipeLike = "folded") -> ModuleSpec:
-    """Return a layer spec with Megatron's column- and row-parallel layers in FP8; the spec given stays as it is.
+Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
+
+
+def fp8_spec(spec: Spec, recipe: RecipeLike = "folded") -> Spec:
+    """Return the spec of a layer or a block with Megatron's parallel layers in FP8; the spec given stays as it is.
 
     Args:
-        spec: with Megatron's own layers, as `get_gpt_layer_local_spec` returns it. Embedding and head are in none.
+        spec: with Megatron's own layers, as `get_gpt_layer_local_spec` returns it, or `get_gpt_decoder_block_spec`
+            without Transformer Engine. Embedding and head are in none.
         recipe: one that keeps no scales from step to step.
 
     Raises:
@@ -94,6 +99,8 @@ def fp8_spec(spec: ModuleSpec, recipe: RecipeLike = "folded") -> ModuleSpec:
 
 def _replace(node: Any, recipe: RecipeLike) -> int:
     """Replace the layers below a spec in place, and return how many there were."""
+    if isinstance(node, list | tuple):  # the layers of a block
+        return sum(_replace(each, recipe) for each in node)
     count = 0
     for field in fields(node) if is_dataclass(node) else ():
         value = getattr(node, field.name)

@@ -74,6 +74,8 @@ class OctavoCallback(TrainerCallback):
             UnsupportedError: the device cannot run it, or the model is sharded so that its recipe cannot change.
         """
         model: nn.Module = given["model"]
+        self._recording.close()  # of a step that failed, as with auto_find_batch_size, or that was not logged
+        self._ledger = None
         if self.switch.last_share:
             self.switch.rehearse(model, self.recipe, partial(self._convert, model, args))
         elif all(module is not self._converted for module in model.modules()):  # FSDP1 passes its wrapper here

@@ -45,7 +45,7 @@ class Rollouts:
         policy = trainer.accelerator.unwrap_model(trainer.model)
         self._push = self._push or WeightPush(policy)
         self._push.to_vllm(self.llm)
-        asked = [_tokens(trainer.processing_class, prompt) for prompt in prompts]
+        asked = [_tokens(trainer, prompt) for prompt in prompts]
         answers = self.llm.generate([{"prompt_token_ids": ids} for ids in asked], self.sampling, use_tqdm=False)
         given = [list(answer.outputs[0].token_ids) for answer in answers]
         sampled = [
@@ -58,10 +58,16 @@ class Rollouts:
         return {"prompt_ids": asked, "completion_ids": given, "logprobs": sampled}
 
 
-def _tokens(tokenizer: Any, prompt: Any) -> list[int]:
-    if not isinstance(prompt, str):
-        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    ids: list[int] = tokenizer(prompt)["input_ids"]
+def _tokens(trainer: Any, prompt: Any) -> list[int]:
+    """Return the ids of a prompt as the trainer itself makes them; a template gives the special tokens of its own."""
+    if isinstance(prompt, str):
+        encoded = trainer.processing_class(prompt)
+    else:
+        how = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        encoded = trainer.processing_class.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **how
+        )
+    ids: list[int] = encoded["input_ids"]
     return ids
 
 

@@ -39,6 +39,7 @@ from octavo.nn.functional import (
     transposed_input,
     transposed_weight,
 )
+from octavo.nn.lora import has_update
 from octavo.nn.operands import check_dtypes
 from octavo.numerics import Quantized
 from octavo.recipes import OPERANDS, Recipe, RecipeLike, load, names
@@ -89,9 +90,9 @@ def linear_cross_entropy(
         options: fields of `LossOptions`: `softcap`, `z_loss`, `chunk`.
 
     Raises:
-        ConfigError: shapes or options that do not fit, a recipe that stores scales from step to step; on a CPU, a
-            target outside the vocabulary. On a GPU such a target makes the loss NaN, because a check would wait for the
-            device.
+        ConfigError: shapes or options that do not fit, a recipe that stores scales from step to step, the weight of a
+            layer with a LoRA update; on a CPU, a target outside the vocabulary. On a GPU such a target makes the loss
+            NaN, because a check would wait for the device.
     """
     softcap, z_loss, chunk = how = LossOptions(**options)
     _check(x, weight_VK, targets, bias, reduction, how)
@@ -145,6 +146,12 @@ def _check(
             f"got {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}."
         )
     check_dtypes(x, weight)
+    if has_update(weight):
+        raise ConfigError(
+            "linear_cross_entropy: the weight is that of a layer with a LoRA update, which only a call of the layer "
+            "adds: the loss would be without it. Compute F.cross_entropy(layer(x), targets), or give add_lora a "
+            "pattern without this layer, or call merge_lora(model) first."
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ConfigError(f"bias has shape {tuple(bias.shape)}, the weight has {weight.shape[0]} rows.")
     if targets.dtype != torch.int64:

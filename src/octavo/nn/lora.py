@@ -1,8 +1,9 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): low-rank updates of frozen linear layers, whose weights may be FP8 codes.
 
 A layer keeps its class and name: the update is its child `lora`, added to the output by a hook. So plans, fused groups,
-exports and FP8 weights work unchanged. PEFT wraps layers instead, which renames their parameters, and merges by adding
-to `weight.data`, which FP8 codes cannot: the sum must be quantised, once.
+exports and FP8 weights work unchanged. Code that reads the weight, and does not call the layer, computes without the
+update. PEFT wraps layers instead, which renames their parameters, and merges by adding to `weight.data`, which FP8
+codes cannot: the sum must be quantised, once.
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ class LoRA(nn.Module):
         return self.scale * (self.B @ self.A)
 
 
+_MARK = "_octavo_has_update"
+"""Attribute of a weight with an update. Copies of the weight do not have it."""
+
+
+def has_update(weight: Tensor) -> bool:
+    """Return whether a weight is that of a layer with an update, which only a call of the layer adds."""
+    return getattr(weight, _MARK, False)
+
+
 def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed: int = 0) -> list[str]:
     """Freeze a model and give its linear layers trainable updates; return the names of these layers.
 
@@ -69,7 +79,8 @@ def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed:
     model.requires_grad_(False)
     for layer in found.values():
         layer.lora = LoRA(layer, rank, alpha, generator)
-        layer.register_forward_hook(_add)
+        setattr(layer.weight, _MARK, True)
+        layer.register_forward_hook(_add, with_kwargs=True)
     return list(found)
 
 
@@ -109,11 +120,14 @@ def merge_lora(model: nn.Module) -> int:
         hooks = layer._forward_hooks
         for key in [key for key, hook in hooks.items() if hook is _add]:
             del hooks[key]
+            layer._forward_hooks_with_kwargs.pop(key, None)
         del layer.lora
+        vars(weight).pop(_MARK, None)
     return len(layers)
 
 
-def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _add(layer: nn.Module, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], output: Tensor) -> Tensor:
     """Add the update to a layer's output: a hook that copies of the layer share."""
-    update: Tensor = layer.lora(inputs[0])  # type: ignore[operator]
+    x = inputs[0] if inputs else next(iter(named.values()))
+    update: Tensor = layer.lora(x)  # type: ignore[operator]
     return output + update.to(output.dtype)

@@ -20,14 +20,15 @@ from octavo.conversion import Plan, convert
 from octavo.doctor.accuracy import drift
 from octavo.doctor.check import run_check
 from octavo.doctor.subjects import trial_of
-from octavo.errors import UnsupportedError
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.monitor.system import SystemProbe
 from octavo.nn import Linear, reuse_weight_codes
 from octavo.nn.fp8_weights import values
+from octavo.nn.linear import is_transposed
 from octavo.nn.modules import hooked
 from octavo.train.profile import profile
 from octavo.train.timing import Stopwatch, milliseconds, synchronize, warm_up
-from octavo.train.workload import Workload, first_sample, to_device
+from octavo.train.workload import NO_VALUES, Workload, build_without_values, first_sample, to_device
 
 PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Autocast dtype of the precisions that are no recipe; a recipe computes the rest in BF16."""
@@ -187,8 +188,8 @@ def _train(run: _Training, how: Conditions, found: Measurement) -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()
         found.resident_gib = torch.cuda.memory_allocated() / 2**30
+    synchronize(how.device.type)  # energy counts from here: the host may be several steps ahead
     probe = SystemProbe(torch.cuda.current_device() if is_gpu else None)
-    synchronize(how.device.type)
     watch = Stopwatch(how.device)
     with kernels.record() as ledger:
         losses += [run.step(watch.mark) for _ in range(timed)]
@@ -234,13 +235,15 @@ def _errors(model: nn.Module, workload: Workload, found: Measurement) -> None:
     rows = run_check(drift, trial).finding.rows
     found.gradient_cosines = {str(row["layer"]): float(row["cosine"]) for row in rows}
 
-    def compare(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        weight, bias = values(layer.get_parameter("weight"), torch.float32), cast(Tensor | None, layer.bias)
-        exact = nn.functional.linear(inputs[0].float(), weight, None if bias is None else bias.float())
+    def compare(name: str, layer: nn.Module, inputs: tuple[Tensor], named: Mapping[str, Tensor], y: Tensor) -> None:
+        x = inputs[0] if inputs else next(iter(named.values()))
+        weight, bias = values(cast(Linear, layer).matrix, torch.float32), cast(Tensor | None, layer.bias)
+        exact = nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
         found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))
 
     layers = {name: layer for name, layer in trial.layers.items() if isinstance(layer, Linear)}
-    with hooked(layer.register_forward_hook(partial(compare, name)) for name, layer in layers.items()), torch.no_grad():
+    hooks = (each.register_forward_hook(partial(compare, name), with_kwargs=True) for name, each in layers.items())
+    with hooked(hooks), torch.no_grad():
         trial.loss()
 
 
@@ -255,15 +258,17 @@ def count_flops(workload: Workload) -> Flops | None:
     def note(layer: nn.Module, inputs: object, y: Tensor) -> None:
         nonlocal inside
         rows.append(y.numel() // y.shape[-1])
-        inside += 2.0 * y.numel() * layer.get_parameter("weight").shape[1] * (3 if y.requires_grad else 1)
+        features = layer.get_parameter("weight").numel() // y.shape[-1]
+        inside += 2.0 * y.numel() * features * (3 if y.requires_grad else 1)
 
     try:
-        with torch.device("meta"):
-            model = workload.build()
-        linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+        model = build_without_values(workload).to("meta")
+        linears = (module for module in model.modules() if isinstance(module, nn.Linear) or is_transposed(module))
         with hooked(layer.register_forward_hook(note) for layer in linears), FlopCounterMode(display=False) as counter:
             workload.loss(model, to_device(next(workload.batches()), torch.device("meta"))).backward()
-    except (RuntimeError, NotImplementedError):  # a model that reads values
+    except ConfigError:  # a ValueError too
+        raise
+    except NO_VALUES:
         return None
     total = float(counter.get_total_flops())
     return Flops(total, max(total - inside, 0.0), statistics.mode(rows) if rows else workload.tokens)

@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo._util.terminal import columns, quantity
 from octavo.monitor.dashboard import page
+from octavo.monitor.store.writer import plain
 from octavo.pilot.judging import Pilot, advise
 
 _COLUMNS: dict[str, tuple[str, str]] = {
@@ -28,7 +29,7 @@ Rows = list[tuple[str, ...]]
 
 
 def to_dict(pilot: Pilot) -> dict[str, Any]:
-    """Return everything as plain data: measurements and recommendation."""
+    """Return everything as data of strict JSON, None for NaN and infinities: measurements and recommendation."""
     about = {key: value for key, value in vars(pilot).items() if key not in ("measured", "plans", "rates")}
     measured = [
         {
@@ -41,7 +42,8 @@ def to_dict(pilot: Pilot) -> dict[str, Any]:
     ]
     chosen = {"adopts": pilot.adopts, "recipe": pilot.best, "advice": [advice._asdict() for advice in advise(pilot)]}
     plans = {name: json.loads(plan.to_json()) for name, plan in pilot.plans.items()}
-    return {**about, "measured": measured, "recommendation": chosen, "plans": plans}
+    found: dict[str, Any] = plain({**about, "measured": measured, "recommendation": chosen, "plans": plans})
+    return found
 
 
 def to_text(pilot: Pilot) -> str:

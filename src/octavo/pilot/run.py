@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from octavo.pilot.judging import Pilot
 from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement, count_flops, measure
 from octavo.recipes import load, names
 from octavo.train import device as devices
-from octavo.train.workload import Workload, first_tensor
+from octavo.train.workload import Workload, build_without_values, first_tensor
 
 RECIPES = ("folded", "tensorwise", "block")
 """Recipes of a pilot by default: scales per row, per tensor and per block."""
@@ -63,8 +62,7 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
     precisions = dict.fromkeys(("bf16", *settings.precisions))
     if not is_gpu:
         precisions.pop("fp32", None)  # its time is what speaks against it, and a CPU has none to compare
-    with nullcontext() if settings.steps else torch.device("meta"):
-        model = workload.build()
+    model = workload.build() if settings.steps else build_without_values(workload)
     found = {name: Measurement(precision=name) for name in (*precisions, *settings.recipes)}
     plans: dict[str, Plan | None] = {}
     for name in found if settings.steps else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +84,19 @@ def load_workload(model: Path, shape: Shape | None = None) -> Workload:
     return _of_run(assemble(load_file(file)), file.stem)
 
 
+def build_without_values(workload: Workload) -> nn.Module:
+    """Return the model of a workload, on the meta device unless its code reads values of tensors."""
+    try:
+        with torch.device("meta"):
+            return workload.build()
+    except NO_VALUES:
+        return workload.build()
+
+
+NO_VALUES = (RuntimeError, NotImplementedError, TypeError, ValueError)
+"""Errors of code that reads values of a tensor on the meta device, by `item`, `if` or NumPy."""
+
+
 def is_run_file(file: Path) -> bool:
     """Return True for a run file, False for a Python file or a Hugging Face config."""
     return file.suffix != ".py" and (file.suffix != ".json" or "model_type" not in read_file(file))
@@ -121,15 +135,16 @@ def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Mapping):
         return {key: _mapped(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        values = [_mapped(value, change) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)  # a named tuple takes each
+        make = getattr(type(batch), "_make", type(batch))  # a named tuple takes its fields one by one
+        return make(_mapped(value, change) for value in batch)
     return change(batch) if isinstance(batch, Tensor) else batch
 
 
 def _of_python(file: Path) -> Workload:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(f"octavo_workload_{file.stem}", file)
     assert spec is not None and spec.loader is not None  # of every file that ends in .py
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # where dataclasses look up names of types
     spec.loader.exec_module(module)
     for wanted in ("build", "batches"):
         if not callable(getattr(module, wanted, None)):
