@@ -100,13 +100,9 @@ def localize(
     if not batches:
         raise ConfigError("localize: there are no batches. Give it representative data.")
     allowed, recipe, how = parse_budget(budget), load(recipe), Measurement(**options)
-    few = how.few or max(1, len(batches) // 4)
+    few, tokens = how.few or max(1, len(batches) // 4), how.tokens or 8192
     given = None if how.scales is None else str(how.scales)
-    with (
-        switchable(model, recipe, policy, how.tokens or 8192, given) as switch,
-        matmul_precision("highest"),
-        _dropped_gradients(model),
-    ):
+    with switchable(model, recipe, policy, tokens, given) as switch, matmul_precision("highest"), _no_gradients(model):
         _start_scales(switch, batches[:few], loss, given)
         device = next(model.parameters()).device
         measure = device.type == "cuda" if how.measure is None else how.measure
@@ -209,7 +205,7 @@ def _check_changes(changes: Mapping[str, Change]) -> None:
 
 
 @contextmanager
-def _dropped_gradients(model: nn.Module) -> Iterator[None]:
+def _no_gradients(model: nn.Module) -> Iterator[None]:
     """Drop the gradients of a model after the block, also where a pass failed after its backward."""
     try:
         yield
