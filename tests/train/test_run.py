@@ -372,6 +372,16 @@ def test_a_run_that_goes_on_after_its_end_has_its_own_recipe_again(configure: Co
     assert summary["heldout_loss_fp8"] < 6
 
 
+def test_a_last_recipe_is_that_of_its_file_when_the_run_begins(configure: Configure, tmp_path: Path) -> None:
+    file = tmp_path / "last.toml"
+    file.write_text('base = "bf16"\n', encoding="utf-8")
+
+    listener = Listener(Logged, file.unlink)
+    run = {"baseline": False, "steps": 2, "last_share": 0.5, "last_recipe": str(file)}
+    train(configure(run=run), reporters=[listener])
+    assert [event.recipe for event in listener.events if isinstance(event, Switched)] == [str(file)]
+
+
 def test_a_schedule_of_fp8_says_that_it_does_nothing_in_bf16(configure: Configure) -> None:
     config = configure(run={"recipe": "bf16", "steps": 2, "last_share": 0.5})
     train(config)

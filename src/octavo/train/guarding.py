@@ -53,6 +53,8 @@ class GuardedRun(Guarded):
         self.log = RunLog(setup, reporters)
         self.recipe = self.config.run.recipe
         """The recipe of the schedule that the FP8 model is converted to."""
+        self._recipes = {name: recipes.load(name) for name in (self.config.run.recipe, self.config.run.last_recipe)}
+        """As they are when the run begins: their files may change before the schedule switches."""
         self.heldout: dict[int, float] = {}
         """Step -> held-out loss of the first model."""
         self._owes_checkpoint = False
@@ -72,7 +74,7 @@ class GuardedRun(Guarded):
             self.cannot_refine = "its weights are sharded over ranks, which refine no layers"
         elif config.run.weights == "fp8":
             self.cannot_refine = "its weight is stored in FP8, in the format of its recipe"
-        recipe = recipes.load(config.run.recipe) if setup.plan is not None else None
+        recipe = self._recipes[config.run.recipe] if setup.plan is not None else None
         self.guard = Guard(self, recipe, config.guard, check)
         self._recalibration = recalibration_of(config, state.model)
 
@@ -85,9 +87,10 @@ class GuardedRun(Guarded):
         """Convert the FP8 model to another recipe of the schedule. Stored scales end here, and are written."""
         if self.done:
             self._save_scales()
-        if reason := self.guard.change_recipe(recipes.load(recipe)):
+        loaded = self._recipes.get(recipe) or recipes.load(recipe)
+        if reason := self.guard.change_recipe(loaded):
             raise RunError(f"run.last_recipe: the model cannot go on by '{recipe}': {reason}.")
-        needs_scales = recipes.load(recipe).needs_calibration
+        needs_scales = loaded.needs_calibration
         self._recalibration = recalibration_of(self.config, self._state.model) if needs_scales else None
         self.recipe = recipe
 
