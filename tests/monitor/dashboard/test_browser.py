@@ -218,33 +218,6 @@ def test_histograms_are_those_of_the_layer_that_is_shown(tmp_path: Path, serve: 
     holds(page, f"JSON.stringify({shown}) === JSON.stringify([['input', 2.5]])")
 
 
-def test_a_late_answer_does_not_replace_a_newer_view(address: str, visit: Open) -> None:
-    page = visit(f"{address}/#/runs")
-    page.evaluate("""() => {
-        const own = window.fetch;
-        window.late = 0;
-        window.fetch = async (...asked) => {
-            const answer = await own(...asked);
-            if (!String(asked[0]).includes("/run?run=first")) return answer;
-            await new Promise((done) => setTimeout(done, 500));
-            window.late += 1;
-            return answer;
-        };
-        location.hash = "#/settings?run=first";
-    }""")
-    page.evaluate("() => { location.hash = '#/settings?run=sweep/tensorwise'; }")
-    holds(page, "window.late === 1")
-    drawn(page, "settings")
-    assert "tensorwise" in page.title()
-
-
-def test_a_comparison_of_other_runs_follows_a_comparison(address: str, visit: Open) -> None:
-    page = visit(f"{address}/#/compare?run=first")
-    assert "tensorwise" not in page.inner_text("main table")
-    page.goto(f"{address}/#/compare?run=sweep/tensorwise")
-    holds(page, "document.querySelector('main table')?.innerText.includes('tensorwise')")
-
-
 def test_a_live_run_is_followed(tmp_path: Path, serve: Any, visit: Open) -> None:
     run = synthetic_run(tmp_path / "live", layers=7, steps=60, spike_at=0, finished=False, start=time.time() - 6)
     address = serve(tmp_path)

@@ -33,24 +33,19 @@ let shown = null; // {view, run, refresh(data)}
 let list = { runs: [] };
 let data = null; // of the run shown
 let version = null;
-let visits = 0; // addresses shown so far: an answer to an earlier one than the newest is dropped
 
 async function show() {
-  const mine = (visits += 1);
-  const isCurrent = () => mine === visits;
   const { view, parameters } = place();
   const run = parameters.get("run");
   if (!view || !(view in VIEWS || view in ACROSS)) return redirect();
   if (view in VIEWS && !run) return redirect();
   const isSame = shown && shown.view === view && (view in ACROSS || shown.run === run);
   try {
-    if (!isSame) await mount(view, run, isCurrent);
-    else await shown.refresh(view in VIEWS ? data : list);
+    if (!isSame) await mount(view, run);
+    else await shown.refresh(data);
   } catch (error) {
-    if (isCurrent()) fail(error);
+    fail(error);
   }
-  if (!isCurrent()) return;
-  main.setAttribute("aria-busy", "false");
   frame();
 }
 
@@ -59,12 +54,10 @@ function redirect() {
   location.replace(only ? link("overview", { run: only }) : link("runs"));
 }
 
-async function mount(view, run, isCurrent) {
+async function mount(view, run) {
   main.setAttribute("aria-busy", "true");
   if (view in VIEWS && data?.id !== run) {
-    const found = await ask("run", [["run", run]]);
-    if (!isCurrent()) return;
-    data = found;
+    data = await ask("run", [["run", run]]);
     version = null;
   }
   const [title, make] = VIEWS[view] ?? ACROSS[view];
@@ -75,7 +68,8 @@ async function mount(view, run, isCurrent) {
   const named = view in VIEWS ? `${view === "layer" ? get("layer") || title : title} · ${data.name}` : title;
   document.title = `${named} · Octavo`;
   await made.refresh(view in VIEWS ? data : list);
-  if (isCurrent()) main.dataset.view = view;
+  main.setAttribute("aria-busy", "false");
+  main.dataset.view = view;
 }
 
 function fail(error) {
