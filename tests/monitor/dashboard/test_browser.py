@@ -201,23 +201,6 @@ def test_a_layer_shows_its_histograms_against_the_window_of_the_format(address: 
     assert "SQNR" in page.inner_text("figure")
 
 
-def test_histograms_are_those_of_the_layer_that_is_shown(tmp_path: Path, serve: Any, visit: Open) -> None:
-    rows = [("a", "input"), ("a", "grad_output"), ("b", "input")]
-    with RunWriter(tmp_path / "run") as writer:
-        writer.set_tensors(rows)
-        writer.write_step(1, {"loss": 1.0}, np.ones((len(rows), len(STATS)), dtype=np.float32))
-        writer.write_histograms(1, 0, np.eye(len(rows)))
-    address = serve(tmp_path)
-    page = visit(f"{address}/#/layer?run=run&layer=a")
-    names = """[...document.querySelectorAll("figure:not([hidden])")].map(each => each.innerText.split(":")[0])
-        .filter((_, index) => index < 2)"""
-    assert page.evaluate(names) == ["input", "grad output"]
-    page.goto(f"{address}/#/layer?run=run&layer=b")
-    shown = """[...document.querySelectorAll("figure:not([hidden]) .plot")]
-        .filter(each => each.data?.[0]?.type === "bar").map(each => [each.data[0].name, each.data[0].x[0]])"""
-    holds(page, f"JSON.stringify({shown}) === JSON.stringify([['input', 2.5]])")
-
-
 def test_a_live_run_is_followed(tmp_path: Path, serve: Any, visit: Open) -> None:
     run = synthetic_run(tmp_path / "live", layers=7, steps=60, spike_at=0, finished=False, start=time.time() - 6)
     address = serve(tmp_path)

@@ -72,16 +72,12 @@ export function layerView() {
   async function drawHistograms() {
     histograms.hidden = !isMeasured();
     if (!isMeasured()) return;
-    const wanted = layer;
-    const found = await ask("histograms", [["run", run.id], ["layer", wanted]]);
-    if (wanted !== layer) return;
+    const found = await ask("histograms", [["run", run.id], ["layer", layer]]);
     const isAny = Object.values(found).some((held) => held);
     histograms.hidden = !isAny;
     untaken.hidden = isAny;
     if (!isAny) return;
     for (const role of Object.keys(found)) chartOf(`histogram ${role}`, histograms, `${words(role)}: exponents`, { height: 230 });
-    // Another layer may have fewer roles.
-    for (const role of Object.keys(ROLES)) if (made.has(`histogram ${role}`)) made.get(`histogram ${role}`).element.hidden = !(role in found);
     await Promise.all(Object.entries(found).map(([role, held]) => drawHistogram(role, held)));
   }
 
