@@ -13,7 +13,6 @@ from synthetic import synthetic_run
 
 from octavo.monitor.dashboard.answers import ANSWERS, RANGES, answer, format_range, outside
 from octavo.monitor.dashboard.runs import runs_below
-from octavo.monitor.store import RunWriter
 from octavo.numerics import formats
 
 
@@ -49,23 +48,6 @@ def test_shares_outside_are_of_whole_bins() -> None:
     assert outside(counts, -12, held) == (0.6, 0.0)
     assert outside(counts, 7, held) == (0.0, 0.4)
     assert outside(np.zeros(3, dtype=np.uint32), 0, held) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("odd", ["auto", None, [1, 2], True, math.inf])
-def test_a_configuration_of_ones_own_may_hold_anything(tmp_path: Path, odd: object) -> None:
-    settings = {
-        "run": {"steps": odd, "batch": odd, "price_per_kwh": odd},
-        "data": {"sequence": odd},
-        "model": {"dim": odd},
-    }
-    with RunWriter(tmp_path / "run") as writer:
-        writer.write_document("config", settings)
-        writer.write_step(1, {"loss": 1.0, "milliseconds_fp8": 2.0})
-    known = runs_below(tmp_path)
-    listed = answer(known, "runs", {})
-    assert isinstance(listed, dict) and "error" not in listed["runs"][0]
-    assert isinstance(answer(known, "run", {"run": ["run"]}), dict)
-    assert isinstance(answer(known, "performance", {"run": ["run"]}), bytes)
 
 
 def test_a_poll_of_a_run_four_times_as_long_takes_no_more_memory(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def _described(opened: RunReader, name: str) -> dict[str, Any]:
         "level": found.level,
         "verdict": found.text,
         "step": last,
-        "steps": opened.setting("run", "steps"),
+        "steps": loop.get("steps"),
         "recipe": opened.plan.get("recipe") or loop.get("recipe"),
         "device": opened.env.get("device"),
         "parameters": opened.env.get("parameters"),

@@ -71,7 +71,7 @@ def _work(per_step: float | None, per_token: float | None, peaks: Mapping[str, f
 
 def _operations(run: RunReader) -> tuple[float | None, str]:
     """Return the FLOPs of training per token, and how they are counted."""
-    model, sequence = run.settings("model"), run.setting("data", "sequence")
+    model, sequence = run.settings("model"), run.settings("data").get("sequence")
     if sequence:
         known = {field.name for field in dataclasses.fields(ModelConfig)}
         try:
@@ -86,9 +86,9 @@ def _operations(run: RunReader) -> tuple[float | None, str]:
 
 
 def _tokens_per_step(run: RunReader) -> float | None:
-    batch, sequence = run.setting("run", "batch"), run.setting("data", "sequence")
+    batch, sequence = run.settings("run").get("batch"), run.settings("data").get("sequence")
     if batch and sequence:
-        return batch * sequence
+        return float(batch) * float(sequence)
     series = run.scalar("tokens", first=run.last_step - 200)
     if len(series) < 2:
         return None
@@ -134,8 +134,8 @@ def _energy(run: RunReader, per_step: float | None) -> dict[str, float]:
         return {}
     kwh = (run.energy_kwh() or 0.0) * int(run.env.get("world_size") or 1)
     facts = {"kwh": kwh, "joules_per_step": joules / made}
-    if price := run.setting("run", "price_per_kwh"):
-        facts["cost"] = kwh * price
+    if price := run.settings("run").get("price_per_kwh"):
+        facts["cost"] = kwh * float(price)
     if per_step:
         facts |= {
             "joules_per_token": joules / made / per_step,

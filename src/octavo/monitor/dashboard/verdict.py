@@ -101,7 +101,7 @@ def _recent(run: RunReader) -> dict[str, Series]:
 
 
 def _facts(run: RunReader) -> str:
-    losses, planned = _recent(run), int(run.setting("run", "steps") or 0)
+    losses, planned = _recent(run), int(run.settings("run").get("steps") or 0)
     parts = [f"step {run.last_step:,}" + (f" of {planned:,}" if planned else "")]
     key = loss_key(losses)
     if key is not None:

@@ -114,11 +114,6 @@ class RunReader:
         found = self.config.get(section)
         return found if isinstance(found, dict) else {}
 
-    def setting(self, section: str, key: str) -> float | None:
-        """Return a number of the configuration; None if there is none, or the user's loop has something else there."""
-        found = self.settings(section).get(key)
-        return found if isinstance(found, int | float) and not isinstance(found, bool) else None
-
     @property
     def env(self) -> dict[str, Any]:
         """Versions and device."""
