@@ -182,11 +182,11 @@ class Monitor:
         number = self.done + 1 if step is None else step
         if number <= self.done:
             raise ConfigError(f"monitor.step({number}): step {self.done} is already recorded; steps must increase.")
-        measured = AsyncScalars(number, scalars) if self._recorder is not None else None
-        self.done = number
-        if self._recorder is None or measured is None:
+        if self._recorder is None:
+            self.done = number
             return
-        self._pending.append(measured)
+        self._pending.append(AsyncScalars(number, scalars))  # first: a step whose scalars it refuses is not counted
+        self.done = number
         while self._pending and self._pending[0].has_arrived():
             self._write(self._recorder, self._pending.popleft())
         self._write_tensors(self._recorder)

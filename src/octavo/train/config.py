@@ -467,12 +467,8 @@ def _started(settings: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not given or not isinstance(given, str):
         return settings
     directory = Path(given).expanduser()
-    if not (directory / "config.json").exists() and settings.get("model", {}).keys() >= {
-        "vocab",
-        "dim",
-        "layers",
-        "heads",
-    }:
+    is_complete = settings.get("model", {}).keys() >= {"vocab", "dim", "layers", "heads"}
+    if is_complete and not (directory / "config.json").exists():
         return settings
     shape = read_settings(directory)
     tokenizer, named = directory / "tokenizer.json", settings.get("data", {}).get("tokenizer", "")

@@ -27,6 +27,9 @@ from octavo.train.setup import token_files, tokenizer_of
 Step = Callable[[], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
 
+NO_VALUES = (RuntimeError, TypeError, ValueError)
+"""Errors of code that reads values of a tensor on the meta device, by `item`, `if` or NumPy."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -91,10 +94,6 @@ def build_without_values(workload: Workload) -> nn.Module:
             return workload.build()
     except NO_VALUES:
         return workload.build()
-
-
-NO_VALUES = (RuntimeError, NotImplementedError, TypeError, ValueError)
-"""Errors of code that reads values of a tensor on the meta device, by `item`, `if` or NumPy."""
 
 
 def is_run_file(file: Path) -> bool:
