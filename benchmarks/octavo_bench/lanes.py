@@ -519,8 +519,14 @@ def recipe_of(arm: str) -> Recipe:
         ConfigError: there is no such recipe or key, or no kernel could run it.
     """
     name, changes = _parse(arm)
-    changes = {key: change for key, change in changes.items() if key not in OUTSIDE}
+    changes = _with_integers({key: change for key, change in changes.items() if key not in OUTSIDE})
     return recipes.load({"base": name, "name": arm, **changes} if changes else name, f"--recipes: {arm}")
+
+
+def _with_integers(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes of a recipe, a table of tables, with numbers in place of their text."""
+    pairs = ((key, _with_integers(x) if isinstance(x, Mapping) else x) for key, x in changes.items())
+    return {key: int(x) if isinstance(x, str) and x.isdigit() else x for key, x in pairs}
 
 
 def policy_of(arm: str) -> Policy:

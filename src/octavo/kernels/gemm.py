@@ -1,8 +1,8 @@
 """The GEMM contract and kernel selection.
 
-    gemm(a, b) = a . b^T        a (M, K), b (N, K): FP8 codes, contiguous; result (M, N), in `out_dtype`
+    gemm(a, b) = a . b^T        a (M, K), b (N, K): FP8 or INT8 codes, contiguous; result (M, N), in `out_dtype`
 
-Scales are applied. Accumulation is FP32, or in hardware precision if `accumulate` is `fast`. M, N and K may be any
+Scales are applied. Sums of INT8 are exact; accumulation of FP8 is FP32, or in hardware precision if `accumulate` is `fast`. M, N and K may be any
 size, including 0. `KERNELS` is in order of preference: the first that supports the operands runs, in compiled code too,
 where the compiler calls the vendor's operator directly. `gemm_by` overrides the choice, to study accumulators.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
-from octavo.kernels import ledger
+from octavo.kernels import integer, ledger
 from octavo.kernels.operator import call, define_packed, is_direct
 from octavo.kernels.reference import accumulator
 from octavo.kernels.reference.gemm import gemm as reference_gemm
@@ -39,6 +39,7 @@ class GemmKernel:
 
 
 KERNELS = (
+    GemmKernel("int8", integer.unsupported_reason, integer.gemm),
     GemmKernel("scaled_mm.tensor", vendor.unsupported_reason_tensor, vendor.scaled_mm_tensor),
     GemmKernel("scaled_mm.row", vendor.unsupported_reason_row, vendor.scaled_mm_row),
     GemmKernel("scaled_mm.block", vendor.unsupported_reason_block, vendor.scaled_mm_block),

@@ -49,6 +49,8 @@ def unsupported_reason(target: QuantSpec) -> str | None:
     """Return why a norm cannot quantise to `target` in the same pass, or None."""
     if target.rounding != "nearest":
         return f"it rounds to nearest only, not '{target.rounding}'"
+    if target.rotation:
+        return "it does not rotate"
     if target.granularity not in GRANULARITIES:
         return f"it has {' and '.join(GRANULARITIES)} scales only, not '{target.granularity}'"
     return None

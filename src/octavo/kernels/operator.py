@@ -162,7 +162,7 @@ def _pack(x: Any, tensors: list[Tensor], numbers: list[float]) -> str:
         tensors += x[:2]
         return "quantized " + x.granularity.name
     if isinstance(x, QuantSpec):  # not `str(x)`: Dynamo of PyTorch 2.11 cannot join its result
-        return f"spec {x.format} {x.granularity} {x.scaling} {x.rounding}"
+        return f"spec {x.format} {x.granularity} {x.scaling} {x.rounding} {x.rotation}"
     if isinstance(x, torch.dtype):
         return "dtype " + _DTYPES[x]
     if isinstance(x, tuple | list):

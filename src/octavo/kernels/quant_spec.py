@@ -31,6 +31,8 @@ class QuantSpec(NamedTuple):
     scaling: Scaling
     rounding: Rounding = "nearest"
     """`nearest` for fused kernels."""
+    rotation: int = 0
+    """Largest block of the rotation of each row (`numerics.block_for`); 0: none."""
 
     @property
     def fmt(self) -> Format:
@@ -48,12 +50,12 @@ class QuantSpec(NamedTuple):
         return _RULES[self.scaling]
 
     def __str__(self) -> str:
-        return " ".join(self)
+        return " ".join(map(str, self))
 
 
 def spec_of(operand: Operand) -> QuantSpec:
     """Return the quantisation target for an operand of a recipe."""
-    return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding)
+    return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding, operand.rotation)
 
 
 @cache
@@ -61,8 +63,8 @@ def parse_spec(text: str) -> QuantSpec | None:
     """Parse the `str` of a target, None for an empty string: operators take plain types."""
     if not text:
         return None
-    format, granularity, scaling, rounding = text.split()
-    return QuantSpec(format, granularity, cast(Scaling, scaling), cast(Rounding, rounding))
+    format, granularity, scaling, rounding, rotation = text.split()
+    return QuantSpec(format, granularity, cast(Scaling, scaling), cast(Rounding, rounding), int(rotation))
 
 
 def empty(target: QuantSpec, rows: int, cols: int, device: torch.device) -> Quantized:

@@ -5,6 +5,7 @@
     quantize_stack         several matrices, stacked by rows
     quantize_transposed    transpose of a matrix saved in high precision
     requantize_transposed  the same, with known scales
+    quantize_rows_twice    a stack to two sets of codes by row: of fprop, and of the backward GEMMs
     quantize_normed        result of an RMS norm, from its input
 
 On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere, the specification; also
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,16 +56,21 @@ def quantize(
     granularity: str,
     scaling: Scaling = "power_of_two",
     rounding: Rounding = "nearest",
+    rotation: int = 0,
     seed: int | Tensor = 0,
 ) -> Quantized:
     """Quantise an (R, C) matrix. Codes are contiguous, also for a transposed view.
+
+    Args:
+        rotation: as for `numerics.quantize`.
+        seed: of stochastic rounding.
 
     Raises:
         ConfigError: x is not a matrix, or an unknown name.
     """
     fmt, tile = format_named(format), granularity_named(granularity)
     if rounding == "nearest" and on_gpu(x) and x.dim() == 2 and not _is_fused_by_compiler(x, tile):
-        target = QuantSpec(format, granularity, scaling)
+        target = QuantSpec(format, granularity, scaling, rotation=rotation)
         if x.stride(0) == 1 and x.stride(1) != 1:
             transposed = quantize_pair([x.t()], None, target)[1]
             assert transposed is not None
@@ -72,7 +78,7 @@ def quantize(
         result = quantize_pair([x], target, None)[0]
         assert result is not None
         return result
-    return contiguous(specified(x, fmt, tile, scaling, rounding, seed))
+    return contiguous(specified(x, fmt, tile, scaling, rounding, seed, rotation))
 
 
 def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
@@ -136,6 +142,32 @@ def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
     weights = [weight.detach() for weight in weights]
     result: Quantized = call("quantize_stack", _quantize_stack, (weights, target), [target])[0]
     return result
+
+
+class Twice(NamedTuple):
+    """Two sets of codes of a matrix (R, C), by row."""
+
+    first: Quantized
+    codes: Tensor | None
+    """Codes of the second set; None if they are made again from the matrix and `scale`."""
+    scale: Tensor
+    """FP32 (R, 1), scales of the second set."""
+
+
+def quantize_rows_twice(
+    matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool
+) -> Twice:
+    """Quantise matrices (R_i, C) stacked by rows to two targets with one scale per row, from one read.
+
+    Args:
+        matrices: FP32, BF16 or FP16.
+        first, second: with rounding to nearest; `second` without a rotation.
+        keeps_codes: whether to write the codes of the second set, or its scales alone.
+    """
+    matrices = [matrix.detach() for matrix in matrices]
+    arguments = matrices, first, second, keeps_codes
+    results = call("quantize_rows_twice", _quantize_rows_twice, arguments, (first, keeps_codes, True))
+    return Twice(*results)
 
 
 def quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> Quantized:
@@ -224,7 +256,7 @@ def _quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> list[Quantized
 
         with launches_on(x.device):
             return [fast(x, norm, target)]
-    return [laid_out(specified(_normed(x, norm), target.fmt, target.tile, target.scaling))]
+    return [laid_out(specified(_normed(x, norm), target.fmt, target.tile, target.scaling, rotation=target.rotation))]
 
 
 def _quantize_normed_shape(x: Tensor, norm: Norm, target: QuantSpec) -> list[Quantized]:
@@ -293,8 +325,43 @@ def _quantize_stack(weights: list[Tensor], target: QuantSpec) -> list[Quantized]
         from octavo.kernels.triton.weights import quantize_rows_of
 
         with launches_on(weights[0].device):
-            return [quantize_rows_of(weights, target)]
+            return [quantize_rows_of(weights, target)[0]]
     return [quantize(torch.cat(weights), *target)]
+
+
+def _quantize_rows_twice(
+    matrices: list[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    x = matrices[0]
+    if x.numel() and x.is_cuda and uses_triton(x, "quantize", _refuses_twice(matrices)):
+        from octavo.kernels.triton.weights import STACKED, quantize_rows_of
+
+        with launches_on(x.device):
+            stack = matrices if len(matrices) <= STACKED else [torch.cat(matrices)]
+            return quantize_rows_of(stack, first, second, keeps_codes)
+    x = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+    rows = reference.quantize_pair([x], second, None)[0]
+    made = reference.quantize_pair([x], first, None)[0]
+    assert rows is not None and made is not None
+    return made, rows.codes if keeps_codes else None, rows.scale
+
+
+def _refuses_twice(matrices: list[Tensor]) -> str | None:
+    from octavo.kernels.triton.weights import unsupported_reason
+
+    return unsupported_reason(matrices)
+
+
+def _quantize_rows_twice_shape(
+    matrices: list[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    rows, cols, device = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1], matrices[0].device
+    codes, scale, _ = empty(second, rows, cols, device)
+    return empty(first, rows, cols, device), codes if keeps_codes else None, scale
+
+
+def _twice_in_graph(matrices: list[Tensor], *_: object) -> bool:
+    return runs_triton(matrices[0]) and not _refuses_twice(matrices)
 
 
 def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
@@ -336,6 +403,7 @@ def _quantize_pair_shape(
 
 define_packed("quantize_pair", _quantize_pair, _quantize_pair_shape, in_graph=_pair_in_graph)
 define_packed("quantize_stack", _quantize_stack, _quantize_stack_shape, in_graph=_stack_in_graph)
+define_packed("quantize_rows_twice", _quantize_rows_twice, _quantize_rows_twice_shape, in_graph=_twice_in_graph)
 define_packed("quantize_normed", _quantize_normed, _quantize_normed_shape, in_graph=_normed_in_graph)
 define_packed("quantize_transposed", _quantize_transposed, _quantize_transposed_shape)
 define_packed(

@@ -105,7 +105,7 @@ class ScaledDotProduct(nn.Module):
 
 def shares_codes(recipe: Recipe) -> bool:
     """Return whether layers of this recipe read codes that follow from their input alone, the same each time."""
-    return recipe.fprop.is_fp8 and recipe.fprop.input.is_repeatable
+    return recipe.fprop.is_fp8 and recipe.fprop.input.is_repeatable and not recipe.second("input")
 
 
 def unsupported_reason(recipe: Recipe | None, keeps_input: bool) -> str | None:

@@ -43,7 +43,13 @@ from octavo.nn.attached_codes import attached_norm_source, is_output_of_attentio
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import autocast_dtype, check_operands, note_dtype
-from octavo.nn.weight_codes import WeightCodes, multiply, quantize_weights, quantize_weights_transposed
+from octavo.nn.weight_codes import (
+    WeightCodes,
+    codes_follow,
+    multiply,
+    quantize_weights,
+    quantize_weights_transposed,
+)
 from octavo.numerics import Quantized
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
@@ -144,7 +150,7 @@ class SavedInput(NamedTuple):
     values: Tensor | None = None
     """(M, K): the input, or the input of the RMS norm that it is the result of."""
     codes: Tensor | None = None
-    """(M, K), those of fprop; or (K, M), if wgrad quantises the transpose by itself."""
+    """(M, K), those of fprop or of the second set; or (K, M), if wgrad quantises the transpose by itself."""
     scale: Tensor | None = None
     """Scale of `codes`; beside values, scale of the codes in fprop."""
     norm_rstd: Tensor | None = None
@@ -171,9 +177,9 @@ class SavedWeights(NamedTuple):
     """Weights (N_i, K) as they are saved for dgrad: as the codes of their stack, as values, or as values and scale."""
 
     codes: Tensor | None = None
-    """(sum of N_i, K), those of fprop; None: `weights` are saved."""
+    """(sum of N_i, K), those of fprop or of the second set; None: `weights` are saved."""
     scale: Tensor | None = None
-    """Scale of the codes in fprop, unless dgrad has codes of its own."""
+    """Scale of the codes, unless dgrad quantises the transpose by itself."""
     weights: Sequence[Tensor] = ()
     """Not read if there are codes."""
     rows: tuple[int, ...] = ()
@@ -191,10 +197,11 @@ class SavedWeights(NamedTuple):
         return cls(codes, scale, weights, rows)
 
     def quantized(self, recipe: Recipe) -> tuple[Quantized, ...]:
-        """Return the weights as fprop read them: one stack, or one matrix per weight."""
+        """Return the weights as dgrad reads them, before the transpose: one stack, or one matrix per weight."""
+        operand = recipe.folded_rows("weight")
         if self.codes is not None and self.scale is not None:
-            return (Quantized(self.codes, self.scale, recipe.fprop.weight.tile),)
-        return quantize_weights(self.weights, spec_of(recipe.fprop.weight)).matrices
+            return (Quantized(self.codes, self.scale, operand.tile),)
+        return quantize_weights(self.weights, spec_of(operand)).matrices
 
 
 _X, _SAVED_X = len(InputSource._fields), len(SavedInput._fields)
@@ -240,7 +247,7 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     w_codes, w_scale, scale_and_amax, stats = tensors[_X : _WEIGHTS - 1]
     scale_ref = scale_ref_of(scale_and_amax, recipe, "input", update_amax)
     x = read_input(source, recipe, dtype, needs_weight, scale_ref, keeps_input)
-    w = read_weights(weights, recipe, w_codes, w_scale)
+    w = read_weights(weights, recipe, w_codes, w_scale, needs_x)
     saved_w = save_weights(w, weights, recipe, w_codes is not None) if needs_x else SavedWeights()
     return x.saved, saved_w.tensors, fprop([source.x], x.fprop, w, weights, recipe, dtype, stats)
 
@@ -333,7 +340,7 @@ def quantize_both(
 def input_source(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> InputSource:
     """Return x (..., K) as (M, K), with its known codes."""
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    normed = attached_norm_source(x) if requantises_exactly(recipe) else None
+    normed = attached_norm_source(x) if requantises_exactly(recipe) and not recipe.second("input") else None
     if normed is not None:
         with torch.no_grad():
             codes = kernels.quantize_normed(normed.x, normed.norm, spec_of(recipe.fprop.input))
@@ -366,6 +373,9 @@ def read_input(
         return QuantizedInput(prequantized, saved if needs_weight else SavedInput())
     # Codes of another kernel may come from values before rounding, so that backward could not make them again.
     x = None if keeps_input else prequantized
+    if forward and needs_weight and (second := recipe.second("input")):
+        made = kernels.quantize_rows_twice([x_MK], spec_of(forward), spec_of(second), keeps_codes=not keeps_input)
+        return QuantizedInput(made.first, SavedInput(x_MK if keeps_input else None, made.codes, made.scale))
     if recipe.wgrad.is_fp8 and needs_weight and not keeps_input and not recipe.reuses("wgrad.input"):
         # wgrad needs the transpose quantised by itself: from the same read
         made, transposed = quantize_both([x_MK], None if x else forward, recipe.wgrad.input, scale_ref=scale_ref)
@@ -386,20 +396,30 @@ def read_input(
 
 
 def read_weights(
-    weights: Sequence[Tensor], recipe: Recipe, codes: Tensor | None = None, scale: Tensor | None = None
+    weights: Sequence[Tensor],
+    recipe: Recipe,
+    codes: Tensor | None = None,
+    scale: Tensor | None = None,
+    needs_input: bool = False,
 ) -> WeightCodes | None:
-    """Return the weights as fprop reads them; None if it is in BF16. codes, scale: those of the stack, if known."""
+    """Return the weights as fprop reads them; None if it is in BF16.
+
+    Args:
+        codes, scale: those of the stack, if known.
+        needs_input: whether dgrad will run, which may read a second set of codes.
+    """
     if not recipe.fprop.is_fp8:
         return None
     if codes is None or scale is None:
-        return quantize_weights(weights, spec_of(recipe.fprop.weight))
+        second = recipe.second("weight") if needs_input else None
+        return quantize_weights(weights, spec_of(recipe.fprop.weight), second and spec_of(second))
     rows = tuple(weight.shape[0] for weight in weights)
     return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), rows)
 
 
 def requantises_exactly(recipe: Recipe) -> bool:
     """Return whether wgrad's codes of an input follow from its values and fprop's scale."""
-    return recipe.folds("wgrad.input") and recipe.fprop.input.scaling == "power_of_two"
+    return recipe.folds("wgrad.input") and recipe.folded_rows("input").scaling == "power_of_two"
 
 
 def codes_for(weights: Sequence[Tensor], codes: WeightCodes | None) -> tuple[Tensor | None, Tensor | None]:
@@ -422,11 +442,12 @@ def save_weights(
         are_codes_kept: whether the codes stay in memory anyway (`reuse_weight_codes`).
     """
     rows = tuple([weight.shape[0] for weight in weights])
+    if w is not None and w.second is not None:
+        codes, scale = w.second
+        return SavedWeights(codes, scale, weights if codes is None else (), rows)
     if w is None or not recipe.reuses("dgrad.weight") or has_fp8_weight(weights):
         return SavedWeights(weights=weights, rows=rows)
-    follow = recipe.folds("dgrad.weight") and recipe.fprop.weight.scaling == "power_of_two"
-    follow = follow and all(x.dim() == 2 and x.element_size() == 2 for x in weights)
-    if follow and not are_codes_kept:
+    if recipe.folds("dgrad.weight") and codes_follow(weights, spec_of(recipe.fprop.weight)) and not are_codes_kept:
         return SavedWeights(None, w.stack.scale, weights, rows)
     return SavedWeights(*w.matrices[0][:2], rows=rows)
 
@@ -471,10 +492,11 @@ def input_fold(input_scale: Tensor | None, recipe: Recipe) -> Tensor | None:
 
 def transposed_weight(weight: SavedWeights, recipe: Recipe, after: Tensor) -> Quantized:
     """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied by."""
-    if not recipe.reuses("dgrad.weight"):
+    if not recipe.reuses("dgrad.weight") and not recipe.second("weight"):
         return quantize_weights_transposed(weight.weights, spec_of(recipe.dgrad.weight))
     if weight.codes is None and weight.scale is not None:
-        return kernels.requantize_transposed(weight.weights, weight.scale, spec_of(recipe.fprop.weight), after)
+        rows = spec_of(recipe.folded_rows("weight"))
+        return kernels.requantize_transposed(weight.weights, weight.scale, rows, after)
     matrices = weight.quantized(recipe)
     parts = [transpose_codes(matrix, recipe.folds("dgrad.weight"), after) for matrix in matrices]
     if len(parts) == 1:
@@ -489,14 +511,16 @@ def transposed_weight(weight: SavedWeights, recipe: Recipe, after: Tensor) -> Qu
 def transposed_input(x: SavedInput, recipe: Recipe, after: Tensor) -> Quantized:
     """Return an input as wgrad reads it, (K, M). after: the gradient that it is multiplied by."""
     if x.codes is not None and x.scale is not None:
-        if not recipe.reuses("wgrad.input"):
+        if not recipe.reuses("wgrad.input") and not recipe.second("input"):
             return Quantized(x.codes, x.scale, recipe.wgrad.input.tile)
-        return transpose_codes(Quantized(x.codes, x.scale, recipe.fprop.input.tile), recipe.folds("wgrad.input"), after)
+        rows = Quantized(x.codes, x.scale, recipe.folded_rows("input").tile)
+        return transpose_codes(rows, recipe.folds("wgrad.input"), after)
     assert x.values is not None
     if requantises_exactly(recipe):
         assert x.scale is not None
         norm = None if x.norm_rstd is None or x.norm_weight is None else (x.norm_rstd, x.norm_weight)
-        return kernels.requantize_transposed([x.values], x.scale, spec_of(recipe.fprop.input), after, norm)
+        rows = spec_of(recipe.folded_rows("input"))
+        return kernels.requantize_transposed([x.values], x.scale, rows, after, norm)
     made = kernels.quantize_transposed(x.values, spec_of(recipe.wgrad.input), after)
     return kernels.without_scale(made) if recipe.folds("wgrad.input") else made
 
@@ -533,6 +557,7 @@ def fprop(
         return multiply(x, w, dtype, recipe.fprop.accumulate)
     origin = telemetry_ops.Source.of(tensors, recipe.fprop.input, kind)
     options = telemetry_ops.GemmOptions(dtype, recipe.fprop.accumulate)
+    w = w._replace(second=None)
     return telemetry_ops.sampled_fprop(x, w, weights, spec_of(recipe.fprop.weight), options, origin, stats)
 
 

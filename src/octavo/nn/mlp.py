@@ -57,6 +57,8 @@ def unsupported_reason(inner: Recipe, outer: Recipe) -> str | None:
             return f"recipe '{recipe.name}' leaves a GEMM in BF16"
         if any(operand.rounding != "nearest" for operand in operands):
             return f"recipe '{recipe.name}' rounds stochastically"
+        if recipe.fprop.input.rotation:
+            return f"recipe '{recipe.name}' rotates its inputs: no kernel does while it computes an activation"
         if recipe.is_emulated:
             return f"recipe '{recipe.name}' is emulated: no kernel makes 1x32 scales while it computes"
         if recipe.has_stored_scales:

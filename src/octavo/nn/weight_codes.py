@@ -30,6 +30,8 @@ class WeightCodes(NamedTuple):
     """One (sum of N_i, K), or one (N_i, K) per weight."""
     rows: tuple[int, ...]
     """N_i."""
+    second: tuple[Tensor | None, Tensor] | None = None
+    """Codes and scale of the stack for dgrad, if it reads a second set; codes None: they follow from the weights."""
 
     @property
     def stack(self) -> Quantized:
@@ -46,8 +48,22 @@ def as_matrix(weight: Tensor) -> Tensor:
     return weight if weight.dim() == 2 else weight.movedim(1, -1).flatten(1)
 
 
-def quantize_weights(weights: Sequence[Tensor], target: QuantSpec) -> WeightCodes:
+def codes_follow(weights: Sequence[Tensor], rows: QuantSpec) -> bool:
+    """Return whether backward makes codes by row again from the weights and their scales, instead of saving them.
+
+    With a power-of-two scale this takes as many launches as transposing codes. Of weights of two bytes per element it
+    reads one byte per element more, and of wider ones too many.
+    """
+    return rows.scaling == "power_of_two" and all(x.dim() == 2 and x.element_size() == 2 for x in weights)
+
+
+def quantize_weights(
+    weights: Sequence[Tensor], target: QuantSpec, second: QuantSpec | None = None
+) -> WeightCodes:
     """Quantise weights (N_i, K) as one stack.
+
+    Args:
+        second: target of the second set, by row, if dgrad reads one.
 
     Raises:
         UnsupportedError: an FP8 weight has codes of another kind.
@@ -56,6 +72,9 @@ def quantize_weights(weights: Sequence[Tensor], target: QuantSpec) -> WeightCode
     if has_fp8_weight(weights):
         return WeightCodes(tuple(codes_of(weight, target) for weight in weights), rows)
     matrices = [as_matrix(weight.detach()) for weight in weights]
+    if second is not None:
+        first, *rest = kernels.quantize_rows_twice(matrices, target, second, not codes_follow(weights, second))
+        return WeightCodes((first,), rows, (rest[0], rest[1]))
     if target.rounding == "nearest":
         return WeightCodes((kernels.quantize_stack(matrices, target),), rows)
     return WeightCodes((kernels.quantize_matrix(torch.cat(matrices), target),), rows)

@@ -9,6 +9,7 @@ from octavo.numerics.formats import (
     E5M2,
     E8M0,
     FORMATS,
+    INT8,
     NARROW,
     Format,
     format_named,
@@ -26,9 +27,11 @@ from octavo.numerics.granularity import (
     tile_amax,
 )
 from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, random_bits, random_words, to_codes
+from octavo.numerics.rotation import BLOCKS, block_for, rotate
 from octavo.numerics.scaling import Scaling, from_e8m0, scale_from_amax, to_e8m0
 
 __all__ = [
+    "BLOCKS",
     "E2M1",
     "E2M3",
     "E3M2",
@@ -36,6 +39,7 @@ __all__ = [
     "E5M2",
     "E8M0",
     "FORMATS",
+    "INT8",
     "NARROW",
     "PER_COLUMN",
     "PER_ROW",
@@ -48,6 +52,7 @@ __all__ = [
     "Rounding",
     "Scaling",
     "TILE_1x128",
+    "block_for",
     "cosine_of",
     "dequantize",
     "format_named",
@@ -58,6 +63,7 @@ __all__ = [
     "quantize",
     "random_bits",
     "random_words",
+    "rotate",
     "scale_from_amax",
     "sqnr_db",
     "sqnr_per_row_db",

@@ -4,6 +4,10 @@ E4M3 and E5M2 are the OCP 8-bit formats (OFP8 1.0, table 1): E4M3 gives up infin
 sign; E5M2 is IEEE-like. E8M0 (OCP MX 1.0, section 5.4.1) is a bare exponent and holds power-of-two scales. E2M3, E3M2
 and E2M1 are the MX formats of six and four bits (section 5.3). E4M3 has all of their values, so their codes are stored
 and multiplied as E4M3 codes, one byte each.
+
+INT8 is a fixed-point format: evenly spaced values from -127 to 127. -128 is left out, since a range that is not
+symmetric biases gradients (arXiv 2510.25602, section 4). It has no NaN: a tile with a value that is not finite has the
+scale NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from octavo.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A floating-point format of 8 bits or fewer. All properties follow from the fields."""
+    """A format of 8 bits or fewer, fixed-point without exponent bits. All properties follow from the fields."""
 
     name: str
     exponent_bits: int
@@ -31,8 +35,15 @@ class Format:
     has_nan: bool = True
 
     @property
+    def is_integer(self) -> bool:
+        """Whether its values are integers, evenly spaced and without NaN."""
+        return self.exponent_bits == 0
+
+    @property
     def max(self) -> float:
         """The largest finite value."""
+        if self.is_integer:
+            return float(2**self.mantissa_bits - 1)
         if self.mantissa_bits == 0:  # E8M0: code 255 is NaN, 254 the largest value
             return float(2.0 ** (2**self.exponent_bits - 2 - self.bias))
         if self.has_infinity:  # IEEE-like: the top exponent is for infinities and NaN
@@ -43,7 +54,7 @@ class Format:
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest positive value that still has the full mantissa."""
+        """The smallest positive value that still has the full mantissa; above `max` in a fixed-point format."""
         return 2.0**-self.bias if self.mantissa_bits == 0 else 2.0 ** (1 - self.bias)
 
     @property
@@ -62,6 +73,8 @@ class Format:
         Args:
             codes: uint8, any shape; narrower formats use the low bits.
         """
+        if self.is_integer:
+            return codes.view(torch.int8).double()
         bits = codes.to(torch.int64)
         mantissa = bits & (2**self.mantissa_bits - 1)
         exponent = (bits >> self.mantissa_bits) & (2**self.exponent_bits - 1)
@@ -107,6 +120,18 @@ E8M0 = Format(
 )
 
 
+INT8 = Format(
+    name="int8",
+    exponent_bits=0,
+    mantissa_bits=7,
+    bias=-6,  # the smallest normal is 2^7: all values are subnormal, 1 apart
+    has_sign=True,
+    has_infinity=False,
+    has_nan=False,
+    dtype=torch.int8,
+)
+
+
 def _narrow(exponent_bits: int, mantissa_bits: int, bias: int) -> Format:
     return Format(
         name=f"e{exponent_bits}m{mantissa_bits}",
@@ -123,7 +148,7 @@ def _narrow(exponent_bits: int, mantissa_bits: int, bias: int) -> Format:
 E2M3, E3M2, E2M1 = _narrow(2, 3, 1), _narrow(3, 2, 3), _narrow(2, 1, 1)
 NARROW = {f.name: f for f in (E2M3, E3M2, E2M1)}
 """MX formats, whose codes are stored as E4M3 codes."""
-FORMATS = {f.name: f for f in (E4M3, E5M2, E8M0)} | NARROW
+FORMATS = {f.name: f for f in (E4M3, E5M2, E8M0, INT8)} | NARROW
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.name not in NARROW}
 
 

@@ -15,15 +15,16 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.numerics.formats import E4M3, NARROW, Format
 from octavo.numerics.granularity import PER_ROW, Granularity, tile_amax
+from octavo.numerics.rotation import block_for, rotate
 from octavo.numerics.scaling import Scaling, scale_from_amax
 
 Rounding = Literal["nearest", "stochastic"]
 
 
 class Quantized(NamedTuple):
-    """An (R, C) matrix in FP8.
+    """An (R, C) matrix in eight bits.
 
-    codes: (R, C), a float8 dtype.  scale: FP32, the shape that `granularity.scale_shape(R, C)` gives.
+    codes: (R, C), a float8 dtype or int8.  scale: FP32, the shape that `granularity.scale_shape(R, C)` gives.
     """
 
     codes: Tensor
@@ -42,24 +43,31 @@ def quantize(
     scaling: Scaling = "power_of_two",
     rounding: Rounding = "nearest",
     seed: int | Tensor = 0,
+    rotation: int = 0,
 ) -> Quantized:
-    """Quantise a matrix.
+    """Quantise a matrix, rotated along its rows first if there is a rotation.
 
     Finite values saturate at the format's maximum. NaN stays NaN and an infinity becomes NaN; neither touches the
-    scale of its neighbours.
+    scale of its neighbours. An integer format has no NaN: codes of a tile with such a value are 0, and its scale is NaN.
 
     Args:
         x: (R, C), FP32, BF16 or FP16. R or C may be 0.
         seed: seed of stochastic rounding; it gives the same codes on every device.
+        rotation: largest block of the rotation (`octavo.numerics.rotation.block_for`); 0: none.
 
     Raises:
         ConfigError: x is not a matrix, or the scaling is unknown.
     """
     if x.dim() != 2:
         raise ConfigError(f"quantize takes a matrix, got shape {tuple(x.shape)}: flatten the leading dimensions first.")
+    if rotation:
+        x = rotate(x, block_for(x.shape[1], rotation))
     scale, inverse = scale_from_amax(tile_amax(x, granularity), fmt, scaling)
     if x.numel() == 0:
         return Quantized(x.to(fmt.dtype), scale, granularity)
+    if fmt.is_integer:
+        finite = _is_finite(x, granularity)
+        scale, inverse = torch.where(finite, scale, torch.nan), torch.where(finite, inverse, 0.0)
     scaled = granularity.tiles(x.float()) * inverse[:, None, :, None]
     scaled = granularity.untile(scaled, *x.shape)
     if rounding == "stochastic":
@@ -68,12 +76,22 @@ def quantize(
 
 
 def to_codes(x: Tensor, fmt: Format) -> Tensor:
-    """Round FP32 values to the nearest code, ties to even; saturate what is finite, give NaN for what is not."""
+    """Round FP32 values to the nearest code, ties to even; saturate what is finite, give NaN for what is not.
+
+    In an integer format, which has no NaN, the code of what is not finite is 0.
+    """
+    if fmt.is_integer:
+        return torch.where(x.abs() < torch.inf, x.clamp(-fmt.max, fmt.max).round(), 0.0).to(fmt.dtype)
     # A cast alone is not enough: whether it saturates depends on the PyTorch version, and compiled casts turn
     # infinities into the largest finite value, even in E5M2, which has infinities. All of them preserve NaN. Its sign
     # is set here, since processors differ in it.
     x = torch.where(x.abs() < torch.inf, x.clamp(-fmt.max, fmt.max), torch.nan)
     return (_round_narrow(x, fmt) if fmt.name in NARROW else x).to(fmt.dtype)
+
+
+def _is_finite(x: Tensor, granularity: Granularity) -> Tensor:
+    """Return whether all values of each tile are finite, in the shape of the scales."""
+    return tile_amax((~x.isfinite()).float(), granularity) == 0
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

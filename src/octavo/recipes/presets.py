@@ -19,6 +19,17 @@ def folded() -> Recipe:
     )
 
 
+def rotated() -> Recipe:
+    """`folded` with fprop in rotated INT8: nine times less rounding error than E4M3 (arXiv 2512.03673, section 3).
+
+    Inputs and weights are rotated along the summed index by Hadamard blocks and rounded to INT8 per row. Backward reads
+    a second set of codes, those of `folded`.
+    """
+    recipe = folded()
+    operand = Operand(format="int8", rotation=256, scaling="float32")
+    return replace(recipe, name="rotated", fprop=Fprop(input=operand, weight=operand))
+
+
 def folded_fast() -> Recipe:
     """`folded` with fast accumulation in fprop and dgrad: faster on Hopper; truncation biases sums toward zero."""
     recipe = folded()
@@ -158,6 +169,7 @@ PRESETS = {
     make.__name__: make
     for make in (
         folded,
+        rotated,
         folded_fast,
         rowwise,
         rowwise_bf16_fprop,

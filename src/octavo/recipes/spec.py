@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, cast
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.numerics import NARROW, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
+from octavo.numerics import BLOCKS, NARROW, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -26,7 +26,7 @@ OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "w
 
 STORED_SCALE_ROLES = ("input", "grad_output")
 """Roles whose scales may be stored from step to step, in the order of a layer's rows in `ScalingState`."""
-FormatName = Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"]
+FormatName = Literal["e4m3", "e5m2", "int8", "e2m3", "e3m2", "e2m1"]
 """Formats of codes; the last three are MX formats."""
 Precision = Literal["fp8", "bf16"]
 """Precision of a GEMM, or of a tensor saved for backward: `bf16` unchanged, `fp8` as codes."""
@@ -41,13 +41,16 @@ class Operand:
     """Quantisation of one operand of one GEMM."""
 
     format: FormatName = "e4m3"
-    """E4M3 for precision, E5M2 for range."""
+    """E4M3 for precision, E5M2 for range, INT8 for precision where a row has no outliers, or is rotated."""
     granularity: str = "row"
     """Elements that share a scale: tensor, row, column (folded), 1x128, 128x128, 1x32."""
     scaling: Scaling = "power_of_two"
     """Scales rounded up to a power of two, FP32 scales, or FP32 scales as inference engines compute them."""
     rounding: Rounding = "nearest"
     """To the nearest code, or stochastic."""
+    rotation: int = 0
+    """Largest block of the Hadamard rotation along the summed index, before quantisation: 4, 16, 64, 256 or 1024; a
+    layer takes the largest that divides its features (`octavo.numerics.rotation`). 0: none."""
     scale_from: ScaleFrom = "current"
     """Source of its scale: its own maximum (`current`), those of earlier steps (`delayed`), these unless they would
     saturate it (`just_in_time`), or a calibration file (`static`)."""
@@ -74,18 +77,25 @@ class Operand:
         return granularity_named(self.granularity)
 
     @property
+    def as_rows(self) -> Operand:
+        """This operand with one scale per row of the untransposed matrix, as a folded one is quantised."""
+        return replace(self, granularity=self.tile.transposed.name) if self.is_folded else self
+
+    @property
     def is_folded(self) -> bool:
         """Whether the scales lie along the summed index and move into the other operand."""
         return self.tile == PER_COLUMN
 
     def is_transpose_of(self, other: Operand) -> bool:
         """Whether this operand's codes and scales are those of `other`, transposed."""
-        return self == replace(other, granularity=other.tile.transposed.name) and self.rounding == "nearest"
+        alike = self == replace(other, granularity=other.tile.transposed.name)
+        return alike and self.rounding == "nearest" and not self.rotation  # a rotation belongs to one summed index
 
     def __str__(self) -> str:
         extras = [
             {"float32": "FP32 scales", "engine": "engine scales"}.get(self.scaling, ""),
             {"stochastic": "stochastic"}.get(self.rounding, ""),
+            f"rotated by {self.rotation}" if self.rotation else "",
             {"current": ""}.get(self.scale_from, self.scale_from.replace("_", " ")),
         ]
         return " ".join([self.format.upper(), self.granularity, *filter(None, extras)])
@@ -202,6 +212,7 @@ class Recipe:
         object.__setattr__(self, "_reused", frozenset(self._find_reused()))
         object.__setattr__(self, "_stored", dict(self._find_stored()))
         object.__setattr__(self, "_folded", frozenset(self._find_folded()))
+        object.__setattr__(self, "_second", dict(self._find_second()))
         for role in STORED_SCALE_ROLES:
             self._check_one_quantisation(role)
         if nested := next((pattern for pattern, recipe in self.modules.items() if recipe.modules), None):
@@ -257,18 +268,45 @@ class Recipe:
         return operand in self.__dict__["_folded"]
 
     def _find_folded(self) -> Iterator[str]:
-        """Yield the folded operands. Their codes must be those of fprop."""
+        """Yield the folded operands. Their codes must be those of fprop, or a second set beside integer codes."""
         for gemm, role in (("dgrad", "weight"), ("wgrad", "input")):
             operand, where = getattr(self.gemm(gemm), role), f"{gemm}.{role}"
             if not (self.gemm(gemm).is_fp8 and operand.is_folded):
                 continue
-            if not self.reuses(where):
+            if not self.reuses(where) and not self._has_second_set(role, operand):
                 raise ConfigError(
                     f"recipe '{self.name}': {where} is 'column' (folded), so its codes are those of fprop.{role}: that "
                     "one must be in FP8, 'row', with the same format, scaling and nearest rounding. "
                     f"It is {getattr(self.fprop, role)}, this one {operand}."
                 )
             yield where
+
+    def second(self, role: str) -> Operand | None:
+        """Return how `input` or `weight` is quantised a second time, by rows, for a folded backward GEMM.
+
+        None: the backward GEMM reads the codes of fprop, or quantises its transpose by itself.
+        """
+        second: dict[str, Operand] = self.__dict__["_second"]
+        return second.get(role)
+
+    def folded_rows(self, role: str) -> Operand:
+        """Return how the codes that a folded backward GEMM reads of `input` or `weight` were quantised, by rows."""
+        return self.second(role) or cast(Operand, getattr(self.fprop, role))
+
+    def _find_second(self) -> Iterator[tuple[str, Operand]]:
+        for gemm, role in (("dgrad", "weight"), ("wgrad", "input")):
+            if self.folds(f"{gemm}.{role}") and not self.reuses(f"{gemm}.{role}"):
+                yield role, getattr(self.gemm(gemm), role).as_rows
+
+    def _has_second_set(self, role: str, operand: Operand) -> bool:
+        """Return whether codes of fprop that no backward GEMM can read have others beside them, for a folded operand.
+
+        Integer codes are not multiplied by those of a gradient in FP8, and rotated ones lie in another basis.
+        """
+        forward: Operand = getattr(self.fprop, role)
+        apart = forward.rotation or (forward.format == "int8") != (operand.format == "int8")
+        repeatable = forward.is_repeatable and operand.is_repeatable and not operand.rotation
+        return bool(self.fprop.is_fp8 and apart and forward.granularity == "row" and repeatable)
 
     def _find_stored(self) -> Iterator[tuple[str, Operand]]:
         for role in STORED_SCALE_ROLES:
@@ -317,6 +355,17 @@ class Recipe:
                 f"{where}.accumulate = 'fast' does nothing with {a.granularity} and {b.granularity} scales: "
                 "such GEMMs accumulate slowly. Leave it out."
             )
+        if (a.format == "int8") != (b.format == "int8"):
+            raise ConfigError(
+                f"{where}: no hardware multiplies INT8 by FP8. Give both operands format = 'int8', or neither."
+            )
+        if a.rotation != b.rotation:
+            raise ConfigError(
+                f"{where}: its operands are rotated by {a.rotation} and {b.rotation}. A rotation of the summed index "
+                "cancels only if both have the same."
+            )
+        for operand in (a, b):
+            _check_integer_and_rotation(where, operand)
         if a.format == b.format == "e5m2":
             raise ConfigError(f"{where}: no hardware multiplies E5M2 by E5M2. Give one operand format = 'e4m3'.")
         if a.is_folded:
@@ -344,6 +393,26 @@ class Recipe:
                 f"recipe '{self.name}': {described} must be alike: with a scale that is kept from step to step they "
                 "are one quantisation, read by both GEMMs."
             )
+
+
+def _check_integer_and_rotation(where: str, operand: Operand) -> None:
+    if operand.rotation and operand.rotation not in BLOCKS:
+        raise ConfigError(f"{where}: rotation = {operand.rotation}: it is one of {BLOCKS}, or 0 for none.")
+    if operand.rotation and operand.granularity not in ("row", "tensor"):
+        raise ConfigError(
+            f"{where}: a rotated operand has one scale per 'row' or 'tensor', not '{operand.granularity}'. "
+            "A rotation mixes the values of smaller tiles, and a folded operand has the codes of another product."
+        )
+    if operand.format == "int8" and operand.granularity not in ("row", "column", "tensor"):
+        raise ConfigError(
+            f"{where}: INT8 has one scale per 'row' or 'tensor', not '{operand.granularity}': its sums are integers, "
+            "and scales are multiplied into the result."
+        )
+    if operand.format == "int8" and operand.has_stored_scale:
+        raise ConfigError(
+            f"{where}: INT8 has the scale of its own maximum (scale_from = 'current'), not '{operand.scale_from}': an "
+            "integer format has no range to spare for a value above it."
+        )
 
 
 def override(modules: Mapping[str, Recipe], others: Mapping[str, Recipe]) -> dict[str, Recipe]:

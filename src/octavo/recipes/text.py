@@ -113,7 +113,7 @@ def explain(recipe: Recipe) -> str:
     lines = [f"recipe {recipe.name}"]
     operands = {name: (a, b) for name, a, b in recipe.gemms()}
     width = max(
-        [24, *(len(str(operand)) + 2 for pair in operands.values() for operand in pair if operand.has_stored_scale)]
+        [24, *(len(str(x)) + 2 for pair in operands.values() for x in pair if x.has_stored_scale or x.rotation)]
     )
     for name in GEMMS:
         if name not in operands:
@@ -133,7 +133,8 @@ def explain(recipe: Recipe) -> str:
 
 def _source(recipe: Recipe, gemm: str, role: str, operand: Operand, partner: Operand) -> str:
     if operand.is_folded:
-        return "codes of fprop, transposed; its scales are folded into grad_output"
+        codes = "a second set of codes by row" if recipe.second(role) else "codes of fprop"
+        return f"{codes}, transposed; its scales are folded into grad_output"
     if source := reused_from(recipe, gemm, role):
         return f"codes and scales of {source}, transposed"
     if partner.is_folded:
@@ -170,5 +171,7 @@ def kept_for_backward(recipe: Recipe) -> list[str]:
     """Return what a linear layer saves for wgrad, and for dgrad, in words."""
     own = "input codes of wgrad" if recipe.wgrad.is_fp8 else "input in BF16"
     x = "input codes of fprop" if recipe.wgrad.is_fp8 and reused_from(recipe, "wgrad", "input") else own
-    reused = recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight")
-    return [x, "weight codes of fprop" if reused else "the weight itself"]
+    if recipe.second("input"):
+        x = "input codes of the second set"
+    w = "weight codes of fprop" if recipe.dgrad.is_fp8 and reused_from(recipe, "dgrad", "weight") else ""
+    return [x, w or ("the weight and its second scales" if recipe.second("weight") else "the weight itself")]

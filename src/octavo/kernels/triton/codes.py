@@ -97,7 +97,7 @@ def amax(x, axis: tl.constexpr):
 @triton.jit
 def format_max(FORMAT: tl.constexpr):
     """The largest finite value of a format."""
-    return 448.0 if FORMAT == tl.float8e4nv else 57344.0
+    return 448.0 if FORMAT == tl.float8e4nv else 127.0 if FORMAT == tl.int8 else 57344.0
 
 
 @triton.jit
@@ -105,9 +105,10 @@ def scale_of(amax, FORMAT: tl.constexpr, SCALING: tl.constexpr):
     """(scale, inverse) of FP32 maxima, any shape: `numerics.scale_from_amax`."""
     if SCALING == POWER_OF_TWO:
         bits = amax.to(tl.int32, bitcast=True)
-        # 448 = 1.75 * 2^8 and 57344 = 1.75 * 2^15: both have the mantissa 0x600000.
-        MAX_EXPONENT: tl.constexpr = 135 if FORMAT == tl.float8e4nv else 142
-        exponent = (bits >> 23) - MAX_EXPONENT + 127 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        # 448 = 1.75 * 2^8 and 57344 = 1.75 * 2^15 have the mantissa 0x600000, 127 = 1.984375 * 2^6 has 0x7E0000.
+        MAX_EXPONENT: tl.constexpr = 135 if FORMAT == tl.float8e4nv else 133 if FORMAT == tl.int8 else 142
+        MAX_MANTISSA: tl.constexpr = 0x7E0000 if FORMAT == tl.int8 else 0x600000
+        exponent = (bits >> 23) - MAX_EXPONENT + 127 + ((bits & 0x7FFFFF) > MAX_MANTISSA).to(tl.int32)
         exponent = tl.maximum(exponent, 1)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -121,6 +122,60 @@ def scale_of(amax, FORMAT: tl.constexpr, SCALING: tl.constexpr):
             scale = tl.maximum((exact / largest).to(tl.float32), 1.1754943508222875e-38)
             inverse = tl.minimum((largest / exact).to(tl.float32), 8.507059173023462e37)
     return scale, inverse
+
+
+@triton.jit
+def _rotation_stage(x, STRIDE: tl.constexpr):
+    """One stage of `numerics.rotate` on groups of four values that are STRIDE apart along the last axis.
+
+    Sums of two are the same in any order: hence two reductions of pairs.
+    """
+    pairs = tl.reshape(x, (x.numel // (4 * STRIDE), 2, 2, STRIDE))
+    total = tl.sum(tl.sum(pairs, axis=2, keep_dims=True), axis=1, keep_dims=True)
+    return tl.reshape(total * 0.5 - pairs, x.shape)
+
+
+@triton.jit
+def rotate(x, BLOCK: tl.constexpr):
+    """`numerics.rotate` of FP32 rows, whose padded length is a multiple of BLOCK."""
+    if BLOCK >= 4:
+        x = _rotation_stage(x, 1)
+    if BLOCK >= 16:
+        x = _rotation_stage(x, 4)
+    if BLOCK >= 64:
+        x = _rotation_stage(x, 16)
+    if BLOCK >= 256:
+        x = _rotation_stage(x, 64)
+    if BLOCK >= 1024:
+        x = _rotation_stage(x, 256)
+    return x
+
+
+@triton.jit
+def integer_codes(x):
+    """INT8 codes of FP32 values, to nearest, ties to even; 0 for what is not finite."""
+    # Adding 1.5 * 2^23, whose last bit is worth 1, rounds; the sum's low byte is the code.
+    clamped = tl.minimum(tl.maximum(x, -127.0), 127.0)
+    rounded = (clamped + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    return tl.where(tl.abs(x) < float("inf"), rounded, 0)
+
+
+@triton.jit
+def emit_row(x, codes_ptr, scale_ptr, row, cols, columns, mask, SCALING: tl.constexpr):
+    """Quantise a row held by a program with one scale, and store codes and scale."""
+    FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
+    if FORMAT == tl.int8:
+        # NaN and infinities are the largest magnitudes as integers: one reduction finds them and the maximum.
+        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+        finite = bits < 0x7F800000
+        scale, inverse = scale_of(tl.where(finite, bits, 0).to(tl.float32, bitcast=True), FORMAT, SCALING)
+        scale, inverse = tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
+        codes = integer_codes(x * inverse)
+    else:
+        scale, inverse = scale_of(amax(x, 0), FORMAT, SCALING)
+        codes = to_codes(x * inverse, FORMAT)
+    tl.store(scale_ptr + row, scale)
+    tl.store(codes_ptr + row * cols + columns, codes, mask=mask)
 
 
 @triton.jit

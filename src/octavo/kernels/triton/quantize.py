@@ -20,8 +20,8 @@ from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
 from octavo.kernels.triton.codes import (
     NONE,
     SIDE,
-    amax,
     emit_both,
+    emit_row,
     end_search,
     factors,
     finite_magnitude,
@@ -30,14 +30,13 @@ from octavo.kernels.triton.codes import (
     load_tile,
     mode_of,
     quads,
-    scale_of,
+    rotate,
     search,
-    to_codes,
 )
 from octavo.kernels.triton.launch import Kernel, as_laid_out
 from octavo.kernels.triton.output import Output, begin_searches
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
-from octavo.numerics import Quantized
+from octavo.numerics import Quantized, block_for
 
 LONGEST_ROW = 16384
 """Longest row, in elements, that one program holds."""
@@ -57,6 +56,10 @@ HIGH = Shape(SIDE.value, SIDE.value, warps=4, registers=168)
 def unsupported_reason(*targets: QuantSpec | None) -> str | None:
     """Return why these kernels cannot produce the targets, or None."""
     for target in filter(None, targets):
+        if target.rotation and (targets != (target, None) or target.granularity != "row"):
+            return "rotated codes are made by row, without those of the transpose"
+        if target.format == "int8" and target.granularity not in ("row",):
+            return "INT8 codes are made with a scale per row"
         if mode_of(target.granularity) is None:
             return f"no Triton kernel supports the granularity {target.granularity}"
     return None
@@ -114,7 +117,7 @@ def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None, row_factor
     size = next_power_of_2(cols)
     ROWS[(rows,)](
         x, x.stride(0), row_factors, fold, out.codes, out.scale, cols,
-        SCALING=target.rule, SIZE=size, num_warps=row_warps(size),
+        SCALING=target.rule, ROTATION=block_for(cols, target.rotation), SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out
 
@@ -159,7 +162,8 @@ def _write(
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, stride, factor_ptr, fold_ptr, codes_ptr, scale_ptr, cols, SCALING: tl.constexpr, SIZE: tl.constexpr,
+    x_ptr, stride, factor_ptr, fold_ptr, codes_ptr, scale_ptr, cols,
+    SCALING: tl.constexpr, ROTATION: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One whole row per program."""
     row = tl.program_id(0).to(tl.int64)
@@ -170,10 +174,7 @@ def _rows_kernel(
         x = x * tl.load(factor_ptr + row)
     if fold_ptr is not None:
         x = x * tl.load(fold_ptr + columns, mask=mask, other=1.0).to(tl.float32)
-    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, SCALING)
-    tl.store(scale_ptr + row, scale)
-    codes = to_codes(x * inverse, codes_ptr.dtype.element_ty)
-    tl.store(codes_ptr + row * cols + columns, codes, mask=mask)
+    emit_row(rotate(x, ROTATION), codes_ptr, scale_ptr, row, cols, columns, mask, SCALING)
 
 
 @triton.jit

@@ -15,10 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
-from octavo.kernels.triton.codes import amax, inside, load_tile, pack, quads, scale_of, store_words, to_codes
+from octavo.kernels.triton.codes import (
+    amax,
+    emit_row,
+    inside,
+    load_tile,
+    pack,
+    quads,
+    rotate,
+    scale_of,
+    store_words,
+    to_codes,
+)
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
-from octavo.numerics import PER_ROW, Quantized
+from octavo.numerics import PER_ROW, Quantized, block_for
 
 LONGEST_ROW = 32768
 """Longest row, in elements, that one program holds."""
@@ -41,17 +52,30 @@ def unsupported_reason(weights: Sequence[Tensor]) -> str | None:
     return None
 
 
-def quantize_rows_of(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
-    """Quantise up to three matrices (N_i, K) as one, (sum of N_i, K), with one scale per row."""
+def quantize_rows_of(
+    weights: Sequence[Tensor], target: QuantSpec, second: QuantSpec | None = None, keeps_codes: bool = False
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    """Quantise up to three matrices (N_i, K) as one, (sum of N_i, K), with one scale per row.
+
+    Args:
+        second: second target, see `octavo.kernels.quantize.quantize_rows_twice`.
+        keeps_codes: whether to write the codes of the second target, or its scales alone.
+
+    Returns:
+        Codes and scales; codes of the second target or None, and its scales, which are those of the first without one.
+    """
     cols = weights[0].shape[1]
     ends = list(itertools.accumulate(weight.shape[0] for weight in weights))
     out = empty(target, ends[-1], cols, weights[0].device)
+    made = None if second is None else empty(second, ends[-1], cols, weights[0].device)
+    codes, scale = (None, None) if made is None else (made.codes if keeps_codes else None, made.scale)
     size = next_power_of_2(cols)
     _stack_kernel[(ends[-1],)](
-        *_stack_arguments(weights, ends), out.codes, out.scale, cols,
-        SCALING=target.rule, SIZE=size, num_warps=row_warps(size),
+        *_stack_arguments(weights, ends), out.codes, out.scale, codes, scale, cols,
+        SCALING=target.rule, OTHER=0 if second is None else second.rule, E4M3=second is None or second.format == "e4m3",
+        ROTATION=block_for(cols, target.rotation), SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
-    return out
+    return out, codes, out.scale if scale is None else scale
 
 
 def requantize_transposed(
@@ -124,10 +148,11 @@ def _load_row(x_ptr, stride, row, columns, mask):
 @Kernel
 @triton.jit
 def _stack_kernel(
-    first, second, third, first_stride, second_stride, third_stride, first_end, second_end, codes_ptr, scale_ptr, cols,
-    SCALING: tl.constexpr, SIZE: tl.constexpr,
+    first, second, third, first_stride, second_stride, third_stride, first_end, second_end, codes_ptr, scale_ptr,
+    other_codes, other_scale, cols,
+    SCALING: tl.constexpr, OTHER: tl.constexpr, E4M3: tl.constexpr, ROTATION: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row per program, from the matrix that it belongs to."""
+    """One row per program, from the matrix that it belongs to; to two sets of codes, or the scales of the second."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
     mask = columns < cols
@@ -145,9 +170,13 @@ def _stack_kernel(
             x = _load_row(second, second_stride, row - first_end, columns, mask)
         else:
             x = _load_row(third, third_stride, row - second_end, columns, mask)
-    scale, inverse = scale_of(amax(x, 0), codes_ptr.dtype.element_ty, SCALING)
-    tl.store(scale_ptr + row, scale)
-    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, codes_ptr.dtype.element_ty), mask=mask)
+    if other_codes is not None:
+        emit_row(x, other_codes, other_scale, row, cols, columns, mask, OTHER)
+    elif other_scale is not None:
+        FORMAT: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
+        scale, _ = scale_of(amax(x, 0), FORMAT, OTHER)
+        tl.store(other_scale + row, scale)
+    emit_row(rotate(x, ROTATION), codes_ptr, scale_ptr, row, cols, columns, mask, SCALING)
 
 
 @triton.jit

@@ -25,6 +25,8 @@ _BLOCKS = {TILE_1x128: ScalingType.BlockWise1x128, BLOCK_128x128: ScalingType.Bl
 
 def unsupported_reason_tensor(a: Quantized, b: Quantized) -> str | None:
     """Return why the tensor-scaled GEMM cannot take these operands, or None."""
+    if torch.int8 in (a.codes.dtype, b.codes.dtype):
+        return "its operands are INT8"
     if a.granularity != PER_TENSOR or b.granularity != PER_TENSOR:
         return "its operands have more than one scale"
     return _unsupported_reason_device(a.codes.device, "tensor")
@@ -32,6 +34,8 @@ def unsupported_reason_tensor(a: Quantized, b: Quantized) -> str | None:
 
 def unsupported_reason_row(a: Quantized, b: Quantized) -> str | None:
     """Return why the row-scaled GEMM cannot take these operands, or None."""
+    if torch.int8 in (a.codes.dtype, b.codes.dtype):
+        return "its operands are INT8"
     if a.granularity not in _BY_ROW or b.granularity not in _BY_ROW:
         return "its operands are not scaled by row"
     if a.codes.is_cuda and torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):

@@ -1,0 +1,78 @@
+"""INT8 GEMM: exact integer sums, times the scales of rows and columns.
+
+    y[m, n] = (sum over k of a[m, k] b[n, k]) * a_scale[m] * b_scale[n]
+
+The sum is rounded to FP32, multiplied by the scale of a, then by that of b, and rounded to the output dtype. Integer
+sums are exact in any order, so that every device gives the same bits. On a GPU with TMA (Hopper) Octavo's own Triton
+kernel; elsewhere FP32 products of pieces of K that are short enough to be exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.dispatch import architecture, launches_on, triton_unsupported_reason
+from octavo.kernels.product import product
+from octavo.numerics import INT8, PER_ROW, PER_TENSOR, Quantized
+
+LONGEST = (2**31 - 1) // int(INT8.max) ** 2
+"""Largest K whose sums fit INT32."""
+EXACT = 2**24 // int(INT8.max) ** 2
+"""Largest K whose sums are exact in FP32, which holds integers up to 2^24."""
+
+
+def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
+    """Return why this GEMM cannot take these operands, or None."""
+    if not is_integer(a) or not is_integer(b):
+        return "its operands are not INT8"
+    if not {a.granularity, b.granularity} <= {PER_ROW, PER_TENSOR}:
+        return "its operands are not scaled by row"
+    if a.codes.shape[1] > LONGEST:
+        return f"sums over more than {LONGEST:,} products may exceed INT32"
+    device = a.codes.device
+    if device.type != "cuda":
+        return None
+    if reason := triton_unsupported_reason(device):
+        return reason
+    arch = architecture(device)
+    return None if arch.grouped else f"Octavo's INT8 GEMM is Hopper's (it loads by TMA), this is {arch.name}"
+
+
+def is_integer(x: Quantized) -> bool:
+    """Return whether the codes are INT8."""
+    return x.codes.dtype == torch.int8
+
+
+def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return a . b^T as (M, N) of `out_dtype`, for operands with no `unsupported_reason`. `fast` changes nothing."""
+    (rows, depth), cols = a.codes.shape, b.codes.shape[0]
+    a_scale, b_scale = _by_row(a.scale, rows), _by_row(b.scale, cols)
+    if not a.codes.is_cuda:
+        return (exact(a.codes, b.codes) * a_scale * b_scale.t()).to(out_dtype)
+    from octavo.kernels.triton.gemm import ALIGNED, integer_gemm
+
+    a_MK, b_NK = a.codes, b.codes
+    if depth % ALIGNED or cols % ALIGNED:
+        a_MK, b_NK = F.pad(a_MK, (0, -depth % ALIGNED)), F.pad(b_NK, (0, -depth % ALIGNED, 0, -cols % ALIGNED))
+        b_scale = F.pad(b_scale, (0, 0, 0, -cols % ALIGNED))
+    with launches_on(a.codes.device):
+        y_MN = integer_gemm(a_MK.contiguous(), a_scale, b_NK.contiguous(), b_scale, out_dtype)
+    return y_MN[:, :cols].contiguous() if y_MN.shape[1] != cols else y_MN
+
+
+def _by_row(scale: Tensor, rows: int) -> Tensor:
+    """Return the scale of each row, (rows, 1), contiguous."""
+    return scale.expand(rows, 1).contiguous()
+
+
+def exact(a: Tensor, b: Tensor) -> Tensor:
+    """Return a . b^T of INT8 codes (M, K) and (N, K), the exact sums rounded once to FP32."""
+    parts = [
+        product(left.float(), right.float().t())
+        for left, right in zip(a.split(EXACT, dim=1), b.split(EXACT, dim=1), strict=True)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts).double().sum(0).float()  # integers below 2^31: exact in FP64
