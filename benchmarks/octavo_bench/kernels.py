@@ -21,8 +21,8 @@ from octavo.kernels import record
 from octavo.kernels.activation import (
     Factors,
     Targets,
+    activate,
     activation,
-    activation_and_inputs,
     activation_backward,
     activation_backward_plain,
 )
@@ -185,7 +185,7 @@ def _hidden(draw: Draw, m: int, f: int) -> Sequence[Tensor]:
 def _hidden_codes(draw: Draw, m: int, f: int) -> Sequence[Any]:
     """Return the gradient of h, and gate and up as the codes saved by forward."""
     dh, gate, up = _hidden(draw, m, f)
-    return dh, *activation_and_inputs("silu", gate, up, BY_ROW)[1]
+    return dh, *activate("silu", gate, up, BY_ROW, keeps_inputs=True).inputs
 
 
 def _folded(hidden: Operands) -> Operands:
@@ -217,7 +217,7 @@ def _backward_folded(
 
 
 _STREAM, _HIDDEN = (TOKENS, DIM), (TOKENS, FFN)
-_swiglu, _swiglu_and_inputs = partial(activation, "silu"), partial(activation_and_inputs, "silu")
+_swiglu, _swiglu_and_inputs = partial(activation, "silu"), partial(activate, "silu", keeps_inputs=True)
 _backward_tiles = partial(activation_backward, "silu", targets=Targets(BY_TILE, BY_TILE, BY_TILE))
 
 CASES = (

@@ -24,8 +24,10 @@ from octavo_bench.lanes import BF16, CONTROL, Training
 from octavo_bench.render import grouped, table
 from octavo_bench.results import Result, Row, load
 
-PROTOCOL = 2
-"""Version of the protocol. Runs of other versions are not pooled with these; those of the first are the pilot."""
+PROTOCOL = 3
+"""Version of the protocol."""
+POOLED = (2, PROTOCOL)
+"""Versions whose runs are made alike and pooled; those of the first are the pilot."""
 FIRST_SEED = 100
 """Seeds below are the pilot's."""
 FRESH = 0.2
@@ -507,7 +509,7 @@ def read_rows(*directories: Path, pilot: bool = False) -> list[Row]:
 
 
 def _is_current(row: Row) -> bool:
-    return bool(row["protocol"] == PROTOCOL)
+    return row["protocol"] in POOLED
 
 
 def _files(directory: Path) -> list[Result]:

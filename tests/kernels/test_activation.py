@@ -11,7 +11,7 @@ from octavo.kernels.activation import (
     Factors,
     Targets,
     activation,
-    activation_and_inputs,
+    activate,
     activation_backward,
     activation_backward_plain,
 )
@@ -139,7 +139,7 @@ def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated):
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_codes_of_gate_and_up_beside_those_of_h(target, dtype, gated):
     _, gate, up = inputs(gated=gated, dtype=dtype)
-    hidden, kept = activation_and_inputs("silu", gate, up, target)
+    hidden, kept = activate("silu", gate, up, target, keeps_inputs=True)[:2]
     expected = [activation("silu", gate, up, target)]
     expected += [quantize(x, INPUTS.fmt, INPUTS.tile, INPUTS.scaling) for x in (gate, up) if x is not None]
     for got, want in zip((hidden, *kept), expected, strict=True):
@@ -154,7 +154,7 @@ def test_codes_of_gate_and_up_beside_those_of_h(target, dtype, gated):
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_from_codes_the_backward_is_that_of_their_values(target, kind, gated):
     dh, gate, up = inputs(gated=gated)
-    codes = activation_and_inputs(kind, gate, up, ROW)[1]
+    codes = activate(kind, gate, up, ROW, keeps_inputs=True)[:2][1]
     values = [dequantize(x) for x in codes]
     rest = Targets(target, target, target), Factors(torch.rand(1, 130 * len(codes)), torch.rand(70, 1))
     for read in (codes, [x._replace(scale=x.scale.clone(memory_format=torch.contiguous_format)) for x in codes]):
@@ -167,7 +167,7 @@ def test_from_codes_the_backward_is_that_of_their_values(target, kind, gated):
 
 def test_scales_that_were_saved_and_brought_back_lie_as_kernels_read_them():
     _, gate, _ = inputs()
-    codes = activation_and_inputs("gelu", gate, None, ROW)[1][0]
+    codes = activate("gelu", gate, None, ROW, keeps_inputs=True)[:2][1][0]
     moved = laid_out(codes._replace(scale=codes.scale.contiguous()))
     assert moved.scale.stride() == codes.scale.stride() == (1, 70) and torch.equal(moved.scale, codes.scale)
 
@@ -175,7 +175,7 @@ def test_scales_that_were_saved_and_brought_back_lie_as_kernels_read_them():
 def test_h_from_codes_saturates_where_it_was_at_the_end_of_the_range():
     # h = 21.1^2 = 445 has the scale 1. 21.1 becomes 22, whose square is 484.
     gate = torch.tensor([[21.1, 1.0]])
-    hidden, codes = activation_and_inputs("relu2", gate, None, ROW)
+    hidden, codes = activate("relu2", gate, None, ROW, keeps_inputs=True)[:2]
     got = activation_backward(
         "relu2", gate, codes[0], None, Targets(hidden=COLUMN), Factors(hidden=hidden.scale)
     ).hidden
@@ -210,7 +210,7 @@ def test_empty_matrices(target, shape):
     assert [x.codes.shape for x in got] == [(shape[0], 2 * shape[1]), (2 * shape[1], shape[0]), shape[::-1]]
     assert [x.scale.shape for x in got] == [target.tile.scale_shape(*x.codes.shape) for x in got]
     assert activation_backward_plain("silu", dh, gate, up)[0].shape == shape
-    hidden, codes = activation_and_inputs("silu", gate, up, target)
+    hidden, codes = activate("silu", gate, up, target, keeps_inputs=True)[:2]
     assert [x.codes.shape for x in (hidden, *codes)] == [shape] * 3
     again = activation_backward("silu", dh, *codes, Targets(target, target, target))
     assert [x.codes.shape for x in again] == [x.codes.shape for x in got]
@@ -223,10 +223,10 @@ def test_operators_obey_their_schemas_and_shapes():
     for second in (up, None):
         check(ops.activation, pack((gate, second, "gelu", ROW)))
         check(ops.activation_backward_plain, pack((dh, gate, second, "gelu")))
-        check(ops.activation_and_inputs, pack((gate, second, "gelu", ROW)))
+        check(ops.activation, pack((gate, second, "gelu", ROW, True, None)))
         rest = "gelu", Targets(ROW, None, COLUMN), Factors()
         check(ops.activation_backward, pack((dh, gate, second, *rest)))
-        codes = activation_and_inputs("gelu", gate, second, ROW)[1]
+        codes = activate("gelu", gate, second, ROW, keeps_inputs=True)[:2][1]
         from_codes = pack((dh, *codes, *[None] * (2 - len(codes)), *rest))
         # The schema's own test compares inputs in arithmetic that PyTorch does not have for FP8.
         check(ops.activation_backward, from_codes, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
@@ -240,7 +240,7 @@ def test_compiled_code_calls_them_whole():
     def both(dh, gate, up):
         h = activation("silu", gate, up, ROW)
         got = activation_backward("silu", dh, gate, up, Targets(ROW, None, COLUMN), Factors(None, h.scale, h.scale))
-        kept = activation_and_inputs("silu", gate, up, ROW)[1]
+        kept = activate("silu", gate, up, ROW, keeps_inputs=True)[:2][1]
         from_codes = activation_backward("silu", dh, *kept, Targets(ROW, ROW))
         plain = activation_backward_plain("silu", dh, gate, up)[1]
         return h.codes, got.rows.codes, got.hidden.codes, kept[1].codes, from_codes.columns.codes, plain
@@ -264,7 +264,7 @@ def test_what_cannot_be_is_refused():
         activation("silu", gate, up, ROW._replace(rounding="stochastic"))
     with pytest.raises(ConfigError, match=r"factors.rows must be FP32 \(1, 16\)"):
         activation_backward("silu", dh, gate, up, Targets(), Factors(torch.ones(1, 8)))
-    codes = activation_and_inputs("silu", gate, up, ROW)[1]
+    codes = activate("silu", gate, up, ROW, keeps_inputs=True)[:2][1]
     e5m2 = codes[0].codes.float().to(torch.float8_e5m2)
     for wrong in (codes[0]._replace(granularity=ROW.tile), codes[0]._replace(codes=e5m2)):
         with pytest.raises(ConfigError, match=r"gate has codes of .* the backward reads torch\.float8_e4m3fn"):
@@ -274,6 +274,6 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"the scale of up must be FP32 \(6, 1\)"):
         activation_backward("silu", dh, codes[0], codes[1]._replace(scale=torch.ones(6, 2)), Targets())
     with pytest.raises(ConfigError, match="rounds to nearest"):
-        activation_and_inputs("silu", gate, None, ROW._replace(rounding="stochastic"))
+        activate("silu", gate, None, ROW._replace(rounding="stochastic"), keeps_inputs=True)[:2]
     with pytest.raises(ConfigError, match=r"factors\.hidden holds one scale per token"):
         activation_backward("silu", dh, gate, up, Targets(hidden=ROW), Factors(hidden=torch.ones(6, 1)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 
@@ -30,6 +30,7 @@ from octavo.nn.fused import MLPRoles
 from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
+from octavo.numerics import block_for
 from octavo.recipes import GEMMS, Evidence, Recipe, load
 
 
@@ -44,6 +45,8 @@ class LayerPlanner:
     policy: Policy
     tokens: int
     device: torch.device
+    in_fp8: Mapping[str, str] = field(default_factory=dict)
+    """Name of a layer whose recipe multiplies INT8 or rotated codes in fprop, and which cannot -> the reason."""
 
     def layers(self, layers: Mapping[str, Layer], mlps: Mapping[str, MLPRoles]) -> list[LayerPlan]:
         """Return the rows of linear layers and convolutions."""
@@ -83,7 +86,13 @@ class LayerPlanner:
             recipe, gain = load("bf16"), None
         kernels, fallback = self._kernels(recipe)
         keeps_input = kind == "linear" and self.policy.keeps_input(name, recipe)
-        notes = found.reason if found else "", fallback, "keeps its input" if keeps_input else ""
+        notes = (
+            found.reason if found else "",
+            fallback,
+            "keeps its input" if keeps_input else "",
+            self.in_fp8.get(name, ""),
+            _block_note(recipe, shape[1]),
+        )
         return LayerPlan(
             name=name,
             kind=kind,
@@ -143,7 +152,8 @@ class LayerPlanner:
                 precision=_precision(recipe),
                 kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
                 gain=gain,
-                reason=reasons[i] or "; ".join(filter(None, (entry.reason if entry else "", how))),
+                reason=reasons[i]
+                or "; ".join(filter(None, (entry.reason if entry else "", self.in_fp8.get(names[i]), how))),
                 evidence=entry,
             )
 
@@ -168,6 +178,14 @@ class LayerPlanner:
 def _reason_of_block(name: str, blocks: Mapping[str, str]) -> str | None:
     """Return why the block around a module stays in BF16, or None."""
     return next((why for block, why in blocks.items() if f"{name}.".startswith(f"{block}.")), None)
+
+
+def _block_note(recipe: Recipe, features: int) -> str:
+    """Return a note if a layer is rotated by smaller blocks than its recipe names."""
+    if not recipe.fprop.is_fp8 or not (largest := recipe.fprop.input.rotation):
+        return ""
+    block = block_for(features, largest)
+    return "" if block == largest else f"rotated by blocks of {block}, the largest that divides {features}"
 
 
 def _precision(recipe: Recipe) -> str:

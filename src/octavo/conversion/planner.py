@@ -24,11 +24,13 @@ from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import architecture, on_gpu, planning_for, rates
+from octavo.kernels.integer import unsupported_reason_device
 from octavo.nn.experts import FIRST, SECOND
 from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
 from octavo.nn.operands import autocast_dtype, dtype_note
+from octavo.numerics import block_for
 from octavo.recipes import Recipe, RecipeLike, load
 
 
@@ -66,9 +68,13 @@ def make_plan(
     layers, experts, mlps = layers_of(model), find_experts(model), find_mlps(model)
     names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
     _check_patterns(recipe, policy, names)
-    recipes = {name: recipe.for_layer(name) for name in names}
     where = _device_named(device) if device is not None else _device_of(model)
-    planner = LayerPlanner(model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where)
+    recipes = {name: recipe.for_layer(name) for name in names}
+    in_fp8 = {name: why for name in names if (why := _no_integer_fprop(recipes[name], layers.get(name), where))}
+    recipes = _with_fprop_in_fp8(recipes, in_fp8)
+    planner = LayerPlanner(
+        model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where, in_fp8=in_fp8
+    )
     rows = plan_weights(model, layers, planner.layers(layers, mlps), recipes, policy.weights)
     expert_rows = list(planner.experts(experts))
     ordered = _in_order_of(model, [*rows, *expert_rows])
@@ -86,6 +92,28 @@ def make_plan(
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
     return _with_patterns(plan, model, mlps)
+
+
+SMALLEST_ROTATION = 16
+"""Smallest block whose rotation spreads outliers enough for INT8: narrower layers compute fprop in FP8."""
+
+
+def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device) -> str:
+    """Return why a layer, or None for experts, computes fprop by its recipe's codes in FP8; empty if it does not."""
+    if not recipe.has_integer_fprop or recipe.with_fprop_in_fp8() is None:
+        return ""
+    if not isinstance(layer, nn.Linear):
+        return "fprop in FP8: only linear layers rotate their inputs"
+    if recipe.fprop.input.rotation and block_for(layer.in_features, SMALLEST_ROTATION) < SMALLEST_ROTATION:
+        return f"fprop in FP8: no rotation by {SMALLEST_ROTATION} or more divides {layer.in_features} features"
+    reason = unsupported_reason_device(device)
+    return f"fprop in FP8: {reason}" if reason else ""
+
+
+def _with_fprop_in_fp8(recipes: Mapping[str, Recipe], in_fp8: Mapping[str, str]) -> dict[str, Recipe]:
+    """Return the recipes of layers, changed for those of `in_fp8`; one object per recipe, as groups compare them."""
+    changed = {id(recipes[name]): recipes[name].with_fprop_in_fp8() for name in in_fp8}
+    return {name: (changed[id(own)] or own) if name in in_fp8 else own for name, own in recipes.items()}
 
 
 def _check_arguments(model: object, policy: object, tokens: int) -> None:

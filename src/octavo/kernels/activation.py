@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.dispatch import implementation, run_kernel, runs_triton
 from octavo.kernels.operator import call, define_packed
-from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
+from octavo.kernels.quant_spec import QuantSpec, empty, empty_scale, laid_out
 from octavo.numerics import Quantized
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -40,6 +40,18 @@ class ActivationGradients(NamedTuple):
     """D^T, codes (N, M)."""
     hidden: Quantized | None
     """h^T, codes (F, M)."""
+
+
+class Activated(NamedTuple):
+    """Results of the forward."""
+
+    hidden: Quantized
+    """h, codes (M, F)."""
+    inputs: tuple[Quantized, ...]
+    """Codes of gate, and of up if there is one, if requested."""
+    second_scale: Tensor | None
+    """FP32 (M, 1), scales of a second set of codes of h by row, if requested: backward makes its codes from gate, up
+    and these (`Factors.hidden`)."""
 
 
 class Targets(NamedTuple):
@@ -77,24 +89,32 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) ->
     Raises:
         ConfigError: unknown kind, mismatched shapes, or stochastic rounding.
     """
-    _check(kind, gate=gate, up=up)
-    _check_rounding(target)
-    result: Quantized = call("activation", _activation, (gate, up, kind, target), [target])[0]
-    return result
+    return activate(kind, gate, up, target).hidden
 
 
-def activation_and_inputs(
-    kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec
-) -> tuple[Quantized, tuple[Quantized, ...]]:
-    """Return the codes of h, as `activation` does, and (gate,) or (gate, up) quantised to `INPUTS`, in one pass.
+def activate(
+    kind: str,
+    gate: Tensor,
+    up: Tensor | None,
+    target: QuantSpec,
+    *,
+    keeps_inputs: bool = False,
+    second: QuantSpec | None = None,
+) -> Activated:
+    """Return the codes of h, as `activation` does, and what backward reads, from one read.
 
-    Arguments and errors as for `activation`. Codes are contiguous; scales have the layout of `quant_spec.empty_scale`.
+    Codes are contiguous; scales have the layout of `quant_spec.empty_scale`. Errors as for `activation`.
+
+    Args:
+        keeps_inputs: also quantise gate and up to `INPUTS`.
+        second: target of a second set of codes of h by row, of which the scales are returned.
     """
     _check(kind, gate=gate, up=up)
-    _check_rounding(target)
-    targets = [target, INPUTS, *(() if up is None else (INPUTS,))]
-    hidden, *inputs = call("activation_and_inputs", _activation_and_inputs, (gate, up, kind, target), targets)
-    return hidden, tuple(inputs)
+    _check_rounding(target, second)
+    kept = [INPUTS for x in (gate, up) if keeps_inputs and x is not None]
+    arguments = gate, up, kind, target, keeps_inputs, second
+    hidden, *inputs, scale = call("activation", _activation, arguments, [target, *kept, second is not None])
+    return Activated(hidden, tuple(inputs), scale)
 
 
 def activation_backward(
@@ -110,7 +130,7 @@ def activation_backward(
     Args:
         kind: one of `KINDS`.
         dh: (M, F), gradient of h, BF16, FP16 or FP32.
-        gate: (M, F), as in forward, or its codes from `activation_and_inputs`.
+        gate: (M, F), as in forward, or its codes from `activate`.
         up: as gate, or None.
 
     Raises:
@@ -169,7 +189,7 @@ def _check_codes(name: str, x: Tensor | Quantized) -> Tensor:
     if (x.codes.dtype, x.granularity) != (INPUTS.fmt.dtype, INPUTS.tile):
         raise ConfigError(
             f"{name} has codes of {x.codes.dtype} with {x.granularity.name} scales: the backward reads "
-            f"{INPUTS.fmt.dtype} with {INPUTS.granularity} scales, as returned by `activation_and_inputs`."
+            f"{INPUTS.fmt.dtype} with {INPUTS.granularity} scales, as returned by `activate`."
         )
     return x.codes
 
@@ -199,29 +219,27 @@ def _is_in_graph(gate: Tensor, up: object, **targets: QuantSpec | None) -> bool:
     return not implementation("triton", "activation").limits_registers(*targets.values())
 
 
-def _activation(gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec) -> list[Quantized]:
-    arguments, refused = (kind, gate, up, target), _refused(gate, up, hidden=target)
-    return [run_kernel("activation.activation", gate, arguments, f"activation {kind}", refused)]
-
-
-def _in_graph(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec) -> bool:
-    return _is_in_graph(gate, up, hidden=target)
-
-
-def _activation_shape(gate: Tensor, _up: Tensor | None, _kind: str, target: QuantSpec) -> list[Quantized]:
-    return [empty(target, gate.shape[0], gate.shape[1], gate.device)]
-
-
-def _activation_and_inputs(gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec) -> list[Quantized]:
-    arguments, refused = (kind, gate, up, target, INPUTS), _refused(gate, up, hidden=target)
-    operation = f"activation_and_inputs {kind}"
-    results: list[Quantized] = run_kernel("activation.activation_and_inputs", gate, arguments, operation, refused)
+def _activation(
+    gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec, keeps_inputs: bool, second: QuantSpec | None
+) -> list[Quantized | Tensor | None]:
+    arguments = kind, gate, up, target, INPUTS if keeps_inputs else None, second
+    refused = _refused(gate, up, hidden=target)
+    results: list[Quantized | Tensor | None] = run_kernel(
+        "activation.activate", gate, arguments, f"activation {kind}", refused
+    )
     return results
 
 
-def _activation_and_inputs_shape(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec) -> list[Quantized]:
-    specs = target, *(INPUTS for x in (gate, up) if x is not None)
-    return [empty(spec, gate.shape[0], gate.shape[1], gate.device) for spec in specs]
+def _in_graph(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec, *_: object) -> bool:
+    return _is_in_graph(gate, up, hidden=target)
+
+
+def _activation_shape(
+    gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec, keeps_inputs: bool, second: QuantSpec | None
+) -> list[Quantized | Tensor | None]:
+    specs = target, *(INPUTS for x in (gate, up) if keeps_inputs and x is not None)
+    made = [empty(spec, gate.shape[0], gate.shape[1], gate.device) for spec in specs]
+    return [*made, second and empty_scale(second, gate.shape[0], gate.shape[1], gate.device)]
 
 
 def _activation_backward(
@@ -265,7 +283,6 @@ def _activation_backward_plain_shape(dh: Tensor, _gate: Tensor, up: Tensor | Non
 
 _TAG = torch.Tag.needs_fixed_stride_order
 define_packed("activation", _activation, _activation_shape, _TAG, in_graph=_in_graph)
-define_packed("activation_and_inputs", _activation_and_inputs, _activation_and_inputs_shape, _TAG, in_graph=_in_graph)
 define_packed(
     "activation_backward", _activation_backward, _activation_backward_shape, _TAG, in_graph=_backward_in_graph
 )

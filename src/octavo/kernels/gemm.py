@@ -2,9 +2,10 @@
 
     gemm(a, b) = a . b^T        a (M, K), b (N, K): FP8 or INT8 codes, contiguous; result (M, N), in `out_dtype`
 
-Scales are applied. Sums of INT8 are exact; accumulation of FP8 is FP32, or in hardware precision if `accumulate` is `fast`. M, N and K may be any
-size, including 0. `KERNELS` is in order of preference: the first that supports the operands runs, in compiled code too,
-where the compiler calls the vendor's operator directly. `gemm_by` overrides the choice, to study accumulators.
+Scales are applied. Sums of INT8 are exact. Accumulation of FP8 is FP32, or in hardware precision if `accumulate` is
+`fast`. M, N and K may be any size, including 0. `KERNELS` is in order of preference: the first that supports the
+operands runs, in compiled code too, where the compiler calls the vendor's operator directly. `gemm_by` overrides the
+choice, to study accumulators.
 """
 
 from __future__ import annotations

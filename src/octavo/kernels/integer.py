@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.dispatch import architecture, launches_on, triton_unsupported_reason
+from octavo.kernels.dispatch import architecture, is_planning, launches_on, on_gpu, triton_unsupported_reason
 from octavo.kernels.product import product
 from octavo.numerics import INT8, PER_ROW, PER_TENSOR, Quantized
 
@@ -21,6 +21,16 @@ LONGEST = (2**31 - 1) // int(INT8.max) ** 2
 """Largest K whose sums fit INT32."""
 EXACT = 2**24 // int(INT8.max) ** 2
 """Largest K whose sums are exact in FP32, which holds integers up to 2^24."""
+
+
+def unsupported_reason_device(device: torch.device) -> str | None:
+    """Return why this GEMM does not run on a device, or None."""
+    if not on_gpu(device):
+        return None
+    if device.type == "cuda" and not is_planning() and (reason := triton_unsupported_reason(device)):
+        return reason
+    arch = architecture(device)
+    return None if arch.grouped else f"Octavo's INT8 GEMM is Hopper's (it loads by TMA), this is {arch.name}"
 
 
 def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
@@ -31,13 +41,7 @@ def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
         return "its operands are not scaled by row"
     if a.codes.shape[1] > LONGEST:
         return f"sums over more than {LONGEST:,} products may exceed INT32"
-    device = a.codes.device
-    if device.type != "cuda":
-        return None
-    if reason := triton_unsupported_reason(device):
-        return reason
-    arch = architecture(device)
-    return None if arch.grouped else f"Octavo's INT8 GEMM is Hopper's (it loads by TMA), this is {arch.name}"
+    return unsupported_reason_device(a.codes.device)
 
 
 def is_integer(x: Quantized) -> bool:

@@ -25,7 +25,7 @@ from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import launches_on, on_gpu, runs_triton, uses_triton
 from octavo.kernels.operator import call, define_packed
-from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
+from octavo.kernels.quant_spec import QuantSpec, empty, empty_scale, laid_out
 from octavo.kernels.reference import quantize as reference
 from octavo.kernels.transpose import transpose
 from octavo.numerics import (
@@ -154,9 +154,7 @@ class Twice(NamedTuple):
     """FP32 (R, 1), scales of the second set."""
 
 
-def quantize_rows_twice(
-    matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool
-) -> Twice:
+def quantize_rows_twice(matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool) -> Twice:
     """Quantise matrices (R_i, C) stacked by rows to two targets with one scale per row, from one read.
 
     Args:
@@ -170,15 +168,22 @@ def quantize_rows_twice(
     return Twice(*results)
 
 
-def quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> Quantized:
+def quantize_normed(
+    x: Tensor, norm: Norm, target: QuantSpec, second: QuantSpec | None = None
+) -> tuple[Quantized, Tensor | None]:
     """Quantise the rows of `x * rstd * weight`, the result of an RMS norm, without storing it.
 
     Args:
         x: (M, D), input of the norm, FP32, BF16 or FP16.
         target: one scale per row.
+        second: target of a second set of codes by row, which backward makes from x and their scales.
+
+    Returns:
+        The codes, and the scales of the second set, FP32 (M, 1).
     """
-    result: Quantized = call("quantize_normed", _quantize_normed, (x.detach(), norm, target), [target])[0]
-    return result
+    kinds, arguments = [target, second is not None], (x.detach(), norm, target, second)
+    codes, scale = call("quantize_normed", _quantize_normed, arguments, kinds)
+    return codes, scale
 
 
 def requantize_transposed(
@@ -250,20 +255,27 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
     return x.float() * norm[0][:, None] * norm[1].float()
 
 
-def _quantize_normed(x: Tensor, norm: Norm, target: QuantSpec) -> list[Quantized]:
+def _quantize_normed(
+    x: Tensor, norm: Norm, target: QuantSpec, second: QuantSpec | None
+) -> tuple[Quantized, Tensor | None]:
     if x.numel() and x.shape[1] <= LONGEST_NORM and uses_triton(x, "quantize"):
         from octavo.kernels.triton.quantize import quantize_normed as fast
 
         with launches_on(x.device):
-            return [fast(x, norm, target)]
-    return [laid_out(specified(_normed(x, norm), target.fmt, target.tile, target.scaling, rotation=target.rotation))]
+            return fast(x, norm, target, second)
+    y = _normed(x, norm)
+    codes, rows = (spec and reference.quantize_pair([y], spec, None)[0] for spec in (target, second))
+    assert codes is not None
+    return codes, rows and rows.scale
 
 
-def _quantize_normed_shape(x: Tensor, norm: Norm, target: QuantSpec) -> list[Quantized]:
-    return [empty(target, x.shape[0], x.shape[1], x.device)]
+def _quantize_normed_shape(
+    x: Tensor, norm: Norm, target: QuantSpec, second: QuantSpec | None
+) -> tuple[Quantized, Tensor | None]:
+    return empty(target, *x.shape, x.device), second and empty_scale(second, *x.shape, x.device)
 
 
-def _normed_in_graph(x: Tensor, norm: Norm, target: QuantSpec) -> bool:
+def _normed_in_graph(x: Tensor, *_: object) -> bool:
     return x.shape[1] <= LONGEST_NORM and runs_triton(x)
 
 
@@ -300,7 +312,7 @@ def _quantize_pair(
 ) -> tuple[Quantized | None, Quantized | None]:
     x = sources[0]
     if x.is_cuda and x.shape[0] and (x.shape[1] or any(source.shape[1] for source in sources)):
-        fast, refused = _triton_kernel(rows, columns)
+        fast, refused = _triton_kernel(rows, columns, _whole_row(sources, rows))
         if uses_triton(x, "quantize", refused):
             result: tuple[Quantized | None, Quantized | None]
             with launches_on(x.device):
@@ -314,7 +326,9 @@ def _pair_in_graph(sources: list[Tensor], rows: QuantSpec | None, columns: Quant
         return False
     from octavo.kernels.triton import quantize as fast
 
-    return _triton_kernel(rows, columns) == (fast, None) and not fast.limits_registers(rows, columns)
+    return _triton_kernel(rows, columns, _whole_row(sources, rows)) == (fast, None) and not fast.limits_registers(
+        rows, columns
+    )
 
 
 def _quantize_stack(weights: list[Tensor], target: QuantSpec) -> list[Quantized]:
@@ -383,15 +397,22 @@ def _quantize_stack_shape(weights: list[Tensor], target: QuantSpec) -> list[Quan
     return [empty(target, sum(weight.shape[0] for weight in weights), weights[0].shape[1], weights[0].device)]
 
 
+def _whole_row(sources: Sequence[Tensor], rows: QuantSpec | None) -> int:
+    """Return the length of a row that one program must hold; 0 if none must."""
+    whole = rows is not None and (rows.rotation or rows.fmt.is_integer)
+    return sum(source.shape[1] for source in sources) if whole else 0
+
+
 @cache
-def _triton_kernel(*targets: QuantSpec | None) -> tuple[Any, str | None]:
+def _triton_kernel(rows: QuantSpec | None, columns: QuantSpec | None, cols: int) -> tuple[Any, str | None]:
     """Return the Triton module for these targets, and its reason against them or None; `groups` if any is 1x32."""
-    module: Any
-    if any(target is not None and target.tile == GROUP_1x32 for target in targets):
-        from octavo.kernels.triton import groups as module
-    else:
-        from octavo.kernels.triton import quantize as module
-    return module, module.unsupported_reason(*targets)
+    if any(target is not None and target.tile == GROUP_1x32 for target in (rows, columns)):
+        from octavo.kernels.triton import groups
+
+        return groups, groups.unsupported_reason(rows, columns)
+    from octavo.kernels.triton import quantize as fast
+
+    return fast, fast.unsupported_reason(rows, columns, cols=cols)
 
 
 def _quantize_pair_shape(

@@ -250,11 +250,11 @@ def _hidden(rows: int, cols: int, gated: bool) -> tuple[Tensor, Tensor, Tensor |
 
 
 def _activation() -> Iterator[Case]:
-    forward, backward = "activation.activation", "activation.activation_backward"
+    forward, backward = "activation.activate", "activation.activation_backward"
     kinds = (("silu", True), ("gelu_tanh", True), ("gelu", False), ("relu2", False))
     for (kind, gated), shape in itertools.product(kinds, SHAPES):
         dh, gate, up = _hidden(*shape, gated)
-        scale = activation.activation(kind, gate, up, _ROW).scale
+        scale = activation.activate(kind, gate, up, _ROW)[0].scale
         folds = _folds(shape[0], shape[1] * (1 + gated))
         name = f"{kind}{', gated' if gated else ''}, {shape[0]}x{shape[1]}"
         yield Case(f"folded {name}", (kind, gate, up, _ROW), forward)
@@ -277,11 +277,11 @@ def _inputs_of_activations() -> Iterator[Case]:
     for (rows, cols), gated, (recipe, ahead, gradient, hidden) in itertools.product(SHAPES, (True, False), recipes):
         cols = cols if recipe == "folded" else -(-cols // 128) * 128
         dh, gate, up = _hidden(rows, cols, gated)
-        h, *codes = activation.activation_and_inputs("silu", gate, up, ahead, INPUTS)
+        h, *codes, _ = activation.activate("silu", gate, up, ahead, INPUTS)
         factors = (*_folds(rows, cols * (1 + gated)), h.scale) if recipe == "folded" else (None, None, None)
         operands = "silu", dh, codes[0], codes[1] if gated else None, (gradient, gradient, hidden), factors
         name = f"{recipe} silu{', gated' if gated else ''}, {rows}x{cols}"
-        yield Case(f"{name}, and its inputs", ("silu", gate, up, ahead, INPUTS), "activation.activation_and_inputs")
+        yield Case(f"{name}, and its inputs", ("silu", gate, up, ahead, INPUTS), "activation.activate")
         yield Case(f"{name}, backward from codes", operands, "activation.activation_backward")
 
 

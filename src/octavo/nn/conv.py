@@ -251,6 +251,8 @@ def unsupported_reason_recipe(recipe: Recipe) -> str | None:
     """Return why convolutions cannot compute by a recipe, or None."""
     if recipe.has_stored_scales:
         return f"recipe '{recipe.name}' keeps scales from step to step, which only linear layers can"
+    if recipe.has_integer_fprop:
+        return f"recipe '{recipe.name}' multiplies INT8 or rotated codes, which only linear layers can"
     return None
 
 

@@ -32,7 +32,7 @@ from octavo.kernels.grouped import ExpertCodes, Padded, grouped_wgrad, quantize_
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.functional import compute_dtype
 from octavo.nn.grouped import GroupedLinear, Origin, grouped_dgrad_folded, grouped_fprop, quantize_experts
-from octavo.nn.mlp import activate, gate_and_up
+from octavo.nn.mlp import activated, gate_and_up
 from octavo.nn.operands import check_dtypes
 from octavo.nn.recognised import Recognised
 from octavo.nn.telemetry_ops import ROWS, GemmOptions, Source, stats_buffer_of
@@ -495,7 +495,7 @@ def forward_rows(
     first, second = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
     before = grouped_fprop(rows, first, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
     middle = _halves(before, second.codes.shape[2])
-    hidden, inputs = activate(kind, middle, spec_of(recipe.fprop.input), keeps_codes)
+    hidden, inputs, _ = activated(kind, middle, recipe, keeps_codes)
     y = grouped_fprop(hidden, second, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)
     return y, SavedRows(first, second, hidden.scale, inputs if keeps_codes else [before])
 

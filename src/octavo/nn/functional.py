@@ -133,6 +133,8 @@ class InputSource(NamedTuple):
     """(M, K), as fprop reads x, if the kernel that computed x quantised it too, or if x is the result of a norm."""
     scale: Tensor | None = None
     """Scale of `codes`."""
+    second_scale: Tensor | None = None
+    """Scale of the second set of codes, if wgrad reads one and x is the result of a norm."""
     norm_input: Tensor | None = None
     """(M, K), the input of the RMS norm that x is the result of: backward can requantise x from it."""
     norm_rstd: Tensor | None = None
@@ -340,11 +342,14 @@ def quantize_both(
 def input_source(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> InputSource:
     """Return x (..., K) as (M, K), with its known codes."""
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    normed = attached_norm_source(x) if requantises_exactly(recipe) and not recipe.second("input") else None
+    normed = attached_norm_source(x) if requantises_exactly(recipe) else None
     if normed is not None:
+        second = recipe.second("input")
         with torch.no_grad():
-            codes = kernels.quantize_normed(normed.x, normed.norm, spec_of(recipe.fprop.input))
-        return InputSource(x_MK, codes.codes, codes.scale, normed.x, *normed.norm)
+            codes, second_scale = kernels.quantize_normed(
+                normed.x, normed.norm, spec_of(recipe.fprop.input), second and spec_of(second)
+            )
+        return InputSource(x_MK, codes.codes, codes.scale, second_scale, normed.x, *normed.norm)
     return InputSource(x_MK) if prequantized is None else InputSource(x_MK, prequantized.codes, prequantized.scale)
 
 
@@ -369,7 +374,8 @@ def read_input(
     if forward and source.codes is not None and source.scale is not None:
         prequantized = Quantized(source.codes, source.scale, forward.tile)
     if source.norm_input is not None:
-        saved = SavedInput(source.norm_input, None, source.scale, source.norm_rstd, source.norm_weight)
+        scale = source.scale if source.second_scale is None else source.second_scale
+        saved = SavedInput(source.norm_input, None, scale, source.norm_rstd, source.norm_weight)
         return QuantizedInput(prequantized, saved if needs_weight else SavedInput())
     # Codes of another kernel may come from values before rounding, so that backward could not make them again.
     x = None if keeps_input else prequantized

@@ -166,6 +166,8 @@ def unsupported_reason(recipe: Recipe) -> str | None:
         for operand in operands:
             if not (operand.granularity in ("row", "column") and operand.format == "e4m3"):
                 return f"its {gemm} has an operand {operand}. {can}"
+            if operand.rotation:
+                return f"its {gemm} has an operand {operand}, only linear layers rotate. {can}"
             if not operand.is_repeatable:
                 return f"its {gemm} has an operand {operand}, only linear layers round and scale like that. {can}"
     return None

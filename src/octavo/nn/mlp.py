@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
-from octavo.kernels.activation import INPUTS, Factors, Targets, activation, activation_and_inputs, activation_backward
+from octavo.kernels.activation import INPUTS, Factors, Targets, activate, activation_backward
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn.functional import (
@@ -57,8 +57,6 @@ def unsupported_reason(inner: Recipe, outer: Recipe) -> str | None:
             return f"recipe '{recipe.name}' leaves a GEMM in BF16"
         if any(operand.rounding != "nearest" for operand in operands):
             return f"recipe '{recipe.name}' rounds stochastically"
-        if recipe.fprop.input.rotation:
-            return f"recipe '{recipe.name}' rotates its inputs: no kernel does while it computes an activation"
         if recipe.is_emulated:
             return f"recipe '{recipe.name}' is emulated: no kernel makes 1x32 scales while it computes"
         if recipe.has_stored_scales:
@@ -141,15 +139,15 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
     w_codes, w_scale, down_codes, down_scale, stats, down_stats = tensors[_X : _WEIGHTS - 1]
     x = read_input(source, inner, dtype, needs_inner, keeps_input=keeps_input)
-    w = read_weights(weights[:-1], inner, w_codes, w_scale)
-    down = read_weights(weights[-1:], outer, down_codes, down_scale)
+    w = read_weights(weights[:-1], inner, w_codes, w_scale, needs_input=True)
+    down = read_weights(weights[-1:], outer, down_codes, down_scale, needs_input=True)
     assert w is not None and down is not None
     before = fprop([source.x], x.fprop, w, weights[:-1], inner, dtype, stats)
-    hidden, inputs = activate(kind, before, spec_of(outer.fprop.input), keeps_codes)
+    hidden, inputs, scale = activated(kind, before, outer, keeps_codes)
     return (
         fprop(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
         x.saved,
-        (hidden.scale,),
+        (scale,),
         inputs,
         save_weights(w, weights[:-1], inner, w_codes is not None).tensors,
         save_weights(down, weights[-1:], outer, down_codes is not None).tensors,
@@ -201,19 +199,24 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor
     return [tuple(tensors[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
-def activate(
-    kind: str, before: Sequence[Tensor], target: QuantSpec, keeps_codes: bool
-) -> tuple[Quantized, Sequence[Tensor]]:
-    """Return h, and what backward reads of gate and up: the tensors, or their codes and scales."""
+def activated(
+    kind: str, before: Sequence[Tensor], outer: Recipe, keeps_codes: bool
+) -> tuple[Quantized, Sequence[Tensor], Tensor]:
+    """Return h as down's fprop reads it, and what backward reads.
+
+    That is gate and up, as tensors or as codes and scales, and the scale of h's codes by row, which wgrad folds.
+    """
     gate, up = before[0], before[1] if len(before) > 1 else None
-    if not keeps_codes:
-        return activation(kind, gate, up, target), before
-    hidden, inputs = activation_and_inputs(kind, gate, up, target)
-    return hidden, [tensor for quantized in inputs for tensor in quantized[:2]]
+    second = outer.second("input")
+    target = spec_of(outer.fprop.input)
+    result = activate(kind, gate, up, target, keeps_inputs=keeps_codes, second=second and spec_of(second))
+    scale = result.hidden.scale if result.second_scale is None else result.second_scale
+    inputs = [tensor for quantized in result.inputs for tensor in quantized[:2]] if keeps_codes else before
+    return result.hidden, inputs, scale
 
 
 def gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quantized, Tensor | Quantized | None]:
-    """Return gate, and up or None, from what `activate` returned for backward."""
+    """Return gate, and up or None, from what `activated` returned for backward."""
     found: list[Tensor | Quantized] = list(inputs)
     if as_codes:
         found = [Quantized(*pair, INPUTS.tile) for pair in zip(inputs[::2], inputs[1::2], strict=True)]
@@ -222,8 +225,8 @@ def gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quan
 
 def _hidden_target(outer: Recipe) -> QuantSpec:
     """Return how the hidden activation, transposed, is quantised for wgrad."""
-    if outer.reuses("wgrad.input"):
-        forward = spec_of(outer.fprop.input)
+    if outer.reuses("wgrad.input") or outer.second("input"):
+        forward = spec_of(outer.folded_rows("input"))
         return forward._replace(granularity=forward.tile.transposed.name)
     return spec_of(outer.wgrad.input)
 
@@ -234,6 +237,6 @@ def _scale_gives_codes(outer: Recipe, keeps_codes: bool) -> bool:
     Not if 1 / scale is not the factor of fprop: the same scales are then found again from h. But h of rounded inputs
     would get other scales than those that are folded, so that it takes those of fprop in any case.
     """
-    operand = outer.fprop.input
-    reused = outer.reuses("wgrad.input")
-    return reused and operand.granularity == "row" and (operand.scaling != "float32" or keeps_codes)
+    operand = outer.folded_rows("input")
+    rows = outer.reuses("wgrad.input") or outer.second("input") is not None
+    return rows and operand.granularity == "row" and (operand.scaling != "float32" or keeps_codes)

@@ -57,9 +57,7 @@ def codes_follow(weights: Sequence[Tensor], rows: QuantSpec) -> bool:
     return rows.scaling == "power_of_two" and all(x.dim() == 2 and x.element_size() == 2 for x in weights)
 
 
-def quantize_weights(
-    weights: Sequence[Tensor], target: QuantSpec, second: QuantSpec | None = None
-) -> WeightCodes:
+def quantize_weights(weights: Sequence[Tensor], target: QuantSpec, second: QuantSpec | None = None) -> WeightCodes:
     """Quantise weights (N_i, K) as one stack.
 
     Args:

@@ -48,7 +48,7 @@ def quantize(
     """Quantise a matrix, rotated along its rows first if there is a rotation.
 
     Finite values saturate at the format's maximum. NaN stays NaN and an infinity becomes NaN; neither touches the
-    scale of its neighbours. An integer format has no NaN: codes of a tile with such a value are 0, and its scale is NaN.
+    scale of its neighbours. An integer format has no NaN: codes of a tile with such a value are 0, its scale is NaN.
 
     Args:
         x: (R, C), FP32, BF16 or FP16. R or C may be 0.

@@ -293,6 +293,21 @@ class Recipe:
         """Return how the codes that a folded backward GEMM reads of `input` or `weight` were quantised, by rows."""
         return self.second(role) or cast(Operand, getattr(self.fprop, role))
 
+    @property
+    def has_integer_fprop(self) -> bool:
+        """Whether fprop multiplies INT8 or rotated codes, which only linear layers make."""
+        return self.fprop.is_fp8 and (self.fprop.input.format == "int8" or bool(self.fprop.input.rotation))
+
+    def with_fprop_in_fp8(self) -> Recipe | None:
+        """Return this recipe with fprop by the second set of codes, which backward reads; None if there is none.
+
+        For layers and devices that cannot multiply INT8 or rotated codes.
+        """
+        x, w = self.second("input"), self.second("weight")
+        if x is None or w is None:
+            return None
+        return replace(self, name=f"{self.name}, fprop in FP8", fprop=replace(self.fprop, input=x, weight=w))
+
     def _find_second(self) -> Iterator[tuple[str, Operand]]:
         for gemm, role in (("dgrad", "weight"), ("wgrad", "input")):
             if self.folds(f"{gemm}.{role}") and not self.reuses(f"{gemm}.{role}"):

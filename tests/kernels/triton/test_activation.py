@@ -71,7 +71,7 @@ def check(got, expected, allowed=1):
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_codes_of_h(target, gated, device):
     _, gate, up = inputs(device, gated=gated)
-    check(fused.activation("silu", gate, up, target), reference.activation("silu", gate, up, target))
+    check(fused.activate("silu", gate, up, target)[0], reference.activate("silu", gate, up, target)[0])
 
 
 @pytest.mark.covering(1)
@@ -79,7 +79,7 @@ def test_codes_of_h(target, gated, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kinds_and_dtypes(dtype, kind, device):
     dh, gate, up = inputs(device, 6, 200, dtype=dtype)
-    check(fused.activation(kind, gate, up, ROW), reference.activation(kind, gate, up, ROW))
+    check(fused.activate(kind, gate, up, ROW)[0], reference.activate(kind, gate, up, ROW)[0])
     arguments = (kind, dh, gate, up, (ROW, ROW, ROW), (None, None, None))
     for got, expected in zip(
         fused.activation_backward(*arguments), reference.activation_backward(*arguments), strict=True
@@ -130,7 +130,7 @@ def test_targets_of_one_matrix_may_differ_or_be_missing(rows, columns, hidden, d
 def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated, device):
     dh, gate, up = inputs(device, 10, 130, gated)
     gate[3, 5], gate[4, 6] = torch.nan, torch.inf
-    forward = fused.activation(kind, gate, up, ROW._replace(format=fmt))
+    forward = fused.activate(kind, gate, up, ROW._replace(format=fmt))[0]
     hidden = COLUMN._replace(format=fmt)
     *_, got = fused.activation_backward(kind, dh, gate, up, (ROW, ROW, hidden), (None, None, forward.scale))
     assert codes_apart(got.codes, forward.t().codes) == (0, 0)
@@ -139,7 +139,7 @@ def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated, devi
 
 def test_the_scale_of_h_is_taken_as_it_is_given(device):
     dh, gate, up = inputs(device, 10)
-    scale = reference.activation("silu", gate, up, ROW).scale * 4
+    scale = reference.activate("silu", gate, up, ROW)[0].scale * 4
     arguments = ("silu", dh, gate, up, (None, None, COLUMN), (None, None, scale))
     got, expected = fused.activation_backward(*arguments)[2], reference.activation_backward(*arguments)[2]
     assert torch.equal(got.scale, scale.t())
@@ -154,7 +154,7 @@ def test_nan_and_infinities_stay_where_they_are(target, kind, device):
     dh, gate, up = inputs(device, 20, 128)
     gate[0, 0], up[1, 1], dh[2, 2], gate[3, 3], up[4, 4] = torch.nan, torch.nan, torch.nan, torch.inf, -torch.inf
     gate[5, 5], dh[6, 6], gate[7], gate[8, 0], gate[8, 1] = -torch.inf, torch.inf, torch.nan, -3e4, 3e4
-    check(fused.activation(kind, gate, up, target), reference.activation(kind, gate, up, target))
+    check(fused.activate(kind, gate, up, target)[0], reference.activate(kind, gate, up, target)[0])
     arguments = (kind, dh, gate, up, (target, target, target), (None, None, None))
     for got, expected in zip(
         fused.activation_backward(*arguments), reference.activation_backward(*arguments), strict=True
@@ -164,9 +164,9 @@ def test_nan_and_infinities_stay_where_they_are(target, kind, device):
 
 def test_long_rows_are_searched_first(device, monkeypatch):
     _, gate, up = inputs(device, 20, 300)
-    whole = fused.activation("silu", gate, up, ROW)
+    whole = fused.activate("silu", gate, up, ROW)[0]
     monkeypatch.setattr(fused, "LONGEST_ROW", 256)
-    searched = fused.activation("silu", gate, up, ROW)
+    searched = fused.activate("silu", gate, up, ROW)[0]
     assert codes_apart(whole.codes, searched.codes) == (0, 0) and torch.equal(whole.scale, searched.scale)
 
 
@@ -213,14 +213,14 @@ def bytes_of(x):
 def test_codes_of_gate_and_up(target, gated, cols, device):
     _, gate, up = inputs(device, 24, cols, gated)
     gate[3, 5], gate[4, 6], gate[5], gate[6, 0] = torch.nan, torch.inf, torch.nan, 1e-30
-    hidden, *kept = fused.activation_and_inputs("silu", gate, up, target, INPUTS)
-    expected, *wanted = reference.activation_and_inputs("silu", gate, up, target, INPUTS)
+    hidden, *kept = fused.activate("silu", gate, up, target, INPUTS)[:-1]
+    expected, *wanted = reference.activate("silu", gate, up, target, INPUTS)[:-1]
     check(hidden, expected)
     assert len(kept) == len(wanted) == 1 + gated
     for got, want in zip(kept, wanted, strict=True):
         assert torch.equal(bytes_of(got.codes), bytes_of(want.codes)) and torch.equal(got.scale, want.scale)
         assert got.scale.t().is_contiguous() and got.granularity == want.granularity
-    assert torch.equal(bytes_of(hidden.codes), bytes_of(fused.activation("silu", gate, up, target).codes))
+    assert torch.equal(bytes_of(hidden.codes), bytes_of(fused.activate("silu", gate, up, target)[0].codes))
 
 
 @pytest.mark.filterwarnings("ignore:(invalid|overflow)")
@@ -241,7 +241,7 @@ def test_gradients_from_codes_are_those_of_their_values(target, gated, rows, col
         monkeypatch.setattr(fused, "BACKWARD_WRITE", Shape(32, 64, warps=4))
     dh, gate, up = inputs(device, rows, cols, gated)
     gate[3, 5] = torch.nan
-    hidden, *codes = reference.activation_and_inputs("silu", gate, up, ROW, INPUTS)
+    hidden, *codes = reference.activate("silu", gate, up, ROW, INPUTS)[:-1]
     pair = codes if gated else (codes[0], None)
     values = [x if x is None else dequantize(x) for x in pair]
     n = cols * (1 + gated)
@@ -265,7 +265,7 @@ def test_the_operators_run_in_triton_on_a_gpu():
     with record() as ledger:
         got = contract.activation("silu", gate, up, ROW)
         contract.activation_backward("silu", dh, gate, up, contract.Targets(ROW, ROW, ROW))
-        codes = contract.activation_and_inputs("silu", gate, up, ROW)[1]
+        codes = contract.activate("silu", gate, up, ROW, keeps_inputs=True).inputs
         contract.activation_backward("silu", dh, *codes, contract.Targets(ROW, ROW, ROW))
     assert not ledger.fallbacks
-    check(got, reference.activation("silu", gate, up, ROW), allowed=30)
+    check(got, reference.activate("silu", gate, up, ROW)[0], allowed=30)

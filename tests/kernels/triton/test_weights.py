@@ -56,12 +56,12 @@ def test_rows_of_a_norm_and_the_same_codes_again_from_its_input(cols, rows, dtyp
     target = QuantSpec("e4m3", "row", "power_of_two")
     normed = x.float() * rstd[:, None] * weight.float()
     expected = quantize(normed, target.fmt, target.tile, target.scaling)
-    found = triton_quantize.quantize_normed(x, (rstd, weight), target)
+    found, _ = triton_quantize.quantize_normed(x, (rstd, weight), target, None)
     again = triton_weights.requantize_transposed([x], found.scale, target, found.codes, (rstd, weight))
     assert torch.equal(found.scale, expected.scale)
     for codes in (found.codes, again.codes.t()):
         assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
-    contract = kernels.quantize_normed(x, (rstd, weight), target)
+    contract, _ = kernels.quantize_normed(x, (rstd, weight), target)
     again = kernels.requantize_transposed([x], found.scale, target, found.codes, (rstd, weight))
     for codes in (contract.codes, again.codes.t()):
         assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))

@@ -14,19 +14,19 @@ from octavo.numerics import PER_COLUMN, Quantized, dequantize
 from octavo.numerics.quantize import to_codes
 
 
-def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) -> Quantized:
-    """See `octavo.kernels.activation.activation`."""
-    codes, _ = quantize_pair([_hidden(kind, gate, up)], target, None)
-    assert codes is not None
-    return codes
-
-
-def activation_and_inputs(
-    kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec, inputs: QuantSpec
-) -> list[Quantized]:
-    """See `octavo.kernels.activation.activation_and_inputs`: h, gate, and up if there is one."""
-    quantized_inputs = [quantize_pair([x], inputs, None)[0] for x in (gate, up) if x is not None]
-    return [activation(kind, gate, up, target), *filter(None, quantized_inputs)]
+def activate(
+    kind: str,
+    gate: Tensor,
+    up: Tensor | None,
+    target: QuantSpec,
+    inputs: QuantSpec | None = None,
+    second: QuantSpec | None = None,
+) -> list[Quantized | Tensor | None]:
+    """See `octavo.kernels.activation.activate`: h, gate and up if there are `inputs`, and the scales of `second`."""
+    h = _hidden(kind, gate, up)
+    kept = [quantize_pair([x], inputs, None)[0] for x in (gate, up) if x is not None and inputs is not None]
+    rows = quantize_pair([h], second, None)[0]
+    return [quantize_pair([h], target, None)[0], *kept, rows and rows.scale]
 
 
 def activation_backward(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.quant_spec import QuantSpec, contiguous_rows
+from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty_scale
 from octavo.kernels.triton import quantize
 from octavo.kernels.triton.codes import (
     INTERPRETED,
@@ -30,12 +30,15 @@ from octavo.kernels.triton.codes import (
     amax,
     emit,
     emit_both,
+    emit_row,
+    emit_second_scale,
     end_search,
     factors,
     finite_magnitude,
     inside,
     load_tile,
     quads,
+    rotate,
     scale_of,
     search,
     to_codes,
@@ -43,7 +46,7 @@ from octavo.kernels.triton.codes import (
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output, begin_searches, end_searches
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
-from octavo.numerics import Quantized
+from octavo.numerics import Quantized, block_for
 
 # Tuned on an H200. `TILED`: for scales of 128-element tiles.
 LONGEST_ROW = 16384
@@ -66,7 +69,7 @@ def unsupported_reason(
     hidden: QuantSpec | None = None,
 ) -> str | None:
     """Return why these kernels cannot produce the targets at this hidden width, or None."""
-    if reason := quantize.unsupported_reason(rows, columns, hidden):
+    if reason := quantize.unsupported_reason(rows, columns, hidden, cols=width):
         return reason
     tiles = (rows.tile if rows else None, columns.tile.transposed if columns else None)
     if is_gated and width % SIDE.value and any(tile is not None and tile.cols == SIDE.value for tile in tiles):
@@ -79,27 +82,29 @@ def limits_registers(*targets: QuantSpec | None) -> bool:
     return any(target is not None and SIDE.value in (target.tile.rows, target.tile.cols) for target in targets)
 
 
-def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) -> Quantized:
-    """See `octavo.kernels.activation.activation`."""
-    return activation_and_inputs(kind, gate, up, target, None)[0]
-
-
-def activation_and_inputs(
-    kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec, inputs: QuantSpec | None
-) -> list[Quantized]:
-    """See `octavo.kernels.activation.activation_and_inputs`: h, then gate and up (if any) quantised by `inputs`."""
+def activate(
+    kind: str,
+    gate: Tensor,
+    up: Tensor | None,
+    target: QuantSpec,
+    inputs: QuantSpec | None = None,
+    second: QuantSpec | None = None,
+) -> list[Quantized | Tensor | None]:
+    """See `octavo.kernels.activation.activate`: h, gate and up if there are `inputs`, and the scales of `second`."""
     gate, up = contiguous_rows(gate), up if up is None else contiguous_rows(up)
     rows, cols = gate.shape
     output = Output(target, rows, cols, gate.device)
     kept = [Output(None if x is None else inputs, rows, cols, gate.device) for x in (gate, up)]
-    made = [each.quantized for each in (output, *kept) if each.quantized is not None]
+    scale = None if second is None else empty_scale(second, rows, cols, gate.device)
+    made = [*(each.quantized for each in (output, *kept) if each.quantized is not None), scale]
     kept_memory = *kept[0].arguments[:2], *kept[1].arguments[:2]
     sources = gate, up, gate.stride(0), 0 if up is None else up.stride(0)
-    if target.granularity == "row" and cols <= LONGEST_ROW:
+    longest = quantize.LONGEST_WHOLE if quantize.needs_whole_rows(target) else LONGEST_ROW
+    if target.granularity == "row" and cols <= longest:
         size = max(next_power_of_2(cols), SIDE.value)
         _forward_rows_kernel[(rows,)](
-            *sources, *output.arguments[:2], *kept_memory, rows, cols,
-            KIND=kind, SCALING=output.scaling, SIZE=size,
+            *sources, *output.arguments[:2], scale, *kept_memory, rows, cols, **quantize.second_scaling(second),
+            KIND=kind, SCALING=output.scaling, ROTATION=block_for(cols, target.rotation), SIZE=size,
             num_warps=row_warps(size), enable_fp_fusion=False,
         )  # fmt: skip
         return made
@@ -313,8 +318,9 @@ def _last_first(total_c, WIDTH: tl.constexpr, EVEN: tl.constexpr):
 @Kernel
 @triton.jit
 def _forward_rows_kernel(
-    gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, gate_codes, gate_scale, up_codes, up_scale,
-    total_r, total_c, KIND: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr,
+    gate_ptr, up_ptr, gate_stride, up_stride, codes_ptr, scale_ptr, second_scale,
+    gate_codes, gate_scale, up_codes, up_scale, total_r, total_c, SECOND: tl.constexpr, E4M3: tl.constexpr,
+    KIND: tl.constexpr, SCALING: tl.constexpr, ROTATION: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One whole row per program."""
     row = tl.program_id(0).to(tl.int64)
@@ -329,9 +335,8 @@ def _forward_rows_kernel(
         if up_codes is not None:
             _store_input_row(up, up_codes, up_scale, row, total_r, total_c, SIZE)
         h = h * up
-    scale, inverse = scale_of(amax(h, 0), codes_ptr.dtype.element_ty, SCALING)
-    tl.store(scale_ptr + row, scale)
-    tl.store(codes_ptr + row * total_c + cols, to_codes(h * inverse, codes_ptr.dtype.element_ty), mask=mask)
+    emit_second_scale(h, second_scale, row, SECOND, E4M3)
+    emit_row(rotate(h, ROTATION), codes_ptr, scale_ptr, row, total_c, cols, mask, SCALING)
 
 
 @triton.jit

@@ -179,6 +179,15 @@ def emit_row(x, codes_ptr, scale_ptr, row, cols, columns, mask, SCALING: tl.cons
 
 
 @triton.jit
+def emit_second_scale(x, scale_ptr, row, SCALING: tl.constexpr, E4M3: tl.constexpr):
+    """Store the scale of a row held by a program for the second set of codes; nothing without a pointer."""
+    if scale_ptr is not None:
+        FORMAT: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
+        scale, _ = scale_of(amax(x, 0), FORMAT, SCALING)
+        tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
 def _round_in_integers(x, FORMAT: tl.constexpr):
     """FP8 cast for the interpreter; hardware has an instruction. x: FP32, within the format's range."""
     DROPPED: tl.constexpr = 20 if FORMAT == tl.float8e4nv else 21  # of FP32's 23 mantissa bits

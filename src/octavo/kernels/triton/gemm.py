@@ -35,7 +35,8 @@ class Config(NamedTuple):
     parts: int = 1
 
 
-CONFIG = Config(128, 256, 128, warps=8, stages=3)
+CONFIG = Config(128, 128, 128, warps=4, stages=3, resident=2, parts=2)
+"""Tuned on an H200. Two programs per SM: one multiplies while the other stores its tile."""
 GROUP = 8
 """Rows of tiles that are walked together."""
 ALIGNED = 16

@@ -10,18 +10,20 @@ The second pass runs in reverse order: the last reads of the first are still cac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
+from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty, empty_scale
 from octavo.kernels.triton.codes import (
     NONE,
     SIDE,
     emit_both,
     emit_row,
+    emit_second_scale,
     end_search,
     factors,
     finite_magnitude,
@@ -40,6 +42,8 @@ from octavo.numerics import Quantized, block_for
 
 LONGEST_ROW = 16384
 """Longest row, in elements, that one program holds."""
+LONGEST_WHOLE = 32768
+"""The same for targets that only a program with the whole row can make: integer or rotated codes."""
 SEARCH = Shape(4, 256, warps=1, steps=32, stages=3)
 """All steps together are 128 rows high, like a tile of scales."""
 SEARCH_NARROW = Shape(8, 256, warps=4, steps=16, stages=3)
@@ -53,13 +57,19 @@ HIGH = Shape(SIDE.value, SIDE.value, warps=4, registers=168)
 """For scales of tiles of 128 rows."""
 
 
-def unsupported_reason(*targets: QuantSpec | None) -> str | None:
-    """Return why these kernels cannot produce the targets, or None."""
+def needs_whole_rows(target: QuantSpec | None) -> bool:
+    """Return whether a program must hold a whole row to make its codes: integer or rotated ones."""
+    return target is not None and (target.fmt.is_integer or bool(target.rotation))
+
+
+def unsupported_reason(*targets: QuantSpec | None, cols: int = 0) -> str | None:
+    """Return why these kernels cannot produce the targets of a matrix with `cols` columns, or None."""
     for target in filter(None, targets):
-        if target.rotation and (targets != (target, None) or target.granularity != "row"):
-            return "rotated codes are made by row, without those of the transpose"
-        if target.format == "int8" and target.granularity not in ("row",):
-            return "INT8 codes are made with a scale per row"
+        if needs_whole_rows(target):
+            if target.granularity != "row" or any(other not in (None, target) for other in targets):
+                return "INT8 and rotated codes are made with a scale per row, without those of the transpose"
+            if cols > LONGEST_WHOLE:
+                return f"a row of INT8 or rotated codes has more than {LONGEST_WHOLE} elements"
         if mode_of(target.granularity) is None:
             return f"no Triton kernel supports the granularity {target.granularity}"
     return None
@@ -80,11 +90,14 @@ def quantize_pair(
     column_fold: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """See `octavo.kernels.quantize.quantize_pair`."""
+    whole = needs_whole_rows(rows)
+    sources = [torch.cat(list(sources), dim=1)] if whole and len(sources) > 1 else sources
     sources = [as_laid_out(contiguous_rows(source)) for source in sources]
     total_r, total_c = sources[0].shape
+    longest = LONGEST_WHOLE if whole else LONGEST_ROW
     if len(sources) > 1:
         total_c = sum(source.shape[1] for source in sources)
-    elif columns is None and rows is not None and rows.granularity == "row" and total_c <= LONGEST_ROW:
+    elif columns is None and rows is not None and rows.granularity == "row" and total_c <= longest:
         return _quantize_rows(sources[0], rows, row_fold), None
     row_fold, column_fold = (fold if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
     device = sources[0].device
@@ -105,21 +118,36 @@ def quantize_pair(
     return row_output.quantized, column_output.quantized
 
 
-def quantize_normed(x: Tensor, norm: tuple[Tensor, Tensor], target: QuantSpec) -> Quantized:
+def quantize_normed(
+    x: Tensor, norm: tuple[Tensor, Tensor], target: QuantSpec, second: QuantSpec | None
+) -> tuple[Quantized, Tensor | None]:
     """See `octavo.kernels.quantize.quantize_normed`."""
-    rstd, weight = norm
-    return _quantize_rows(as_laid_out(contiguous_rows(x)), target, weight.contiguous(), rstd.contiguous())
+    rows = as_laid_out(contiguous_rows(x))
+    scale = None if second is None else empty_scale(second, *x.shape, x.device)
+    return _quantize_rows(rows, target, norm[1].contiguous(), norm[0].contiguous(), second, scale), scale
 
 
-def _quantize_rows(x: Tensor, target: QuantSpec, fold: Tensor | None, row_factors: Tensor | None = None) -> Quantized:
+def _quantize_rows(
+    x: Tensor,
+    target: QuantSpec,
+    fold: Tensor | None,
+    row_factors: Tensor | None = None,
+    second: QuantSpec | None = None,
+    second_scale: Tensor | None = None,
+) -> Quantized:
     rows, cols = x.shape
     out = empty(target, rows, cols, x.device)
     size = next_power_of_2(cols)
     ROWS[(rows,)](
-        x, x.stride(0), row_factors, fold, out.codes, out.scale, cols,
+        x, x.stride(0), row_factors, fold, out.codes, out.scale, second_scale, cols, **second_scaling(second),
         SCALING=target.rule, ROTATION=block_for(cols, target.rotation), SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out
+
+
+def second_scaling(second: QuantSpec | None) -> dict[str, Any]:
+    """Return the meta-parameters of `codes.second_scale_of`."""
+    return {"SECOND": 0 if second is None else second.rule, "E4M3": second is None or second.format == "e4m3"}
 
 
 def write_shape(row: Output, column: Output) -> Shape:
@@ -162,8 +190,8 @@ def _write(
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, stride, factor_ptr, fold_ptr, codes_ptr, scale_ptr, cols,
-    SCALING: tl.constexpr, ROTATION: tl.constexpr, SIZE: tl.constexpr,
+    x_ptr, stride, factor_ptr, fold_ptr, codes_ptr, scale_ptr, second_scale, cols, SECOND: tl.constexpr,
+    E4M3: tl.constexpr, SCALING: tl.constexpr, ROTATION: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One whole row per program."""
     row = tl.program_id(0).to(tl.int64)
@@ -174,6 +202,7 @@ def _rows_kernel(
         x = x * tl.load(factor_ptr + row)
     if fold_ptr is not None:
         x = x * tl.load(fold_ptr + columns, mask=mask, other=1.0).to(tl.float32)
+    emit_second_scale(x, second_scale, row, SECOND, E4M3)
     emit_row(rotate(x, ROTATION), codes_ptr, scale_ptr, row, cols, columns, mask, SCALING)
 
 

@@ -18,6 +18,7 @@ from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
 from octavo.kernels.triton.codes import (
     amax,
     emit_row,
+    emit_second_scale,
     inside,
     load_tile,
     pack,
@@ -28,6 +29,7 @@ from octavo.kernels.triton.codes import (
     to_codes,
 )
 from octavo.kernels.triton.launch import Kernel
+from octavo.kernels.triton.quantize import second_scaling
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.numerics import PER_ROW, Quantized, block_for
 
@@ -72,8 +74,8 @@ def quantize_rows_of(
     size = next_power_of_2(cols)
     _stack_kernel[(ends[-1],)](
         *_stack_arguments(weights, ends), out.codes, out.scale, codes, scale, cols,
-        SCALING=target.rule, OTHER=0 if second is None else second.rule, E4M3=second is None or second.format == "e4m3",
-        ROTATION=block_for(cols, target.rotation), SIZE=size, num_warps=row_warps(size),
+        SCALING=target.rule, ROTATION=block_for(cols, target.rotation), **second_scaling(second),
+        SIZE=size, num_warps=row_warps(size),
     )  # fmt: skip
     return out, codes, out.scale if scale is None else scale
 
@@ -149,8 +151,8 @@ def _load_row(x_ptr, stride, row, columns, mask):
 @triton.jit
 def _stack_kernel(
     first, second, third, first_stride, second_stride, third_stride, first_end, second_end, codes_ptr, scale_ptr,
-    other_codes, other_scale, cols,
-    SCALING: tl.constexpr, OTHER: tl.constexpr, E4M3: tl.constexpr, ROTATION: tl.constexpr, SIZE: tl.constexpr,
+    second_codes, second_scale, cols,
+    SCALING: tl.constexpr, SECOND: tl.constexpr, E4M3: tl.constexpr, ROTATION: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One row per program, from the matrix that it belongs to; to two sets of codes, or the scales of the second."""
     row = tl.program_id(0).to(tl.int64)
@@ -170,12 +172,10 @@ def _stack_kernel(
             x = _load_row(second, second_stride, row - first_end, columns, mask)
         else:
             x = _load_row(third, third_stride, row - second_end, columns, mask)
-    if other_codes is not None:
-        emit_row(x, other_codes, other_scale, row, cols, columns, mask, OTHER)
-    elif other_scale is not None:
-        FORMAT: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
-        scale, _ = scale_of(amax(x, 0), FORMAT, OTHER)
-        tl.store(other_scale + row, scale)
+    if second_codes is not None:
+        emit_row(x, second_codes, second_scale, row, cols, columns, mask, SECOND)
+    else:
+        emit_second_scale(x, second_scale, row, SECOND, E4M3)
     emit_row(rotate(x, ROTATION), codes_ptr, scale_ptr, row, cols, columns, mask, SCALING)
 
 
