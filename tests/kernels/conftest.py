@@ -9,7 +9,7 @@ import torch
 
 from octavo.numerics import Quantized
 
-TWIN = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
+TWIN = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2, torch.int8: np.int8}
 
 
 def values(x: Quantized) -> np.ndarray:

@@ -221,7 +221,7 @@ def test_operators_obey_their_schemas_and_shapes():
     ops, scale = torch.ops.octavo, activation("silu", gate, up, ROW).scale
     check = torch.library.opcheck
     for second in (up, None):
-        check(ops.activation, pack((gate, second, "gelu", ROW)))
+        check(ops.activation, pack((gate, second, "gelu", ROW, False, ROW)))
         check(ops.activation_backward_plain, pack((dh, gate, second, "gelu")))
         check(ops.activation, pack((gate, second, "gelu", ROW, True, None)))
         rest = "gelu", Targets(ROW, None, COLUMN), Factors()

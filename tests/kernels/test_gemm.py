@@ -16,7 +16,7 @@ from octavo.kernels.operator import pack
 from octavo.kernels.reference.gemm import gemm as reference_gemm
 from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
 from octavo.nn import Linear
-from octavo.numerics import Quantized
+from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import load, names
 
 UNIT = 2.0**-24
@@ -44,7 +44,8 @@ def operands(m: int, n: int, k: int, left, right) -> tuple[Quantized, Quantized]
 def test_the_pairs_are_those_of_the_presets():
     # row-row, row-tensor (folded), tensor-tensor (E4M3, E5M2), 1x128 by 128x128, 1x128 by 1x128, 1x32-1x32
     # the last two by FP32 and by engines' scales too
-    assert len(PAIRS) == 11
+    # and INT8 rows
+    assert len(PAIRS) == 12
 
 
 @every_size
@@ -157,6 +158,7 @@ def test_choice_on_a_cpu(left, right, kernel):
 def test_reasons_are_the_real_ones():
     _, refused = choose(probe("1x128"), probe("128x128"))
     assert refused == {
+        "int8": "its operands are not INT8",
         "scaled_mm.tensor": "its operands have more than one scale",
         "scaled_mm.row": "its operands are not scaled by row",
         "scaled_mm.block": "PyTorch has no block-scaled GEMM for a CPU",
@@ -167,6 +169,26 @@ def test_reasons_are_the_real_ones():
     assert refused["scaled_mm.block"].startswith("its operands are not 1x128 by 128x128")
     _, refused = choose(probe("1x128", "e5m2"), probe("128x128"))
     assert refused["scaled_mm.block"] == "block scales take E4M3 operands only"
+
+
+def test_int8_is_exact_whatever_the_length_of_its_sums():
+    # 17 pieces of K whose sums exceed 2^24, which FP32 could not add exactly
+    k = 17_000
+    a, b = torch.full((3, k), 127, dtype=torch.int8), torch.randint(-127, 128, (5, k), dtype=torch.int8)
+    b[0] = 127
+    scales = torch.rand(3, 1), torch.rand(5, 1)
+    y = kernels.gemm(Quantized(a, scales[0], PER_ROW), Quantized(b, scales[1], PER_ROW), torch.float32)
+    sums = (a.long() @ b.long().t()).float()
+    assert torch.equal(y, sums * scales[0] * scales[1].t())
+    assert sums[0, 0] > 2**24
+
+
+def test_int8_takes_no_other_operands():
+    a = kernels.quantize(torch.randn(4, 32), "int8", "row")
+    assert choose(a, a)[0].name == "int8"
+    assert choose(a, kernels.quantize(torch.randn(4, 32), "e4m3", "row"))[1]["int8"] == "its operands are not INT8"
+    long = Quantized(torch.zeros(1, 133_145, dtype=torch.int8), torch.ones(1, 1), PER_ROW)
+    assert choose(long, long)[1]["int8"] == "sums over more than 133,144 products may exceed INT32"
 
 
 def test_compiled_gemm_is_the_eager_one():

@@ -1,6 +1,7 @@
 """The three GEMMs of a linear layer by a recipe, in float64, sharing no code with Octavo: NumPy and ml_dtypes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -11,11 +12,21 @@ from torch import Tensor, nn
 from octavo.recipes import Operand, Recipe
 
 TWIN = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+FOUR = np.full((4, 4), 0.5) - np.eye(4)
+
+
+def rotate(x: np.ndarray, largest: int) -> np.ndarray:
+    """Multiply blocks of columns by a regular Hadamard matrix: the largest power of four that divides them."""
+    h = np.ones((1, 1))
+    while 4 * len(h) <= largest and x.shape[1] % (4 * len(h)) == 0:
+        h = np.kron(FOUR, h)
+    return (x.reshape(len(x), -1, len(h)) @ h).reshape(x.shape)
 
 
 def quantise(x: np.ndarray, operand: Operand) -> tuple[np.ndarray, np.ndarray]:
     """Return the codes' values and each element's scale, both (R, C) in float64."""
-    largest = float(ml_dtypes.finfo(TWIN[operand.format]).max)
+    largest = 127.0 if operand.format == "int8" else float(ml_dtypes.finfo(TWIN[operand.format]).max)
+    x = rotate(x.astype(np.float64), operand.rotation).astype(np.float32)
     whole = {"tensor": x.shape, "row": (1, x.shape[1])}
     height, width = whole.get(operand.granularity) or map(int, operand.granularity.split("x"))
     codes, scales = np.empty(x.shape), np.empty(x.shape)
@@ -30,7 +41,8 @@ def quantise(x: np.ndarray, operand: Operand) -> tuple[np.ndarray, np.ndarray]:
             else:
                 scale, inverse = float(np.float32(ratio)), float(np.float32(1 / ratio))
             scaled = (x[tile] * np.float32(inverse)).clip(-largest, largest)
-            codes[tile], scales[tile] = scaled.astype(TWIN[operand.format]).astype(np.float64), scale
+            rounded = np.rint(scaled) if operand.format == "int8" else scaled.astype(TWIN[operand.format])
+            codes[tile], scales[tile] = rounded.astype(np.float64), scale
     return codes, scales
 
 
@@ -51,6 +63,7 @@ def three_gemms(
     if not recipe.dgrad.is_fp8:
         dx = product(dy.astype(float), w.T.astype(float))
     elif recipe.dgrad.weight.is_folded:
+        w8, sw = quantise(w, replace(recipe.dgrad.weight, granularity="row"))
         g8, sg = quantise(dy * sw[:, 0].astype(np.float32), recipe.dgrad.grad_output)
         dx = product(g8 * sg, w8.T)
     else:
@@ -61,6 +74,7 @@ def three_gemms(
     if not recipe.wgrad.is_fp8:
         dw = product(dy.T.astype(float), x.T.astype(float))
     elif recipe.wgrad.input.is_folded:
+        x8, sx = quantise(x, replace(recipe.wgrad.input, granularity="row"))
         h8, sh = quantise((dy * sx[:, :1].astype(np.float32)).T, recipe.wgrad.grad_output)
         dw = product(h8 * sh, x8.T)
     else:

@@ -233,7 +233,8 @@ def test_tokens_with_spikes_leave_the_others_precise(recipe):
     assert hidden[3, 3] > 2000 * hidden.abs().median()
     kept = [gradients_db(data, "silu", recipe, inputs, left_out=3) for inputs in ("bf16", "fp8")]
     for bf16, fp8 in zip(*kept, strict=True):
-        assert fp8 > (19.5 if recipe == "tensorwise" else 21.3) and bf16 - 1.8 < fp8
+        # where fprop is in INT8, the rounding of what is saved is most of the error
+        assert fp8 > (19.5 if recipe == "tensorwise" else 21.3) and bf16 - (3.2 if recipe == "rotated" else 1.8) < fp8
 
 
 @gated_or_not

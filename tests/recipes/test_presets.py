@@ -42,6 +42,8 @@ REUSED = {
     "block": (None, "fprop", None, None),
     "bf16": (None, None, None, None),
 }
+OPERANDS["rotated"] = OPERANDS["folded"] | {"fprop": ("INT8 row FP32 scales rotated by 256",) * 2}
+REUSED["rotated"] = REUSED["rowwise"]
 OPERANDS["folded_fast"], REUSED["folded_fast"] = OPERANDS["folded"], REUSED["folded"]
 REUSED["served"], REUSED["served_block"] = REUSED["folded"], REUSED["block"]
 OPERANDS["rowwise_bf16_fprop"] = {gemm: OPERANDS["rowwise"][gemm] for gemm in ("dgrad", "wgrad")}
@@ -64,7 +66,7 @@ every_preset = pytest.mark.parametrize("name", PRESETS)
 
 def test_names_in_the_order_they_are_shown():
     assert names() == (
-        *("folded", "folded_fast", "rowwise", "rowwise_bf16_fprop", "rowwise_bf16_wgrad", "tensorwise"),
+        *("folded", "rotated", "folded_fast", "rowwise", "rowwise_bf16_fprop", "rowwise_bf16_wgrad", "tensorwise"),
         *("tensorwise_e4m3", "delayed", "just_in_time", "static", "block", "served", "served_block", "mxfp8", "bf16"),
     )
 

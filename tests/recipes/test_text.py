@@ -195,7 +195,7 @@ def test_a_pattern_given_again_matches_last():
         ({"wgrad": {"weight": {}}}, r"recipe: wgrad: unknown key 'weight'.*Known keys: .*grad_output, input"),
         (
             {"fprop": {"input": {"format": "e4m4"}}},
-            r"input: format: 'e4m4' is none of 'e4m3', 'e5m2', 'e2m3', 'e3m2', 'e2m1'\. Did you mean 'e4m3'\?",
+            r"input: format: 'e4m4' is none of 'e4m3', 'e5m2', 'int8', 'e2m3', 'e3m2', 'e2m1'\. Did you mean 'e4m3'\?",
         ),
         ({"fprop": {"input": {"format": "e8m0"}}}, r"'e8m0' is none of"),
         ({"fprop": {"input": {"scaling": "pow2"}}}, r"scaling: 'pow2' is none of 'power_of_two', 'float32'"),

@@ -2,9 +2,8 @@
 
     y[m, n] = (sum over k of a[m, k] b[n, k]) * a_scale[m] * b_scale[n]
 
-The sum is rounded to FP32, multiplied by the scale of a, then by that of b, and rounded to the output dtype. Integer
-sums are exact in any order, so that every device gives the same bits. On a GPU with TMA (Hopper) Octavo's own Triton
-kernel; elsewhere FP32 products of pieces of K that are short enough to be exact.
+Integer sums are exact in any order, so that every device gives the same bits (`reference/gemm.py` has the roundings). On
+a GPU with TMA (Hopper) Octavo's own Triton kernel; on a CPU the reference.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.dispatch import architecture, is_planning, launches_on, on_gpu, triton_unsupported_reason
-from octavo.kernels.product import product
+from octavo.kernels.reference.gemm import gemm as reference_gemm
 from octavo.numerics import INT8, PER_ROW, PER_TENSOR, Quantized
 
 LONGEST = (2**31 - 1) // int(INT8.max) ** 2
 """Largest K whose sums fit INT32."""
-EXACT = 2**24 // int(INT8.max) ** 2
-"""Largest K whose sums are exact in FP32, which holds integers up to 2^24."""
 
 
 def unsupported_reason_device(device: torch.device) -> str | None:
@@ -51,10 +48,10 @@ def is_integer(x: Quantized) -> bool:
 
 def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """Return a . b^T as (M, N) of `out_dtype`, for operands with no `unsupported_reason`. `fast` changes nothing."""
+    if not a.codes.is_cuda:
+        return reference_gemm(a, b, out_dtype)
     (rows, depth), cols = a.codes.shape, b.codes.shape[0]
     a_scale, b_scale = _by_row(a.scale, rows), _by_row(b.scale, cols)
-    if not a.codes.is_cuda:
-        return (exact(a.codes, b.codes) * a_scale * b_scale.t()).to(out_dtype)
     from octavo.kernels.triton.gemm import ALIGNED, integer_gemm
 
     a_MK, b_NK = a.codes, b.codes
@@ -69,14 +66,3 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tens
 def _by_row(scale: Tensor, rows: int) -> Tensor:
     """Return the scale of each row, (rows, 1), contiguous."""
     return scale.expand(rows, 1).contiguous()
-
-
-def exact(a: Tensor, b: Tensor) -> Tensor:
-    """Return a . b^T of INT8 codes (M, K) and (N, K), the exact sums rounded once to FP32."""
-    parts = [
-        product(left.float(), right.float().t())
-        for left, right in zip(a.split(EXACT, dim=1), b.split(EXACT, dim=1), strict=True)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack(parts).double().sum(0).float()  # integers below 2^31: exact in FP64

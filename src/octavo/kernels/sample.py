@@ -71,7 +71,7 @@ class SampleInput(NamedTuple):
     scale: Tensor
     """FP32, scales of all tiles of (R, C)."""
     target: QuantSpec
-    """Quantisation target."""
+    """Quantisation target. A rotation is applied already: x holds the rotated rows."""
     fold: Tensor | None = None
     """FP32 (1, C), factors applied to columns before quantisation. With `rows`, also (count(rows), C), per row."""
     edges: Tensor | None = None
@@ -115,7 +115,9 @@ class Limits(NamedTuple):
 
 @cache
 def limits(fmt: Format) -> Limits:
-    """Return the thresholds of a format."""
+    """Return the thresholds of a format. In an integer format every value has full precision: none is subnormal."""
+    if fmt.is_integer:
+        return Limits(0.5, 0.5, fmt.max + 0.5)
     binade = 2.0 ** math.floor(math.log2(fmt.max))
     half = fmt.smallest_subnormal / 2
     return Limits(half, fmt.smallest_normal - half, fmt.max + fmt.epsilon * binade / 2)

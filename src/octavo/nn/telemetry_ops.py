@@ -33,7 +33,7 @@ from octavo.kernels.window import Window
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply, split_scale
-from octavo.numerics import Quantized, dequantize
+from octavo.numerics import Quantized, block_for, dequantize, rotate
 from octavo.recipes import Operand
 
 PATCHES = "patches"
@@ -156,7 +156,7 @@ def _fprop_shape(
 def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
     """Sample the operand x of an fprop with the result y."""
     tensor, edges, total = source.tensors[0], ends_of(y), len(x.codes)
-    if source.kind:
+    if source.kind or source.target.rotation:
         values = sampled_values(source, total, row)
         sample(SampleInput(values, x.scale, source.target, None, edges, source.tied, total), row)
     elif is_placeholder(tensor):
@@ -167,7 +167,7 @@ def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
 
 
 def sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
-    """Return the sampled rows, of `total`, of an operand that no tensor holds."""
+    """Return the sampled rows, of `total`, of an operand that no tensor holds, or of a rotated one."""
     rows = sampled_rows(total, row)
     if source.kind.startswith(PATCHES):
         window = Window.of([int(number) for number in source.kind.split()[1:]])
@@ -175,7 +175,13 @@ def sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
     if source.kind == ROWS:
         x, places = source.tensors
         return x[places[rows]]
-    return hidden([_rows_of(tensor, rows) for tensor in source.tensors], source.kind)
+    tensors = [_rows_of(tensor, rows) for tensor in source.tensors]
+    return rotated(hidden(tensors, source.kind) if source.kind else tensors[0].flatten(0, -2), source.target)
+
+
+def rotated(rows: Tensor, target: QuantSpec) -> Tensor:
+    """Return rows as they are before rounding to a target: rotated, if it has a rotation."""
+    return rotate(rows, block_for(rows.shape[1], target.rotation)) if target.rotation else rows
 
 
 def sample_weights(
@@ -188,7 +194,11 @@ def sample_weights(
     alone = len(parts) == 1 or parts[0].granularity.rows is not None
     for i, (part, y, row) in enumerate(zip(parts, outputs, rows, strict=False)):
         edges = ends_of(y.t())
-        if weights:
+        if weights and target.rotation:
+            matrix = as_matrix(weights[i].detach())
+            values = rotated(_rows_of(matrix, sampled_rows(len(matrix), row)), target)
+            sample(SampleInput(values, part.scale, target, None, edges, alone, len(matrix)), row)
+        elif weights:
             sample(SampleInput(as_matrix(weights[i].detach()), part.scale, target, None, edges, alone), row)
         else:
             sample(SampleInput(part.codes, part.scale, target, None, edges, is_coded=True), row)

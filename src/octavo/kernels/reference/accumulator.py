@@ -9,7 +9,7 @@ The exponent of a product is the sum of the exponents of its codes, before norma
 smallest normal exponent; zero products are ignored. Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores",
 arXiv 2512.07004, and Xie et al., "MMA-Sim", arXiv 2511.10909, derived these rules by probing the hardware.
 
-Split-K in cuBLAS (on small outputs) is not modelled.
+Sums of INT8 are exact. Split-K in cuBLAS (on small outputs) is not modelled.
 
 M: rows of a, N: rows of b, K: reduction dimension.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.product import product
+from octavo.kernels.reference.gemm import gemm as reference_gemm
 from octavo.numerics import Quantized, format_of
 
 PRODUCTS = 32
@@ -127,9 +128,11 @@ def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
 def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """Return a . b^T as (M, N) of `out_dtype`, for operands with no `unsupported_reason`.
 
-    Scales of tiles along K are applied to each chain in FP32 before it is added: such a GEMM is always slow. Others are
+    Sums of INT8 are exact on Hopper too. Scales of tiles along K are applied to each chain in FP32 before it is added: such a GEMM is always slow. Others are
     applied to the result. Power-of-two scales are exact either way.
     """
+    if a.codes.dtype == torch.int8:
+        return reference_gemm(a, b, out_dtype)
     if a.granularity.cols is None and b.granularity.cols is None:
         total = matmul(a.codes, b.codes, "fast" if fast else "slow")
         return (total * (_scale(a, 0) * _scale(b, 0).t())).to(out_dtype)

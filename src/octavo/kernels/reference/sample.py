@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, SampleInput, limits, rows_at
-from octavo.numerics import Format
+from octavo.numerics import Format, to_codes
 
 _SQNR = STATS.index("sqnr")
 _MAXIMA = STATS.index("amax"), STATS.index("nonfinite")
@@ -122,7 +122,7 @@ def _detail(operand: SampleInput, read: _Read) -> tuple[float, Floats]:
     """Return sqnr in dB, NaN if the error is zero or unknown, and the bins (BINS,)."""
     fmt, r, y = operand.target.fmt, read.quantised, read.quantised * (1 / read.scale)
     finite = (np.abs(read.x) < np.inf) & (np.abs(y) < np.inf)
-    codes = torch.from_numpy(np.clip(y, -fmt.max, fmt.max)).to(fmt.dtype).float().numpy()
+    codes = to_codes(torch.from_numpy(y), fmt).float().numpy()
     signal, noise = (np.where(finite, part, 0.0).astype(np.float64) for part in (r, r - codes * read.scale))
     ratio = np.square(signal).sum() / np.square(noise).sum()
     known = 0 < ratio < np.inf and not operand.is_coded

@@ -170,12 +170,10 @@ def emit_row(x, codes_ptr, scale_ptr, row, cols, columns, mask, SCALING: tl.cons
         finite = bits < 0x7F800000
         scale, inverse = scale_of(tl.where(finite, bits, 0).to(tl.float32, bitcast=True), FORMAT, SCALING)
         scale, inverse = tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
-        codes = integer_codes(x * inverse)
     else:
         scale, inverse = scale_of(amax(x, 0), FORMAT, SCALING)
-        codes = to_codes(x * inverse, FORMAT)
     tl.store(scale_ptr + row, scale)
-    tl.store(codes_ptr + row * cols + columns, codes, mask=mask)
+    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, FORMAT), mask=mask)
 
 
 @triton.jit
@@ -218,8 +216,12 @@ def nearest_codes(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def to_codes(x, FORMAT: tl.constexpr):
-    """Codes of FP32 values: to nearest, finite values saturate, NaN and infinities become NaN."""
-    return nearest_codes(without_infinities(x), FORMAT)
+    """Codes of FP32 values: to nearest, finite values saturate, NaN and infinities become NaN, or 0 in INT8."""
+    if FORMAT == tl.int8:
+        codes = integer_codes(x)
+    else:
+        codes = nearest_codes(without_infinities(x), FORMAT)
+    return codes
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.sample import BINS, DETAILED, LOWEST, PHASE, SAMPLED, STATS, WIDTH, SampleInput, count, limits
-from octavo.kernels.triton.codes import nearest_codes
+from octavo.kernels.triton.codes import to_codes
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import cdiv
 
@@ -33,7 +33,7 @@ _AT_BINS: tl.constexpr = tl.constexpr(WIDTH)
 _BINS: tl.constexpr = tl.constexpr(BINS)
 _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 _NONE: tl.constexpr = tl.constexpr(2**31 - 1)
-_FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+_FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "int8": tl.int8}
 
 
 def sample(operand: SampleInput, row: Tensor) -> None:
@@ -172,7 +172,7 @@ def _look_closer(valid, read, y, scale, bins_ptr, powers_ptr, FORMAT: tl.constex
     signal = tl.where(valid, read, 0.0)
     unit = tl.minimum(tl.maximum(tl.max(tl.abs(signal)).to(tl.int32, bitcast=True) >> 23, 1), 253)
     inverse = ((254 - unit) << 23).to(tl.float32, bitcast=True)
-    noise = tl.where(valid, read - nearest_codes(y, FORMAT).to(tl.float32) * scale, 0.0) * inverse
+    noise = tl.where(valid, read - to_codes(y, FORMAT).to(tl.float32) * scale, 0.0) * inverse
     signal = signal * inverse
     tl.store(powers_ptr, unit.to(tl.float32))
     tl.store(powers_ptr + 1, tl.sum(signal * signal))

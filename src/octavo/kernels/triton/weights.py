@@ -28,7 +28,7 @@ from octavo.kernels.triton.codes import (
     store_words,
     to_codes,
 )
-from octavo.kernels.triton.launch import Kernel
+from octavo.kernels.triton.launch import Kernel, as_laid_out
 from octavo.kernels.triton.quantize import second_scaling
 from octavo.kernels.triton.shape import Shape, next_power_of_2, row_warps
 from octavo.numerics import PER_ROW, Quantized, block_for
@@ -67,6 +67,8 @@ def quantize_rows_of(
         Codes and scales; codes of the second target or None, and its scales, which are those of the first without one.
     """
     cols = weights[0].shape[1]
+    if second is not None:  # may be an activation, whose strides a compiler would choose
+        weights = [as_laid_out(weight) for weight in weights]
     ends = list(itertools.accumulate(weight.shape[0] for weight in weights))
     out = empty(target, ends[-1], cols, weights[0].device)
     made = None if second is None else empty(second, ends[-1], cols, weights[0].device)
