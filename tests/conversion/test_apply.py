@@ -412,10 +412,10 @@ def on(monkeypatch):
         monkeypatch.setattr(dispatch, "_own_rates", lambda device: None)
         monkeypatch.setattr(planner, "_device_of", lambda model: torch.device("xpu" if backend == "xpu" else "cuda:0"))
         monkeypatch.setattr(layer_planner, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))
-        dispatch.triton_unsupported_reason.cache_clear()
+        dispatch._triton_unsupported_reason.cache_clear()
 
     yield planned
-    dispatch.triton_unsupported_reason.cache_clear()
+    dispatch._triton_unsupported_reason.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import run_kernel
+from octavo.kernels.host_state import host_state, switched
 from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.tape import recorder_here
 from octavo.numerics import Format
 
 STATS = ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite", "mean", "variance", "kurtosis", "sqnr")
@@ -143,7 +145,7 @@ def sampled_rows(rows: int, row: Tensor) -> Tensor:
 
 
 _idle: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-_warming_up = 0
+"""Memory of telemetry buffers of which no row is sampled."""
 
 
 def mark_idle(rows: Tensor, idle: bool) -> None:
@@ -157,24 +159,27 @@ def mark_idle(rows: Tensor, idle: bool) -> None:
 @contextmanager
 def warm_up() -> Iterator[None]:
     """Launch kernels for idle buffers too: a kernel must be loaded before a capture, by a first launch."""
-    global _warming_up
-    _warming_up += 1
-    try:
+    with switched(warming_up=True):
         yield
-    finally:
-        _warming_up -= 1
 
 
 def is_idle(rows: Tensor) -> bool:
     """Return whether to skip sampling launches for the buffer of these rows now."""
-    if _warming_up or rows.untyped_storage() not in _idle:
+    if host_state().warming_up or rows.untyped_storage() not in _idle:
         return False
     return not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def sampling_off(row: Tensor) -> bool:
-    """Return whether to skip the launch for a row, as far as known to the host without synchronisation."""
-    return (row.is_cpu and bool(row.numpy()[PHASE] < 0)) or is_idle(row)
+    """Return whether to skip the launch for a row, as far as known to the host without synchronisation.
+
+    What is being recorded then lacks a launch that a step with samples needs, so it is not recorded.
+    """
+    if not ((row.is_cpu and bool(row.numpy()[PHASE] < 0)) or is_idle(row)):
+        return False
+    if (recorder := recorder_here()) is not None:
+        recorder.postpone()
+    return True
 
 
 def sample(operand: SampleInput, row: Tensor) -> None:
