@@ -56,6 +56,7 @@ def test_functions_have_at_most_sixty_lines() -> None:
 # --- state of the process -------------------------------------------------------------------------------------------
 
 REGISTRIES = {
+    "_util/collector.py": {"_capturing"},
     "_util/compiler.py": {"_answer", "_serials", "_numbers"},
     "conversion/autocast_mode.py": {"_blocks"},
     "distributed/checkpoint.py": {"_background_groups"},
@@ -86,11 +87,9 @@ def _state_of(tree: ast.Module) -> set[str]:
     """Return the names of variables of a module that its functions change, or that are made to be changed."""
     assigned: dict[str, ast.expr | None] = {}
     for node in tree.body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        assigned |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            assigned |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
     changed = {
         name
         for name, value in assigned.items()

@@ -16,6 +16,7 @@ What else a process keeps are registries and caches, which change no result (`te
     nn.scaling_state._live, nn.telemetry._live     states that an optimizer's step updates
     conversion.autocast_mode._blocks               open `octavo.autocast` blocks of a thread
     conversion.apply._disabled                     open `octavo.disabled` blocks per module
+    _util.collector._capturing                     the lock of the thread that captures a CUDA graph
     nn.adopted._CLASSES, _util.compiler, kernels.operator, distributed.checkpoint    classes, traces, operators, groups
 
 Three hooks run after every optimizer step: those of nn.shared, nn.scaling_state and nn.telemetry.
