@@ -134,7 +134,7 @@ class ExpertLinear(GroupedLinear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         older = state.get("owner", ())  # in files of older versions
-        super().__setstate__({name: value for name, value in state.items() if name != "owner"})
+        super().__setstate__({name: value for name, value in state.items() if name != "owner"})  # type: ignore[no-untyped-call]
         self._owner = weakref.ref(older[0]) if older else None
 
     @property
@@ -237,7 +237,7 @@ class Experts(Recognised):
         return [*args, *(kwargs[name] for name in names[len(args) :])]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         for gemm in self.children():
             if isinstance(gemm, ExpertLinear) and not gemm.has_owner:  # not those of a shallow copy
                 gemm.belongs_to(self)

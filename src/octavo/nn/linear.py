@@ -108,7 +108,7 @@ class Linear(Adopted, nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         place = state.get(_PLACE)
-        super().__setstate__({name: value for name, value in state.items() if name != _PLACE})
+        super().__setstate__({name: value for name, value in state.items() if name != _PLACE})  # type: ignore[no-untyped-call]
         if self.shared is not None and place is not None:
             self.shared.take_place(self, place)
         if self.scaling_state is not None:
