@@ -6,10 +6,12 @@
 A tensor just quantised is in the cache. `count(R)` of its R rows, evenly spaced from an offset `row[PHASE]`, are read
 again; the caller changes the phase every step, so that all rows are sampled equally and fractions are unbiased
 estimates. Also read are all scales, the tile with the largest scale in full, and the first and last column of a product
-with the tensor, which expose a NaN or infinity in any element.
+with the tensor, which expose a NaN or infinity in any element. Where they are non-finite in every row, the cause may be
+the other operand, such as one token: then the sample alone counts.
 
     flushed, subnormal, saturated   fractions of the sampled elements x * fold * (1 / scale)
-    nonfinite                       fraction of the sample; at least one element per row of the tensor that has any
+    nonfinite                       fraction of the sample; at least one element per row of the tensor that has any,
+                                    as long as one row has none
     mean, variance, kurtosis        of the finite sampled elements; a normal distribution has kurtosis 3
     amax                            largest finite magnitude read; see `SampleInput.bound`
     scale                           largest scale
@@ -77,7 +79,8 @@ class SampleInput(NamedTuple):
     fold: Tensor | None = None
     """FP32 (1, C), factors applied to columns before quantisation. With `rows`, also (count(rows), C), per row."""
     edges: Tensor | None = None
-    """(R, 2): two columns of a product; a row is non-finite where that of x is."""
+    """(R, 2): two columns of a product; a row is non-finite where that of x is, and all are where the other operand is
+    non-finite for both columns."""
     tied: bool = False
     """Whether scales are computed from the current amax, and hence bound it."""
     rows: int | None = None
