@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -97,6 +97,23 @@ def test_compiled_code_that_launches_kernels_itself_gives_way_to_an_accumulator(
         with switched(accumulator=name):
             assert compiled(x).tolist() == ([3, 3] if name else [2, 2])
     assert ["octavo.accumulator_toy" in graph for graph in graphs] == [False, True]  # one graph for all accumulators
+    torch._dynamo.reset()
+
+
+def test_the_graph_itself_says_whether_compilers_may_look_inside() -> None:
+    """PyTorch caches what becomes of a graph, on disk too, by the graph: not by what a switch says."""
+    torch._dynamo.reset()
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    compiled = torch.compile(lambda x: call("accumulator_toy", toy, (x,), [True])[0], backend=backend)
+    for block in (nullcontext, kernels.record, lambda: kernels.gemm_by("exact"), nullcontext):
+        with block():
+            compiled(torch.ones(2))
+    assert len({*graphs}) == len(graphs) == 2
     torch._dynamo.reset()
 
 
