@@ -333,6 +333,33 @@ def test_an_accumulator_has_recordings_of_its_own(recorded_by: str) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layer_has_the_accumulator_of_its_block_forward_and_backward(compiled: bool) -> None:
+    model = nn.Sequential(nn.Linear(512, 32))
+    convert(model, "folded_fast", policy=Policy(min_gain=0))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    x, dy = torch.rand(16, 512) + 1, torch.rand(16, 32)
+
+    def step(name: str, forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        with kernels.gemm_by(name) if name else nullcontext():
+            y = forward(leaf)
+            dx, *grads = torch.autograd.grad(y, [leaf, *model.parameters()], dy)
+        return [y, dx, *grads]
+
+    names = ["", "exact", "hopper", "slow"]
+    with kernels.record():  # nothing is replayed
+        expected = {name: step(name, model) for name in names}
+    assert not torch.equal(expected["hopper"][0], expected["exact"][0])
+    for name in names * 3:
+        for ours, theirs in zip(step(name, run), expected[name], strict=True):
+            assert torch.equal(ours, theirs), name
+    recorded = [each for each in tape._recordings.values() if isinstance(each, tape.Recording)]
+    assert len(recorded) == (0 if compiled else 2 * 3)  # Hopper's emulation reads values, so that it runs each time
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_a_replay_under_autocast_has_the_dtypes_of_the_run() -> None:
     def in_fp32(options: tuple[Any, ...], x: Tensor, y: Tensor) -> tape.Result:
         low = x @ y

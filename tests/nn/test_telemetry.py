@@ -412,6 +412,28 @@ def test_a_step_that_is_not_measured_launches_nothing_for_it():
 
 
 @pytest.mark.gpu
+def test_a_backward_that_is_recorded_while_the_buffer_is_idle_measures_later_ones():
+    """As after an optimizer's step between forward and backward: it has no sample to launch, and the next one has."""
+    layer = Linear(256, 256, bias=False, dtype=torch.bfloat16).cuda()
+    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with Telemetry(layer, every=2) as telemetry:
+        telemetry.step()
+        for _ in range(4):
+            y = layer(x)  # in a measured step
+            telemetry.step()
+            y.backward(torch.ones_like(y))
+            telemetry.step()
+        telemetry.wait()
+        assert len(list(iter(telemetry.snapshot, None))) == 4
+        for _ in range(3):
+            y = layer(x)
+            y.backward(torch.ones_like(y))
+            _, values = measured(telemetry)
+            assert values["", "grad_output"][AMAX] == 1
+            telemetry.step()
+
+
+@pytest.mark.gpu
 def test_a_graph_that_is_captured_in_a_step_without_measurement_measures_in_its_replays():
     model, x = stack_on_gpu()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
