@@ -653,6 +653,22 @@ def test_a_nan_in_the_weight_of_an_expert_shows(expert):
     assert values["", "input"][NONFINITE] == 0
 
 
+@pytest.mark.parametrize("idle", [0, 2])
+def test_a_nan_in_the_weight_of_an_expert_is_not_counted_for_an_idle_one_beside_it(idle):
+    """The rows at the ends of no tokens are those of its neighbours."""
+    layer, ends = GroupedLinear(3, 16, 64, recipe="folded"), torch.tensor([7, 20, 20] if idle else [0, 9, 20]).int()
+    with torch.no_grad():
+        layer.weight[1, 33, 5] = torch.nan
+    shares = set()
+    for step in range(8):
+        with Telemetry(layer) as telemetry:
+            telemetry.done = step
+            layer(torch.randn(20, 16), ends)
+            _, values = measured(telemetry)
+        shares.add(float(values["", "weight"][NONFINITE]))
+    assert min(shares) == pytest.approx(1 / (3 * 64 * 16))  # one row; more where the sample has read it
+
+
 @pytest.mark.parametrize("counts", [[100, 1, 99], [1, 200, 0]], ids=str)
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
 def test_a_nan_of_one_expert_is_not_taken_for_the_other_operand(role, counts):

@@ -23,7 +23,7 @@ from octavo.kernels.sample import (
     warm_up,
 )
 from octavo.kernels.sample import sample as contract
-from octavo.numerics import dequantize
+from octavo.numerics import E4M3, E5M2, dequantize
 
 SQNR = STATS.index("sqnr")
 MOMENTS = [STATS.index(name) for name in ("mean", "variance", "kurtosis")]
@@ -82,6 +82,18 @@ def test_what_is_not_finite_a_fold_and_edges(broken, edges):
     made = assert_is_the_definition(SampleInput(x, scale, ROWS, fold, y if edges else None), 4321)
     assert (made[STATS.index("nonfinite")] > 0) == (edges or bool(broken))
     assert (made[STATS.index("saturated")] > 0) == (broken != "all")
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_limits_are_those_of_rounding(fmt):
+    """On both sides of each limit, the neighbouring FP32 values, by PyTorch's conversion."""
+    bounds = torch.tensor(limits(fmt)[:2])
+    sides = torch.stack(
+        [torch.nextafter(bounds, torch.zeros(())), bounds, torch.nextafter(bounds, torch.tensor(torch.inf))]
+    )
+    codes = sides.to(fmt.dtype).float()
+    assert (codes[:, 0] == 0).tolist() == [True, True, False]  # flushed: up to the limit
+    assert (codes[:, 1] < fmt.smallest_normal).tolist() == [True, False, False]  # subnormal: below it
 
 
 def test_edges_that_are_nowhere_finite_say_nothing():
