@@ -3,10 +3,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -21,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 import octavo
 from octavo import kernels
-from octavo._util.collector import no_collection
 from octavo.conversion import Policy, convert, disabled
 from octavo.distributed import shard, tensor_parallel
 from octavo.errors import ConfigError, UnsupportedError
@@ -535,23 +532,6 @@ def test_no_garbage_is_collected_during_a_capture(captures: list[Capture]) -> No
         finally:
             gc.enable()
     assert seen == [False] * 4 and len(captures) == 6
-
-
-def test_two_threads_capture_one_after_the_other() -> None:
-    """Otherwise the first to end would enable the collector during the capture of the second."""
-    inside = threading.Event()
-
-    def second() -> bool:
-        inside.set()
-        with no_collection():
-            return gc.isenabled()
-
-    with ThreadPoolExecutor(1) as pool:
-        with no_collection(), no_collection():
-            late = pool.submit(second)
-            assert inside.wait(60) and not gc.isenabled() and not late.done()
-        assert not late.result(60)
-    assert gc.isenabled()
 
 
 def test_graphs_share_a_pool_while_one_of_them_is_there(captures: list[Capture]) -> None:
