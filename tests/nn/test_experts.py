@@ -212,6 +212,21 @@ def test_telemetry_of_both_products():
     assert rows["gate_up_gemm", "weight"][0] == module.up.detach().abs().max()
 
 
+@pytest.mark.parametrize("inputs", ["bf16", "fp8"])
+def test_telemetry_of_a_gradient_has_the_routing_weights_in_it(inputs):
+    module, (x, ids, weights) = fp8(inputs=inputs), routed(40)
+    dy, found = torch.randn(40, D), []
+    for factor in (1.0, 2.0**-8):
+        with Telemetry(module) as telemetry:
+            gradients(module, x, ids, weights * factor, dy)
+            telemetry.step()
+            telemetry.wait()
+            _, values = telemetry.snapshot()
+        found.append({(row.layer, row.role): value for row, value in zip(telemetry.rows, values, strict=True)})
+    for role, factor in ((("gate_up_gemm", "grad_output"), 2.0**-8), (("down_gemm", "grad_output"), 1.0)):
+        assert found[1][role][0] == found[0][role][0] * factor > 0  # amax
+
+
 def test_what_does_not_fit():
     options, x = ExpertOptions("silu", load("folded"), torch.float32, False), torch.randn(4, D)
     stacks, routing = (torch.randn(E, 2 * H, D), torch.randn(E, D, H)), route(torch.zeros(5, 1).long(), E)

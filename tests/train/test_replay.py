@@ -504,6 +504,36 @@ def test_each_run_captures_on_a_stream_of_its_own(captures: list[Capture]) -> No
     assert used == [first] * 3 + [second] * 3 and None not in used and first is not second
 
 
+def test_no_garbage_is_collected_during_a_capture(captures: list[Capture]) -> None:
+    """It may hold a graph, and destroying one during the capture of another aborts the process."""
+    seen: list[bool] = []
+
+    class Node:
+        """Garbage: part of a reference cycle."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    def watched(result: Tensor | None) -> Tensor:
+        seen.append(gc.isenabled() or left() is not None)
+        if result is None:
+            raise RuntimeError("operation not permitted")
+        return result
+
+    for is_enabled in (True, False):
+        left = weakref.ref(Node())
+        (gc.enable if is_enabled else gc.disable)()
+        try:
+            Graphs().capture(lambda: watched(torch.zeros(())))
+            assert gc.isenabled() == is_enabled
+            with pytest.raises(RuntimeError, match="not permitted"):
+                Graphs().capture(lambda: watched(None))
+            assert gc.isenabled() == is_enabled
+        finally:
+            gc.enable()
+    assert seen == [False] * 4 and len(captures) == 6
+
+
 def test_graphs_share_a_pool_while_one_of_them_is_there(captures: list[Capture]) -> None:
     """PyTorch refuses the pool of graphs that are gone."""
     graphs = Graphs()

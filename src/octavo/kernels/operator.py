@@ -3,7 +3,7 @@
 Eager code on plain tensors calls a kernel's function directly. The operator serves users of the dispatcher:
 `torch.compile`, fake tensors, tensor subclasses, dispatch modes. An `in_graph` operator is decomposed by AOTAutograd:
 the compiler sees its Triton launches and vendor GEMMs, and launches them itself. All others, and every operator while a
-ledger is open, are one opaque call.
+ledger is open or `gemm_by` names an accumulator, are one opaque call, which reads the host state when it runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels import ledger
 from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.host_state import host_state
 from octavo.kernels.quant_spec import QuantSpec, parse_spec
 from octavo.numerics import Quantized, granularity_named
 
@@ -56,7 +56,7 @@ def _decompose(name: str, run: Callable[..., Any], in_graph: Callable[..., bool]
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     def trace(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if ledger.is_open() or not in_graph(*args, **(kwargs or {})):
+        if not in_graph(*args, **(kwargs or {})):
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
         with mode:
             return run(*args, **(kwargs or {}))
@@ -66,10 +66,7 @@ def _decompose(name: str, run: Callable[..., Any], in_graph: Callable[..., bool]
 
 def is_direct(x: Tensor) -> bool:
     """Return whether to bypass the operator: eager code on a plain tensor with data."""
-    if torch.compiler.is_compiling():
-        ledger.is_open()  # read to specialise compiled code on it
-        return False
-    return type(x) in PLAIN and not x.is_meta
+    return not torch.compiler.is_compiling() and type(x) in PLAIN and not x.is_meta
 
 
 def composite(operator: Any) -> Callable[..., Any] | None:
@@ -111,8 +108,14 @@ def define_packed(
 
         return listed
 
+    def unless_opaque(in_graph: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda tensors, numbers, arguments: (
+            not arguments.startswith(_OPAQUE) and in_graph(tensors, numbers, arguments)
+        )
+
     signature = f"{name}(Tensor[] tensors, float[] numbers, str arguments) -> Tensor[]"
-    define(signature, flattened(run), flattened(shape), *tags, in_graph=None if in_graph is None else flat(in_graph))
+    traced = None if in_graph is None else unless_opaque(flat(in_graph))
+    define(signature, flattened(run), flattened(shape), *tags, in_graph=traced)
 
 
 def call(
@@ -129,15 +132,21 @@ def call(
         first = first[0]
     if is_direct(first):
         return run(*arguments)
-    tensors = iter(getattr(torch.ops.octavo, name)(*pack(arguments)))
+    tensors, numbers, text = pack(arguments)
+    if not host_state().is_open_to_compilers:
+        text = _OPAQUE + text
+    made = iter(getattr(torch.ops.octavo, name)(tensors, numbers, text))
     return [
-        Quantized(next(tensors), next(tensors), result.tile) if isinstance(result, QuantSpec) else next(tensors)
+        Quantized(next(made), next(made), result.tile) if isinstance(result, QuantSpec) else next(made)
         if result
         else None
         for result in results
     ]  # fmt: skip
 
 
+_OPAQUE = "opaque|"
+"""Prefix of the arguments of a call that no compiler may look into. It is part of the graph, and thus of the key under
+which PyTorch caches compiled code, also on disk: what a process-wide switch says is not."""
 _DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16", "float64")}
 
 
@@ -178,7 +187,8 @@ def unpack(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) 
 
 @functools.lru_cache(maxsize=4096)
 def _words(arguments: str) -> list[tuple[str, str]]:
-    return [(kind, value) for kind, _, value in (word.partition(" ") for word in arguments.split("|"))]
+    words = arguments.removeprefix(_OPAQUE).split("|")
+    return [(kind, value) for kind, _, value in (word.partition(" ") for word in words)]
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {

@@ -244,13 +244,19 @@ class ScalingState:
         """Return the number of stored scales."""
         return len(self._entries)
 
+    def add(self, layer: StoredScaleLayer) -> None:
+        """Note that a layer has a slot of this state: a copied one, which brings it along."""
+        layers = vars(self).get("_layers")  # None while a file of an older version is read, which lists them itself
+        if layers is not None and all(other() is not layer for other in layers):
+            layers.append(ref(layer))
+
     def __getstate__(self) -> dict[str, Any]:
-        # Without the model: otherwise a copy of one layer would copy everything.
-        return {**self.__dict__, "_layers": [layer() for layer in self._layers], "_model": None, "is_held": False}
+        # Without model and layers: otherwise a copy of one layer would copy everything. Copied layers add themselves.
+        return {**self.__dict__, "_layers": [], "_model": None, "is_held": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._layers = [ref(layer) for layer in state["_layers"] if layer is not None]
+        self._layers = [ref(layer) for layer in state["_layers"] if layer is not None]  # in files of older versions
         self._bind()
         _live[next(_numbers)] = self
 

@@ -62,12 +62,40 @@ def _drop_others(waiting: Waiting) -> None:
 
 
 class SharedInput:
-    """A group of layers, referred to by each of them as `layer.shared`."""
+    """A group of layers, referred to by each of them as `layer.shared`.
 
-    layers: tuple[Linear, ...]
+    It does not keep them alive, nor do copies and files of one layer carry the others: a copied layer takes its place
+    in the copy of its group (`take_place`), which thus has those layers that were copied together.
+    """
 
     def __init__(self, layers: Sequence[Linear]) -> None:
-        self.layers = tuple(layers)
+        self._members: list[weakref.ref[Linear] | None] = [weakref.ref(layer) for layer in layers]
+
+    @property
+    def layers(self) -> tuple[Linear, ...]:
+        """The layers, in order of the stack of their weights."""
+        return tuple(layer for layer in self._at() if layer is not None)
+
+    def _at(self) -> list[Linear | None]:
+        """Return the layer at each place, None where there is none any more."""
+        return [None if member is None else member() for member in self._members]
+
+    def place_of(self, layer: Linear) -> int | None:
+        """Return the place of a layer, None if it is not of this group."""
+        return next((place for place, member in enumerate(self._at()) if member is layer), None)
+
+    def take_place(self, layer: Linear, place: int) -> None:
+        """Add a layer at an empty place; a shallow copy of a member finds it taken, and computes alone."""
+        if self._at()[place] is None:
+            self._members[place] = weakref.ref(layer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"places": len(self._members)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a group without layers; files of older versions have them."""
+        older = [weakref.ref(layer) for layer in state.get("layers", ())]
+        self._members = [*older] or [None] * state["places"]
 
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x; a call of the first computes those of all.
@@ -76,7 +104,7 @@ class SharedInput:
         offloading of accelerate, that layer computes alone. So does every layer for an inference tensor, which has no
         version.
         """
-        members = {i: m for i, m in enumerate(self.layers) if self._joins(m, layer)}
+        members = {i: m for i, m in enumerate(self._at()) if m is not None and self._joins(m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
         # None: such a layer, or a copy of a member, such as a replica on another device.
         if position is None or _has_no_version(x, layer.weight):
@@ -85,7 +113,7 @@ class SharedInput:
         if position == next(iter(members)):
             computed = self._compute(list(members.values()), x)
             outputs.clear()
-            outputs.update({i: (y, _state(self.layers[i], x)) for i, y in zip(members, computed, strict=True)})
+            outputs.update({i: (y, _state(m, x)) for (i, m), y in zip(members.items(), computed, strict=True)})
         y, state = outputs.pop(position, (None, None))
         return y if y is not None and state == _state(layer, x) else self._compute([layer], x)[0]
 

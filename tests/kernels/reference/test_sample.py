@@ -23,7 +23,7 @@ from octavo.kernels.sample import (
     warm_up,
 )
 from octavo.kernels.sample import sample as contract
-from octavo.numerics import dequantize
+from octavo.numerics import E4M3, E5M2, dequantize
 
 SQNR = STATS.index("sqnr")
 MOMENTS = [STATS.index(name) for name in ("mean", "variance", "kurtosis")]
@@ -82,6 +82,28 @@ def test_what_is_not_finite_a_fold_and_edges(broken, edges):
     made = assert_is_the_definition(SampleInput(x, scale, ROWS, fold, y if edges else None), 4321)
     assert (made[STATS.index("nonfinite")] > 0) == (edges or bool(broken))
     assert (made[STATS.index("saturated")] > 0) == (broken != "all")
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_limits_are_those_of_rounding(fmt):
+    """On both sides of each limit, the neighbouring FP32 values, by PyTorch's conversion."""
+    bounds = torch.tensor(limits(fmt)[:2])
+    sides = torch.stack(
+        [torch.nextafter(bounds, torch.zeros(())), bounds, torch.nextafter(bounds, torch.tensor(torch.inf))]
+    )
+    codes = sides.to(fmt.dtype).float()
+    assert (codes[:, 0] == 0).tolist() == [True, True, False]  # flushed: up to the limit
+    assert (codes[:, 1] < fmt.smallest_normal).tolist() == [True, False, False]  # subnormal: below it
+
+
+def test_edges_that_are_nowhere_finite_say_nothing():
+    x, y = torch.randn(40, 64), torch.full((40, 2), torch.nan)
+    operand = SampleInput(x, quantize(x, *ROWS).scale, ROWS, None, y)
+    assert assert_is_the_definition(operand)[STATS.index("nonfinite")] == 0
+    y[39, 1] = 0.0
+    assert assert_is_the_definition(operand)[STATS.index("nonfinite")] == pytest.approx(39 / (40 * 64))
+    x[:, 5] = y[39, 1] = torch.nan  # the sample itself has them
+    assert assert_is_the_definition(operand)[STATS.index("nonfinite")] == pytest.approx(1 / 64)
 
 
 def test_codes_a_fold_of_each_row_and_one_element():
@@ -181,6 +203,7 @@ def _stats(operand: SampleInput, row: Tensor) -> list[Tensor]:
     *shares, broken = _shares(torch.stack([flag.sum() for flag in (flushed, subnormal, saturated, ~finite)]), x.numel())
     if operand.edges is not None:
         lost = (~torch.isfinite(operand.edges.float())).all(dim=1).sum()
+        lost = torch.where(lost < total_rows, lost, 0)
         broken = torch.maximum(broken, _shares(lost[None], total_rows * cols)[0])
     if operand.is_coded:
         shares[0], shares[2] = (share * torch.nan for share in shares[::2])
