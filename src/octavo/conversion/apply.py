@@ -136,7 +136,7 @@ def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
     layers = [cast(Linear, module.get_submodule(name)) for name in pattern.layers]
     inner = layers[:-1] if pattern.kind == "mlp" else layers
     keeps_input = all(layer.keeps_input for layer in inner)
-    shared = None if pattern.kind == "mlp" else SharedInput(layers)
+    shared = SharedInput(inner) if len(inner) > 1 else None  # of an MLP: for when its own forward runs
     for layer in inner:
         layer.keeps_input, layer.shared = keeps_input, shared
     if pattern.kind == "mlp":

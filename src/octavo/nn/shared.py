@@ -5,8 +5,13 @@ the input tensor until their layers are called. A layer that finds no output com
 one node of the autograd graph, so that backward gets the gradients of all outputs at once: they are quantised side by
 side, and dgrad, whose GEMM sums over the layers, and wgrad are one GEMM each.
 
-An output is dropped if x, its weight or the recipe has changed since, as seen by versions and optimizer steps. A write
-through `weight.data` between two calls of one group with the same tensor is not seen.
+An output is dropped if x, its parameters or the recipe has changed since. That x has not been written to is proved
+(`octavo.nn.seal.Unwritten`). Parameters are compared on a CPU. On a GPU their versions and optimizer steps are: a write
+through `weight.data` between two calls of one group with the same tensor is not seen there.
+
+Some tiles of scales span the weights of several layers: a scale per tensor is that of the whole stack. Such a layer has
+the scales of the stack, whichever of its layers are computed: the scale of q does not depend on whether k has a hook, is
+disabled, reverted or has a recipe of its own. So training, evaluation and export compute the same function.
 
 One node means one backward: `q.sum().backward()` followed by `k.sum().backward()` needs `retain_graph=True` in the
 first.
@@ -17,20 +22,27 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._util.compiler import traced_version
+from octavo.errors import UnsupportedError
+from octavo.kernels import ledger
+from octavo.kernels.dispatch import PLAIN
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.attached_codes import attached_codes
+from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.functional import Quantizer, compute_dtype, linears
+from octavo.nn.seal import Unwritten
 from octavo.nn.telemetry_ops import stats_buffer_of
-from octavo.nn.weight_codes import WeightCodes
+from octavo.nn.weight_codes import WeightCodes, quantize_weights
 from octavo.numerics import Quantized
+from octavo.recipes import Recipe
+from octavo.tensor import is_distributed
 
 if TYPE_CHECKING:
     from octavo.nn.linear import Linear
@@ -39,12 +51,28 @@ if TYPE_CHECKING:
 _NAME = "_octavo_outputs"
 
 
+class PendingOutput(NamedTuple):
+    """The output of a layer that has not been called yet, and what it was computed from."""
+
+    output: Tensor
+    state: tuple[Any, ...]
+    input: Unwritten
+    parameters: Unwritten
+    """On a CPU; elsewhere versions in `state` stand for them."""
+
+    def is_of(self, layer: Linear, x: Tensor) -> bool:
+        """Return whether the layer would compute the same from x now."""
+        if self.state != _state(layer, x):
+            return False
+        return torch.compiler.is_compiling() or (self.input.holds(x) and self.parameters.holds(*_on_cpu(layer)))
+
+
 class Waiting:
     """Outputs of groups for one tensor that no layer has asked for yet. Copies and files of the tensor have none."""
 
     def __init__(self) -> None:
-        self.by_group: dict[SharedInput, dict[int, tuple[Tensor, tuple[Any, ...]]]] = {}
-        """Per group: output, and the state that it was computed in, by the position of its layer."""
+        self.by_group: dict[SharedInput, dict[int, PendingOutput]] = {}
+        """Per group: outputs by the position of their layers."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # `torch.load` accepts this type
@@ -73,21 +101,45 @@ class SharedInput:
         """Return the output of one layer for x; a call of the first computes those of all.
 
         If a forward pre-hook, or a forward of its own, provides the weight of a layer, as in DeepSpeed's ZeRO-3 and the
-        offloading of accelerate, that layer computes alone. So does every layer for an inference tensor, which has no
-        version.
+        offloading of accelerate, that layer computes alone. So does one whose weight is an inference tensor, which has
+        no version.
+
+        Raises:
+            UnsupportedError: the layer has scales of the stack, and the weight of another layer is not here.
         """
         members = {i: m for i, m in enumerate(self.layers) if self._joins(m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
         # None: such a layer, or a copy of a member, such as a replica on another device.
-        if position is None or _has_no_version(x, layer.weight):
+        if position is None or _has_no_version(layer.weight):
             return self._compute([layer], x)[0]
         outputs = self._outputs_on(x)
         if position == next(iter(members)):
-            computed = self._compute(list(members.values()), x)
             outputs.clear()
-            outputs.update({i: (y, _state(self.layers[i], x)) for i, y in zip(members, computed, strict=True)})
-        y, state = outputs.pop(position, (None, None))
-        return y if y is not None and state == _state(layer, x) else self._compute([layer], x)[0]
+            outputs.update(self._compute_all(members, x))
+        pending = outputs.pop(position, None)
+        if pending is None:
+            return self._compute([layer], x)[0]
+        y = pending.output if pending.is_of(layer, x) else self._compute([layer], x)[0]
+        if not outputs:
+            pending.input.lift()
+        return y
+
+    def _compute_all(self, members: Mapping[int, Linear], x: Tensor) -> dict[int, PendingOutput]:
+        """Return the outputs of these layers, by position, with the proof of what they were computed from."""
+        computed = self._compute(list(members.values()), x)
+        if torch.compiler.is_compiling():
+            nothing = Unwritten(())
+            return {i: PendingOutput(y, _state(members[i], x), nothing, nothing) for i, y in zip(members, computed)}
+        x_now = Unwritten.of(x)
+        if not x_now.is_provable and len(members) > 1:
+            ledger.fall_back(
+                "layers that share an input were computed one by one: a write to the input between them cannot be seen,"
+                f" since {type(x).__name__} {tuple(x.shape)} is not in memory of PyTorch's, or saved tensors have hooks"
+            )
+        return {
+            i: PendingOutput(y, _state(member, x), x_now, Unwritten.of(*_on_cpu(member)))
+            for (i, member), y in zip(members.items(), computed, strict=True)
+        }
 
     def _joins(self, layer: Linear, other: Linear) -> bool:
         """Return whether a layer is computed together with another one of its group."""
@@ -95,7 +147,7 @@ class SharedInput:
             return False
         return layer.enabled and layer.recipe is other.recipe and not brings_weight(layer)
 
-    def _outputs_on(self, x: Tensor) -> dict[int, tuple[Tensor, tuple[Any, ...]]]:
+    def _outputs_on(self, x: Tensor) -> dict[int, PendingOutput]:
         waiting = getattr(x, _NAME, None)
         if not isinstance(waiting, Waiting):
             waiting = Waiting()
@@ -105,7 +157,82 @@ class SharedInput:
         return waiting.by_group.setdefault(self, {})
 
     def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
-        return linears(x, [layer.matrix for layer in layers], [layer.bias for layer in layers], *settings_of(layers, x))
+        quantizer, x_codes, w_codes = settings_of(layers, x)
+        weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
+        if not self.lends_scales(layers):
+            return linears(x, weights, biases, quantizer, x_codes, w_codes)
+        if w_codes is None:
+            w_codes = quantize_together(layers, weights)
+        if w_codes is not None:
+            return linears(x, weights, biases, quantizer, x_codes, w_codes)
+        # A tile of scales spans one of these layers and another: all are computed, with the other's output dropped.
+        stack = self.stack_with(layers, weights)
+        outputs = linears(x, stack, [None] * len(stack), quantizer._replace(stats_buffer=None), x_codes)
+        ys = [outputs[place] for place in self._places_of(layers)]
+        return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
+
+    def lends_scales(self, layers: Sequence[Linear]) -> bool:
+        """Return whether these layers have scales in common with other layers of the group."""
+        recipe = layers[0].recipe
+        if len(layers) == len(self.layers) or not recipe.fprop.is_fp8:
+            return False
+        height = recipe.fprop.weight.tile.rows
+        are_whole = height is not None and not any(layer.out_features % height for layer in self.layers[:-1])
+        return not are_whole and not has_fp8_weight([layer.weight for layer in layers])
+
+    def stack_with(self, layers: Sequence[Linear], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights (N_i, K) of all layers of the group, for these layers the given ones.
+
+        Raises:
+            UnsupportedError: one is not here: partitioned, offloaded, or on another device.
+        """
+        mine = dict(zip(self._places_of(layers), weights, strict=True))
+        stack = [mine[i] if i in mine else member.matrix.detach() for i, member in enumerate(self.layers)]
+        for weight in stack:
+            is_here = weight.device == weights[0].device and weight.shape[1:] == weights[0].shape[1:]
+            if not is_here or is_distributed(weight):
+                raise UnsupportedError(_absent(layers[0], weights[0], f"{tuple(weight.shape)} on {weight.device}"))
+        return stack
+
+    def _places_of(self, layers: Sequence[Linear]) -> list[int]:
+        """Return the positions of layers, or of the layers that they are shallow copies of."""
+        return [self._place_of(layer) for layer in layers]
+
+    def _place_of(self, layer: Linear) -> int:
+        for place, member in enumerate(self.layers):
+            if member is layer or member._parameters.get("weight", self) is layer._parameters.get("weight"):
+                return place
+        raise UnsupportedError(_absent(layer, layer.matrix, "that of the layer which this one is a copy of"))
+
+
+def quantize_together(layers: Sequence[Linear], weights: Sequence[Tensor]) -> WeightCodes | None:
+    """Return weights as fprop reads them, with the scales of the stack of their group, whatever of it is computed.
+
+    None if a tile of scales spans one of these layers and one that is not among them.
+
+    Args:
+        layers: of one recipe and one group, or one layer.
+        weights: their weights, (N_i, K).
+
+    Raises:
+        UnsupportedError: see `SharedInput.stack_with`.
+    """
+    group, target = layers[0].shared, spec_of(layers[0].recipe.fprop.weight)
+    if group is None or not group.lends_scales(layers):
+        return quantize_weights(weights, target)
+    parts = quantize_weights(group.stack_with(layers, weights), target).parts()
+    if parts is None:
+        return None
+    places = group._places_of(layers)
+    return WeightCodes(tuple([parts[place] for place in places]), tuple([weight.shape[0] for weight in weights]))
+
+
+def _absent(layer: Linear, weight: Tensor, which: str) -> str:
+    return (
+        f"a layer with a weight {tuple(weight.shape)} and recipe '{layer.recipe.name}' has scales in common with the "
+        f"layers that read the same input, and a weight of theirs is not here ({which}): it is partitioned, offloaded or"
+        " on another device. Convert with Policy(fuse=False), or take a recipe with a scale per row, such as 'folded'."
+    )
 
 
 def brings_weight(layer: nn.Module) -> bool:
@@ -121,6 +248,11 @@ def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantiz
     scales = None if slot is None else slot.scale_and_amax
     quantizer = Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), first.keeps_input)
     return quantizer, attached_codes(x, spec_of(recipe.fprop.input)), first.weight_codes
+
+
+def _on_cpu(layer: Linear) -> list[Tensor]:
+    """Return the parameters of a layer whose values can be compared: plain ones on a CPU."""
+    return [p for p in (layer.weight, layer.bias) if p is not None and p.device.type == "cpu" and type(p) in PLAIN]
 
 
 def _has_no_version(*tensors: Tensor) -> bool:
@@ -145,5 +277,5 @@ def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     if torch.compiler.is_compiling():
         return *modes, *map(traced_version, (x, *parameters))
-    versions = (tensor._version for tensor in (x, *parameters))
+    versions = (parameter._version for parameter in parameters)
     return *modes, _steps, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions
