@@ -50,16 +50,16 @@ class Seal(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Seal | None:
-        """Seal x; None if it cannot be: a subclass, or memory that is not PyTorch's own (`from_blob`, shared memory)."""
+        """Seal x; None if it cannot be: a subclass, or memory that is not PyTorch's (`from_blob`, shared memory)."""
         if isinstance(x, FakeTensor):
             return cls(None, _state(x))
         if type(x) not in PLAIN or _are_saved_tensors_moved():
             return None
         with _marking:
-            is_new = not torch._C._is_cow_tensor(x)
+            is_new = not _is_marked(x)
             try:
                 if is_new:
-                    torch._lazy_clone(x)  # type: ignore[attr-defined]  # the clone goes at once, the mark stays
+                    torch._lazy_clone(x)  # the clone goes at once, the mark stays
             except RuntimeError:
                 return None
         return cls(x.untyped_storage(), _state(x), is_new)
@@ -68,8 +68,7 @@ class Seal(NamedTuple):
         """Return whether x is as it was when it was sealed: same memory, same layout, no write."""
         if self.storage is None:
             return isinstance(x, FakeTensor) and self.state == _state(x)
-        is_same = torch._C._storage_address(x) == self.storage._cdata and self.state == _state(x)
-        return is_same and torch._C._is_cow_tensor(x)
+        return x.untyped_storage()._cdata == self.storage._cdata and self.state == _state(x) and _is_marked(x)
 
     def lift(self) -> None:
         """Undo `of`: unseal the tensor, unless it had been sealed before."""
@@ -113,6 +112,10 @@ class Unwritten(NamedTuple):
 
 def _state(x: Tensor) -> tuple[Any, ...]:
     return None if x.is_inference() else x._version, x.storage_offset(), x.shape, x.stride()
+
+
+def _is_marked(x: Tensor) -> bool:
+    return torch._C._is_cow_tensor(x)  # type: ignore[attr-defined, no-any-return]  # missing in PyTorch's stubs
 
 
 def _are_saved_tensors_moved() -> bool:

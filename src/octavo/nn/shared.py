@@ -10,8 +10,8 @@ An output is dropped if x, its parameters or the recipe has changed since. That 
 through `weight.data` between two calls of one group with the same tensor is not seen there.
 
 Some tiles of scales span the weights of several layers: a scale per tensor is that of the whole stack. Such a layer has
-the scales of the stack, whichever of its layers are computed: the scale of q does not depend on whether k has a hook, is
-disabled, reverted or has a recipe of its own. So training, evaluation and export compute the same function.
+the scales of the stack, whichever of its layers are computed: the scale of q does not depend on whether k has a hook,
+is disabled, reverted or has a recipe of its own. So training, evaluation and export compute the same function.
 
 One node means one backward: `q.sum().backward()` followed by `k.sum().backward()` needs `retain_graph=True` in the
 first.
@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,6 @@ from octavo.nn.seal import Unwritten
 from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.nn.weight_codes import WeightCodes, quantize_weights
 from octavo.numerics import Quantized
-from octavo.recipes import Recipe
 from octavo.tensor import is_distributed
 
 if TYPE_CHECKING:
@@ -128,8 +127,10 @@ class SharedInput:
         """Return the outputs of these layers, by position, with the proof of what they were computed from."""
         computed = self._compute(list(members.values()), x)
         if torch.compiler.is_compiling():
-            nothing = Unwritten(())
-            return {i: PendingOutput(y, _state(members[i], x), nothing, nothing) for i, y in zip(members, computed)}
+            return {
+                i: PendingOutput(y, _state(member, x), Unwritten(()), Unwritten(()))
+                for (i, member), y in zip(members.items(), computed, strict=True)
+            }
         x_now = Unwritten.of(x)
         if not x_now.is_provable and len(members) > 1:
             ledger.fall_back(
@@ -177,7 +178,7 @@ class SharedInput:
         if len(layers) == len(self.layers) or not recipe.fprop.is_fp8:
             return False
         height = recipe.fprop.weight.tile.rows
-        are_whole = height is not None and not any(layer.out_features % height for layer in self.layers[:-1])
+        are_whole = height is not None and not any(_rows_of(member) % height for member in self.layers[:-1])
         return not are_whole and not has_fp8_weight([layer.weight for layer in layers])
 
     def stack_with(self, layers: Sequence[Linear], weights: Sequence[Tensor]) -> list[Tensor]:
@@ -187,7 +188,7 @@ class SharedInput:
             UnsupportedError: one is not here: partitioned, offloaded, or on another device.
         """
         mine = dict(zip(self._places_of(layers), weights, strict=True))
-        stack = [mine[i] if i in mine else member.matrix.detach() for i, member in enumerate(self.layers)]
+        stack = [mine[i] if i in mine else _matrix_of(member).detach() for i, member in enumerate(self.layers)]
         for weight in stack:
             is_here = weight.device == weights[0].device and weight.shape[1:] == weights[0].shape[1:]
             if not is_here or is_distributed(weight):
@@ -227,11 +228,22 @@ def quantize_together(layers: Sequence[Linear], weights: Sequence[Tensor]) -> We
     return WeightCodes(tuple([parts[place] for place in places]), tuple([weight.shape[0] for weight in weights]))
 
 
+def _matrix_of(member: nn.Module) -> Tensor:
+    """Return the weight (N, K) of a member, which may have been reverted since: `Conv1D` of transformers has (K, N)."""
+    if isinstance(member, nn.Linear):
+        return cast(Tensor, getattr(member, "matrix", member.weight))
+    return cast(Tensor, member.weight).t()
+
+
+def _rows_of(member: nn.Module) -> int:
+    return member.out_features if isinstance(member, nn.Linear) else _matrix_of(member).shape[0]
+
+
 def _absent(layer: Linear, weight: Tensor, which: str) -> str:
     return (
         f"a layer with a weight {tuple(weight.shape)} and recipe '{layer.recipe.name}' has scales in common with the "
-        f"layers that read the same input, and a weight of theirs is not here ({which}): it is partitioned, offloaded or"
-        " on another device. Convert with Policy(fuse=False), or take a recipe with a scale per row, such as 'folded'."
+        f"layers that read the same input, and a weight of theirs is not here ({which}): it is partitioned, offloaded "
+        "or elsewhere. Convert with Policy(fuse=False), or take a recipe with a scale per row, such as 'folded'."
     )
 
 
