@@ -51,3 +51,102 @@ def test_functions_have_at_most_eight_parameters() -> None:
 def test_functions_have_at_most_sixty_lines() -> None:
     found = functions_that(lambda node: (node.end_lineno or 0) - node.lineno >= 60)
     assert not found, f"longer than a screen, split them: {found}"
+
+
+# --- state of the process -------------------------------------------------------------------------------------------
+
+REGISTRIES = {
+    "_util/collector.py": {"_capturing"},
+    "_util/compiler.py": {"_answer", "_serials", "_numbers"},
+    "conversion/apply.py": {"_disabled", "_switching"},
+    "conversion/autocast_mode.py": {"_blocks"},
+    "distributed/checkpoint.py": {"_background_groups"},
+    "kernels/host_state.py": {"_state", "_lock"},
+    "kernels/ledger.py": {"_warned"},
+    "kernels/operator.py": {"_composites", "_library"},
+    "kernels/sample.py": {"_idle"},
+    "kernels/tape.py": {"_recordings", "_thread"},
+    "nn/adopted.py": {"_CLASSES"},
+    "nn/scaling_state.py": {"_live", "_numbers"},
+    "nn/shared.py": {"_steps", "_this_thread"},
+    "nn/telemetry.py": {"_live"},
+    "tensor/fp8_tensor.py": {"_OPERATIONS"},
+    "train/parallel.py": {"_runs"},
+}
+"""Files of the package with variables that change while a process runs. Those that change what kernels compute are in
+kernels/host_state.py alone; the others are registries, which its docstring lists."""
+
+_MUTABLE = {
+    "Condition", "ContextVar", "Counter", "Library", "Lock", "OrderedDict", "RLock", "WeakIdKeyDictionary",
+    "WeakKeyDictionary", "WeakSet", "WeakValueDictionary", "count", "defaultdict", "deque", "local",
+}  # fmt: skip
+_MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem", "remove",
+             "setdefault", "update"}  # fmt: skip
+
+
+def _state_of(tree: ast.Module) -> set[str]:
+    """Return the names of variables of a module that its functions change, or that are made to be changed."""
+    assigned: dict[str, ast.expr | None] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            assigned |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
+    changed = {
+        name
+        for name, value in assigned.items()
+        if isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1].strip("_") in _MUTABLE
+    }
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and _is_local(node)}
+    changed |= {n for n, v in assigned.items() if isinstance(v, ast.Call) and ast.unparse(v.func) in classes}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.Lambda):
+            changed |= _changed_in(function) & assigned.keys()
+    return changed
+
+
+def _is_local(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).endswith("threading.local") for base in node.bases)
+
+
+def _changed_in(function: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Global):
+            found |= {*node.names}
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            found |= {ast.unparse(node.value)}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
+            found |= {ast.unparse(node.func.value)}
+    arguments = {each.arg for node in ast.walk(function) if isinstance(node, ast.arguments) for each in node.args}
+    stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    declared = {name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names}
+    return found - arguments - (stored - declared)
+
+
+def test_state_of_the_process_is_where_it_is_listed() -> None:
+    package = ROOT / "src" / "octavo"
+    found = {
+        path.relative_to(package).as_posix(): names
+        for path in sorted(package.rglob("*.py"))
+        if (names := _state_of(ast.parse(path.read_text("utf-8"))))
+    }
+    assert found.keys() <= REGISTRIES.keys(), f"put a switch into kernels/host_state.py: {found}"
+    new = {path: names - REGISTRIES[path] for path, names in found.items() if names - REGISTRIES[path]}
+    assert not new, f"put a switch into kernels/host_state.py, or list a registry here and there: {new}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "switch = 0\ndef turn():\n    global switch\n    switch = 1",
+        "seen = {}\ndef note(x):\n    seen[x] = 1",
+        "SEEN: set[int] = set()\ndef note(x):\n    SEEN.add(x)",
+        "seen = weakref.WeakSet()",
+        "here = threading.local()",
+        "class Here(threading.local):\n    pass\nhere = Here()",
+        "seen = []\nnote = lambda x: seen.append(x)",
+    ],
+)
+def test_state_is_recognised(code: str) -> None:
+    assert _state_of(ast.parse(code))
+    assert not _state_of(ast.parse("TABLE = {1: 2}\ndef read(x, seen):\n    seen.append(x)\n    return TABLE[x]"))

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo._util.collector import no_collection
 from octavo.conversion import Policy, convert, disabled
 from octavo.conversion.policy import DEFAULTS, SAVED
 from octavo.data.loader import permutation
@@ -284,7 +285,10 @@ class Lane:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         # On the lane's stream: BLAS workspaces are per stream, and concurrent replays would overwrite a shared one.
-        with torch.cuda.graph(graph, pool=memory.handle, stream=memory.stream, capture_error_mode="thread_local"):
+        with (
+            no_collection(),
+            torch.cuda.graph(graph, pool=memory.handle, stream=memory.stream, capture_error_mode="thread_local"),
+        ):
             work()
         self._graphs[name] = graph.replay
         self._clear()  # each replay rewrites its gradients, so the next graph may reuse their memory

@@ -2,8 +2,13 @@
 
 import copy
 import functools
+import gc
 import io
 import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,7 +28,9 @@ from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
 from octavo.models import ModelConfig, build
 from octavo.nn import Linear
 from octavo.nn.adopted import Adopted
-from octavo.nn.scaling_state import scales
+from octavo.nn.experts import ExpertLinear, Experts
+from octavo.nn.scaling_state import ScalingState, scales
+from octavo.nn.shared import SharedInput
 from octavo.recipes import load
 
 TOKENS = torch.arange(24).reshape(2, 12) * 3
@@ -386,6 +393,28 @@ def test_disabled_inside_disabled_ends_with_the_outer_one(model):
     assert layer.enabled
 
 
+def test_disabled_blocks_of_two_threads_end_with_the_last_one(model):
+    """The first to end must not bring FP8 back into the other."""
+    convert(model)
+    plain, fp8_result = copy.deepcopy(model), model(TOKENS)
+    revert(plain)
+    entered, ended = threading.Event(), threading.Event()
+
+    def evaluate() -> torch.Tensor:
+        with disabled(model):
+            entered.set()
+            assert ended.wait(60)
+            return model(TOKENS)
+
+    with ThreadPoolExecutor(1) as pool:
+        with disabled(model):
+            late = pool.submit(evaluate)
+            assert entered.wait(60)
+        ended.set()
+        assert torch.equal(late.result(60), plain(TOKENS))
+    assert torch.equal(model(TOKENS), fp8_result) and not torch.equal(fp8_result, plain(TOKENS))
+
+
 def test_disabled_leaves_alone_what_was_off_already(model):
     convert(model)
     model.layers[0].up.enabled = False
@@ -412,10 +441,10 @@ def on(monkeypatch):
         monkeypatch.setattr(dispatch, "_own_rates", lambda device: None)
         monkeypatch.setattr(planner, "_device_of", lambda model: torch.device("xpu" if backend == "xpu" else "cuda:0"))
         monkeypatch.setattr(layer_planner, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))
-        dispatch.triton_unsupported_reason.cache_clear()
+        dispatch._triton_unsupported_reason.cache_clear()
 
     yield planned
-    dispatch.triton_unsupported_reason.cache_clear()
+    dispatch._triton_unsupported_reason.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -537,3 +566,119 @@ def test_a_norm_whose_attributes_have_octavos_names_stays_the_users():
     del model[0].target
     convert(model, "folded", policy=Policy(min_gain=0))
     assert isinstance(model[0], Scaled) and type(model[0]) is not Scaled
+
+
+# --- lifetime, and copies of parts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def small(recipe, architecture="llama"):
+    shape = {"vocab": 96, "dim": 64, "layers": 2, "heads": 2, "ffn": 128, "sequence": 12, "experts": 4}
+    model = build(ModelConfig(architecture=architecture, **shape), 0)
+    convert(model, recipe, policy=Policy(min_gain=0, min_features=8))
+    return model
+
+
+def train_step(model: nn.Module) -> None:
+    model(TOKENS).float().square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def train_step_in_bf16(model: nn.Module) -> None:
+    with disabled(model):
+        train_step(model)
+
+
+USES: dict[str, Callable[[nn.Module], object]] = {
+    "converted": lambda model: None,
+    "trained": train_step,
+    "stopped within a group": lambda model: model.layers[0].attention.wq(torch.randn(3, 64)),
+    "recomputed": lambda model: (octavo.recompute(model), train_step(model)),
+    "offloaded": lambda model: (octavo.offload(model), train_step(model)),
+    "disabled": train_step_in_bf16,
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("recipe", ["folded", "delayed", "block"])
+@pytest.mark.parametrize("architecture", ["llama", "moe"])
+def test_a_model_that_is_gone_keeps_no_weight(architecture, recipe, use):
+    """Without waiting for the garbage collector: a weight in a reference cycle is memory that the next model lacks."""
+    train_step(nn.Sequential(nn.Embedding(96, 8)))  # PyTorch's own first step keeps its caller's variables
+    model = small(recipe, architecture)
+    weights = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    use(model)
+    del model
+    assert [name for name, weight in weights.items() if weight() is not None] == []
+
+
+@pytest.mark.parametrize("recipe", ["folded", "delayed"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "file"])
+def test_a_copy_of_one_layer_carries_no_other(recipe, copied):
+    model = small(recipe)
+    train_step(model)
+    layer = model.layers[0].attention.wk
+    assert layer.shared is not None and len(layer.shared.layers) == 3
+    layer.weight.grad = None
+    assert len(pickle.dumps(layer)) < 1.5 * len(pickle.dumps(nn.Linear(64, 64, bias=False))) + 20_000
+    twin, x = copied(layer), torch.randn(5, 64)
+    assert twin.shared.layers == (twin,)
+    assert torch.equal(twin(x), layer(x)) and not torch.equal(twin(x), x @ layer.weight.t())
+    whole = copied(model)
+    attention = whole.layers[0].attention
+    assert attention.wk.shared.layers == (attention.wq, attention.wk, attention.wv)
+    assert torch.equal(whole(TOKENS), model(TOKENS))
+
+
+def test_a_shallow_copy_takes_nothing_from_its_original():
+    model = small("folded", "moe")
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    twin = copy.copy(experts)
+    assert [gemm.owner for gemm in experts.products] == [experts] * 2
+    attention = model.layers[0].attention
+    layer = copy.copy(attention.wk)
+    assert attention.wk.shared.layers[1] is attention.wk is not layer and twin is not experts
+
+
+def test_a_gemm_of_experts_that_was_copied_alone_says_so():
+    model = small("folded", "moe")
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    with pytest.raises(UnsupportedError, match="no weights without their module"):
+        _ = copy.deepcopy(experts.products[0]).weight
+
+
+@pytest.mark.parametrize("recipe", ["folded", "delayed"])
+@pytest.mark.parametrize("architecture", ["llama", "moe"])
+def test_files_in_which_layers_carry_each_other_load(architecture, recipe, monkeypatch):
+    """As written up to the commit 45e0ae86."""
+    model = small(recipe, architecture)
+    train_step(model)
+    with monkeypatch.context() as older:
+        older.setattr(SharedInput, "__getstate__", lambda group: {"layers": group.layers})
+        older.setattr(Linear, "__getstate__", lambda layer: vars(layer))
+        older.setattr(
+            ScalingState, "__getstate__", lambda state: {**vars(state), "_model": None, "_layers": layers_of(state)}
+        )
+        owner = {"_owner": None}
+        older.setattr(ExpertLinear, "__getstate__", lambda gemm: {**vars(gemm), **owner, "owner": (gemm.owner,)})
+        whole, part = pickle.dumps(model), pickle.dumps(model.layers[0].attention.wk)
+    loaded, layer, x = pickle.loads(whole), pickle.loads(part), torch.randn(5, 64)
+    attention = loaded.layers[0].attention
+    assert torch.equal(loaded(TOKENS), model(TOKENS))
+    assert attention.wk.shared.layers == (attention.wq, attention.wk, attention.wv)
+    assert layer.shared.layers == (layer,) and torch.equal(layer(x), model.layers[0].attention.wk(x))
+    if recipe == "delayed":
+        assert len(layers_of(scales(loaded))) == len(layers_of(scales(model))) > 0
+
+
+def layers_of(state: ScalingState) -> list[object]:
+    return [layer for each in state._layers if (layer := each()) is not None]

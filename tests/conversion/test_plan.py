@@ -187,9 +187,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "_own_architecture", lambda device: architecture_of("cuda", (9, 0)))
     for each in (module, planner):
         monkeypatch.setattr(each, "rates", lambda device: H200 if device.type == "cuda" else None)
-    dispatch.triton_unsupported_reason.cache_clear()
+    dispatch._triton_unsupported_reason.cache_clear()
     yield
-    dispatch.triton_unsupported_reason.cache_clear()
+    dispatch._triton_unsupported_reason.cache_clear()
 
 
 def test_kernels_are_asked_for_once_per_kind_of_operands(monkeypatch):

@@ -12,9 +12,9 @@ from octavo.kernels.devices import ARCHITECTURES, H100, H200, architecture_of, m
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    dispatch.triton_unsupported_reason.cache_clear()
+    dispatch._triton_unsupported_reason.cache_clear()
     yield
-    dispatch.triton_unsupported_reason.cache_clear()
+    dispatch._triton_unsupported_reason.cache_clear()
 
 
 def test_a_cpu_runs_the_reference_and_that_is_no_fallback():

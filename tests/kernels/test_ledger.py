@@ -8,6 +8,7 @@ from torch import nn
 
 from octavo import kernels
 from octavo.kernels import ledger as module
+from octavo.kernels.host_state import host_state, update
 from octavo.kernels.ledger import count, fall_back
 from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
 from octavo.nn import Linear
@@ -28,12 +29,12 @@ def step(layer: nn.Module) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_open():
-    assert module._open == []
+    assert host_state().ledgers == ()
     yield
-    left = [*module._open]
-    module._open.clear()
+    left = host_state().ledgers
+    update(lambda state: state._replace(ledgers=()))
     module._warned.clear()
-    assert left == [], "a ledger was left open"
+    assert left == (), "a ledger was left open"
 
 
 @pytest.mark.parametrize("recipe", PER_STEP)
@@ -97,7 +98,7 @@ def test_nested_blocks_that_have_seen_the_same_are_not_mixed_up():
 def test_a_block_closes_when_an_exception_leaves_it():
     with pytest.raises(ZeroDivisionError), kernels.record():
         raise ZeroDivisionError
-    assert module._open == []
+    assert host_state().ledgers == ()
 
 
 def test_count_enters_every_open_ledger():

@@ -1,12 +1,19 @@
+import gc
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import Policy, convert, kernels, recipes
-from octavo.kernels import tape
+from octavo.kernels import dispatch, sample, tape
+from octavo.kernels.sample import PHASE, WIDTH, SampleInput
 from octavo.nn import functional
 from octavo.nn.functional import Quantizer, linears
 from octavo.recipes import load
@@ -16,8 +23,8 @@ SIDE = torch.ones(3)
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Record on a CPU what is recorded on a GPU."""
-    monkeypatch.setattr(tape, "_is_recordable", lambda tensors: True)
+    """Record on a CPU what is recorded on a GPU, under the same conditions."""
+    monkeypatch.setattr(tape, "_is_launched_here", lambda x: True)
     tape._recordings.clear()
     yield
     tape._recordings.clear()
@@ -219,9 +226,174 @@ def test_the_number_of_signatures_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert len(tape._recordings) == 3
 
 
-def test_nothing_is_recorded_where_somebody_looks_on() -> None:
-    x = torch.ones(1)
-    assert not tape._is_recordable([x])  # a CPU: the reference
+class Calls:
+    """A function for `tape.replay`, x times a factor, that counts its runs; a replay is none."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, options: tuple[Any, ...], x: Tensor) -> tape.Result:
+        self.number += 1
+        return (x * options[0],), ()
+
+    def runs(self, x: Tensor, factor: float = 2.0) -> bool:
+        """Return whether the function runs for x; check the result."""
+        before = self.number
+        (y,), _ = tape.replay(self, (factor,), [x])
+        assert y is not None and torch.equal(y.as_subclass(Tensor), x.as_subclass(Tensor) * factor)
+        return self.number > before
+
+
+class Subclass(Tensor):
+    """A tensor that may have another memory layout."""
+
+
+class Watching(TorchDispatchMode):
+    """A mode that sees every operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+LOOKING_ON: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "a ledger": kernels.record,
+    "planning": lambda: dispatch.planning_for("h200"),
+    "forecasting": dispatch.fake_mode,
+    "a mode": Watching,
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("block", LOOKING_ON.values(), ids=LOOKING_ON)
+def test_nothing_is_recorded_or_replayed_where_somebody_looks_on(
+    block: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    function, x = Calls(), torch.ones(3)
+    with block():
+        assert all(function.runs(x) for _ in range(3)) and not tape._recordings
+    assert [function.runs(x) for _ in range(3)] == [True, True, False]
+    with block():
+        assert function.runs(x)
+    assert not function.runs(x)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_launches_that_a_profiler_hooks_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, x = Calls(), torch.ones(3)
+    knobs = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=None))
+    monkeypatch.setitem(sys.modules, "triton.knobs", knobs)
+    assert [function.runs(x) for _ in range(3)] == [True, True, False]
+    knobs.runtime.launch_enter_hook = SimpleNamespace(calls=[print])
+    assert function.runs(x)
+    knobs.runtime.launch_enter_hook = SimpleNamespace(calls=[])
+    assert not function.runs(x)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_only_plain_tensors_on_the_current_gpu_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, x = Calls(), torch.ones(3)
+    assert all(function.runs(x.as_subclass(Subclass)) for _ in range(3)) and not tape._recordings
+    (y,), _ = tape.replay(lambda options, *none: ((torch.ones(1),), ()), (), [None])
+    assert y is not None and not tape._recordings
+    monkeypatch.undo()
+    assert all(function.runs(x) for _ in range(3)) and not tape._recordings  # a CPU: the reference
+    other = SimpleNamespace(is_cuda=True, get_device=lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dispatch, "_has_one_gpu", lambda: False)
+    assert not tape._is_launched_here(other)  # type: ignore[arg-type]
+    other.get_device = lambda: 0
+    assert tape._is_launched_here(other)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("recorded_by", ["", "exact"], ids=["recorded outside", "recorded inside"])
+def test_an_accumulator_has_recordings_of_its_own(recorded_by: str) -> None:
+    """A replay in a block computes by its accumulator, and one after it by none."""
+    a, b = (kernels.quantize(torch.rand(8, 512) + 1, "e4m3", "row") for _ in range(2))
+
+    def multiply(options: tuple[Any, ...], *tensors: Tensor) -> tape.Result:
+        left, right = a._replace(codes=tensors[0], scale=tensors[1]), b._replace(codes=tensors[2], scale=tensors[3])
+        return (kernels.gemm(left, right, torch.float32, "fast"),), ()
+
+    def by(name: str, *, replayed: bool) -> Tensor:
+        with kernels.gemm_by(name) if name else nullcontext():
+            arguments: list[Tensor | None] = [*a[:2], *b[:2]]
+            (y,), _ = (tape.replay if replayed else lambda f, o, t: f(o, *t))(multiply, (), arguments)
+        assert y is not None
+        return y
+
+    names = ["", "exact", "hopper", "hopper-slow"]
+    expected = {name: by(name, replayed=False) for name in names}
+    assert not torch.equal(expected["hopper"], expected["exact"])
+    for _ in range(3):
+        by(recorded_by, replayed=True)
+    for _ in range(3):
+        for name in names:
+            assert torch.equal(by(name, replayed=True), expected[name]), name
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_replay_under_autocast_has_the_dtypes_of_the_run() -> None:
+    def in_fp32(options: tuple[Any, ...], x: Tensor, y: Tensor) -> tape.Result:
+        low = x @ y
+        with torch.autocast("cpu", enabled=False):  # as the reference GEMM does
+            return (low, x @ y), ()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(4):
+            x, y = torch.randn(4, 8), torch.randn(8, 4)
+            (low, high), _ = tape.replay(in_fp32, (), [x, y])
+            assert low is not None and torch.equal(low, x.bfloat16() @ y.bfloat16())
+            assert high is not None and high.dtype == torch.float32
+            assert torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", enabled=False):
+        assert torch.equal(high, x @ y)
+
+
+class Factor:
+    """An option that is compared by identity, as recipes are."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_recording_keeps_its_options_so_that_no_other_object_takes_their_identity() -> None:
+    def times(options: tuple[Any, ...], x: Tensor) -> tape.Result:
+        return (x * options[0].value,), ()
+
+    for number in range(1, 20):
+        factor = Factor(float(number))
+        for _ in range(3):
+            (y,), _ = tape.replay(times, (factor,), [torch.ones(2)])
+            assert y is not None and y.tolist() == [number] * 2
+        left = weakref.ref(factor)
+        del factor
+        gc.collect()
+        assert left() is not None
+    tape._recordings.clear()
+    assert left() is None
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_call_that_skips_its_samples_is_not_recorded() -> None:
+    """A telemetry buffer may be idle between a forward and its backward: later steps sample again."""
+    one, target = torch.ones(1, 1), kernels.QuantSpec("e4m3", "tensor", "float32")
+
+    def sampled(options: tuple[Any, ...], x: Tensor, row: Tensor) -> tape.Result:
+        y = x * 2
+        sample.sample(SampleInput(y.detach(), one, target), row)
+        return (y,), ()
+
+    row, x = torch.full((WIDTH,), float("nan")), torch.ones(4, 4)
+    row[PHASE] = 0
+    sample.mark_idle(row, True)
+    for _ in range(4):
+        tape.replay(sampled, (), [x, row])
+    assert "unrecordable" not in tape._recordings.values() and bool(row[0].isnan())
+    sample.mark_idle(row, False)
+    tape.replay(sampled, (), [x, row])
+    assert row[0] == 2
 
 
 RECIPES = ["folded", "tensorwise", "rowwise", "block", "delayed"]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import record
+from octavo.kernels import gemm_by, record
 from octavo.kernels.gemm import KERNELS, choose
+from octavo.kernels.grouped import grouped_gemm
 from octavo.nn import GroupedLinear, Linear
 from octavo.nn.grouped import grouped_linear
 from octavo.numerics import sqnr_db
@@ -48,6 +49,42 @@ def test_it_is_a_loop_of_linear_layers(recipe, counts, monkeypatch):
         assert torch.equal(layer.weight.grad[e], linear.weight.grad)
         start = end
     assert y.shape == (sum(counts), 32) and layer.weight.grad.shape == (len(counts), 32, 48)
+
+
+@pytest.mark.parametrize("name", ["exact", "hopper", "hopper-fast"])
+@pytest.mark.parametrize("recipe", ["folded_fast", "rowwise"])
+def test_an_accumulator_holds_for_the_products_of_each_expert(recipe, name, monkeypatch):
+    monkeypatch.setitem(choose.__globals__, "KERNELS", KERNELS[-1:])
+    counts = [40, 0, 150]
+    layer, x, ends = GroupedLinear(3, 192, 32, recipe=recipe), tokens(counts, 192), ends_of(counts)
+    dy = torch.randn(sum(counts), 32)
+    usual = layer(x, ends)
+    with gemm_by(name), record() as ledger:
+        y = layer(x, ends)
+        y.backward(dy)
+    assert ledger.gemms.keys() == {name.partition("-")[0]} and not torch.equal(y, usual)
+    for e, rows in ((0, slice(0, 40)), (2, slice(40, 190))):
+        linear, twin_x = Linear(192, 32, bias=False, recipe=recipe), x.detach()[rows].requires_grad_()
+        linear.weight.data = layer.weight.detach()[e]
+        with gemm_by(name):
+            twin_y = linear(twin_x)
+            twin_y.backward(dy[rows])
+        assert torch.equal(y[rows], twin_y) and torch.equal(x.grad[rows], twin_x.grad)
+        assert torch.equal(layer.weight.grad[e], linear.weight.grad)
+    assert torch.equal(layer(x, ends), usual)  # until the block ends
+
+
+def test_slow_takes_the_usual_grouped_kernel_and_forbids_it_to_be_fast(monkeypatch):
+    seen = []
+    run = grouped_gemm.__globals__["run_kernel"]
+    spy = lambda name, x, operands, *rest: seen.append(operands[6:]) or run(name, x, operands, *rest)  # noqa: E731
+    monkeypatch.setitem(grouped_gemm.__globals__, "run_kernel", spy)
+    layer, x, ends = GroupedLinear(1, 64, 32, recipe="folded_fast"), tokens([9], 64), ends_of([9])
+    with torch.no_grad():
+        layer(x, ends)
+        with gemm_by("slow"):
+            layer(x, ends)
+    assert [each for each in seen if each and isinstance(each[0], bool)] == [(True,), (False,)]
 
 
 @every_recipe

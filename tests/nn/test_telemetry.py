@@ -322,10 +322,25 @@ def test_one_element_that_is_not_finite_shows_also_where_no_sample_is(role, valu
         with torch.no_grad():
             layer.weight.normal_()
         found = {key[1]: measured_values[NONFINITE] > 0 for key, measured_values in values.items()}
-        others = {"grad_output"} if role == "weight" else set()  # the NaN of a folded scale reaches all of dX
         assert found[role]
-        assert not any(found[name] for name in {"input", "weight", "grad_output"} - {role} - others)
+        assert not any(found[name] for name in {"input", "weight", "grad_output"} - {role})
         assert found["grad_weight"] or role != "input"
+
+
+@pytest.mark.parametrize("rows", [[0, -1], slice(None)], ids=["the ends", "all"])
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise"])
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+def test_what_is_not_finite_at_the_ends_of_a_product_is_not_taken_for_the_other_operand(role, recipe, rows):
+    """A NaN in the first and in the last token is in both elements of a product that are read for each weight."""
+    layer = Linear(64, 512, bias=False, recipe=recipe)
+    tensors = {"input": torch.randn(512, 64), "weight": torch.randn(512, 64), "grad_output": torch.randn(512, 512)}
+    tensors[role][rows, 7] = torch.nan
+    with torch.no_grad():
+        layer.weight.copy_(tensors["weight"])
+    with Telemetry(layer) as telemetry:
+        layer(tensors["input"].requires_grad_()).backward(tensors["grad_output"])
+        _, values = measured(telemetry)
+    assert {name for name in tensors if values["", name][NONFINITE] > 0} == {role}
 
 
 def test_every_third_step_an_evaluation_and_steps_that_nobody_reads():
@@ -614,6 +629,29 @@ def test_a_nan_in_the_weight_of_an_expert_shows(expert):
         _, values = measured(telemetry)
     assert values["", "weight"][NONFINITE] > 0
     assert values["", "input"][NONFINITE] == 0
+
+
+@pytest.mark.parametrize("counts", [[100, 1, 99], [1, 200, 0]], ids=str)
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+def test_a_nan_of_one_expert_is_not_taken_for_the_other_operand(role, counts):
+    """All of an expert's tokens, the only one of them, or all of its weights: its products are NaN throughout."""
+    layer, ends = GroupedLinear(3, 16, 64, recipe="folded"), torch.tensor(counts).cumsum(0).int()
+    expert = counts.index(1)
+    rows = slice(sum(counts[:expert]), sum(counts[: expert + 1]))
+    x, weight, dy = torch.randn(200, 16), torch.randn(3, 64, 16), torch.randn(200, 64)
+    x, dy = (torch.cat([tensor, tensor[: int(ends[-1]) - 200]]) for tensor in (x, dy))
+    tensors = {"input": x, "weight": weight, "grad_output": dy}
+    tensors[role][expert if role == "weight" else rows] = torch.nan
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    shown = set()
+    for step in range(40):  # until the sample has seen that expert
+        with Telemetry(layer) as telemetry:
+            telemetry.done = step
+            layer(x.detach().requires_grad_(), ends).backward(dy)
+            _, values = measured(telemetry)
+        shown |= {name for name in tensors if values["", name][NONFINITE] > 0}
+    assert shown == {role}
 
 
 def test_what_is_not_watched_says_why():

@@ -3,8 +3,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import octavo
 from octavo import kernels
+from octavo._util.collector import no_collection
 from octavo.conversion import Policy, convert, disabled
 from octavo.distributed import shard, tensor_parallel
 from octavo.errors import ConfigError, UnsupportedError
@@ -502,6 +505,53 @@ def test_each_run_captures_on_a_stream_of_its_own(captures: list[Capture]) -> No
     used = [capture.stream for capture in captures]
     first, second = used[0], used[3]
     assert used == [first] * 3 + [second] * 3 and None not in used and first is not second
+
+
+def test_no_garbage_is_collected_during_a_capture(captures: list[Capture]) -> None:
+    """It may hold a graph, and destroying one during the capture of another aborts the process."""
+    seen: list[bool] = []
+
+    class Node:
+        """Garbage: part of a reference cycle."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    def watched(result: Tensor | None) -> Tensor:
+        seen.append(gc.isenabled() or left() is not None)
+        if result is None:
+            raise RuntimeError("operation not permitted")
+        return result
+
+    for is_enabled in (True, False):
+        left = weakref.ref(Node())
+        (gc.enable if is_enabled else gc.disable)()
+        try:
+            Graphs().capture(lambda: watched(torch.zeros(())))
+            assert gc.isenabled() == is_enabled
+            with pytest.raises(RuntimeError, match="not permitted"):
+                Graphs().capture(lambda: watched(None))
+            assert gc.isenabled() == is_enabled
+        finally:
+            gc.enable()
+    assert seen == [False] * 4 and len(captures) == 6
+
+
+def test_two_threads_capture_one_after_the_other() -> None:
+    """Otherwise the first to end would enable the collector during the capture of the second."""
+    inside = threading.Event()
+
+    def second() -> bool:
+        inside.set()
+        with no_collection():
+            return gc.isenabled()
+
+    with ThreadPoolExecutor(1) as pool:
+        with no_collection(), no_collection():
+            late = pool.submit(second)
+            assert inside.wait(60) and not gc.isenabled() and not late.done()
+        assert not late.result(60)
+    assert gc.isenabled()
 
 
 def test_graphs_share_a_pool_while_one_of_them_is_there(captures: list[Capture]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -182,28 +184,49 @@ def _taken(model: nn.Module) -> dict[str, FusedMLP | Norm | Experts | Linear | C
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and is_taken(module)}
 
 
-def enable(
-    model: nn.Module, enabled: bool = True
-) -> list[Linear | Convolution | GroupedLinear | Norm | ScaledDotProduct]:
+_Switchable = Linear | Convolution | GroupedLinear | Norm | ScaledDotProduct
+
+
+def _switchable(model: nn.Module) -> list[_Switchable]:
+    return [module for module in model.modules() if isinstance(module, _Switchable)]
+
+
+def enable(model: nn.Module, enabled: bool = True) -> list[_Switchable]:
     """Compute in FP8, or with False in the model's own precision; return the modules that this changed."""
-    kinds = Linear | Convolution | GroupedLinear | Norm | ScaledDotProduct
-    modules = [module for module in model.modules() if isinstance(module, kinds)]
-    switched = [module for module in modules if module.enabled != enabled]
+    switched = [module for module in _switchable(model) if module.enabled != enabled]
     for module in switched:
         module.enabled = enabled
     return switched
 
 
+_disabled: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Module -> number of open `disabled` blocks, of all threads, for which it is off."""
+_switching = threading.Lock()
+
+
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Compute in the model's own precision inside the block, as for an evaluation beside the FP8 one."""
-    switched = enable(model, False)
+    """Compute in the model's own precision inside the block, as for an evaluation beside the FP8 one.
+
+    Like `model.eval()`, this is a state of the model and not of a thread: whatever calls it meanwhile sees it, backward
+    in autograd's threads included. To evaluate beside a thread that trains, evaluate a copy. Blocks of several threads
+    may overlap; FP8 returns when the last one ends.
+    """
+    with _switching:
+        modules = [module for module in _switchable(model) if module.enabled or module in _disabled]
+        for module in modules:
+            _disabled[module] = _disabled.get(module, 0) + 1
+            module.enabled = False
     try:
         with suspended():
             yield
     finally:
-        for module in switched:
-            module.enabled = True
+        with _switching:
+            for module in modules:
+                _disabled[module] -= 1
+                if not _disabled[module]:
+                    del _disabled[module]
+                    module.enabled = True
 
 
 def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> None:

@@ -44,7 +44,8 @@ def offload(
     chosen = choose(model, blocks)
     names = chosen[: max(len(chosen) - keep_last, 0)]
     inside = {module for name in names for module in model.get_submodule(name).modules()}
-    offload = Offload(model, names, min_bytes, beside=[module for module in model.modules() if module not in inside])
+    beside = [weakref.ref(module) for module in model.modules() if module not in inside]
+    offload = Offload(weakref.ref(model), names, min_bytes, beside)
     for name in names:
         wrap(model.get_submodule(name), OffloadedBlock, offload=offload)
     return offload
@@ -65,7 +66,8 @@ class OffloadedBlock(Wrapped):
                 f"{type(self).__name__} is offloaded, and cannot be compiled as part of a model: compile the blocks "
                 "one by one, `for block in model.layers: block.compile()`."
             )
-        stay = storages((*self.modules(), *self.offload.beside))
+        beside = (module for each in self.offload.beside if (module := each()) is not None)
+        stay = storages((*self.modules(), *beside))
         call = self.offload.begin(stay, self._compiled_call_impl is not None)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
             return super().__call__(*args, **kwargs)
@@ -73,13 +75,13 @@ class OffloadedBlock(Wrapped):
 
 @dataclass(eq=False)
 class Offload:
-    """The offloaded blocks of a model. `remove()` undoes it."""
+    """The offloaded blocks of a model. `remove()` undoes it. Its blocks hold it, so it does not hold the model."""
 
-    model: nn.Module
+    model: weakref.ref[nn.Module] = field(repr=False)
     blocks: list[str]
     """Full names."""
     min_bytes: int
-    beside: list[nn.Module] = field(default_factory=list, repr=False)
+    beside: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
     """Modules outside of the blocks, whose parameters and buffers (rotary tables, say) are not offloaded either."""
     moved: int = 0
     """Bytes copied to the host so far."""
@@ -105,8 +107,10 @@ class Offload:
     def remove(self) -> None:
         """Let the blocks keep their saved tensors on the GPU."""
         self.finish()
+        if (model := self.model()) is None:
+            return
         for name in self.blocks:
-            unwrap(self.model.get_submodule(name), OffloadedBlock)
+            unwrap(model.get_submodule(name), OffloadedBlock)
 
     def stream(self, device: torch.device) -> Any:
         """Return the side stream for copies; None on a CPU."""

@@ -17,8 +17,9 @@ from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.batch import Batch
 from octavo.kernels.dispatch import architecture, launches_on, triton_unsupported_reason
-from octavo.kernels.gemm import gemm, is_usual
+from octavo.kernels.gemm import gemm
 from octavo.kernels.grouped import ALIGNED
+from octavo.kernels.host_state import host_state
 from octavo.kernels.operator import call, define_packed
 from octavo.numerics import PER_ROW, PER_TENSOR, Granularity, Quantized, granularity_named
 
@@ -94,7 +95,7 @@ def _bmm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> list
     left, right = Batch(*a), Batch(*b)
     if 0 in (*a.codes.shape, *b.codes.shape):
         return [_bmm_shape(a, b, out_dtype)[0].zero_()]
-    if is_usual() and _unsupported_reason(left, right) is None:
+    if not host_state().accumulator and _unsupported_reason(left, right) is None:
         ledger.count("grouped_bmm", a.codes.shape[0])
         return [_grouped(left, right, out_dtype, fast)]
     pairs = zip(left.matrices(), right.matrices(), strict=True)

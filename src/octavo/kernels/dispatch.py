@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from octavo.kernels import ledger
 from octavo.kernels.devices import GPUS, H200, Architecture, Rates, architecture_of, rates_named
-
-_fake_mode = False
+from octavo.kernels.host_state import host_state, switched
 
 
 def on_gpu(where: Tensor | torch.device) -> bool:
     """Return whether to compute as on a GPU: the tensor or device is CUDA, or `fake_mode` is active."""
     is_cuda = where.type == "cuda" if isinstance(where, torch.device) else where.is_cuda
-    return is_cuda or _fake_mode
+    return is_cuda or host_state().fake
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -33,18 +31,14 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def is_plain(x: Tensor) -> bool:
     """Return whether x is a plain tensor, not a subclass with a memory layout of its own."""
-    return type(x) in PLAIN or (_fake_mode and isinstance(x, torch._subclasses.FakeTensor))
+    return type(x) in PLAIN or (host_state().fake and isinstance(x, torch._subclasses.FakeTensor))
 
 
 @contextmanager
 def fake_mode() -> Iterator[None]:
     """Make `on_gpu` true for all tensors inside the block, and treat fake tensors, which have no data, as plain."""
-    global _fake_mode
-    before, _fake_mode = _fake_mode, True
-    try:
+    with switched(fake=True):
         yield
-    finally:
-        _fake_mode = before
 
 
 def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:
@@ -80,9 +74,13 @@ def implementation(folder: str, name: str) -> ModuleType:
     return importlib.import_module(f"octavo.kernels.{folder}.{name}")  # lazily: Triton may be missing
 
 
-@cache
 def triton_unsupported_reason(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on this device, or None. `OCTAVO_TRITON=0` disables them."""
+    return _triton_unsupported_reason(device, host_state().planning)
+
+
+@cache
+def _triton_unsupported_reason(device: torch.device, planning: str | None) -> str | None:
     if device.type != "cuda":
         return f"Triton kernels run on NVIDIA GPUs, this is {device.type}"
     if os.environ.get("OCTAVO_TRITON") == "0":
@@ -98,13 +96,10 @@ def runs_triton(x: Tensor) -> bool:
     return x.is_cuda and triton_unsupported_reason(x.device) is None
 
 
-_planned: str | None = None
-
-
 def architecture(device: torch.device) -> Architecture:
     """Return the architecture of a device, or of the GPU in `planning_for`."""
-    if _planned is not None:
-        return architecture_of(GPUS[_planned].backend, GPUS[_planned].capability)
+    if (planning := host_state().planning) is not None:
+        return architecture_of(GPUS[planning].backend, GPUS[planning].capability)
     return _own_architecture(device)
 
 
@@ -120,10 +115,11 @@ def rates(device: torch.device) -> Rates | None:
 
     In `fake_mode`, which forecasts memory: rates of the present GPU, or of an H200 if there is none.
     """
-    if _planned is not None:
-        return GPUS[_planned].rates
+    state = host_state()
+    if state.planning is not None:
+        return GPUS[state.planning].rates
     if not torch.cuda.is_available():
-        return H200 if _fake_mode else None
+        return H200 if state.fake else None
     return _own_rates(device if device.type == "cuda" else torch.device("cuda", 0)) if on_gpu(device) else None
 
 
@@ -134,20 +130,14 @@ def _own_rates(device: torch.device) -> Rates | None:
 
 def is_planning() -> bool:
     """Return whether a `planning_for` block is active."""
-    return _planned is not None
+    return host_state().planning is not None
 
 
 @contextmanager
 def planning_for(gpu: str) -> Iterator[None]:
     """Make kernels report support as on a GPU of `GPUS`, which need not be present."""
-    global _planned
-    before, _planned = _planned, gpu
-    triton_unsupported_reason.cache_clear()
-    try:
+    with switched(planning=gpu):
         yield
-    finally:
-        _planned = before
-        triton_unsupported_reason.cache_clear()
 
 
 _CURRENT_DEVICE = nullcontext()
@@ -161,13 +151,6 @@ def _has_one_gpu() -> bool:
 def launches_on_current(x: Tensor) -> bool:
     """Return whether x is on the current GPU, on which Triton launches by default."""
     return _has_one_gpu() or x.get_device() == torch.cuda.current_device()
-
-
-def has_launch_hooks() -> bool:
-    """Return whether Triton has launch hooks, such as those of a profiler."""
-    knobs = sys.modules.get("triton.knobs")
-    hook = None if knobs is None else knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook is not None))
 
 
 def launches_on(device: torch.device) -> AbstractContextManager[object]:

@@ -9,8 +9,8 @@ where the compiler calls the vendor's operator directly. `gemm_by` overrides the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels import ledger
+from octavo.kernels.host_state import host_state, switched
 from octavo.kernels.operator import call, define_packed, is_direct
 from octavo.kernels.reference import accumulator
 from octavo.kernels.reference.gemm import gemm as reference_gemm
@@ -72,44 +73,38 @@ ACCUMULATORS = {
 """Accumulators for `gemm_by`. `slow`: this device's kernels with slow accumulation. `hopper`: Hopper's accumulator,
 emulated, slow or fast as set by the recipe; `hopper-slow` and `hopper-fast`: always so. `exact`: sums in FP64."""
 
-# Process-wide: autograd runs backward in its own threads, which do not inherit context variables.
 _DEFAULT = _Accumulator(None, None)
-_active = _DEFAULT
 
 
-@contextmanager
-def gemm_by(name: str) -> Iterator[None]:
-    """Run every FP8 GEMM inside the block with an accumulator of `ACCUMULATORS`, in any thread and in compiled code.
+def gemm_by(name: str) -> AbstractContextManager[None]:
+    """Return a block in which every FP8 GEMM has an accumulator of `ACCUMULATORS`, in any thread and in compiled code.
 
-    Emulations are plain PyTorch: for small models on a CPU, and some hundred times slower than GPU kernels.
+    Grouped and batched products are computed product by product in it. Compiled code whose forward ran outside the
+    block keeps its kernels in backward. Emulations are plain PyTorch: for small models on a CPU, and some hundred times
+    slower than GPU kernels.
 
     Raises:
         ConfigError: unknown accumulator.
         UnsupportedError: raised inside the block, if Hopper has no GEMM for the operands (1x32 scales).
     """
-    global _active
     if name not in ACCUMULATORS:
         near = did_you_mean(name, ACCUMULATORS)
         raise ConfigError(f"unknown accumulator '{name}'.{near} Accumulators: {', '.join(ACCUMULATORS)}.")
-    before, _active = _active, ACCUMULATORS[name]
-    try:
-        yield
-    finally:
-        _active = before
+    return switched(accumulator=name)
 
 
-def is_usual() -> bool:
-    """Return whether no `gemm_by` block is active."""
-    return _active is _DEFAULT
+def accumulator_in_use() -> _Accumulator:
+    """Return the overrides of the innermost `gemm_by` block."""
+    return ACCUMULATORS.get(host_state().accumulator, _DEFAULT)
 
 
 def choose(a: Quantized, b: Quantized) -> tuple[GemmKernel, dict[str, str]]:
     """Return the kernel for these operands, and the reason against each preferred one."""
     refused: dict[str, str] = {}
-    if _active.kernel is not None:
-        if reason := _active.kernel.unsupported_reason(a, b):
-            raise UnsupportedError(f"the accumulator '{_active.kernel.name}' cannot be emulated here: {reason}.")
-        return _active.kernel, refused
+    if (kernel := accumulator_in_use().kernel) is not None:
+        if reason := kernel.unsupported_reason(a, b):
+            raise UnsupportedError(f"the accumulator '{kernel.name}' cannot be emulated here: {reason}.")
+        return kernel, refused
     for kernel in KERNELS:
         reason = kernel.unsupported_reason(a, b)
         if reason is None:
@@ -141,7 +136,8 @@ def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool)
         pair = left.granularity.name, right.granularity.name
         nearest = {"tensor": "scaled_mm.tensor", "row": "scaled_mm.row"}.get(pair[0], "scaled_mm.block")
         ledger.fall_back(f"gemm {pair[0]} x {pair[1]} ran as reference: {nearest}: {refused[nearest]}")
-    fast = fast if _active.fast is None else _active.fast
+    override = accumulator_in_use().fast
+    fast = fast if override is None else override
     device = left.codes.device.type
     if not torch.is_autocast_enabled(device):
         return [kernel.run(left, right, out_dtype, fast).contiguous()]
@@ -151,7 +147,7 @@ def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool)
 
 def _in_graph(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> bool:
     """Return whether to expose `torch._scaled_mm` to the compiler, which lowers it for tensor and row scales."""
-    if not (left.codes.is_cuda and is_usual()) or 0 in (left.codes.shape[1], right.codes.shape[0]):
+    if not left.codes.is_cuda or 0 in (left.codes.shape[1], right.codes.shape[0]):
         return False
     return choose(left, right)[0].name in ("scaled_mm.tensor", "scaled_mm.row")
 

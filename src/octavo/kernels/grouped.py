@@ -13,12 +13,14 @@ Operands of wgrad are transposed, with tokens along K, and *padded*: every group
 least 128 tokens, padding being zero codes, so that no K tile straddles two groups. Group sizes are known on the device
 only, so buffers are sized for the worst case, without a synchronisation.
 
-All are custom operators: Triton on a GPU, and PyTorch's grouped GEMM in high precision; `reference/` elsewhere.
+All are custom operators: Triton on a GPU, and PyTorch's grouped GEMM in high precision; `reference/` elsewhere. Inside
+`gemm_by` the FP8 ones are one GEMM per expert, by its accumulator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +29,12 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import architecture, run_kernel, triton_unsupported_reason
+from octavo.kernels.gemm import accumulator_in_use, gemm
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.padding import padded_length
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.reference import grouped as reference
+from octavo.kernels.reference import grouped_gemm as by_expert
 from octavo.kernels.vendor import grouped_mm as vendor
 from octavo.numerics import PER_ROW, Quantized
 
@@ -147,7 +151,12 @@ def _grouped_gemm(
     _check_ends(ends, a.codes.shape[0])
     if 0 in (*a.codes.shape, *b.shape):
         return [a.scale.new_zeros(a.codes.shape[0], b.shape[1], dtype=out_dtype)]
-    return [_run("grouped_gemm.grouped_gemm", (a.codes, a.scale, b, b_scale, ends, out_dtype, fast))]
+    override = accumulator_in_use()
+    fast = fast if override.fast is None else override.fast
+    operands = a.codes, a.scale, b, b_scale, ends, out_dtype, fast
+    if override.kernel is not None:
+        return [by_expert.grouped_gemm(*operands, partial(gemm, accumulate="fast" if fast else "slow"))]
+    return [_run("grouped_gemm.grouped_gemm", operands)]
 
 
 def _grouped_gemm_shape(a: Quantized, b: Tensor, *others: Any) -> list[Tensor]:
@@ -159,7 +168,10 @@ def _grouped_wgrad(a: Padded, b: Tensor, b_scale: Tensor | None, ends: Tensor, o
     assert scale is not None
     if 0 in (codes.shape[0], b.shape[0], ends.shape[0]):
         return [scale.new_zeros(ends.shape[0], codes.shape[0], b.shape[0], dtype=out_dtype)]
-    return [_run("grouped_gemm.grouped_wgrad", (codes, scale, b, b_scale, ends, out_dtype))]
+    operands = codes, scale, b, b_scale, ends, out_dtype
+    if accumulator_in_use().kernel is not None:
+        return [by_expert.grouped_wgrad(*operands, gemm)]
+    return [_run("grouped_gemm.grouped_wgrad", operands)]
 
 
 def _grouped_wgrad_shape(a: Padded, b: Tensor, _: Any, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from octavo.kernels.host_state import host_state, switched, update
+
 log = logging.getLogger("octavo")
 
 
@@ -23,21 +25,19 @@ class Ledger:
     """One line per reason why a slower kernel ran on a device with a faster one."""
 
 
-# Process-wide: autograd runs backward in its own threads, which do not inherit context variables.
-_open: list[Ledger] = []
 _warned: set[str] = set()
-_held: list[list[str]] = []
+"""Messages that this process has logged already."""
 
 
 @contextmanager
 def record() -> Iterator[Ledger]:
     """Count every FP8 GEMM that runs inside the block, in eager mode and in compiled code, in any thread."""
     ledger = Ledger()
-    _open.append(ledger)
+    update(lambda state: state._replace(ledgers=(*state.ledgers, ledger)))
     try:
         yield ledger
-    finally:
-        _open.remove(ledger)
+    finally:  # blocks of other threads may have begun, and end, in any order
+        update(lambda state: state._replace(ledgers=tuple(each for each in state.ledgers if each is not ledger)))
 
 
 @contextmanager
@@ -46,17 +46,14 @@ def apart() -> Iterator[Ledger]:
 
     Counts nothing if no ledger is open: opening one would recompile compiled code during the capture.
     """
-    ledger, others = Ledger(), _open[:]
-    _open[:] = [ledger] if others else []
-    try:
+    ledger = Ledger()
+    with switched(ledgers=(ledger,) if is_open() else ()):
         yield ledger
-    finally:
-        _open[:] = others
 
 
 def is_open() -> bool:
-    """Return whether any ledger is open. Compiled code is specialised on it, so that counting is free when off."""
-    return len(_open) > 0
+    """Return whether any ledger is open."""
+    return len(host_state().ledgers) > 0
 
 
 def enter(counted: Ledger) -> None:
@@ -70,19 +67,19 @@ def enter(counted: Ledger) -> None:
 
 def count(kernel: str, number: int = 1) -> None:
     """Count a GEMM, or `number` of them in one launch, in every open ledger."""
-    for ledger in _open:
+    for ledger in host_state().ledgers:
         ledger.gemms[kernel] += number
 
 
 def count_weights(number: int) -> None:
     """Count quantised weights in every open ledger."""
-    for ledger in _open:
+    for ledger in host_state().ledgers:
         ledger.weights += number
 
 
 def fall_back(reason: str) -> None:
     """Record a fallback in every open ledger, and log a warning, once per reason."""
-    for ledger in _open:
+    for ledger in host_state().ledgers:
         if reason not in ledger.fallbacks:
             ledger.fallbacks.append(reason)
     warn_once(f"FP8 fallback: {reason}")
@@ -90,8 +87,8 @@ def fall_back(reason: str) -> None:
 
 def warn_once(message: str) -> None:
     """Log a warning, once per process and message; in a `hold_warnings` block, append it to the list instead."""
-    if _held:
-        _held[-1].append(message)
+    if held := host_state().held_warnings:
+        held[-1].append(message)
     elif message not in _warned:
         _warned.add(message)
         log.warning("%s", message)
@@ -101,8 +98,5 @@ def warn_once(message: str) -> None:
 def hold_warnings() -> Iterator[list[str]]:
     """Collect the messages of `warn_once` in a list instead of logging them, for trial runs of a model."""
     held: list[str] = []
-    _held.append(held)
-    try:
+    with switched(held_warnings=(*host_state().held_warnings, held)):
         yield held
-    finally:
-        _held.pop()

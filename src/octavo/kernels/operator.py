@@ -3,7 +3,7 @@
 Eager code on plain tensors calls a kernel's function directly. The operator serves users of the dispatcher:
 `torch.compile`, fake tensors, tensor subclasses, dispatch modes. An `in_graph` operator is decomposed by AOTAutograd:
 the compiler sees its Triton launches and vendor GEMMs, and launches them itself. All others, and every operator while a
-ledger is open, are one opaque call.
+ledger is open or `gemm_by` names an accumulator, are one opaque call, which reads the host state when it runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels import ledger
 from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.host_state import host_state
 from octavo.kernels.quant_spec import QuantSpec, parse_spec
 from octavo.numerics import Quantized, granularity_named
 
@@ -56,7 +56,7 @@ def _decompose(name: str, run: Callable[..., Any], in_graph: Callable[..., bool]
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     def trace(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if ledger.is_open() or not in_graph(*args, **(kwargs or {})):
+        if not host_state().is_open_to_compilers or not in_graph(*args, **(kwargs or {})):
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
         with mode:
             return run(*args, **(kwargs or {}))
@@ -67,7 +67,7 @@ def _decompose(name: str, run: Callable[..., Any], in_graph: Callable[..., bool]
 def is_direct(x: Tensor) -> bool:
     """Return whether to bypass the operator: eager code on a plain tensor with data."""
     if torch.compiler.is_compiling():
-        ledger.is_open()  # read to specialise compiled code on it
+        bool(host_state().is_open_to_compilers)  # read, so that compiled code guards on it
         return False
     return type(x) in PLAIN and not x.is_meta
 

@@ -6,10 +6,12 @@
 A tensor just quantised is in the cache. `count(R)` of its R rows, evenly spaced from an offset `row[PHASE]`, are read
 again; the caller changes the phase every step, so that all rows are sampled equally and fractions are unbiased
 estimates. Also read are all scales, the tile with the largest scale in full, and the first and last column of a product
-with the tensor, which expose a NaN or infinity in any element.
+with the tensor, which expose a NaN or infinity in any element. Where they are non-finite in every row, the cause may be
+the other operand, such as one token: then the sample alone counts.
 
     flushed, subnormal, saturated   fractions of the sampled elements x * fold * (1 / scale)
-    nonfinite                       fraction of the sample; at least one element per row of the tensor that has any
+    nonfinite                       fraction of the sample; at least one element per row of the tensor that has any,
+                                    as long as one row has none
     mean, variance, kurtosis        of the finite sampled elements; a normal distribution has kurtosis 3
     amax                            largest finite magnitude read; see `SampleInput.bound`
     scale                           largest scale
@@ -41,7 +43,9 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.dispatch import run_kernel
+from octavo.kernels.host_state import host_state, switched
 from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.tape import recorder_here
 from octavo.numerics import Format
 
 STATS = ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite", "mean", "variance", "kurtosis", "sqnr")
@@ -75,7 +79,8 @@ class SampleInput(NamedTuple):
     fold: Tensor | None = None
     """FP32 (1, C), factors applied to columns before quantisation. With `rows`, also (count(rows), C), per row."""
     edges: Tensor | None = None
-    """(R, 2): two columns of a product; a row is non-finite where that of x is."""
+    """(R, 2): two columns of a product; a row is non-finite where that of x is, and all are where the other operand is
+    non-finite for both columns."""
     tied: bool = False
     """Whether scales are computed from the current amax, and hence bound it."""
     rows: int | None = None
@@ -143,7 +148,7 @@ def sampled_rows(rows: int, row: Tensor) -> Tensor:
 
 
 _idle: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-_warming_up = 0
+"""Memory of telemetry buffers of which no row is sampled."""
 
 
 def mark_idle(rows: Tensor, idle: bool) -> None:
@@ -157,24 +162,27 @@ def mark_idle(rows: Tensor, idle: bool) -> None:
 @contextmanager
 def warm_up() -> Iterator[None]:
     """Launch kernels for idle buffers too: a kernel must be loaded before a capture, by a first launch."""
-    global _warming_up
-    _warming_up += 1
-    try:
+    with switched(warming_up=True):
         yield
-    finally:
-        _warming_up -= 1
 
 
 def is_idle(rows: Tensor) -> bool:
     """Return whether to skip sampling launches for the buffer of these rows now."""
-    if _warming_up or rows.untyped_storage() not in _idle:
+    if host_state().warming_up or rows.untyped_storage() not in _idle:
         return False
     return not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def sampling_off(row: Tensor) -> bool:
-    """Return whether to skip the launch for a row, as far as known to the host without synchronisation."""
-    return (row.is_cpu and bool(row.numpy()[PHASE] < 0)) or is_idle(row)
+    """Return whether to skip the launch for a row, as far as known to the host without synchronisation.
+
+    What is being recorded then lacks a launch that a step with samples needs, so it is not recorded.
+    """
+    if not ((row.is_cpu and bool(row.numpy()[PHASE] < 0)) or is_idle(row)):
+        return False
+    if (recorder := recorder_here()) is not None:
+        recorder.postpone()
+    return True
 
 
 def sample(operand: SampleInput, row: Tensor) -> None:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.kernels import ledger
-from octavo.kernels.dispatch import PLAIN, has_launch_hooks, is_planning, launches_on_current
+from octavo.kernels.dispatch import PLAIN, launches_on_current
+from octavo.kernels.host_state import has_launch_hooks, host_state
 
 CAPACITY = 4096
 """Maximum number of signatures, evicted first-in, first-out."""
@@ -85,8 +85,8 @@ def replay(function: Callable[..., Result], options: tuple[Any, ...], tensors: S
 
     Args:
         function: computes its results from the tensors only, by PyTorch operators and launches (`launch.Kernel`), in
-            the same order for tensors of the same shapes, strides, dtypes and alignments. Returns groups of tensors
-            and None.
+            the same order for tensors of the same shapes, strides, dtypes and alignments, under the same accumulator
+            (`gemm_by`). Returns groups of tensors and None.
         options: all other arguments. Recipes and other objects are compared by identity.
     """
     if not _is_recordable(tensors):
@@ -94,7 +94,8 @@ def replay(function: Callable[..., Result], options: tuple[Any, ...], tensors: S
     first = next(x for x in tensors if x is not None)
     device, kind = first.get_device(), first.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    key = (function, *map(_key_of, options), device, autocast, *map(_metadata_of, tensors))
+    by = host_state().accumulator
+    key = (function, *map(_key_of, options), by, device, autocast, *map(_metadata_of, tensors))
     recording = _recordings.get(key)
     if not isinstance(recording, Recording):
         return _run_or_record(recording, key, function, options, tensors)
@@ -110,12 +111,18 @@ def replay(function: Callable[..., Result], options: tuple[Any, ...], tensors: S
 
 def _is_recordable(tensors: Sequence[Tensor | None]) -> bool:
     """Return whether these are plain tensors on the current GPU, with no compiler, mode, hook or ledger active."""
-    if torch.compiler.is_compiling() or ledger.is_open() or is_planning() or has_launch_hooks():
+    state = host_state()
+    if torch.compiler.is_compiling() or state.ledgers or state.planning or state.fake or has_launch_hooks():
         return False
     first = next((x for x in tensors if x is not None), None)
-    if first is None or not first.is_cuda or not launches_on_current(first):
+    if first is None or not _is_launched_here(first):
         return False
     return torch._C._len_torch_dispatch_stack() == 0 and all(x is None or type(x) in PLAIN for x in tensors)
+
+
+def _is_launched_here(x: Tensor) -> bool:
+    """Return whether kernels on x are launches on the current GPU."""
+    return x.is_cuda and launches_on_current(x)
 
 
 def _key_of(option: Any) -> Any:
@@ -139,8 +146,9 @@ def _run_or_record(
 ) -> Result:
     """Run a function, and record it at the second call with a signature."""
     if state == "seen":
-        results, recording = record(function, options, tensors)
-        _recordings[key] = recording or "unrecordable"
+        results, recorder = _recorded(function, options, tensors)
+        again: Literal["seen", "unrecordable"] = "seen" if recorder.is_postponed else "unrecordable"
+        _recordings[key] = recorder.finish(results, (options, function)) or again
         return results
     if state is None:
         _recordings[key] = "seen"
@@ -153,6 +161,14 @@ def record(
     function: Callable[..., Result], options: tuple[Any, ...], tensors: Sequence[Tensor | None]
 ) -> tuple[Result, Recording | None]:
     """Run a function; return its results and the recording, or None if it cannot be replayed."""
+    results, recorder = _recorded(function, options, tensors)
+    return results, recorder.finish(results, (options, function))
+
+
+def _recorded(
+    function: Callable[..., Result], options: tuple[Any, ...], tensors: Sequence[Tensor | None]
+) -> tuple[Result, _Recorder]:
+    """Run a function under a recorder."""
     recorder = _Recorder(tensors)
     before = recorder_here()
     _thread.recorder = recorder
@@ -161,7 +177,7 @@ def record(
             results = function(options, *tensors)
     finally:
         _thread.recorder = before
-    return results, recorder.finish(results, (options, function))
+    return results, recorder
 
 
 def recorder_here() -> _Recorder | None:
@@ -180,6 +196,7 @@ class _Recorder(TorchDispatchMode):
         self.alive: list[Any] = list(tensors)
         self.known = {id(x): i for i, x in enumerate(tensors) if x is not None}
         self.refused = len(self.known) < sum(x is not None for x in tensors)
+        self.is_postponed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -203,6 +220,10 @@ class _Recorder(TorchDispatchMode):
     def refuse(self) -> None:
         """Mark the recording as not replayable."""
         self.refused = True
+
+    def postpone(self) -> None:
+        """Refuse, and let a later call record: this one has left out launches that others need."""
+        self.refused = self.is_postponed = True
 
     def finish(self, results: Result, holds: Any) -> Recording | None:
         """Return the recording, with slots cleared after their last use."""

@@ -17,6 +17,7 @@ by `GroupedLinear`, and the rest by PyTorch.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -95,17 +96,52 @@ def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | N
 
 
 class ExpertLinear(GroupedLinear):
-    """One of the two GEMMs of adopted experts. Its weights remain parameters of their module."""
+    """One of the two GEMMs of adopted experts. Its weights remain parameters of their module.
+
+    It does not keep that module alive. A copy of the module is the owner of its copied GEMMs; one that is copied alone
+    has no weights.
+    """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...], roles: ExpertRoles, recipe: Recipe) -> None:
         nn.Module.__init__(self)
         self.recipe, self.enabled = recipe, True
-        self.owner, self.names, self.roles = (owner,), names, roles  # in a tuple, so that the owner is not a child
+        self.names, self.roles = names, roles
+        self.belongs_to(owner)
+
+    def belongs_to(self, owner: nn.Module) -> None:
+        """Take the weights from this module."""
+        self._owner: weakref.ref[nn.Module] | None = weakref.ref(owner)
+
+    @property
+    def has_owner(self) -> bool:
+        """Whether the module of its weights is there."""
+        return self._owner is not None and self._owner() is not None
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that has its weights.
+
+        Raises:
+            UnsupportedError: it is gone, or this GEMM was copied without it.
+        """
+        owner = None if self._owner is None else self._owner()
+        if owner is None:
+            raise UnsupportedError("a GEMM of experts has no weights without their module: copy, or keep, the module.")
+        return owner
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_owner"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        older = state.get("owner", ())  # in files of older versions
+        super().__setstate__({name: value for name, value in state.items() if name != "owner"})  # type: ignore[no-untyped-call]
+        self._owner = weakref.ref(older[0]) if older else None
 
     @property
     def parts(self) -> list[Tensor]:
         """The parameters."""
-        return [getattr(self.owner[0], name) for name in self.names]
+        owner = self.owner
+        return [getattr(owner, name) for name in self.names]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -199,6 +235,12 @@ class Experts(Recognised):
                 + (f" and {', '.join(kwargs)} by name." if kwargs else ".")
             )
         return [*args, *(kwargs[name] for name in names[len(args) :])]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for gemm in self.children():
+            if isinstance(gemm, ExpertLinear) and not gemm.has_owner:  # not those of a shallow copy
+                gemm.belongs_to(self)
 
     def release(self) -> None:
         """Turn this module back into its original class, in place, without its GEMMs."""

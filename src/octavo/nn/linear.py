@@ -23,6 +23,9 @@ from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.weight_codes import WeightCodes
 from octavo.recipes import Recipe, RecipeLike, load
 
+_PLACE = "place_in_shared"
+"""Key in copies and files of a layer: its place among those of `shared`."""
+
 
 class Linear(Adopted, nn.Linear):
     """A linear layer computed by a recipe.
@@ -99,7 +102,17 @@ class Linear(Adopted, nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # copies change
+        state = {name: value for name, value in self.__dict__.items() if name != "weight_codes"}  # copies change
+        place = None if self.shared is None else self.shared.place_of(self)
+        return state if place is None else {**state, _PLACE: place}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        place = state.get(_PLACE)
+        super().__setstate__({name: value for name, value in state.items() if name != _PLACE})  # type: ignore[no-untyped-call]
+        if self.shared is not None and place is not None:
+            self.shared.take_place(self, place)
+        if self.scaling_state is not None:
+            self.scaling_state.add(self)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""

@@ -89,12 +89,42 @@ def _drop_others(waiting: Waiting) -> None:
 
 
 class SharedInput:
-    """A group of layers, referred to by each of them as `layer.shared`."""
+    """A group of layers, referred to by each of them as `layer.shared`.
 
-    layers: tuple[Linear, ...]
+    It does not keep them alive, nor do copies and files of one layer carry the others: a copied layer takes its place
+    in the copy of its group (`take_place`), which thus has those layers that were copied together.
+    """
 
     def __init__(self, layers: Sequence[Linear]) -> None:
-        self.layers = tuple(layers)
+        self._members: list[weakref.ref[Linear] | None] = [weakref.ref(layer) for layer in layers]
+        self._rows = [layer.out_features for layer in layers]
+
+    @property
+    def layers(self) -> tuple[Linear, ...]:
+        """The layers, in order of the stack of their weights."""
+        return tuple(layer for layer in self._at() if layer is not None)
+
+    def _at(self) -> list[Linear | None]:
+        """Return the layer at each place, None where there is none any more."""
+        return [None if member is None else member() for member in self._members]
+
+    def place_of(self, layer: Linear) -> int | None:
+        """Return the place of a layer, None if it is not of this group."""
+        return next((place for place, member in enumerate(self._at()) if member is layer), None)
+
+    def take_place(self, layer: Linear, place: int) -> None:
+        """Add a layer at an empty place; a shallow copy of a member finds it taken, and computes alone."""
+        if self._at()[place] is None:
+            self._members[place] = weakref.ref(layer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rows": self._rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a group without layers; files of older versions have them."""
+        older = state.get("layers", ())
+        self._rows = state["rows"] if "rows" in state else [layer.__dict__["out_features"] for layer in older]
+        self._members = [weakref.ref(layer) for layer in older] or [None] * len(self._rows)
 
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x; a call of the first computes those of all.
@@ -106,7 +136,7 @@ class SharedInput:
         Raises:
             UnsupportedError: the layer has scales of the stack, and the weight of another layer is not here.
         """
-        members = {i: m for i, m in enumerate(self.layers) if self._joins(m, layer)}
+        members = {i: m for i, m in enumerate(self._at()) if m is not None and self._joins(m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
         # None: such a layer, or a copy of a member, such as a replica on another device.
         if position is None or _has_no_version(layer.weight):
@@ -169,41 +199,50 @@ class SharedInput:
         # A tile of scales spans one of these layers and another: all are computed, with the other's output dropped.
         stack = self.stack_with(layers, weights)
         outputs = linears(x, stack, [None] * len(stack), quantizer._replace(stats_buffer=None), x_codes)
-        ys = [outputs[place] for place in self._places_of(layers)]
+        ys = [outputs[place] for place in self.places_of(layers)]
         return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
 
     def lends_scales(self, layers: Sequence[Linear]) -> bool:
         """Return whether these layers have scales in common with other layers of the group."""
         recipe = layers[0].recipe
-        if len(layers) == len(self.layers) or not recipe.fprop.is_fp8:
+        if len(layers) == len(self._members) or not recipe.fprop.is_fp8:
             return False
         height = recipe.fprop.weight.tile.rows
-        are_whole = height is not None and not any(_rows_of(member) % height for member in self.layers[:-1])
+        are_whole = height is not None and not any(rows % height for rows in self._rows[:-1])
         return not are_whole and not has_fp8_weight([layer.weight for layer in layers])
 
     def stack_with(self, layers: Sequence[Linear], weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the weights (N_i, K) of all layers of the group, for these layers the given ones.
 
         Raises:
-            UnsupportedError: one is not here: partitioned, offloaded, or on another device.
+            UnsupportedError: one is not here: replaced, not copied, partitioned, offloaded, or on another device.
         """
-        mine = dict(zip(self._places_of(layers), weights, strict=True))
-        stack = [mine[i] if i in mine else _matrix_of(member).detach() for i, member in enumerate(self.layers)]
-        for weight in stack:
-            is_here = weight.device == weights[0].device and weight.shape[1:] == weights[0].shape[1:]
-            if not is_here or is_distributed(weight):
-                raise UnsupportedError(_absent(layers[0], weights[0], f"{tuple(weight.shape)} on {weight.device}"))
-        return stack
+        stack: list[Tensor | None] = [None if m is None else _matrix_of(m).detach() for m in self._at()]
+        for place, weight in zip(self.places_of(layers), weights, strict=True):
+            stack[place] = weight
+        for rows, weight in zip(self._rows, stack, strict=True):
+            if weight is None or weight.device != weights[0].device or weight.shape != (rows, weights[0].shape[1]):
+                where = "gone" if weight is None else f"{tuple(weight.shape)} on {weight.device}"
+                raise UnsupportedError(_absent(layers[0], weights[0], where))
+            if is_distributed(weight):
+                raise UnsupportedError(_absent(layers[0], weights[0], "a DTensor"))
+        return cast(list[Tensor], stack)
 
-    def _places_of(self, layers: Sequence[Linear]) -> list[int]:
-        """Return the positions of layers, or of the layers that they are shallow copies of."""
-        return [self._place_of(layer) for layer in layers]
+    def places_of(self, layers: Sequence[Linear]) -> list[int]:
+        """Return the places of layers, or of the layers that they are shallow copies of.
 
-    def _place_of(self, layer: Linear) -> int:
-        for place, member in enumerate(self.layers):
-            if member is layer or member._parameters.get("weight", self) is layer._parameters.get("weight"):
-                return place
-        raise UnsupportedError(_absent(layer, layer.matrix, "that of the layer which this one is a copy of"))
+        Raises:
+            UnsupportedError: a copy has another weight.
+        """
+        weights = [None if m is None else m._parameters.get("weight") for m in self._at()]
+        places = [self.place_of(layer) for layer in layers]
+        for i, layer in enumerate(layers):
+            if places[i] is None:
+                mine = layer._parameters.get("weight")
+                places[i] = next((place for place, w in enumerate(weights) if w is not None and w is mine), None)
+            if places[i] is None:
+                raise UnsupportedError(_absent(layer, layer.matrix, "that of the layer which this one is a copy of"))
+        return cast(list[int], places)
 
 
 def quantize_together(layers: Sequence[Linear], weights: Sequence[Tensor]) -> WeightCodes | None:
@@ -224,7 +263,7 @@ def quantize_together(layers: Sequence[Linear], weights: Sequence[Tensor]) -> We
     parts = quantize_weights(group.stack_with(layers, weights), target).parts()
     if parts is None:
         return None
-    places = group._places_of(layers)
+    places = group.places_of(layers)
     return WeightCodes(tuple([parts[place] for place in places]), tuple([weight.shape[0] for weight in weights]))
 
 
@@ -235,15 +274,12 @@ def _matrix_of(member: nn.Module) -> Tensor:
     return cast(Tensor, member.weight).t()
 
 
-def _rows_of(member: nn.Module) -> int:
-    return member.out_features if isinstance(member, nn.Linear) else _matrix_of(member).shape[0]
-
-
 def _absent(layer: Linear, weight: Tensor, which: str) -> str:
     return (
         f"a layer with a weight {tuple(weight.shape)} and recipe '{layer.recipe.name}' has scales in common with the "
-        f"layers that read the same input, and a weight of theirs is not here ({which}): it is partitioned, offloaded "
-        "or elsewhere. Convert with Policy(fuse=False), or take a recipe with a scale per row, such as 'folded'."
+        f"layers that read the same input, and a weight of theirs is not here ({which}): it was replaced or "
+        "not copied, or is partitioned or offloaded. Call octavo.convert again, or convert with Policy(fuse=False), or "
+        "take a recipe with a scale per row, such as 'folded'."
     )
 
 
@@ -258,6 +294,8 @@ def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantiz
     first = layers[0]
     recipe, slot = first.recipe, first.scaling_slot
     scales = None if slot is None else slot.scale_and_amax
+    if slot is not None and first.scaling_state is not None and torch.is_grad_enabled():
+        first.scaling_state.note_forward(slot, first)
     quantizer = Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), first.keeps_input)
     return quantizer, attached_codes(x, spec_of(recipe.fprop.input)), first.weight_codes
 

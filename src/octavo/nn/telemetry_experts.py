@@ -61,7 +61,7 @@ def _fprop(
     y, rows = grouped_gemm(x if weights is None else weighted(x, weights), w, ends, *options), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
         stack = Source(*stack)
-        sample_input(x, Source(*tokens), y, rows[0])
+        sample_input(x, Source(*tokens), _ends_of_tokens(y, ends), rows[0])
         _codes, scale = w
         assert scale is not None
         matrix, scale = stack.tensors[0].detach().flatten(0, 1), scale.reshape(-1, 1)
@@ -76,13 +76,13 @@ def _dgrad(
     if sampling_off(row) or 0 in g.codes.shape:
         return [dx]
     source = Source(*source)
-    total = len(g.codes)
+    total, edges = len(g.codes), _ends_of_tokens(dx, ends)
     if source.fold is None:
-        sample(SampleInput(source.tensors[0], g.scale, source.target, None, ends_of(dx), tied=True), row)
+        sample(SampleInput(source.tensors[0], g.scale, source.target, None, edges, tied=True), row)
     else:
         fold = source.fold[torch.searchsorted(ends, sampled_rows(total, row), right=True)]
         dy = _sampled_gradients(source, total, row)
-        sample(SampleInput(dy, g.scale, source.target, fold, ends_of(dx), rows=total), row)
+        sample(SampleInput(dy, g.scale, source.target, fold, edges, rows=total), row)
     return [dx]
 
 
@@ -96,11 +96,30 @@ def _sampled_gradients(source: Source, total: int, row: Tensor) -> Tensor:
     return torch.cat(gradients([dh * weights[:, None].to(dh.dtype), *inputs], source.kind), dim=1)
 
 
+def _ends_of_tokens(y: Tensor, ends: Tensor) -> Tensor:
+    """Return the first and the last column of y (T, N), as (T, 2).
+
+    Zeros for all tokens of an expert of which no element is finite: that is the doing of its weights, or of all of
+    these tokens, which the sample shows.
+    """
+    both = ends_of(y)
+    assert both is not None  # experts have features
+    expert = torch.searchsorted(ends, torch.arange(len(y), dtype=ends.dtype, device=y.device), right=True)
+    finite = both.isfinite().any(1).int()
+    tells = finite.new_zeros(len(ends)).scatter_reduce(0, expert, finite, "amax") > 0
+    return torch.where(tells[expert, None], both, 0)
+
+
 def _ends_of_experts(y: Tensor, ends: Tensor) -> Tensor:
-    """Return the first and the last row of y (T, N) of each expert, as (E N, 2); zeros for one without tokens."""
+    """Return the first and the last row of y (T, N) of each expert, as (E N, 2).
+
+    Zeros for an expert without tokens, and for one of which no element is finite: that is a token's doing, not that of
+    its weights, or of all of them, which the sample shows.
+    """
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     both = torch.stack([y[starts.clamp(max=len(y) - 1)], y[(ends - 1).clamp(min=0)]], dim=-1)
-    return torch.where((ends > starts)[:, None, None], both, 0).flatten(0, 1)
+    tells = (ends > starts) & both.isfinite().flatten(1).any(1)
+    return torch.where(tells[:, None, None], both, 0).flatten(0, 1)
 
 
 def _shape(a: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, *_: object) -> list[Tensor]:

@@ -92,7 +92,7 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
 
 def weights_of(layer: Layer) -> list[nn.Parameter]:
     """Return the parameters that make up the weight of a layer; none if one of them is computed from others."""
-    owner, names = (layer.owner[0], layer.names) if isinstance(layer, ExpertLinear) else (layer, ("weight",))
+    owner, names = (layer.owner, layer.names) if isinstance(layer, ExpertLinear) else (layer, ("weight",))
     found = [parameter for name in names if (parameter := owner._parameters.get(name)) is not None]
     return found if len(found) == len(names) else []
 

@@ -159,7 +159,7 @@ def _measure(
     device, owner = weight.device, cast(nn.Module, layer)
     given: list[Tensor] = []
     if isinstance(layer, ExpertLinear):  # its weights are parameters of its owner
-        owner, given = layer.owner[0], [balanced(call.rows, len(weight)).to(device)]
+        owner, given = layer.owner, [balanced(call.rows, len(weight)).to(device)]
     x = torch.randn(call.shape, device=device, dtype=call.dtype).requires_grad_(call.needs_gradient)
     with autocast(device, dtype):
         dy = torch.randn_like(layer(x, *given))

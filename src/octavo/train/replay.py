@@ -16,7 +16,6 @@ so one rank may replay while another launches kernel by kernel. Graphs that hold
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo._util.collector import no_collection
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
 from octavo.kernels import ledger, sample
 from octavo.kernels.dispatch import launches_on
@@ -78,11 +78,14 @@ class Graphs:
 
     def capture(self, work: Work) -> Captured:
         """Capture work. Other threads, which copy telemetry, continue meanwhile."""
+        with no_collection():
+            return self._capture(work)
+
+    def _capture(self, work: Work) -> Captured:
         if not any(replay.is_captured for replay in self._replays):
             self._pool = torch.cuda.graph_pool_handle()  # PyTorch refuses the pool of graphs that are gone
         self._stream = self._stream or torch.cuda.Stream()  # PyTorch's own is of the GPU that it first captured on
         graph = torch.cuda.CUDAGraph()
-        gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         try:

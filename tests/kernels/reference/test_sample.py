@@ -84,6 +84,16 @@ def test_what_is_not_finite_a_fold_and_edges(broken, edges):
     assert (made[STATS.index("saturated")] > 0) == (broken != "all")
 
 
+def test_edges_that_are_nowhere_finite_say_nothing():
+    x, y = torch.randn(40, 64), torch.full((40, 2), torch.nan)
+    operand = SampleInput(x, quantize(x, *ROWS).scale, ROWS, None, y)
+    assert assert_is_the_definition(operand)[STATS.index("nonfinite")] == 0
+    y[39, 1] = 0.0
+    assert assert_is_the_definition(operand)[STATS.index("nonfinite")] == pytest.approx(39 / (40 * 64))
+    x[:, 5] = y[39, 1] = torch.nan  # the sample itself has them
+    assert assert_is_the_definition(operand)[STATS.index("nonfinite")] == pytest.approx(1 / 64)
+
+
 def test_codes_a_fold_of_each_row_and_one_element():
     quantized = quantize(torch.randn(40, 64), *ROWS)
     made = assert_is_the_definition(SampleInput(quantized.codes, quantized.scale, ROWS, is_coded=True), 3)
@@ -181,6 +191,7 @@ def _stats(operand: SampleInput, row: Tensor) -> list[Tensor]:
     *shares, broken = _shares(torch.stack([flag.sum() for flag in (flushed, subnormal, saturated, ~finite)]), x.numel())
     if operand.edges is not None:
         lost = (~torch.isfinite(operand.edges.float())).all(dim=1).sum()
+        lost = torch.where(lost < total_rows, lost, 0)
         broken = torch.maximum(broken, _shares(lost[None], total_rows * cols)[0])
     if operand.is_coded:
         shares[0], shares[2] = (share * torch.nan for share in shares[::2])

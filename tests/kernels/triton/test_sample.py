@@ -114,6 +114,17 @@ def test_a_fold_edges_and_what_is_not_finite(device):
 
 
 @pytest.mark.usefixtures("loops_with_bounds")
+@pytest.mark.parametrize("finite", [0, 1])
+def test_edges_that_are_nowhere_finite_say_nothing(finite, device):
+    target = QuantSpec("e4m3", "row", "power_of_two")
+    x, edges = torch.randn(20, 64, device=device), torch.full((20, 2), torch.nan, device=device)
+    edges[20 - finite :, 1] = 0.0
+    expected, made = both(SampleInput(x, quantize(x, *target).scale, target, None, edges), 11, device)
+    assert_same(expected, made)
+    assert bool(made[STATS.index("nonfinite")] > 0) == bool(finite)
+
+
+@pytest.mark.usefixtures("loops_with_bounds")
 def test_a_sample_alone_of_a_transposed_view(device):
     target = QuantSpec("e4m3", "row", "power_of_two")
     x = torch.randn(64, 33, device=device).t()

@@ -132,9 +132,10 @@ def _detail(operand: SampleInput, read: _Read) -> tuple[float, Floats]:
 
 
 def _nonfinite_rows(edges: Floats) -> int:
-    """Return the number of rows of (R, 2) without finite values."""
+    """Return the number of rows of (R, 2) without finite values; 0 if it is all, which the other operand causes too."""
     finite = np.isfinite(edges)
-    return 0 if finite.all() else int(np.count_nonzero(~(finite[:, 0] | finite[:, 1])))
+    number = 0 if finite.all() else int(np.count_nonzero(~(finite[:, 0] | finite[:, 1])))
+    return number if number < len(edges) else 0
 
 
 def _magnitude(x: Floats) -> np.float32:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import PLAIN, has_launch_hooks
+from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.host_state import has_launch_hooks
 from octavo.kernels.tape import recorder_here
 
 _UNTRACED = ("enable_fp_fusion", "maxnreg")

@@ -299,7 +299,9 @@ def _gather_kernel(
         wide = width_all + tl.zeros((1,), tl.float64)
         looked = tl.sum(sampled * wide)
         total = tl.sum(height_all * wide)
-        share = tl.maximum(tl.sum(broken) / looked, tl.sum(lost) / total).to(tl.float32)
+        rows_lost = tl.sum(lost)
+        rows_lost = tl.where(rows_lost < height_all, rows_lost, 0.0)  # all: the other operand causes that too
+        share = tl.maximum(tl.sum(broken) / looked, rows_lost / total).to(tl.float32)
         before = tl.load(row_ptr)
         tl.store(row_ptr, tl.where(before >= largest, before, largest))
         tl.store(row_ptr + 1, largest_scale)
