@@ -228,9 +228,9 @@ def test_what_changes_between_two_calls_is_seen(change):
 def test_a_recipe_changed_for_all_between_two_calls_is_seen():
     model, x = shared(), torch.randn(5, 136)
     model.q(x)
-    before = alone(model).k(x)
+    before, other = alone(model).k(x), load("served")
     for layer in (model.q, model.k, model.v):
-        layer.recipe = load("served")
+        layer.recipe = other
     y = model.k(x)
     assert torch.equal(y, alone(model).k(x)) and not torch.equal(y, before)
 

@@ -220,11 +220,11 @@ class SharedInput:
         stack: list[Tensor | None] = [None if m is None else _matrix_of(m).detach() for m in self._at()]
         for place, weight in zip(self.places_of(layers), weights, strict=True):
             stack[place] = weight
-        for rows, weight in zip(self._rows, stack, strict=True):
-            if weight is None or weight.device != weights[0].device or weight.shape != (rows, weights[0].shape[1]):
-                where = "gone" if weight is None else f"{tuple(weight.shape)} on {weight.device}"
+        for rows, part in zip(self._rows, stack, strict=True):
+            if part is None or part.device != weights[0].device or part.shape != (rows, weights[0].shape[1]):
+                where = "gone" if part is None else f"{tuple(part.shape)} on {part.device}"
                 raise UnsupportedError(_absent(layers[0], weights[0], where))
-            if is_distributed(weight):
+            if is_distributed(part):
                 raise UnsupportedError(_absent(layers[0], weights[0], "a DTensor"))
         return cast(list[Tensor], stack)
 
