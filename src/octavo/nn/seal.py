@@ -21,9 +21,9 @@ What this cannot see, and why:
   such a kernel on `x.data` is not seen. On a CPU it is.
 
 A sealed storage frees its memory by another function than the allocator's, and `Tensor.record_stream` ignores memory
-that is not the allocator's. Hooks that move saved tensors to the host rely on that, so that nothing is sealed while
-such hooks are active, but for PyTorch's own, which keep references. Elsewhere a stream that still reads a sealed tensor
-needs a reference to it.
+that is not the allocator's. Hooks that move saved tensors to the host rely on it, so that nothing is sealed while such
+hooks are active. Those of PyTorch and Octavo keep references instead. So must other code that has a second stream read
+a sealed tensor.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def _is_marked(x: Tensor) -> bool:
 
 
 def _are_saved_tensors_moved() -> bool:
-    """Return whether hooks that are not PyTorch's get the tensors that are saved for backward."""
+    """Return whether hooks get the tensors that are saved for backward, others than PyTorch's and Octavo's."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and not (getattr(hooks[0], "__module__", None) or "").startswith("torch.")
+    return hooks is not None and not (getattr(hooks[0], "__module__", None) or "").startswith(("torch.", "octavo."))
 
 
 def _compares(x: Tensor) -> bool:
