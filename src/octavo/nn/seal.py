@@ -21,9 +21,9 @@ What this cannot see, and why:
   such a kernel on `x.data` is not seen. On a CPU it is.
 
 A sealed storage frees its memory by another function than the allocator's, and `Tensor.record_stream` ignores memory
-that is not the allocator's. Hooks that move saved tensors to the host rely on it, so that nothing is sealed while such
-hooks are active. Those of PyTorch and Octavo keep references instead. So must other code that has a second stream read
-a sealed tensor.
+that is not the allocator's. Hooks that move saved tensors to the host rely on it, so that nothing on a GPU is sealed
+while such hooks are active. Those of PyTorch and Octavo keep references instead. So must other code that has a second
+stream read a sealed tensor.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Seal(NamedTuple):
         """Seal x; None if it cannot be: a subclass, or memory that is not PyTorch's (`from_blob`, shared memory)."""
         if isinstance(x, FakeTensor):
             return cls(None, _state(x))
-        if type(x) not in PLAIN or _are_saved_tensors_moved():
+        if type(x) not in PLAIN or (x.is_cuda and _are_saved_tensors_moved()):
             return None
         with _marking:
             is_new = not _is_marked(x)
