@@ -768,6 +768,15 @@ def test_a_copy_of_a_member_with_a_weight_of_its_own_is_refused():
         twin(x)
 
 
+@pytest.mark.parametrize("way", ["deepcopy", "file", "copy of a copy"])
+def test_a_member_copied_alone_keeps_the_scale_of_the_stack(way):
+    model, x = one_large("tensorwise"), torch.randn(16, 136)
+    twin = pickle.loads(pickle.dumps(model.k)) if way == "file" else copy.deepcopy(model.k)
+    if way == "copy of a copy":
+        twin = copy.deepcopy(twin)
+    assert twin.shared.layers == (twin,) and torch.equal(twin(x), model.k(x))
+
+
 def test_compiled_a_member_alone_has_the_scale_of_the_stack():
     model, x = one_large("tensorwise"), torch.randn(16, 136)
     expected = model(x)

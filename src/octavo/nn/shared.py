@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -97,7 +98,8 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         self._members: list[weakref.ref[Linear] | None] = [weakref.ref(layer) for layer in layers]
-        self._rows = [layer.out_features for layer in layers]
+        self._rows: list[int] | None = [layer.out_features for layer in layers]
+        self._largest: list[Tensor | None] = [None] * len(self._members)
 
     @property
     def layers(self) -> tuple[Linear, ...]:
@@ -118,13 +120,36 @@ class SharedInput:
             self._members[place] = weakref.ref(layer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rows": self._rows}
+        return {"rows": self.rows, "largest": self._largest_now()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a group without layers; files of older versions have them."""
         older = state.get("layers", ())
-        self._rows = state["rows"] if "rows" in state else [layer.__dict__["out_features"] for layer in older]
-        self._members = [weakref.ref(layer) for layer in older] or [None] * len(self._rows)
+        self._rows = state.get("rows")
+        self._members = [weakref.ref(layer) for layer in older] or [None] * len(state["rows"])
+        self._largest = state.get("largest") or [None] * len(self._members)
+
+    @property
+    def rows(self) -> list[int]:
+        """Output features of each layer."""
+        if self._rows is None:  # from a file of an older version, in which the layers come after their group
+            self._rows = [0 if m is None else m.out_features for m in self._at()]
+        return self._rows
+
+    def _largest_now(self) -> list[Tensor | None]:
+        """Return the largest magnitude of each weight, FP32 on the CPU; None if no scale of a stack needs it.
+
+        It stands for a weight that is not copied with the others.
+        """
+        largest = list(self._largest)
+        for place, member in enumerate(self._at()):
+            weight = None if member is None else member._parameters.get("weight")
+            if weight is None or type(weight) not in PLAIN or weight.is_meta or not weight.numel():
+                continue
+            recipe = getattr(member, "recipe", None)
+            if recipe is not None and recipe.fprop.is_fp8 and recipe.fprop.weight.tile.rows is None:
+                largest[place] = weight.detach().abs().amax().float().cpu()
+        return largest
 
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x; a call of the first computes those of all.
@@ -208,7 +233,7 @@ class SharedInput:
         if len(layers) == len(self._members) or not recipe.fprop.is_fp8:
             return False
         height = recipe.fprop.weight.tile.rows
-        are_whole = height is not None and not any(rows % height for rows in self._rows[:-1])
+        are_whole = height is not None and not any(rows % height for rows in self.rows[:-1])
         return not are_whole and not has_fp8_weight([layer.weight for layer in layers])
 
     def stack_with(self, layers: Sequence[Linear], weights: Sequence[Tensor]) -> list[Tensor]:
@@ -220,13 +245,22 @@ class SharedInput:
         stack: list[Tensor | None] = [None if m is None else _matrix_of(m).detach() for m in self._at()]
         for place, weight in zip(self.places_of(layers), weights, strict=True):
             stack[place] = weight
-        for rows, part in zip(self._rows, stack, strict=True):
+        is_by_tensor = layers[0].recipe.fprop.weight.tile.rows is None
+        for place, (rows, part) in enumerate(zip(self.rows, stack, strict=True)):
+            if part is None and is_by_tensor and (row := self._stand_in(place, weights[0])) is not None:
+                stack[place] = row
+                continue
             if part is None or part.device != weights[0].device or part.shape != (rows, weights[0].shape[1]):
                 where = "gone" if part is None else f"{tuple(part.shape)} on {part.device}"
                 raise UnsupportedError(_absent(layers[0], weights[0], where))
             if is_distributed(part):
                 raise UnsupportedError(_absent(layers[0], weights[0], "a DTensor"))
         return cast(list[Tensor], stack)
+
+    def _stand_in(self, place: int, like: Tensor) -> Tensor | None:
+        """Return a row (1, K) that gives a stack the scale that it has with the weight at a place, if that is known."""
+        largest = self._largest[place]
+        return None if largest is None else F.pad(largest.to(like).reshape(1, 1), (0, like.shape[1] - 1))
 
     def places_of(self, layers: Sequence[Linear]) -> list[int]:
         """Return the places of layers, or of the layers that they are shallow copies of.
