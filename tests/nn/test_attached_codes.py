@@ -1,14 +1,22 @@
 """Codes pinned to a tensor: taken from that very tensor, for that very target, as long as it is as it was."""
 
 import copy
+import ctypes
 import io
+import operator
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
 from octavo import kernels
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.nn.attached_codes import attach_codes, attached_codes
+from octavo.nn.attached_codes import attach_codes, attached_codes, renew
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
 
@@ -16,6 +24,7 @@ ROW = QuantSpec("e4m3", "row", "power_of_two")
 @pytest.fixture
 def y() -> torch.Tensor:
     y = torch.randn(4, 6)
+    y.before = y.view(2, 12)
     attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
     return y
 
@@ -47,32 +56,169 @@ def test_a_shallow_copy_carries_nothing_though_it_has_the_same_memory_and_versio
         y.add_(0)
     attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
     other = copy.copy(y)
-    assert (other._version, other.data_ptr()) == (y._version, y.data_ptr())
+    assert (other._version, torch._C._data_address(other)) == (y._version, torch._C._data_address(y))
     assert attached_codes(other, ROW) is None and attached_codes(y, ROW) is not None
 
 
-def write_through_a_view(y):
-    y[0].zero_()
+def under_no_grad(y):
+    with torch.no_grad():
+        y.copy_(torch.zeros_like(y))
 
 
-def move(y):
+def moved(y):
     y.data = torch.randn(4, 6)
 
 
-@pytest.mark.parametrize("change", [lambda y: y.add_(1), write_through_a_view, move], ids=["in place", "view", "data"])
-def test_a_tensor_that_was_written_to_carries_nothing(y, change):
-    change(y)
+def swapped_twice(y):
+    """The storage that comes last may have the address of the first."""
+    y.data = torch.randn(4, 6)
+    y.data = torch.randn(4, 6)
+
+
+def by_an_optimizer(y):
+    leaf = nn.Parameter(y.data)
+    leaf.grad = torch.ones_like(leaf)
+    torch.optim.SGD([leaf], lr=0.1, fused=True).step()
+
+
+def by_a_pointer(y):
+    ctypes.memset(y.data_ptr(), 0, 4)
+
+
+def by_threads(y):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(y.data.mul_, 2).result()
+
+
+def fill(out):
+    out.fill_(1.0)
+
+
+WRITES = {
+    "in place": lambda y: y.add_(1),
+    "operator": lambda y: operator.imul(y, 2),
+    "element": lambda y: operator.setitem(y, (0, 0), 1.0),
+    "mask": lambda y: operator.setitem(y, y > 0, 1.0),
+    "no_grad": under_no_grad,
+    "inference_mode": torch.inference_mode()(lambda y: y.mul_(2)),
+    "view": lambda y: y[0].zero_(),
+    "detached": lambda y: y.detach().mul_(2),
+    "view made before": lambda y: y.before.mul_(2),
+    "out": lambda y: torch.mul(y, 2, out=y),
+    "out of a view": lambda y: torch.mul(y[0], 2, out=y.data[0]),
+    "data": lambda y: y.data.mul_(2),
+    "view of data": lambda y: y.data.view(-1)[3:].mul_(2),
+    "element of data": lambda y: operator.setitem(y.data, (0, 0), 1.0),
+    "copy to data": lambda y: y.data.copy_(torch.zeros(4, 6)),
+    "scatter to data": lambda y: y.data.scatter_(0, torch.zeros(1, 6, dtype=torch.long), 0.0),
+    "index_add": lambda y: y.data.index_add_(0, torch.tensor([0]), torch.ones(1, 6)),
+    "random numbers": lambda y: y.data.normal_(),
+    "initialisation": lambda y: nn.init.zeros_(y.data),
+    "dropout": lambda y: F.dropout(y.data, inplace=True),
+    "activation": lambda y: F.relu(y.data, inplace=True),
+    "matmul": lambda y: torch.mm(torch.ones(4, 2), torch.ones(2, 6), out=y.data),
+    "cat": lambda y: torch.cat([torch.ones(2, 6)] * 2, out=y.data),
+    "foreach": lambda y: torch._foreach_mul_([y], 2.0),
+    "foreach on data": lambda y: torch._foreach_mul_([y.data], 2.0),
+    "foreach copy": lambda y: torch._foreach_copy_([y.data], [torch.zeros(4, 6)]),
+    "fused optimizer": by_an_optimizer,
+    "all_reduce": lambda y: dist.all_reduce(y),
+    "all_reduce, asynchronous": lambda y: dist.all_reduce(y, async_op=True).wait(),
+    "broadcast": lambda y: dist.broadcast(y, 0),
+    "all_gather": lambda y: dist.all_gather([y], torch.ones(4, 6)),
+    "all_gather_into_tensor": lambda y: dist.all_gather_into_tensor(y, torch.ones(4, 6)),
+    "reduce_scatter": lambda y: dist.reduce_scatter_tensor(y, torch.ones(4, 6)),
+    "scatter": lambda y: dist.scatter(y, [torch.ones(4, 6)]),
+    "gather": lambda y: dist.gather(torch.ones(4, 6), [y]),
+    "DLPack": lambda y: torch.from_dlpack(y).mul_(2),
+    "DLPack's capsule": lambda y: torch.from_dlpack(torch.utils.dlpack.to_dlpack(y)).mul_(2),
+    "NumPy": lambda y: operator.imul(y.numpy(), 2),
+    "asarray": lambda y: np.asarray(y).fill(0),
+    "buffer": lambda y: operator.setitem(memoryview(y.numpy()), (0, 0), 1.0),
+    "pointer": by_a_pointer,
+    "storage": lambda y: y.untyped_storage().fill_(0),
+    "byte of the storage": lambda y: operator.setitem(y.untyped_storage(), 0, 1),
+    "storage's copy": lambda y: y.untyped_storage().copy_(torch.zeros(4, 6).untyped_storage()),
+    "another view of the storage": lambda y: torch.empty(0).set_(y.untyped_storage()).fill_(1.0),
+    "shared memory": lambda y: y.share_memory_().zero_(),
+    "set_": lambda y: y.set_(torch.zeros(4, 6)),
+    "another data": moved,
+    "another data twice": swapped_twice,
+    "another layout": lambda y: y.set_(y.untyped_storage(), 0, (4, 6), (1, 4)),
+    "transposed": lambda y: y.t_(),
+    "compiled": lambda y: torch.compile(fill, backend="eager")(y),
+    "compiled, on data": lambda y: torch.compile(fill, backend="aot_eager")(y.data),
+    "thread": by_threads,
+}
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_tensor_that_was_written_to_carries_nothing(y, write, group):
+    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+    assert attached_codes(y, ROW) is not None
+    write(y)
     assert attached_codes(y, ROW) is None
+
+
+READS = {
+    "sum": lambda y: y.sum(),
+    "product": lambda y: y @ y.t(),
+    "cast": lambda y: y.bfloat16(),
+    "clone": lambda y: y.clone(),
+    "linear": lambda y: F.linear(y, torch.randn(3, 6)),
+    "view": lambda y: y.view(2, 12).sum(),
+    "element": lambda y: y[0, 0].item(),
+    "text": repr,
+    "copy": copy.deepcopy,
+    "saved": lambda y: (y.requires_grad_() * y.exp()).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_tensor_that_pytorch_has_read_carries_its_codes_still(y, read):
+    read(y)
+    assert attached_codes(y, ROW) is not None
+
+
+def test_a_tensor_that_its_layer_has_read_carries_them_again_once_they_are_renewed(y):
+    y.data_ptr()  # as a launch of a kernel does
+    renew(y)
+    assert attached_codes(y, ROW) is not None
+    y.data.mul_(2)
+    assert attached_codes(y, ROW) is None
+
+
+def test_memory_that_is_not_pytorchs_cannot_be_sealed():
+    y = torch.from_numpy(np.ones((4, 6), np.float32))
+    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+    assert attached_codes(y, ROW) is None
+
+
+def test_the_memory_goes_with_the_tensor():
+    y = torch.randn(4, 6)
+    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+    storage = weakref.ref(y.untyped_storage())
+    del y
+    assert storage() is None
 
 
 def test_plain_tensors_carry_nothing():
     assert attached_codes(torch.randn(3), ROW) is None
 
 
-def test_inference_tensors_count_no_versions_and_carry_nothing():
+def test_inference_tensors_count_no_versions_and_carry_theirs_until_they_are_written_to():
     with torch.inference_mode():
         y = torch.randn(4, 6)
         attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+        assert attached_codes(y, ROW) is not None
+        y.mul_(2)
         assert attached_codes(y, ROW) is None
 
 
@@ -84,20 +230,54 @@ def test_files_carry_the_tensor_alone(y):
     assert torch.equal(loaded, y) and attached_codes(loaded, ROW) is None
 
 
-@pytest.mark.parametrize("write", [False, True])
-def test_compiled_code_has_them_in_its_own_graph_until_y_is_written_to(write):
+def zero_element(y):
+    y[0, 0] = 0.0
+
+
+COMPILED_WRITES = {
+    "in place": lambda y: y.add_(1),
+    "view": lambda y: y[:, 2:].zero_(),
+    "element": lambda y: zero_element(y),
+    "out": lambda y: torch.mul(y, 2, out=y),
+    "detached": lambda y: y.detach().mul_(2),
+    "data": lambda y: y.data.mul_(2),
+    "view of data": lambda y: y.data.view(-1)[3:].mul_(2),
+    "element of data": lambda y: zero_element(y.data),
+    "operator on data": lambda y: operator.imul(y.data, 2),
+    "foreach": lambda y: torch._foreach_mul_([y], 2.0),
+    "foreach on data": lambda y: torch._foreach_mul_([y.data], 2.0),
+    "all_reduce": lambda y: dist.all_reduce(y),
+    "operator by its name": lambda y: torch.ops.aten.mul_(y.data, 2),
+    "set_": lambda y: y.set_(torch.zeros(4, 6)),
+}
+
+
+@pytest.mark.parametrize("write", [None, *COMPILED_WRITES.values()], ids=["none", *COMPILED_WRITES])
+def test_compiled_code_has_them_in_its_own_graph_until_y_is_written_to(write, group):
     def both(x):
         y = x * 2
         made = kernels.quantize(y, *ROW[:3])
         attach_codes(y, made, ROW)
-        if write:
-            y[:, 2:].zero_()
-        return y, made.codes, attached_codes(y, ROW), attached_codes(y, ROW._replace(format="e5m2")) is None
+        z = y + 1
+        if write is not None:
+            write(y)
+        return y, z, made.codes, attached_codes(y, ROW), attached_codes(y, ROW._replace(format="e5m2")) is None
 
-    y, codes, found, nothing = torch.compile(both, backend="eager", fullgraph=True)(torch.randn(4, 6))
-    assert nothing and (found is None) == write and (write or torch.equal(found.codes.float(), codes.float()))
+    torch._dynamo.reset()
+    y, _, codes, taken, nothing = torch.compile(both, backend="eager", fullgraph=True)(torch.randn(4, 6))
+    assert nothing and (taken is None) == (write is not None)
+    assert taken is None or torch.equal(taken.codes.float(), codes.float())
     assert attached_codes(y, ROW) is None
     assert torch.compile(lambda y: attached_codes(y, ROW) is None, backend="eager", fullgraph=True)(y)
+
+
+def test_files_of_a_result_of_compiled_code_carry_the_tensor_alone():
+    def both(x):
+        y = x * 2
+        attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+        return y
+
+    y = torch.compile(both, backend="eager", fullgraph=True)(torch.randn(4, 6))
     file = io.BytesIO()
     torch.save(y, file)
     file.seek(0)

@@ -14,6 +14,7 @@ from octavo.models.gpt import GPT
 from octavo.models.gpt import Attention as GPTAttention
 from octavo.models.llama import Attention, rotary_tables
 from octavo.nn import attention as module
+from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import requantises_exactly
 from octavo.numerics import sqnr_db
 from octavo.recipes import load, names, reused_from
@@ -224,3 +225,14 @@ def test_attention_that_is_nobodys():
     model = nn.Sequential(nn.Linear(64, 64))
     plan = octavo.plan(model, policy=POLICY)
     assert len(plan.unapplied) == 1 and "octavo.nn.ScaledDotProduct" in plan.unapplied[0]
+
+
+@pytest.mark.parametrize("write", [lambda y: y.data.mul_(3), lambda y: torch._foreach_mul_([y.data], 3.0)])
+def test_a_result_that_is_written_to_is_quantised_again(write):
+    core = module.ScaledDotProduct("out")
+    core.keep_codes(load("folded"))
+    q, k, v = (torch.randn(2, 8, 2, 16, requires_grad=True) for _ in range(3))
+    y = core(q, k, v)
+    assert attached_codes(y, core.target) is not None
+    write(y)
+    assert attached_codes(y, core.target) is None

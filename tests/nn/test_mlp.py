@@ -237,6 +237,23 @@ def test_tokens_with_spikes_leave_the_others_precise(recipe):
         assert fp8 > (19.5 if recipe == "tensorwise" else 21.3) and bf16 - (3.2 if recipe == "rotated" else 1.8) < fp8
 
 
+@pytest.mark.parametrize("recipe", ["folded, FP32 scales", "served", "folded"])
+def test_backward_quantises_the_hidden_activation_by_the_scale_that_is_folded(recipe):
+    """Rounded to E4M3, gate and up lose 5 % each, so that h has a maximum 10 % smaller, and another scale by itself."""
+    inner, outer = RECIPES.get(recipe) or (load(recipe), load(recipe))
+    data = Data(m=16, d=128, f=256)
+    with torch.no_grad():
+        for leaf in (data.x, *data.inner):
+            leaf.zero_()
+        data.x[:, 0] = 1.0
+        for weight in data.inner:
+            weight[3, 0] = 16.9
+    data.dy = torch.ones(16, 128)
+    dw = data.results(fused("silu", inner, outer, inputs="fp8"))[4][:, 3]
+    expected = 16 * F.silu(torch.tensor(16.0)) * 16.0
+    assert (dw / expected - 1).abs().max() < 1 / 16
+
+
 @gated_or_not
 def test_in_fp8_each_of_them_takes_a_byte_an_element_and_its_scales(gated):
     data, recipe = Data(gated, dtype=torch.bfloat16), load("folded")

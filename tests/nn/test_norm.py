@@ -17,6 +17,7 @@ from octavo import kernels
 from octavo.kernels import ledger
 from octavo.kernels.norm import normalise
 from octavo.kernels.quant_spec import QuantSpec
+from octavo.nn import attached_codes as attached_codes_module
 from octavo.nn import norm
 from octavo.nn.adopted import Adopted
 from octavo.nn.attached_codes import attached_codes
@@ -182,7 +183,7 @@ def test_no_gradients_are_needed_to_hand_codes_on(gains):
         y = module(torch.randn(4, WIDTH))
     assert attached_codes(y, ROW) is not None and not y.requires_grad
     with torch.inference_mode():
-        assert attached_codes(module(torch.randn(4, WIDTH)), ROW) is None  # see handoff
+        assert attached_codes(module(torch.randn(4, WIDTH)), ROW) is not None
 
 
 def test_a_target_that_needs_all_of_y_is_left_to_the_reader(gains):
@@ -190,6 +191,29 @@ def test_a_target_that_needs_all_of_y_is_left_to_the_reader(gains):
     adopt(module, target)
     assert module.target is None
     assert attached_codes(module(torch.randn(4, WIDTH)), target) is None
+
+
+@pytest.mark.parametrize("write", [lambda y: y.data.mul_(3), lambda y: y.numpy().fill(2), lambda y: y.data_ptr()])
+def test_its_reader_does_not_use_codes_of_a_result_that_may_have_been_written_to(write, gains):
+    module, layer = drawn("rms"), octavo.nn.Linear(WIDTH, 32, recipe="folded")
+    adopt(module, ROW)
+    with torch.no_grad():
+        y = module(torch.randn(4, WIDTH))
+        write(y)
+        assert attached_codes(y, ROW) is None and torch.equal(layer(y), layer(y.clone()))
+
+
+def test_all_readers_use_the_same_codes(gains):
+    module = drawn("rms", torch.bfloat16)
+    adopt(module, ROW)
+    layers = [octavo.nn.Linear(WIDTH, 32, recipe="folded").bfloat16() for _ in range(3)]
+    y = module(torch.randn(4, WIDTH).bfloat16().requires_grad_())
+    for layer in layers:
+        y.data_ptr()  # as a kernel of a layer
+        attached_codes_module.renew(y)
+        codes = attached_codes(y, ROW)
+        layer(y).sum().backward(retain_graph=True)
+        assert codes is not None and attached_codes(y, ROW) is codes
 
 
 # --- what it leaves to its parent -----------------------------------------------------------------------------------

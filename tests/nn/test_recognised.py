@@ -1,6 +1,9 @@
 """A change in what a recognised module holds: its own forward runs, and a warning says why."""
 
+import copy
 import dataclasses
+import io
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import octavo
 from octavo.nn.fused import FusedMLP
+from octavo.nn.norm import adopt
 
 X = torch.randn(8, 64)
 
@@ -183,3 +187,121 @@ def test_a_changed_field_is_noticed_in_compiled_code(config):
     change(held, "dropout", 0.9)
     assert not torch.equal(run(X), run(X)) and counter.frame_count == 2
     torch._dynamo.reset()
+
+
+# --- code that is replaced after the conversion ---------------------------------------------------------------------
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (Projection(64, 96, bias=False) for _ in range(2))
+        self.down = Projection(96, 64)
+        self.act = Activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return times(self.act(self.gate(x)), self.up(x))
+
+
+class Patchable(Base):
+    """With a forward that it inherits."""
+
+
+class Projection(nn.Linear):
+    pass
+
+
+class Activation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+
+def times(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
+def other_forward(self, x):
+    return x * 0 + 7
+
+
+def other_code(self, x):
+    return x * 0 + 7
+
+
+def doubled(self, x):
+    return 2 * self.act(self.gate(x)) * self.up(x)
+
+
+HERE = sys.modules[__name__]
+PATCHES = {
+    "forward": (Patchable, "forward", other_forward),
+    "forward of a base": (Base, "forward", other_forward),
+    "method": (Patchable, "inner", doubled),
+    "method of a base": (Base, "inner", doubled),
+    "child": (Activation, "forward", lambda self, x: x),
+    "child's call": (Activation, "__call__", lambda self, x: x),
+    "layer": (Projection, "forward", lambda self, x: F.linear(x, 2 * self.weight, self.bias)),
+    "PyTorch's layer": (nn.Linear, "forward", lambda self, x: F.linear(x, 2 * self.weight, self.bias)),
+    "function": (HERE, "times", lambda a, b: a + b),
+    "code": (Base.forward, "__code__", other_code.__code__),
+    "code of a method": (Base.inner, "__code__", doubled.__code__),
+}
+
+
+COMPILED = ("forward", "layer", "code")
+
+
+@pytest.mark.parametrize(
+    ("patch", "compiled"),
+    [*((patch, False) for patch in PATCHES.values()), *((PATCHES[name], True) for name in COMPILED)],
+    ids=[*PATCHES, *(f"{name}, compiled" for name in COMPILED)],
+)
+def test_code_that_is_replaced_after_the_conversion_runs(patch, compiled, monkeypatch, caplog):
+    model = converted(Patchable())
+    run = torch.compile(model, backend="eager") if compiled else model
+    before = run(X)
+    with monkeypatch.context() as patched:
+        patched.setattr(*patch)
+        y = run(X)
+        assert not model.is_as_recognised()
+        plain = copy.deepcopy(model)
+        octavo.revert(plain)
+        assert torch.allclose(y, plain(X), rtol=0.1, atol=0.1 * float(plain(X).abs().max()))
+        assert not torch.allclose(before, plain(X), rtol=0.1, atol=0.1 * float(plain(X).abs().max()))
+    assert torch.equal(model(X), before)  # the patch has gone
+    if compiled:
+        torch._dynamo.reset()
+
+
+def test_a_patched_norm_runs(monkeypatch):
+    class Norm(nn.RMSNorm):
+        pass
+
+    module = Norm(64)
+    adopt(module, None)
+    assert module.is_as_recognised()
+    monkeypatch.setattr(Norm, "forward", other_forward)
+    assert not module.is_as_recognised() and torch.equal(module(X), torch.full_like(X, 7.0))
+
+
+def test_a_copy_and_a_file_notice_too(monkeypatch):
+    model = converted(Patchable())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twins = copy.deepcopy(model), torch.load(file, weights_only=False)
+    for twin in twins:
+        assert torch.equal(twin(X), model(X))
+    monkeypatch.setattr(Patchable, "forward", other_forward)
+    for twin in twins:
+        assert torch.equal(twin(X), torch.full_like(X, 7.0))
+
+
+def test_converted_again_a_patched_module_is_judged_anew(monkeypatch):
+    model = converted(Patchable())
+    monkeypatch.setattr(Patchable, "forward", other_forward)
+    octavo.convert(model, policy=octavo.Policy(min_features=8))
+    assert not isinstance(model, FusedMLP) and torch.equal(model(X), torch.full_like(X, 7.0))

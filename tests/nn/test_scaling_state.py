@@ -306,6 +306,145 @@ def test_a_copy_of_a_held_model_is_held_by_nobody_yet():
     assert twin[0].q.scaling_state.is_held
 
 
+# --- updates that do not come ---------------------------------------------------------------------------------------
+
+
+def scales_by_its_own_maxima(model: nn.Module, x: Tensor) -> bool:
+    """Whether the result for x is that of scales which are not known yet."""
+    fresh = copy.deepcopy(model)
+    octavo.scales(fresh).scale_and_amax.zero_()
+    with torch.no_grad():
+        return torch.equal(model(x), fresh(x))
+
+
+def deep_copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def filed(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+def restored(model: nn.Module) -> nn.Module:
+    twin = model_of()
+    twin.load_state_dict(model.state_dict())
+    octavo.scales(twin).load_state_dict(octavo.scales(model).state_dict())
+    return twin
+
+
+@pytest.mark.parametrize("make", [deep_copied, filed, averaged, restored])
+def test_a_copy_that_no_optimizer_steps_keeps_up_with_its_inputs(make):
+    model = model_of()
+    step(model, x_of(1.0))
+    twin = make(model)
+    for n in range(1, 12):
+        step(model, x_of(2.0**n))
+        assert scales_by_its_own_maxima(twin, x_of(2.0**n)) == (n > 1)
+    step(twin, x_of(1.0))
+    assert (octavo.scales(twin).scale_and_amax[:, 0] > 0).all()
+
+
+def test_a_copy_keeps_up_beside_an_optimizer_of_master_weights():
+    """Which holds no parameter of any model."""
+    model = model_of()
+    master = nn.Parameter(torch.ones(3))
+    model(x_of(1.0)).sum().backward()
+    stepped(master)
+    twin = copy.deepcopy(model)
+    for n in range(1, 17):
+        assert not scales_by_its_own_maxima(twin, x_of(2.0))
+        model(x_of(1.0 + n)).sum().backward()
+        stepped(master)
+    assert scales_by_its_own_maxima(twin, x_of(2.0)) and not scales_by_its_own_maxima(model, x_of(2.0))
+
+
+def test_a_trained_model_without_its_optimizer_is_out_of_date_in_the_end():
+    model, other = model_of(), model_of()
+    step(model, x_of(1.0))
+    step(other, x_of(1.0))
+    for _ in range(15):
+        assert not scales_by_its_own_maxima(model, x_of(3.0))
+        step(other, x_of(1.0))
+    assert scales_by_its_own_maxima(model, x_of(3.0))
+
+
+def minus(p: Tensor) -> None:
+    with torch.no_grad():
+        p -= 1e-9 * p.grad
+
+
+def minus_data(p: Tensor) -> None:
+    p.data.add_(p.grad, alpha=-1e-9)
+
+
+def new_data(p: Tensor) -> None:
+    p.data = p.data - 1e-9 * p.grad
+
+
+@pytest.mark.parametrize("write", [minus, minus_data, new_data])
+@pytest.mark.parametrize("recipe", ["delayed", "just_in_time"])
+def test_a_loop_that_changes_to_updates_of_its_own_keeps_up(write, recipe):
+    model = model_of(recipe)
+    step(model, x_of(1.0))
+    for n in range(20):
+        model.zero_grad()
+        model(x_of(1.0 + n)).mean().backward()
+        for p in model.parameters():
+            write(p)
+    assert scales_by_its_own_maxima(model, x_of(1000.0))
+    step(model, x_of(3.0))
+    assert not scales_by_its_own_maxima(model, x_of(1.0))
+
+
+def test_an_update_of_its_own_may_update_the_scales():
+    model, twin = model_of(), model_of()
+    for n in range(40):
+        step(twin, x := x_of(1.0 + n))
+        model.zero_grad()
+        model(x.clone().requires_grad_()).backward(torch.linspace(-1, 1, x.numel()).reshape(x.shape))
+        for p in model.parameters():
+            minus_zero(p)
+        octavo.scales(model).update_scales()
+    assert octavo.scales(model).is_known
+    assert torch.equal(octavo.scales(model).scale_and_amax, octavo.scales(twin).scale_and_amax)
+
+
+def minus_zero(p: Tensor) -> None:
+    with torch.no_grad():
+        p -= 0.0 * p.grad
+
+
+@pytest.mark.parametrize("parts", [1, 5])
+def test_an_accumulated_step_may_have_eight_times_the_parts(parts):
+    model = model_of()
+    step(model, *[x_of(1.0)] * parts)
+    for _ in range(8 * (parts + 1)):
+        model(x_of(1.0)).sum().backward()
+    assert octavo.scales(model).is_known
+    model(x_of(1.0))
+    assert not octavo.scales(model).is_known
+
+
+def test_static_scales_are_not_forgotten(tmp_path):
+    model = model_of()
+    step(model, x_of(1.0))
+    octavo.scales(model).save(tmp_path / "scales.json")
+    model = model_of("static", scales=tmp_path / "scales.json")
+    before = octavo.scales(model).scale_and_amax[:, 0].clone()
+    for _ in range(20):
+        step(model_of(), x_of(1.0))
+        model(x_of(1.0)).sum().backward()
+        minus(model[0].q.weight)
+    assert torch.equal(octavo.scales(model).scale_and_amax[:, 0], before)
+
+
 # --- models ---------------------------------------------------------------------------------------------------------
 
 

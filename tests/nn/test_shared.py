@@ -1,20 +1,25 @@
 """Layers that share an input: one joint computation, which nobody can tell from separate layers but by its speed."""
 
 import copy
+import ctypes
 import io
+import operator
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import kernels
-from octavo.nn import Linear, functional
+from octavo.errors import UnsupportedError
+from octavo.nn import Linear, functional, seal
 from octavo.nn.shared import SharedInput
 from octavo.numerics import sqnr_db
 from octavo.recipes import load, names
@@ -220,11 +225,92 @@ def test_what_changes_between_two_calls_is_seen(change):
     assert torch.equal(model.q(x), twin.q(x))
 
 
+def test_a_recipe_changed_for_all_between_two_calls_is_seen():
+    model, x = shared(), torch.randn(5, 136)
+    model.q(x)
+    before, other = alone(model).k(x), load("served")
+    for layer in (model.q, model.k, model.v):
+        layer.recipe = other
+    y = model.k(x)
+    assert torch.equal(y, alone(model).k(x)) and not torch.equal(y, before)
+
+
 def test_a_member_with_a_recipe_of_its_own_computes_by_that():
     model, x = shared(), torch.randn(5, 136)
     model.k.recipe = load("tensorwise")
     twin = alone(model)
     assert equal([model.q(x), model.k(x), model.v(x)], [twin.q(x), twin.k(x), twin.v(x)])
+
+
+UNSEEN = {
+    "data": lambda x: x.data.mul_(3),
+    "view of data": lambda x: x.data.view(-1)[::2].mul_(3),
+    "copy to data": lambda x: x.data.copy_(torch.ones_like(x)),
+    "foreach on data": lambda x: torch._foreach_mul_([x.data], 3.0),
+    "out": lambda x: torch.mul(x.data, 3, out=x.data),
+    "broadcast": lambda x: (x.data.zero_(), dist.broadcast(x.data, 0)),
+    "all_gather": lambda x: dist.all_gather([x], torch.ones_like(x)),
+    "DLPack": lambda x: torch.from_dlpack(x.detach()).mul_(3),
+    "NumPy": lambda x: operator.imul(x.detach().numpy(), 3),
+    "pointer": lambda x: ctypes.memset(x.data_ptr(), 0, 64),
+    "storage": lambda x: x.untyped_storage().fill_(0),
+    "compiled": lambda x: torch.compile(lambda y: y.mul_(3), backend="aot_eager")(x.data),
+    "NumPy's array from before": lambda x: operator.imul(x.alias, 3),
+    "DLPack's tensor from before": lambda x: x.other.mul_(3),
+}
+"""Ways of writing to x that its version does not count."""
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("write", UNSEEN.values(), ids=UNSEEN)
+def test_a_write_to_the_input_that_no_version_counts_is_seen(write, grad, group):
+    model, x = shared(), torch.randn(5, 136)
+    x.alias, x.other = x.numpy(), torch.from_dlpack(x)
+    with torch.set_grad_enabled(grad):
+        model.q(x)
+        write(x)
+        twin = alone(model)
+        assert torch.equal(model.k(x), twin.k(x)) and torch.equal(model.v(x), twin.v(x))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("write", list(UNSEEN.values())[:10], ids=list(UNSEEN)[:10])
+def test_a_write_to_a_parameter_that_no_version_counts_is_seen(write, name, group):
+    model, x = shared(), torch.randn(5, 136)
+    model.q(x)
+    with torch.no_grad():
+        write(getattr(model.v, name))
+    assert torch.equal(model.v(x), alone(model).v(x)) and torch.equal(model.k(x), alone(model).k(x))
+
+
+def test_nan_in_the_input_is_not_taken_for_a_write():
+    model, x = shared(), torch.randn(5, 136)
+    x[0, 0] = torch.nan
+    with kernels.record() as ledger:
+        model(x)
+    assert sum(ledger.gemms.values()) == 3 and ledger.weights == 3
+
+
+def test_on_a_device_the_input_is_sealed_while_outputs_wait(monkeypatch):
+    monkeypatch.setattr(seal, "_compares", lambda x: False)
+    monkeypatch.setattr("octavo.nn.shared._on_cpu", lambda layer: [])
+    model, x = shared(), torch.randn(5, 136)
+    model(x)
+    assert not torch._C._is_cow_tensor(x)
+    model.q(x)
+    assert torch._C._is_cow_tensor(x)
+    x.data.mul_(3)
+    assert torch.equal(model.k(x), alone(model).k(x)) and torch.equal(model.v(x), alone(model).v(x))
+    with kernels.record() as ledger:
+        model(torch.from_numpy(np.ones((5, 136), np.float32)))
+    assert any("one by one" in reason for reason in ledger.fallbacks)
 
 
 def test_a_bias_changed_between_two_calls_is_seen():
@@ -434,11 +520,18 @@ def test_compiled_and_eager_calls_may_alternate():
     torch._dynamo.reset()
 
 
-def test_compiled_code_may_write_to_the_input_between_members():
+@pytest.mark.parametrize(
+    "write",
+    [lambda x: x.flatten()[::2].mul_(3), lambda x: x.data.mul_(3), lambda x: torch._foreach_mul_([x.data], 3.0)],
+    ids=["view", "data", "foreach"],
+)
+def test_compiled_code_may_write_to_the_input_between_members(write):
+    torch._dynamo.reset()
+
     class Written(Attention):
         def forward(self, x: Tensor) -> Tensor:
             q = self.q(x)
-            x.flatten()[::2].mul_(3)
+            write(x)
             return torch.cat([q, self.k(x), self.v(x)], dim=-1)
 
     model, x = Written(), torch.randn(16, 136)
@@ -537,6 +630,161 @@ def test_compiled_code_may_write_to_a_parameter_between_members(name):
         layer.shared = group
     want = alone(model)(x)
     assert torch.equal(torch.compile(model, backend="aot_eager")(x), want)
+    torch._dynamo.reset()
+
+
+# --- scales of the stack ---------------------------------------------------------------------------------------------
+
+
+def hooked(model: Attention) -> None:
+    model.k.register_forward_pre_hook(lambda *_: None)
+
+
+def all_hooked(model: Attention) -> None:
+    for layer in (model.q, model.k, model.v):
+        layer.register_forward_pre_hook(lambda *_: None)
+
+
+def disabled(model: Attention) -> None:
+    model.v.enabled = False
+
+
+def reverted(model: Attention) -> None:
+    octavo.revert(model.v)
+
+
+def by_another_recipe(model: Attention) -> None:
+    model.v.recipe = load("folded")
+
+
+def converted_alone(model: Attention) -> None:
+    octavo.convert(model.v, "folded", policy=octavo.Policy(min_features=8))
+
+
+def parametrized(model: Attention) -> None:
+    parametrize.register_parametrization(model.v, "weight", nn.Identity())
+
+
+def wrapped(model: Attention) -> None:
+    """As PEFT does: the layer is the child of another module."""
+    model.v = nn.Sequential(model.v)
+
+
+def with_its_own_forward(model: Attention) -> None:
+    model.k.forward = model.k.forward
+
+
+def nothing(model: Attention) -> None:
+    pass
+
+
+CIRCUMSTANCES = [
+    nothing, hooked, all_hooked, disabled, reverted, by_another_recipe, converted_alone, parametrized, wrapped,
+    with_its_own_forward,
+]  # fmt: skip
+
+
+def one_large(recipe: str, rows: tuple[int, ...] = (128, 128, 24)) -> Attention:
+    """Weights of which each would have another scale of its own."""
+    torch.manual_seed(0)
+    model = shared(recipe, rows=rows)
+    with torch.no_grad():
+        model.v.weight.mul_(7.3)
+        model.k.weight.mul_(0.11)
+    return model
+
+
+SPANNED = [
+    ("tensorwise", (128, 128, 24)),
+    ("delayed", (128, 128, 24)),
+    ("just_in_time", (64, 64, 24)),
+    ("block", (24, 64, 136)),
+]
+
+
+@pytest.mark.parametrize(("recipe", "rows"), SPANNED, ids=str)
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", CIRCUMSTANCES)
+def test_a_member_computes_the_same_whatever_becomes_of_the_others(change, context, recipe, rows):
+    model, x = one_large(recipe, rows), torch.randn(16, 136)
+    with torch.no_grad():
+        q, k = model.q(x), model.k(x)
+    change(model)
+    with context():
+        assert torch.equal(model.q(x), q) and torch.equal(model.k(x), k)
+        assert torch.equal(model.k(x.clone()), k) and torch.equal(model.q(x), q)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "block"])
+def test_a_member_alone_has_the_gradients_that_it_has_in_its_group(recipe):
+    model, twin = one_large(recipe, (24, 64, 136)), one_large(recipe, (24, 64, 136))
+    all_hooked(twin)
+    x, dy = torch.randn(16, 136), torch.randn(16, 64)
+    grads = []
+    for net in (model, twin):
+        leaf = x.clone().requires_grad_()
+        net.k(leaf).backward(dy)
+        grads.append((leaf.grad, net.k.weight.grad))
+        assert net.q.weight.grad is None and net.v.weight.grad is None
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
+
+
+def test_codes_that_are_reused_are_those_of_the_stack():
+    model, x = one_large("tensorwise"), torch.randn(16, 136)
+    expected = model(x)
+    model.v.register_forward_pre_hook(lambda *_: None)
+    with torch.no_grad(), octavo.nn.reuse_weight_codes(model):
+        assert torch.equal(model(x), expected)
+
+
+def away(model: Attention) -> None:
+    model.k.weight.data = torch.empty(0)
+
+
+def to_meta(model: Attention) -> None:
+    model.k.weight = nn.Parameter(model.k.weight.to("meta"))
+
+
+@pytest.mark.parametrize("leave", [away, to_meta])
+def test_a_scale_of_the_stack_without_the_stack_is_refused(leave):
+    model, x = one_large("tensorwise"), torch.randn(16, 136)
+    all_hooked(model)
+    leave(model)
+    with pytest.raises(UnsupportedError, match=r"scales in common.*fuse=False"):
+        model.q(x)
+    rows = one_large("folded")
+    all_hooked(rows)
+    expected = rows.q(x)
+    leave(rows)
+    assert torch.equal(rows.q(x), expected)
+
+
+def test_a_copy_of_a_member_with_a_weight_of_its_own_is_refused():
+    model, x = one_large("tensorwise"), torch.randn(16, 136)
+    twin = copy.copy(model.k)
+    assert torch.equal(twin(x), model.k(x))
+    twin._parameters = {"weight": nn.Parameter(model.k.weight.detach().clone()), "bias": None}
+    with pytest.raises(UnsupportedError, match="copy of"):
+        twin(x)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "file", "copy of a copy"])
+def test_a_member_copied_alone_keeps_the_scale_of_the_stack(way):
+    model, x = one_large("tensorwise"), torch.randn(16, 136)
+    twin = pickle.loads(pickle.dumps(model.k)) if way == "file" else copy.deepcopy(model.k)
+    if way == "copy of a copy":
+        twin = copy.deepcopy(twin)
+    assert twin.shared.layers == (twin,) and torch.equal(twin(x), model.k(x))
+
+
+def test_compiled_a_member_alone_has_the_scale_of_the_stack():
+    model, x = one_large("tensorwise"), torch.randn(16, 136)
+    expected = model(x)
+    disabled(model)
+    model.v.enabled = True
+    model.v.recipe = load("folded")
+    y = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(y[:, :256], expected[:, :256])
     torch._dynamo.reset()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ def traced_version(x: Tensor) -> int:
     """Return a version of x, which changes when traced code writes to it; no two traces share one.
 
     A graph has no versions, but the tensors that Dynamo traces with do, and code that runs while it traces sees them.
+    They do not count writes through `x.data` and those of `_foreach_` functions: the graph shows these.
     """
     version: int = ask_tracer(x, _find_version)
     return version
@@ -99,11 +101,37 @@ _numbers: Any = WeakIdKeyDictionary()
 
 def _find_version(context: Any) -> None:
     fake = context.get_local("x").as_fake()
-    version, number = _numbers.get(fake, (None, 0))
-    if version != fake._version:
+    before, number = _numbers.get(fake, (None, 0))
+    version = fake._version, _count_writes(context.graph(), fake.untyped_storage()._cdata)
+    if version != before:
         number = next(_serials)
-        _numbers[fake] = fake._version, number
+        _numbers[fake] = version, number
     answer(number)
+
+
+def _count_writes(graph: Any, memory: int) -> int:
+    """Return the number of operations in a graph that write to this memory, by any tensor."""
+    return sum(_writes(node) and memory in map(_memory_of, node.all_input_nodes) for node in graph.nodes)
+
+
+def _memory_of(node: Any) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _writes(node: Any) -> bool:
+    """Return whether an operation writes to an argument: `mul_`, `setitem`, `out=`, an operator that says so."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs or name in _WRITING:
+        return True
+    schemas = [getattr(node.target, "_schema", None)]
+    schemas += getattr(node.target, "_schemas", {}).values()  # of an operator without its overload
+    return any(schema is not None and schema.is_mutable for schema in schemas)
+
+
+_WRITING = {name for name in dir(operator) if name[:1] == "i" and hasattr(operator, f"__{name[1:]}__")}
+_WRITING |= {"setitem", "__setitem__", "delitem", "triton_kernel_wrapper_mutation"}
+"""Names of operations on arguments, besides those that end with an underscore: `iadd` and its like."""
 
 
 def _number_nothing() -> None:

@@ -138,7 +138,9 @@ def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
     layers = [cast(Linear, module.get_submodule(name)) for name in pattern.layers]
     inner = layers[:-1] if pattern.kind == "mlp" else layers
     keeps_input = all(layer.keeps_input for layer in inner)
-    shared = None if pattern.kind == "mlp" else SharedInput(layers)
+    group = SharedInput(inner)
+    # Gate and up of an MLP are computed by it. If its own forward runs, they need only the scales that they share.
+    shared = group if pattern.kind != "mlp" or group.lends_scales(inner[:1]) else None
     for layer in inner:
         layer.keeps_input, layer.shared = keeps_input, shared
     if pattern.kind == "mlp":

@@ -18,6 +18,8 @@ class Adopted(nn.Module):
 
     parent: type[nn.Module]
     """The class before conversion. A class has this attribute of its own unless it is a subclass that a user wrote."""
+    parent_forward: Any
+    """The parent's `forward` when the class was created, which Octavo computes in its place."""
     prefix = ""
     """Prefix of the class name."""
     fields: tuple[str, ...] = ()
@@ -104,7 +106,12 @@ def _class_for(kind: type[nn.Module], parent: type[nn.Module]) -> type[Any]:
     if issubclass(kind, parent):
         return kind
     if (kind, parent) not in _CLASSES:
-        names = {"parent": parent, "__module__": parent.__module__, "__doc__": parent.__doc__}
+        names = {
+            "parent": parent,
+            "parent_forward": parent.forward,
+            "__module__": parent.__module__,
+            "__doc__": parent.__doc__,
+        }
         _CLASSES[kind, parent] = type(getattr(kind, "prefix", "") + parent.__name__, (kind, parent), names)
     return _CLASSES[kind, parent]
 

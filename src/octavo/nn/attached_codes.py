@@ -1,8 +1,12 @@
 """Codes attached to a tensor by the operation that computed it, for the layer that reads it.
 
-They belong to one tensor object. Other tensors, such as views and copies, have none, and after a write to the tensor
-its codes are not used. In compiled code this is known at trace time, within one graph. There the result of an RMS norm
-refers to the norm's input, which backward saves anyway: readers make their codes from that, forward and backward.
+They belong to one tensor object. Other tensors, such as views and copies, have none. After a write to its memory, by
+whatever means, the codes are not used: the tensor is sealed (`octavo.nn.seal`), which costs nothing on the GPU. A
+layer's own kernels break the seal by reading, so `renew` seals the tensor again after them; then the next layer finds
+the codes, too.
+
+In compiled code writes are known at trace time, within one graph. There the result of an RMS norm refers to the norm's
+input, which backward saves anyway: readers make their codes from that, forward and backward.
 """
 
 from __future__ import annotations
@@ -19,18 +23,19 @@ from torch import Tensor
 
 from octavo._util.compiler import answer, ask_tracer, traced_version
 from octavo.kernels.quant_spec import QuantSpec
+from octavo.nn.seal import Seal
 from octavo.numerics import Quantized
 
 _NAME, _TRACED, _NORM_SOURCE = "_octavo_offer", "_octavo_traced", "_octavo_normed"
 
 
 class AttachedCodes(NamedTuple):
-    """Codes of one tensor in one version."""
+    """Codes of one tensor with the values that it had."""
 
     quantized: Quantized
     target: QuantSpec
-    version: tuple[int, ...]
-    """`_version` of the tensor."""
+    unwritten: Seal | int
+    """Proof that it still has them; in compiled code its version (`traced_version`)."""
     owner: ReferenceType[Tensor] | None
     """The tensor; None in compiled code."""
 
@@ -53,16 +58,21 @@ class NormSource(NamedTuple):
 
 
 def attach_codes(y: Tensor, quantized: Quantized, target: QuantSpec) -> None:
-    """Attach to y (..., D) the codes (M, D) of its values, M its leading dimensions, made for `target`."""
+    """Attach to y (..., D) the codes (M, D) of its values, M its leading dimensions, made for `target`.
+
+    Nobody else may have a pointer to the memory of y yet (`octavo.nn.seal`). If it cannot be sealed, y has no codes.
+    """
     if torch.compiler.is_compiling():
-        setattr(y, _TRACED, AttachedCodes(quantized, target, _version(y), None))
-    elif not y.is_inference():  # inference tensors have no versions
-        setattr(y, _NAME, AttachedCodes(quantized, target, _version(y), ref(y)))
+        setattr(y, _TRACED, AttachedCodes(quantized, target, traced_version(y), None))
+    elif (seal := Seal.of(y)) is not None:
+        setattr(y, _NAME, AttachedCodes(quantized, target, seal, ref(y)))
 
 
-def _version(x: Tensor) -> tuple[int, ...]:
-    """Return a value that changes if x is written to, or gets other memory. In compiled code, of the version alone."""
-    return (traced_version(x),) if torch.compiler.is_compiling() else (x._version, x.data_ptr())
+def renew(x: Tensor) -> None:
+    """Seal x again after kernels of a layer have read it, which `attached_codes` gave its codes just before."""
+    attached = None if torch.compiler.is_compiling() else getattr(x, _NAME, None)
+    if isinstance(attached, AttachedCodes):
+        attach_codes(x, attached.quantized, attached.target)
 
 
 def attach_norm_source(y: Tensor, x: Tensor, norm: tuple[Tensor, Tensor]) -> None:
@@ -101,12 +111,12 @@ def is_placeholder(x: Tensor) -> bool:
 
 
 def attached_codes(x: Tensor, target: QuantSpec) -> Quantized | None:
-    """Return the codes (M, D) attached to x for this target, or None.
-
-    As everywhere in PyTorch, a write through `x.data` is not seen.
-    """
-    found = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
-    if not isinstance(found, AttachedCodes) or found.target != target:
+    """Return the codes (M, D) attached to x for this target; None if there are none, or x may have been written to."""
+    attached = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
+    if not isinstance(attached, AttachedCodes) or attached.target != target:
         return None
-    is_owner = found.owner is None or found.owner() is x
-    return found.quantized if is_owner and found.version == _version(x) else None
+    if isinstance(attached.unwritten, Seal):
+        is_valid = attached.owner is not None and attached.owner() is x and attached.unwritten.holds(x)
+    else:
+        is_valid = attached.unwritten == traced_version(x)
+    return attached.quantized if is_valid else None

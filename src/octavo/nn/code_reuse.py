@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.quant_spec import spec_of
 from octavo.nn.fused import fusion_groups
 from octavo.nn.grouped import GroupedLinear, quantize_experts
 from octavo.nn.linear import Linear
-from octavo.nn.weight_codes import WeightCodes, quantize_weights
+from octavo.nn.shared import quantize_together
+from octavo.nn.weight_codes import WeightCodes
 
 
 @contextmanager
@@ -45,10 +45,9 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
 
 def _codes_to_reuse(group: Sequence[Linear]) -> WeightCodes | None:
     weights: list[Tensor] = [layer.matrix for layer in group]
-    target = spec_of(group[0].recipe.fprop.weight)
-    plain = _are_plain(weights)
+    rounds_to_nearest = group[0].recipe.fprop.weight.rounding == "nearest"
     same = all(layer.recipe is group[0].recipe for layer in group)
-    return quantize_weights(weights, target) if plain and same and target.rounding == "nearest" else None
+    return quantize_together(group, weights) if _are_plain(weights) and same and rounds_to_nearest else None
 
 
 def _are_plain(weights: Sequence[Tensor]) -> bool:

@@ -39,7 +39,7 @@ from octavo.kernels.product import product
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
-from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention
+from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention, renew
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import autocast_dtype, check_operands, note_dtype
@@ -103,7 +103,7 @@ def linears(
 
     Args:
         weights: (N_i, K) each. Scales are those of the stack (sum of N_i, K).
-        prequantized: x as fprop reads it, (M, K), if the kernel that computed x quantised it too.
+        prequantized: x as fprop reads it, (M, K), if the kernel that computed x quantised it too (`attached_codes`).
         codes: the weights as fprop reads them, if known (`reuse_weight_codes`).
 
     Raises:
@@ -120,6 +120,8 @@ def linears(
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
         *source, *codes_for(weights, codes), *buffers, options, *weights
     )
+    if prequantized is not None:
+        renew(x)
     shaped = [y_MN.reshape(*x.shape[:-1], y_MN.shape[1]) for y_MN in outputs]
     return [y if b is None else y + b.to(y.dtype) for y, b in zip(shaped, biases, strict=True)]
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from octavo._util.compiler import assume_constant_result
+from octavo.kernels.ledger import warn_once
 from octavo.nn.adopted import Adopted, is_taken
 from octavo.nn.calibration_file import check
 from octavo.nn.fp8_weights import values
@@ -36,6 +38,7 @@ class Linear(Adopted, nn.Linear):
     """
 
     parent = nn.Linear
+    parent_forward = nn.Linear.forward
     fields = (
         "recipe", "enabled", "shared", "keeps_input", "scaling_state", "scaling_slot", "reads_codes", "weight_codes",
         "stats_slot",
@@ -87,7 +90,13 @@ class Linear(Adopted, nn.Linear):
         kind.take(module, recipe=recipe, enabled=True, keeps_input=False, **none)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return x W^T + b for x (..., K), in x's dtype, or in autocast's dtype if it is on."""
+        """Return x W^T + b for x (..., K), in x's dtype, or in autocast's dtype if it is on.
+
+        If the parent's `forward` has been replaced since the conversion, that runs.
+        """
+        if type(self).parent.forward is not type(self).parent_forward:
+            _warn_of_patch(type(self).parent.__name__)
+            return super().forward(input)
         if not self.enabled:
             weight = self.matrix  # read once: a parametrization may compute another one each time
             return F.linear(input, values(weight, weight.dtype), self.bias)
@@ -117,6 +126,11 @@ class Linear(Adopted, nn.Linear):
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this layer."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}" + ("" if self.enabled else ", disabled")
+
+
+@assume_constant_result
+def _warn_of_patch(cls: str) -> None:
+    warn_once(f"{cls}.forward has changed since octavo.convert. Layers of this class now run it, in high precision")
 
 
 class TransposedLinear(Linear):

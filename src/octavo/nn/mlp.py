@@ -24,6 +24,7 @@ from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activate, activation_backward
 from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.tape import Result, replay
+from octavo.nn.attached_codes import renew
 from octavo.nn.functional import (
     InputSource,
     Quantizer,
@@ -97,6 +98,8 @@ def mlp(
         options,
         *weights,
     )
+    if prequantized is not None:
+        renew(x)
     return y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
 
 

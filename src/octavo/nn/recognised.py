@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from octavo._util.compiler import assume_constant_result
@@ -20,29 +22,86 @@ from octavo.nn.modules import OF_EVERY_MODULE, full_name, is_position
 class Recognised(Adopted):
     """Mixin for the class of a module that was recognised by what its `forward` computes.
 
-    A new value of one of its attributes, such as its activation or the probability of a dropout in it, may change that:
-    the module's own forward runs from then on. Linear layers may be replaced; each call checks them.
+    A new value of one of its attributes, such as its activation or the probability of a dropout in it, may change that,
+    and so may another function in its class, in those of its children, or in the code that they run: the module's own
+    forward runs from then on. Linear layers may be replaced; each call checks them.
     """
 
-    fields: tuple[str, ...] = ("recognised_with",)
+    fields: tuple[str, ...] = ("recognised_with", "recognised_code")
     recognised_with: tuple[tuple[str, str, Any], ...] = ()
     """(path of a child module, name of an attribute, its value at recognition). `config.dropout` is a name too: that of
     a field of an object or dictionary."""
 
+    recognised_code: Code | None = None
+    """The functions of its forward; None in a module from a file, until its first call."""
+
     @classmethod
     def take(cls, module: nn.Module, **fields: Any) -> None:
-        """Mix this class into that of a module in place, and record the attributes of the module."""
-        found = _settings(module, _names_in_code(module))
+        """Mix this class into that of a module in place, and record the module's attributes and its code."""
+        functions = _functions_of(module)
+        found = _settings(module, _names_in(functions))
         before = tuple(each for each in found if each[1].partition(".")[0] not in cls.fields)
-        super().take(module, recognised_with=before, **fields)
+        super().take(module, recognised_with=before, recognised_code=Code.of(module, functions), **fields)
 
     def is_as_recognised(self) -> bool:
-        """Return whether all recorded attributes have their values still; warn of the first that has not."""
+        """Return whether attributes and code are as they were recorded; warn of the first that is not."""
         for path, name, before in self.recognised_with:
             if not _is_same(_value(self.get_submodule(path), name), before):
                 _warn_of_change(own_class(self).__name__, full_name(path, name))
                 return False
+        if self.recognised_code is None:
+            if torch.compiler.is_compiling():
+                return True
+            self.recognised_code = Code.of(self, _functions_of(self))
+        for owner, name, before in self.recognised_code.parts:
+            if getattr(owner, name, None) is not before:
+                _warn_of_change(owner.__name__, name)
+                return False
         return True
+
+
+class Code:
+    """Functions that the forward of a module runs, and where they were at recognition."""
+
+    parts: tuple[tuple[Any, str, Any], ...]
+    """(class, function or Python module, name of an attribute, its value)."""
+
+    def __init__(self, parts: Iterable[tuple[Any, str, Any]]) -> None:
+        self.parts = tuple(parts)
+
+    @classmethod
+    def of(cls, module: nn.Module, functions: Iterable[FunctionType]) -> Code:
+        """Record the code of a module and its children: of classes what `functions` name, and these themselves."""
+        functions = list(functions)
+        names = _names_in(functions)
+        kinds = dict.fromkeys(_kind_of(part) for part in module.modules())
+        found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        for kind in kinds:
+            own = [name for name in names if not hasattr(nn.Module, name) and not _is_of_torch(kind.__module__)]
+            values = {name: getattr(kind, name, None) for name in ("forward", "__call__", *own)}
+            found |= {(id(kind), name): (kind, name, value) for name, value in values.items() if _is_code(value)}
+        for function in functions:
+            found[id(function), "__code__"] = function, "__code__", function.__code__
+            if (space := sys.modules.get(function.__module__)) is None or vars(space) is not function.__globals__:
+                continue
+            called = {name: value for name in function.__code__.co_names if _is_code(value := vars(space).get(name))}
+            found |= {(id(space), name): (space, name, value) for name, value in called.items()}
+        return cls(found.values())
+
+    def __deepcopy__(self, memo: Any) -> Code:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a file is read where classes may be others
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, FunctionType | property | BuiltinFunctionType | type)
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module before its conversion."""
+    return cast(type[nn.Module], own_class(module).parent) if is_taken(module) else type(module)
 
 
 def _settings(module: nn.Module, named: Collection[str], path: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -97,31 +156,35 @@ def _value(module: nn.Module, name: str) -> Any:
     return value.get(field) if isinstance(value, dict) else getattr(value, field, None)
 
 
-def _names_in_code(module: nn.Module) -> list[str]:
-    """Return the names and strings in the code that the forward of a module may run, its linear layers excluded.
+def _functions_of(module: nn.Module) -> list[FunctionType]:
+    """Return the functions that the forward of a module may run, without those of PyTorch and linear layers.
 
     Followed are methods of its modules and of objects that they hold, functions by their names, and wrapped ones.
     """
     parts = [part for part in module.modules() if not isinstance(part, nn.Linear)]
     held = [value for part in parts for value in vars(part).values()]
-    kinds = [own_class(part).parent if is_taken(part) else type(part) for part in parts]
-    kinds += [type(value) for value in held if not isinstance(value, _ATOMS)]
+    kinds = [_kind_of(part) for part in parts]
+    kinds += [type(value) for value in held if not isinstance(value, (*_ATOMS, Code))]
     classes = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base not in (nn.Module, object))
     waiting: list[Any] = [vars(base).get(entry) for base in classes for entry in ("forward", "__call__")]
     waiting += held
-    functions, names = set[FunctionType](), set[str]()
+    functions: dict[FunctionType, None] = {}
     while waiting:
         function = _unwrapped(waiting.pop())
         if not isinstance(function, FunctionType) or function in functions or _is_of_torch(function.__module__):
             continue
-        functions.add(function)
+        functions[function] = None
         new = set(_names_of(function.__code__))
-        names |= new
         known = [value for name in new if (value := function.__globals__.get(name)) is not None]
         files = [value for value in known if isinstance(value, ModuleType) and not _is_of_torch(value.__name__)]
         waiting += [*known, *_enclosed(function)]
         waiting += [vars(space).get(name) for space in (*files, *classes) for name in new]
-    return sorted(names)
+    return list(functions)
+
+
+def _names_in(functions: Iterable[FunctionType]) -> list[str]:
+    """Return the names and strings in the code of functions."""
+    return sorted({name for function in functions for name in _names_of(function.__code__)})
 
 
 def _unwrapped(value: Any) -> Any:

@@ -13,6 +13,12 @@ The step of an optimizer updates the states of models that it has a parameter of
 because `fully_shard` replaces parameters. An optimizer without a parameter of any model, for example of a prompt before
 frozen layers or of FP32 copies of the weights, updates the states that no other optimizer has updated so far.
 
+A scale of earlier steps is right while it is updated. So scales are forgotten, which makes them unknown, if updates do
+not come: in a copy that no optimizer steps, such as an average of the weights or a teacher, once two steps of others
+have passed (`STEPS_OF_OTHERS`); and in a model whose weights change without an optimizer, or that has run many more
+forwards than between earlier updates. Such a loop calls `octavo.scales(model).update_scales()` after its own updates.
+Compiled code does not count its forwards.
+
 Nothing here waits for the device, and no memory changes its address, as CUDA graphs require. The state is stored beside
 the model, not in its `state_dict`, whose names are the user's.
 """
@@ -34,6 +40,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo._util.dist import in_process_group
 from octavo.errors import CheckpointError
+from octavo.kernels.ledger import warn_once
 from octavo.nn import calibration_file
 from octavo.nn.calibration_file import Calibrated, Provenance
 from octavo.nn.modules import full_name
@@ -50,6 +57,17 @@ class ScalingSlot:
     scale_and_amax: Tensor
     """FP32 (2, 2), a view: [scale, amax] of the input and of grad_output. 16 bytes, so that all slots are aligned:
     compiled code would copy an unaligned input."""
+    forwards: int = 0
+    """Forwards with gradients since the last update, in eager mode."""
+    weight: tuple[int, int] | None = None
+    """The first layer's weight in the last of them, by `id` and version."""
+
+
+STEPS_OF_OTHERS = {False: 2, True: 16}
+"""Steps of other optimizers after which a state is out of date, by whether one has ever held its model: a copy is as
+good as its original until that has stepped twice, and models that are trained in turns may wait longer."""
+FORWARDS = 8
+"""A state is out of date after so many times as many forwards as between two updates, and one more time as many."""
 
 
 class StoredScaleLayer(Protocol):
@@ -81,6 +99,8 @@ class ScalingState:
     """FP32 (length, n), with the largest length of all recipes."""
     is_held: bool
     """Whether an optimizer that has stepped has a parameter of its model: then no other one updates it."""
+    _missed, _most, _is_forgotten = 0, 0, False
+    """Steps of other optimizers since the last update; most forwards of a slot between updates; see `forget`."""
 
     def __init__(self, layers: Mapping[str, StoredScaleLayer], model: nn.Module | None = None) -> None:
         """Create unknown scales, and give each layer its slot; layers that share an input share a slot.
@@ -164,18 +184,60 @@ class ScalingState:
 
         The optimizer's step calls it. Across ranks one all-reduce takes the maximum of the maxima first.
         """
+        self._update()
+
+    def _update(self, are_owned: bool = True) -> None:
+        """See `update_scales`. are_owned: False if tensors not seen may be those of a copy, so that maxima age."""
         # .data: without a new version, see `kernels.quantize_with_scale`
         stored, history = self.scale_and_amax.data, self.history.data
         amax = self._amax_of_all_ranks()
         for (operand, rule), rows in self._rows.items():
             seen, past = amax[rows], history[: rule.length, rows]
             is_new = (seen > 0) & (seen < torch.inf)
-            past = torch.where(is_new, torch.cat([seen[None], past[:-1]]), past)
+            unseen = past if are_owned else torch.cat([torch.zeros_like(past[:1]), past[:-1]])
+            past = torch.where(is_new, torch.cat([seen[None], past[:-1]]), unseen)
             chosen = past.amax(0) if rule.choose == "max" else past[0]
             scale = _scale_of(chosen, operand, rule.margin)
+            before = stored[rows, 0] if are_owned else stored[rows, 0] * (past.amax(0) > 0)
             history[: rule.length, rows] = past
-            stored[rows, 0] = torch.where(is_new, scale, stored[rows, 0])
+            stored[rows, 0] = torch.where(is_new, scale, before)
             stored[:, 1].index_fill_(0, rows, 0.0)  # assigning 0.0 would copy it to the GPU and wait
+        self._most = max(self._most, max(slot.forwards for slot in self._slots))
+        for slot in self._slots:
+            slot.forwards, slot.weight = 0, None
+        self._missed, self._is_forgotten = 0, False
+
+    @torch.no_grad()
+    def forget(self, why: str) -> None:
+        """Make scales of earlier steps unknown until the next update; until then maxima of the tensors give scales."""
+        if self._is_forgotten or not self._rows:
+            return
+        for rows in self._rows.values():
+            self.scale_and_amax.data[:, 0].index_fill_(0, rows, 0.0)
+            self.history.data.index_fill_(1, rows, 0.0)
+        self._is_forgotten = True
+        warn_once(
+            f"scales of earlier steps are out of date: {why}. Until an optimizer of the model steps, each tensor is "
+            "scaled by its own maximum. After an update of your own call octavo.scales(model).update_scales()"
+        )
+
+    def miss_step(self) -> None:
+        """Note that an optimizer has stepped which does not update this state."""
+        self._missed += 1
+        if self._missed >= STEPS_OF_OTHERS[self.is_held]:
+            self.forget("a copy of a model, or a model without an optimizer, has missed the steps of others")
+
+    def note_forward(self, slot: ScalingSlot, layer: StoredScaleLayer) -> None:
+        """Note a forward with gradients of a layer: too many without an update mean that none will come."""
+        if torch.compiler.is_compiling():
+            return
+        slot.forwards += 1
+        now = layer.weight
+        before, slot.weight = slot.weight, (id(now), 0 if now.is_inference() else now._version)
+        if before is not None and before[0] == id(now) and before != slot.weight:
+            self.forget("weights have changed without a step of an optimizer")
+        elif self._most and slot.forwards > FORWARDS * (self._most + 1):
+            self.forget(f"{slot.forwards} forwards have had no step of an optimizer")
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return [scale, amax, *history] of each scale by name, FP32 (2 + length,), as copies on the CPU."""
@@ -321,8 +383,11 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     held = [state for state in states if state.belongs_to(stepped)]
     for state in held:
         state.is_held = True
-    for state in held or [state for state in states if not state.is_held]:
-        state.update_scales()
+    for state in states:
+        if state in held or not (held or state.is_held):
+            state._update(are_owned=state.is_held)
+        else:
+            state.miss_step()
 
 
 register_optimizer_step_post_hook(_stepped)

@@ -5,8 +5,13 @@ the input tensor until their layers are called. A layer that finds no output com
 one node of the autograd graph, so that backward gets the gradients of all outputs at once: they are quantised side by
 side, and dgrad, whose GEMM sums over the layers, and wgrad are one GEMM each.
 
-An output is dropped if x, its weight or the recipe has changed since, as seen by versions and optimizer steps. A write
-through `weight.data` between two calls of one group with the same tensor is not seen.
+An output is dropped if x, its parameters or the recipe has changed since. That x has not been written to is proved
+(`octavo.nn.seal.Unwritten`). Parameters are compared on a CPU. On a GPU their versions and optimizer steps are: a write
+through `weight.data` between two calls of one group with the same tensor is not seen there.
+
+Some tiles of scales span the weights of several layers: a scale per tensor is that of the whole stack. Such a layer has
+the scales of the stack, whichever of its layers are computed: the scale of q does not depend on whether k has a hook,
+is disabled, reverted or has a recipe of its own. So training, evaluation and export compute the same function.
 
 One node means one backward: `q.sum().backward()` followed by `k.sum().backward()` needs `retain_graph=True` in the
 first.
@@ -17,20 +22,27 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._util.compiler import traced_version
+from octavo.errors import UnsupportedError
+from octavo.kernels import ledger
+from octavo.kernels.dispatch import PLAIN
 from octavo.kernels.quant_spec import spec_of
 from octavo.nn.attached_codes import attached_codes
+from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.functional import Quantizer, compute_dtype, linears
+from octavo.nn.seal import Unwritten
 from octavo.nn.telemetry_ops import stats_buffer_of
-from octavo.nn.weight_codes import WeightCodes
+from octavo.nn.weight_codes import WeightCodes, quantize_weights
 from octavo.numerics import Quantized
+from octavo.tensor import is_distributed
 
 if TYPE_CHECKING:
     from octavo.nn.linear import Linear
@@ -39,12 +51,28 @@ if TYPE_CHECKING:
 _NAME = "_octavo_outputs"
 
 
+class PendingOutput(NamedTuple):
+    """The output of a layer that has not been called yet, and what it was computed from."""
+
+    output: Tensor
+    state: tuple[Any, ...]
+    input: Unwritten
+    parameters: Unwritten
+    """On a CPU; elsewhere versions in `state` stand for them."""
+
+    def is_of(self, layer: Linear, x: Tensor) -> bool:
+        """Return whether the layer would compute the same from x now."""
+        if self.state != _state(layer, x):
+            return False
+        return torch.compiler.is_compiling() or (self.input.holds(x) and self.parameters.holds(*_on_cpu(layer)))
+
+
 class Waiting:
     """Outputs of groups for one tensor that no layer has asked for yet. Copies and files of the tensor have none."""
 
     def __init__(self) -> None:
-        self.by_group: dict[SharedInput, dict[int, tuple[Tensor, tuple[Any, ...]]]] = {}
-        """Per group: output, and the state that it was computed in, by the position of its layer."""
+        self.by_group: dict[SharedInput, dict[int, PendingOutput]] = {}
+        """Per group: outputs by the position of their layers."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # `torch.load` accepts this type
@@ -70,6 +98,8 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         self._members: list[weakref.ref[Linear] | None] = [weakref.ref(layer) for layer in layers]
+        self._rows: list[int] | None = [layer.out_features for layer in layers]
+        self._largest: list[Tensor | None] = [None] * len(self._members)
 
     @property
     def layers(self) -> tuple[Linear, ...]:
@@ -90,32 +120,82 @@ class SharedInput:
             self._members[place] = weakref.ref(layer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"places": len(self._members)}
+        return {"rows": self.rows, "largest": self._largest_now()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a group without layers; files of older versions have them."""
-        older = [weakref.ref(layer) for layer in state.get("layers", ())]
-        self._members = [*older] or [None] * state["places"]
+        older = state.get("layers", ())
+        self._rows = state.get("rows")
+        self._members = [weakref.ref(layer) for layer in older] or [None] * len(state["rows"])
+        self._largest = state.get("largest") or [None] * len(self._members)
+
+    @property
+    def rows(self) -> list[int]:
+        """Output features of each layer."""
+        if self._rows is None:  # from a file of an older version, in which the layers come after their group
+            self._rows = [0 if m is None else m.out_features for m in self._at()]
+        return self._rows
+
+    def _largest_now(self) -> list[Tensor | None]:
+        """Return the largest magnitude of each weight, FP32 on the CPU; None if no scale of a stack needs it.
+
+        It stands for a weight that is not copied with the others.
+        """
+        largest = list(self._largest)
+        for place, member in enumerate(self._at()):
+            weight = None if member is None else member._parameters.get("weight")
+            if weight is None or type(weight) not in PLAIN or weight.is_meta or not weight.numel():
+                continue
+            recipe = getattr(member, "recipe", None)
+            if recipe is not None and recipe.fprop.is_fp8 and recipe.fprop.weight.tile.rows is None:
+                largest[place] = weight.detach().abs().amax().float().cpu()
+        return largest
 
     def output(self, layer: Linear, x: Tensor) -> Tensor:
         """Return the output of one layer for x; a call of the first computes those of all.
 
         If a forward pre-hook, or a forward of its own, provides the weight of a layer, as in DeepSpeed's ZeRO-3 and the
-        offloading of accelerate, that layer computes alone. So does every layer for an inference tensor, which has no
-        version.
+        offloading of accelerate, that layer computes alone. So does one whose weight is an inference tensor, which has
+        no version.
+
+        Raises:
+            UnsupportedError: the layer has scales of the stack, and the weight of another layer is not here.
         """
         members = {i: m for i, m in enumerate(self._at()) if m is not None and self._joins(m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
         # None: such a layer, or a copy of a member, such as a replica on another device.
-        if position is None or _has_no_version(x, layer.weight):
+        if position is None or _has_no_version(layer.weight):
             return self._compute([layer], x)[0]
         outputs = self._outputs_on(x)
         if position == next(iter(members)):
-            computed = self._compute(list(members.values()), x)
             outputs.clear()
-            outputs.update({i: (y, _state(m, x)) for (i, m), y in zip(members.items(), computed, strict=True)})
-        y, state = outputs.pop(position, (None, None))
-        return y if y is not None and state == _state(layer, x) else self._compute([layer], x)[0]
+            outputs.update(self._compute_all(members, x))
+        pending = outputs.pop(position, None)
+        if pending is None:
+            return self._compute([layer], x)[0]
+        y = pending.output if pending.is_of(layer, x) else self._compute([layer], x)[0]
+        if not outputs:
+            pending.input.lift()
+        return y
+
+    def _compute_all(self, members: Mapping[int, Linear], x: Tensor) -> dict[int, PendingOutput]:
+        """Return the outputs of these layers, by position, with the proof of what they were computed from."""
+        computed = self._compute(list(members.values()), x)
+        if torch.compiler.is_compiling():
+            return {
+                i: PendingOutput(y, _state(member, x), Unwritten(()), Unwritten(()))
+                for (i, member), y in zip(members.items(), computed, strict=True)
+            }
+        x_now = Unwritten.of(x)
+        if not x_now.is_provable and len(members) > 1:
+            ledger.fall_back(
+                "layers that share an input were computed one by one: a write to the input between them cannot be seen,"
+                f" since {type(x).__name__} {tuple(x.shape)} is not in memory of PyTorch's, or saved tensors have hooks"
+            )
+        return {
+            i: PendingOutput(y, _state(member, x), x_now, Unwritten.of(*_on_cpu(member)))
+            for (i, member), y in zip(members.items(), computed, strict=True)
+        }
 
     def _joins(self, layer: Linear, other: Linear) -> bool:
         """Return whether a layer is computed together with another one of its group."""
@@ -123,7 +203,7 @@ class SharedInput:
             return False
         return layer.enabled and layer.recipe is other.recipe and not brings_weight(layer)
 
-    def _outputs_on(self, x: Tensor) -> dict[int, tuple[Tensor, tuple[Any, ...]]]:
+    def _outputs_on(self, x: Tensor) -> dict[int, PendingOutput]:
         waiting = getattr(x, _NAME, None)
         if not isinstance(waiting, Waiting):
             waiting = Waiting()
@@ -133,7 +213,108 @@ class SharedInput:
         return waiting.by_group.setdefault(self, {})
 
     def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
-        return linears(x, [layer.matrix for layer in layers], [layer.bias for layer in layers], *settings_of(layers, x))
+        quantizer, x_codes, w_codes = settings_of(layers, x)
+        weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
+        if not self.lends_scales(layers):
+            return linears(x, weights, biases, quantizer, x_codes, w_codes)
+        if w_codes is None:
+            w_codes = quantize_together(layers, weights)
+        if w_codes is not None:
+            return linears(x, weights, biases, quantizer, x_codes, w_codes)
+        # A tile of scales spans one of these layers and another: all are computed, with the other's output dropped.
+        stack = self.stack_with(layers, weights)
+        outputs = linears(x, stack, [None] * len(stack), quantizer._replace(stats_buffer=None), x_codes)
+        ys = [outputs[place] for place in self.places_of(layers)]
+        return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
+
+    def lends_scales(self, layers: Sequence[Linear]) -> bool:
+        """Return whether these layers have scales in common with other layers of the group."""
+        recipe = layers[0].recipe
+        if len(layers) == len(self._members) or not recipe.fprop.is_fp8:
+            return False
+        height = recipe.fprop.weight.tile.rows
+        are_whole = height is not None and not any(rows % height for rows in self.rows[:-1])
+        return not are_whole and not has_fp8_weight([layer.weight for layer in layers])
+
+    def stack_with(self, layers: Sequence[Linear], weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights (N_i, K) of all layers of the group, for these layers the given ones.
+
+        Raises:
+            UnsupportedError: one is not here: replaced, not copied, partitioned, offloaded, or on another device.
+        """
+        stack: list[Tensor | None] = [None if m is None else _matrix_of(m).detach() for m in self._at()]
+        for place, weight in zip(self.places_of(layers), weights, strict=True):
+            stack[place] = weight
+        is_by_tensor = layers[0].recipe.fprop.weight.tile.rows is None
+        for place, (rows, part) in enumerate(zip(self.rows, stack, strict=True)):
+            if part is None and is_by_tensor and (row := self._stand_in(place, weights[0])) is not None:
+                stack[place] = row
+                continue
+            if part is None or part.device != weights[0].device or part.shape != (rows, weights[0].shape[1]):
+                where = "gone" if part is None else f"{tuple(part.shape)} on {part.device}"
+                raise UnsupportedError(_absent(layers[0], weights[0], where))
+            if is_distributed(part):
+                raise UnsupportedError(_absent(layers[0], weights[0], "a DTensor"))
+        return cast(list[Tensor], stack)
+
+    def _stand_in(self, place: int, like: Tensor) -> Tensor | None:
+        """Return a row (1, K) that gives a stack the scale that it has with the weight at a place, if that is known."""
+        largest = self._largest[place]
+        return None if largest is None else F.pad(largest.to(like).reshape(1, 1), (0, like.shape[1] - 1))
+
+    def places_of(self, layers: Sequence[Linear]) -> list[int]:
+        """Return the places of layers, or of the layers that they are shallow copies of.
+
+        Raises:
+            UnsupportedError: a copy has another weight.
+        """
+        weights = [None if m is None else m._parameters.get("weight") for m in self._at()]
+        places = [self.place_of(layer) for layer in layers]
+        for i, layer in enumerate(layers):
+            if places[i] is None:
+                mine = layer._parameters.get("weight")
+                places[i] = next((place for place, w in enumerate(weights) if w is not None and w is mine), None)
+            if places[i] is None:
+                raise UnsupportedError(_absent(layer, layer.matrix, "that of the layer which this one is a copy of"))
+        return cast(list[int], places)
+
+
+def quantize_together(layers: Sequence[Linear], weights: Sequence[Tensor]) -> WeightCodes | None:
+    """Return weights as fprop reads them, with the scales of the stack of their group, whatever of it is computed.
+
+    None if a tile of scales spans one of these layers and one that is not among them.
+
+    Args:
+        layers: of one recipe and one group, or one layer.
+        weights: their weights, (N_i, K).
+
+    Raises:
+        UnsupportedError: see `SharedInput.stack_with`.
+    """
+    group, target = layers[0].shared, spec_of(layers[0].recipe.fprop.weight)
+    if group is None or not group.lends_scales(layers):
+        return quantize_weights(weights, target)
+    parts = quantize_weights(group.stack_with(layers, weights), target).parts()
+    if parts is None:
+        return None
+    places = group.places_of(layers)
+    return WeightCodes(tuple([parts[place] for place in places]), tuple([weight.shape[0] for weight in weights]))
+
+
+def _matrix_of(member: nn.Module) -> Tensor:
+    """Return the weight (N, K) of a member, which may have been reverted since: `Conv1D` of transformers has (K, N)."""
+    if isinstance(member, nn.Linear):
+        return cast(Tensor, getattr(member, "matrix", member.weight))
+    return cast(Tensor, member.weight).t()
+
+
+def _absent(layer: Linear, weight: Tensor, which: str) -> str:
+    return (
+        f"a layer with a weight {tuple(weight.shape)} and recipe '{layer.recipe.name}' has scales in common with the "
+        f"layers that read the same input, and a weight of theirs is not here ({which}): it was replaced or "
+        "not copied, or is partitioned or offloaded. Call octavo.convert again, or convert with Policy(fuse=False), or "
+        "take a recipe with a scale per row, such as 'folded'."
+    )
 
 
 def brings_weight(layer: nn.Module) -> bool:
@@ -147,8 +328,15 @@ def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantiz
     first = layers[0]
     recipe, slot = first.recipe, first.scaling_slot
     scales = None if slot is None else slot.scale_and_amax
+    if slot is not None and first.scaling_state is not None and torch.is_grad_enabled():
+        first.scaling_state.note_forward(slot, first)
     quantizer = Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), first.keeps_input)
     return quantizer, attached_codes(x, spec_of(recipe.fprop.input)), first.weight_codes
+
+
+def _on_cpu(layer: Linear) -> list[Tensor]:
+    """Return the parameters of a layer whose values can be compared: plain ones on a CPU."""
+    return [p for p in (layer.weight, layer.bias) if p is not None and p.device.type == "cpu" and type(p) in PLAIN]
 
 
 def _has_no_version(*tensors: Tensor) -> bool:
@@ -173,5 +361,5 @@ def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     if torch.compiler.is_compiling():
         return *modes, *map(traced_version, (x, *parameters))
-    versions = (tensor._version for tensor in (x, *parameters))
+    versions = (parameter._version for parameter in parameters)
     return *modes, _steps, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions

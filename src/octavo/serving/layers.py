@@ -16,6 +16,7 @@ from octavo.nn.experts import ExpertLinear, Experts
 from octavo.nn.fused import fusion_groups
 from octavo.nn.linear import is_adopted, is_transposed
 from octavo.nn.modules import unwrapped_name
+from octavo.nn.shared import quantize_together
 from octavo.nn.weight_codes import quantize_weights, split_rows
 from octavo.numerics import Quantized
 from octavo.recipes import Operand
@@ -119,7 +120,7 @@ def _reason(layer: nn.Module) -> str:
 
 
 def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLayer]:
-    """Yield the layers of a group, quantised together if they are fused."""
+    """Yield the layers of a group, quantised together if they are fused, as in training (`quantize_together`)."""
     recipe = group[0].recipe
     if len(group) > 1 and any(layer.recipe is not recipe for layer in group):
         for layer in group:
@@ -135,7 +136,8 @@ def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLa
             f"export: recipe '{recipe.name}' rounds the weight of '{name}' stochastically in each forward, so that "
             "there are no trained codes. Use the format 'plain', or a recipe that rounds weights to nearest."
         )
-    parts = quantize_weights(weights, target).parts()
+    codes = quantize_together(group, weights)
+    parts = None if codes is None else codes.parts()
     if parts is None:
         raise UnsupportedError(
             f"export: '{name}' is fused with others, and blocks of {target.granularity} span two layers, because their "
