@@ -2,8 +2,8 @@
 
     y[m, n] = (sum over k of a[m, k] b[n, k]) * a_scale[m] * b_scale[n]
 
-Integer sums are exact in any order, so that every device gives the same bits (`reference/gemm.py` has the roundings). On
-a GPU with TMA (Hopper) Octavo's own Triton kernel; on a CPU the reference.
+Integer sums are exact in any order, so that every device gives the same bits (`reference/gemm.py` has the roundings).
+On a GPU with TMA (Hopper) Octavo's own Triton kernel; on a CPU the reference.
 """
 
 from __future__ import annotations

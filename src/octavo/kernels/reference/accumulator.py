@@ -128,8 +128,8 @@ def unsupported_reason(a: Quantized, b: Quantized) -> str | None:
 def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """Return a . b^T as (M, N) of `out_dtype`, for operands with no `unsupported_reason`.
 
-    Sums of INT8 are exact on Hopper too. Scales of tiles along K are applied to each chain in FP32 before it is added: such a GEMM is always slow. Others are
-    applied to the result. Power-of-two scales are exact either way.
+    Sums of INT8 are exact on Hopper too. Scales of tiles along K are applied to each chain in FP32 before it is added:
+    such a GEMM is always slow. Others are applied to the result. Power-of-two scales are exact either way.
     """
     if a.codes.dtype == torch.int8:
         return reference_gemm(a, b, out_dtype)
