@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -19,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.compiler import set_stance
 from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.nn.adopted import is_taken, own_class
@@ -136,7 +136,8 @@ def _as_written() -> Iterator[None]:
             stack.enter_context(_disable_current_modes())  # where all tensors are fake, everything would agree
             for context in (torch.device("cpu"), torch.inference_mode(False), torch.autocast("cpu", enabled=False)):
                 stack.enter_context(context)
-            stack.enter_context(set_stance("force_eager"))
+            if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes a second
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.random.fork_rng([]))
             yield
     finally:
@@ -187,7 +188,7 @@ def _computes_once(probe: nn.Module, formula: Callable[..., Tensor], x: Tensor, 
     if not (differentiates and y.requires_grad):
         return not differentiates
     inputs, dy = [x, *probe.parameters()], torch.randn_like(y)
-    found, wanted = (torch.autograd.grad(out, inputs, dy.to(out.dtype), allow_unused=True) for out in (y, expected))
+    found, wanted = (torch.autograd.grad((out * dy).sum(), inputs, allow_unused=True) for out in (y, expected))
     return all(a is not None and b is not None and _agree(a, b, 1e-4) for a, b in zip(found, wanted, strict=True))
 
 
