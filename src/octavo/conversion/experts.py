@@ -26,7 +26,7 @@ from octavo.kernels.dispatch import architecture, on_gpu
 from octavo.kernels.reference.activation import value
 from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
-from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, Conduct, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
 
 _WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 48, 2
 _IDS, _SORTED = 3, 2
@@ -182,6 +182,8 @@ def _computes(module: nn.Module, forward: Callable[..., Tensor], roles: ExpertRo
         return False
     if not all(gives_mixture([same], widths, 1) for widths in ((width, _HIDDEN), (_WIDTH, hidden))):
         return False
+    if not gives_mixture([drawn], dtype=torch.bfloat16):
+        return False
     if roles.is_sorted:
         return True
     # With one expert per token, all tokens exceed a capacity that they fit in with two. Some modules are for two only.
@@ -196,18 +198,37 @@ def _gives_mixture(
     routings: list[Routing],
     widths: tuple[int, int] = (_WIDTH, _HIDDEN),
     calls: int = CALLS,
+    dtype: torch.dtype = torch.float32,
 ) -> bool:
-    """Return whether a copy of these widths, of tokens and hidden, is a mixture of experts. Each call has a routing."""
+    """Return whether a copy of these widths, of tokens and hidden, is a mixture of experts. Each call has a routing.
+
+    Some modules refuse 16 bits on a CPU, which says nothing.
+    """
     turns = itertools.cycle(routings)
 
     def make(training: bool) -> nn.Module:
-        return _Call(_random_copy(module, roles, training, widths), forward, roles, next(turns))
+        return _Call(_random_copy(module, roles, training, widths), forward, roles, next(turns)).to(dtype)
 
     def draw() -> Tensor:
         scale = torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu").repeat(_TOKENS // 6)
-        return random_tensor(0, _TOKENS, widths[0]) * scale[:, None]
+        return (random_tensor(0, _TOKENS, widths[0]) * scale[:, None]).to(dtype)
 
-    return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), draw, 1e-4, calls)
+    is_exact = dtype == torch.float32
+    return computes(
+        make,
+        lambda probe, x: _formula(cast(_Call, probe), roles, x),
+        draw,
+        1e-4 if is_exact else 5e-2,
+        calls if is_exact else 0,
+        # A loop over experts reads which tokens they have, and multiplies as often as it likes.
+        conduct=Conduct(saved=len(routings[0][0]) * _hidden(roles, widths[1]), reads_values=True),
+        shapes=() if is_exact else ((),),
+    )
+
+
+def _hidden(roles: ExpertRoles, inner: int) -> int:
+    """Return the number of outputs of an expert's first product, given the inputs of its second."""
+    return 2 * inner if roles.is_gated else inner
 
 
 def _random_copy(module: nn.Module, roles: ExpertRoles, training: bool, widths: tuple[int, int]) -> nn.Module:

@@ -217,9 +217,10 @@ def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> 
     """Run the module's forward, with another weight, on rows that eps changes not at all, by half, and very much."""
     eps, width = cast(float, _eps_of(module)), cast(Tensor, module.weight).shape[0]
 
-    def draw() -> Tensor:
+    def draw(*shape: int) -> Tensor:
         rows = torch.tensor([[[1.0], [30.0]], [[eps**0.5], [eps]]], device="cpu", dtype=torch.float32)
-        return (random_tensor(0, 2, 2, width) * rows).to(dtype)
+        x = random_tensor(0, *shape, width) if shape else random_tensor(0, 2, 2, width) * rows
+        return x.to(dtype)
 
     def probe(training: bool) -> nn.Module:
         made = shallow_copy(module, training)
@@ -231,7 +232,7 @@ def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> 
         normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
         return normed * cast(Tensor, probe.weight).double()
 
-    return computes(probe, formula, draw, tolerance)
+    return computes(probe, formula, draw, tolerance, shapes=((0,), (3,), (1, 1)))
 
 
 class _Function(torch.autograd.Function):

@@ -2,9 +2,14 @@
 
 To be replaced by another kernel, a module must compute the formula and nothing else, in training and in evaluation, in
 every call. So a copy runs several times in both modes, each time with another seed. Results must agree, and gradients
-too. A call that draws a random number (LayerDrop, noise, dropout) or changes an attribute (a counter, a cached result)
-is rejected even if its result agrees. State outside the module, such as a global counter, is detected only if it
-affects a result.
+too. What values do not show is compared as well:
+
+- The result is a plain, contiguous tensor of the dtype that the formula's would have, in memory of its own.
+- A call draws no random number (LayerDrop, noise, dropout) and changes no state: attributes of the module and of its
+  class, globals and enclosed variables of its code, and objects that these hold (counters, cached results). It writes
+  to no tensor that it was given, and takes part in no collective.
+- Its operations are those that the caller allows (`Conduct`): it multiplies as often as the formula, in the dtype of
+  the result, and lets backward recompute no more than the formula's replacement does.
 """
 
 from __future__ import annotations
@@ -13,59 +18,116 @@ import copy
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from octavo.nn.adopted import is_taken, own_class
 from octavo.nn.modules import OF_EVERY_MODULE, is_position
-from octavo.nn.recognised import Recognised
+from octavo.nn.recognised import Recognised, enclosed, functions_of, names_in
 
 CALLS = 3
 """Number of calls in each mode."""
-_CONTAINERS = (dict, list, set)
+_CONTAINERS = (dict, list, set, deque)
 _NUMBERS_AND_STRINGS = (bool, int, float, str, type(None))
+_UNCHANGING = {*_NUMBERS_AND_STRINGS, FunctionType, BuiltinFunctionType, ModuleType, type, property}
+"""Types of values without state, or whose state is looked at where code names it."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """What a call of a module may and must do besides returning its result, so that a formula may replace it."""
+
+    products: int | None = None
+    """Largest number of matrix products in forward, all in the dtype of the result: more compute in tiles, or a layer
+    twice. None: any, in any dtype."""
+    saved: int = 0
+    """Least number of elements per row of x that forward saves for backward, beside x and the parameters. A module that
+    saves fewer recomputes or compresses them, and its replacement would need more memory."""
+    reads_values: bool = False
+    """Whether Python may read values of tensors, as a loop over experts does. Otherwise they may decide something."""
 
 
 def computes(
     make: Callable[[bool], nn.Module],
     formula: Callable[..., Tensor],
-    draw: Callable[[], Tensor],
+    draw: Callable[..., Tensor],
     tolerance: float,
     calls: int = CALLS,
+    *,
+    conduct: Conduct | None = None,
+    shapes: Iterable[tuple[int, ...]] = (),
+    autocast: bool = False,
 ) -> bool:
     """Return whether the `forward` of a module is `formula` and nothing else.
 
     Args:
         make: returns a copy of the module (`shallow_copy`), for training or not.
         formula: `formula(copy, x)`, differentiable; a result in FP64 is compared in it.
-        draw: returns x, (..., D). Gradients are compared where |x| <= 10, and in FP32 only.
+        draw: returns x, (..., D), with these leading dimensions if it gets any. Gradients are compared where |x| <= 10,
+            and in FP32 only.
         tolerance: relative to the largest element of a row.
         calls: number of calls in each mode; gradients are compared in the second.
+        conduct: what else a call does; by default, anything that leaves no trace.
+        shapes: other leading dimensions, tried once in each mode. A module may refuse them by an error.
+        autocast: whether the module runs under `torch.autocast` to BF16, which its result then has.
     """
+    conduct = conduct or Conduct()
     with _as_written():
+        trials = [_Trial(draw(), call=call, conduct=conduct, autocast=autocast) for call in range(calls)]
+        trials += [
+            _Trial(x=draw(*shape), call=1, conduct=conduct, autocast=autocast, may_fail=True) for shape in shapes
+        ]
         return all(
-            _computes_once(_moved(make(training), call), formula, draw(), tolerance, call)
-            for training, call in itertools.product((True, False), range(calls))
+            _passes(_moved(make(training), trial.call), formula, trial, tolerance)
+            for training, trial in itertools.product((True, False), trials)
         )
+
+
+class _Trial(NamedTuple):
+    """A call of a copy."""
+
+    x: Tensor
+    call: int
+    """Seed; gradients are compared in call 1."""
+    conduct: Conduct
+    autocast: bool
+    may_fail: bool = False
+    """Whether the module may refuse x. Gradients are not compared then, as those of one row are not exact enough."""
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether forward saves what backward needs."""
+        return self.call == 1 and self.x.dtype == torch.float32 and not self.autocast
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the result."""
+        return torch.bfloat16 if self.autocast else self.x.dtype
 
 
 def is_as_its_class(module: nn.Module) -> bool:
     """Return whether a module does what its class says: `forward` is not patched, and no tensor is a plain attribute.
 
     Writes to such a tensor could not be noticed later. Nor may there be `__slots__`, which copies lack. Linear layers
-    may have both.
+    may have both. A module that prints is not recognised either: its replacement would not, and copies would.
     """
     parts = [each for each in module.modules() if not isinstance(each, nn.Linear)]
     holds_tensors = any(isinstance(value, Tensor) for each in parts for value in vars(each).values())
     has_slots = any(vars(base).get("__slots__") for each in parts for base in type(each).__mro__)
-    return "forward" not in vars(module) and not holds_tensors and not has_slots
+    if "forward" in vars(module) or holds_tensors or has_slots:
+        return False
+    return not any("print" in names_in(function) for function in functions_of(module))
 
 
 def judge_once(judge: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
@@ -130,7 +192,7 @@ def _moved(probe: nn.Module, call: int) -> nn.Module:
 @contextmanager
 def _as_written() -> Iterator[None]:
     """Run modules as they are written, on real tensors on the CPU, and restore the random states at the end."""
-    states = random.getstate(), np.random.get_state()
+    states = random.getstate(), _numpy_state()
     try:
         with ExitStack() as stack:
             stack.enter_context(_disable_current_modes())  # where all tensors are fake, everything would agree
@@ -142,7 +204,8 @@ def _as_written() -> Iterator[None]:
             yield
     finally:
         random.setstate(states[0])
-        np.random.set_state(states[1])
+        if states[1] is not None:
+            sys.modules["numpy.random"].set_state(states[1])
 
 
 def random_tensor(seed: int, *shape: int) -> Tensor:
@@ -166,28 +229,46 @@ def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
     return copied
 
 
-def _computes_once(probe: nn.Module, formula: Callable[..., Tensor], x: Tensor, tolerance: float, call: int) -> bool:
-    differentiates = call == 1 and x.dtype == torch.float32
+def _passes(probe: nn.Module, formula: Callable[..., Tensor], trial: _Trial, tolerance: float) -> bool:
+    x, differentiates = trial.x, trial.differentiates
     if differentiates:
         x = x.clamp(-10, 10).requires_grad_()  # beyond this a user's formula may have infinite gradients
-    torch.default_generator.manual_seed(call)  # `torch.manual_seed` seeds the GPUs, too, whose states are not restored
-    random.seed(call)
-    np.random.seed(call)
-    before = list(_state(probe))
+    _seed(trial.call)
+    functions = functions_of(probe)
+    before, operations = list(_state(probe, functions)), _Operations((x, *probe.parameters()))
     try:
-        with torch.set_grad_enabled(differentiates):
+        with torch.set_grad_enabled(differentiates), _autocast() if trial.autocast else nullcontext(), operations:
             y = type(probe).forward(probe, x)  # without the hooks of `__call__`
     except Exception:  # it needs more than one tensor
-        return False
-    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or list(_state(probe)) != before:
+        return trial.may_fail
+    if not _is_plain(y, x.shape, trial.dtype) or operations.breaks(trial.conduct, y, x, differentiates):
         return False
     with torch.set_grad_enabled(differentiates):
         expected = formula(probe, x)
-    if not _agree(y.detach(), expected.detach(), tolerance):
+    if not _agree(y.detach(), expected.detach(), tolerance) or y.requires_grad != differentiates:
         return False
-    if not (differentiates and y.requires_grad):
-        return not differentiates
-    inputs, dy = [x, *probe.parameters()], torch.randn_like(y)
+    if differentiates and not trial.may_fail and not _gradients_agree(y, expected, [x, *probe.parameters()]):
+        return False
+    return list(_state(probe, functions)) == before
+
+
+def _seed(call: int) -> None:
+    torch.default_generator.manual_seed(call)  # `torch.manual_seed` seeds the GPUs, too, whose states are not restored
+    random.seed(call)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(call)
+
+
+def _is_plain(y: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Return whether y is a contiguous tensor of this shape and dtype, of no subclass, without attributes or hooks."""
+    if type(y) is not Tensor or y.shape != shape or y.dtype != dtype or y.layout != torch.strided:
+        return False
+    return y.is_contiguous() and not vars(y) and not y._backward_hooks
+
+
+def _gradients_agree(y: Tensor, expected: Tensor, inputs: list[Tensor]) -> bool:
+    dy = random_tensor(len(inputs), *y.shape)
+    # Of a sum, as PyTorch imports its compiler to compare the shapes of other gradients.
     found, wanted = (torch.autograd.grad((out * dy).sum(), inputs, allow_unused=True) for out in (y, expected))
     return all(a is not None and b is not None and _agree(a, b, 1e-4) for a, b in zip(found, wanted, strict=True))
 
@@ -197,18 +278,182 @@ def _agree(y: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool(((y.to(expected.dtype) - expected).abs() <= bound).all())
 
 
-def _state(probe: nn.Module) -> Iterator[Any]:
-    """Yield what a call must not change: the random states, and the objects that the modules refer to."""
+@contextmanager
+def _autocast() -> Iterator[None]:
+    """Enable autocast on the CPU, where copies run, and for CUDA, as a region of their code may disable that."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.linear,
+}  # fmt: skip
+_READS = {_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten._assert_async}
+"""Operators by which Python reads values, or that raise if values are not as they should be."""
+
+
+class _Operations(TorchDispatchMode):
+    """What the operators of a call do besides computing its result. Tensors in `held` belong to others."""
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._held = {_address(tensor) for tensor in held} - {0}
+        self._products: list[torch.dtype] = []
+        """Dtype of each product's result."""
+        self._saved: dict[int, Tensor] = {}
+        """Tensors saved for backward, one of each memory."""
+        self._writes, self._reads = False, False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what PyTorch would do otherwise imports its compiler
+
+    def __enter__(self) -> _Operations:
+        self._calls = _Calls()
+        self._around = ExitStack()
+        self._around.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
+        self._around.enter_context(self._calls)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._around.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket in _PRODUCTS:
+            self._products.append(result.dtype)
+        self._reads |= func.overloadpacket in _READS
+        self._writes |= "c10d" in func.namespace
+        if func._schema.is_mutable:
+            named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+            written = [named.get(each.name) for each in func._schema.arguments if each.is_write]
+            self._writes |= any(isinstance(x, Tensor) and _address(x) in self._held for x in written)
+        return result
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach()  # not itself: a result that refers to itself is never freed
+        self._saved.setdefault(_address(kept), kept)
+        return kept
+
+    def breaks(self, conduct: Conduct, y: Tensor, x: Tensor, differentiates: bool) -> bool:
+        """Return whether a call with result y for x did anything that `conduct` excludes."""
+        if self._writes or _address(y) in self._held or (self._reads and not conduct.reads_values):
+            return True
+        if conduct.products is not None:
+            is_tiled = len(self._products) > conduct.products
+            if is_tiled or {*self._products} != {y.dtype} or self._calls.sets_autocast or self._calls.sets_hooks:
+                return True
+        kept = sum(t.untyped_storage().nbytes() for address, t in self._saved.items() if address not in self._held)
+        return differentiates and kept < conduct.saved * x.shape[:-1].numel() * x.itemsize
+
+
+class _Calls(TorchFunctionMode):
+    """Whether a region of the code sets autocast to something else, and whether it sets hooks of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outside, self.sets_autocast, self.sets_hooks = torch.is_autocast_enabled("cuda"), False, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.sets_autocast |= torch.is_autocast_enabled("cuda") != self._outside
+        self.sets_hooks |= func in _HOOKS
+        return func(*args, **(kwargs or {}))
+
+
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return a number of a tensor's memory; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+
+
+def _state(probe: nn.Module, functions: Iterable[FunctionType]) -> Iterator[Any]:
+    """Yield what a call must not change: the random states, and what the modules and their code refer to."""
     yield torch.get_rng_state().numpy().tobytes()
-    _, numbers, *position = np.random.get_state()
-    yield from (random.getstate(), np.asarray(numbers).tobytes(), position)
-    for value in itertools.chain.from_iterable(vars(module).values() for module in probe.modules()):
-        if isinstance(value, torch.Generator):
-            yield value.get_state().numpy().tobytes()
-        elif isinstance(value, random.Random):
-            yield value.getstate()
-        elif isinstance(value, np.random.Generator):
-            yield str(value.bit_generator.state)
-        elif isinstance(value, _CONTAINERS):
-            yield from map(id, itertools.chain(value, value.values() if isinstance(value, dict) else ()))
-        yield id(value)
+    yield random.getstate()
+    if (state := _numpy_state()) is not None:
+        yield from (state[1].tobytes(), state[2:])
+    for value in itertools.chain(_attributes(probe), _variables(functions)):
+        yield from _contents(value)
+
+
+def _attributes(probe: nn.Module) -> Iterator[Any]:
+    """Yield the attributes of modules and of their classes."""
+    for module in probe.modules():
+        yield from vars(module).values()
+    kinds = dict.fromkeys(base for module in probe.modules() for base in type(module).__mro__)
+    for kind in kinds:
+        if not _is_of_libraries(kind.__module__):
+            yield from vars(kind).values()
+
+
+def _variables(functions: Iterable[FunctionType]) -> Iterator[Any]:
+    """Yield the globals that functions name, in modules that these name too, and the variables that they enclose."""
+    for function in functions:
+        names = names_in(function)
+        values = [function.__globals__[name] for name in names if name in function.__globals__]
+        spaces = [v for v in values if isinstance(v, ModuleType | type) and not _is_of_libraries(_home(v))]
+        yield from values
+        yield from (vars(space)[name] for space in spaces for name in names if name in vars(space))
+        yield from enclosed(function)
+
+
+def _home(space: ModuleType | type) -> str:
+    return space.__name__ if isinstance(space, ModuleType) else space.__module__
+
+
+def _is_of_libraries(name: str | None) -> bool:
+    """Return whether a module is of PyTorch or of Python, whose state is not a user's."""
+    top = (name or "").partition(".")[0]
+    return top == "torch" or (top in sys.stdlib_module_names and top != "__main__")
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    """Yield what tells whether an object has changed: itself, and the objects in it."""
+    yield _itself(value)
+    if type(value) in _UNCHANGING:
+        return
+    if isinstance(value, torch.Generator):
+        yield value.get_state().numpy().tobytes()
+    elif isinstance(value, random.Random):
+        yield value.getstate()
+    elif _is_numpy_generator(value):
+        yield str(value.bit_generator.state)
+    elif isinstance(value, itertools.count):
+        yield repr(value)
+    elif isinstance(value, Tensor):
+        yield None if value.is_inference() else value._version
+    elif isinstance(value, _CONTAINERS):
+        yield from map(_itself, itertools.chain(value, value.values() if isinstance(value, dict) else ()))
+    elif not isinstance(value, nn.Module) and not _is_of_libraries(type(value).__module__):
+        yield from map(_itself, getattr(value, "__dict__", {}).values())
+
+
+def _itself(value: Any) -> Any:
+    """Return a number or string, or the address of any other object."""
+    return value if type(value) in _NUMBERS_AND_STRINGS else id(value)
+
+
+def _numpy_state() -> Any:
+    """Return the state of NumPy's random numbers; None if no code can have drawn one, as it takes an import."""
+    if "numpy.random" not in sys.modules:
+        return None
+    return sys.modules["numpy.random"].get_state()
+
+
+def _is_numpy_generator(value: Any) -> bool:
+    return "numpy.random" in sys.modules and isinstance(value, sys.modules["numpy.random"].Generator)

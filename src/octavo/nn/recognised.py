@@ -98,7 +98,12 @@ def _value(module: nn.Module, name: str) -> Any:
 
 
 def _names_in_code(module: nn.Module) -> list[str]:
-    """Return the names and strings in the code that the forward of a module may run, its linear layers excluded.
+    """Return the names and strings in the code that the forward of a module may run, its linear layers excluded."""
+    return sorted({name for function in functions_of(module) for name in names_in(function)})
+
+
+def functions_of(module: nn.Module) -> list[FunctionType]:
+    """Return the functions that the forward of a module may run, those of its linear layers and of PyTorch excluded.
 
     Followed are methods of its modules and of objects that they hold, functions by their names, and wrapped ones.
     """
@@ -109,19 +114,23 @@ def _names_in_code(module: nn.Module) -> list[str]:
     classes = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base not in (nn.Module, object))
     waiting: list[Any] = [vars(base).get(entry) for base in classes for entry in ("forward", "__call__")]
     waiting += held
-    functions, names = set[FunctionType](), set[str]()
+    functions: dict[FunctionType, None] = {}
     while waiting:
         function = _unwrapped(waiting.pop())
         if not isinstance(function, FunctionType) or function in functions or _is_of_torch(function.__module__):
             continue
-        functions.add(function)
-        new = set(_names_of(function.__code__))
-        names |= new
-        known = [value for name in new if (value := function.__globals__.get(name)) is not None]
+        functions[function] = None
+        names = names_in(function)
+        known = [value for name in names if (value := function.__globals__.get(name)) is not None]
         files = [value for value in known if isinstance(value, ModuleType) and not _is_of_torch(value.__name__)]
-        waiting += [*known, *_enclosed(function)]
-        waiting += [vars(space).get(name) for space in (*files, *classes) for name in new]
-    return sorted(names)
+        waiting += [*known, *enclosed(function)]
+        waiting += [vars(space).get(name) for space in (*files, *classes) for name in names]
+    return list(functions)
+
+
+def names_in(function: FunctionType) -> set[str]:
+    """Return the names of globals and attributes, and the strings, in the code of a function."""
+    return set(_names_of(function.__code__))
 
 
 def _unwrapped(value: Any) -> Any:
@@ -133,7 +142,7 @@ def _unwrapped(value: Any) -> Any:
     return value.__func__ if isinstance(value, staticmethod | classmethod | MethodType) else value
 
 
-def _enclosed(function: FunctionType) -> Iterator[Any]:
+def enclosed(function: FunctionType) -> Iterator[Any]:
     """Yield the values that a function has from the functions around it, such as the one that it wraps."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # it has none yet
