@@ -103,7 +103,7 @@ def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> Non
             _adopt(layers[name], recipe)
     for name, roles in plan.experts.items():
         first, second = (plan.recipes.get(full_name(name, product), load("bf16")) for product in (FIRST, SECOND))
-        adopt_experts(model.get_submodule(name), roles, first, second, plan.policy.activation_inputs)
+        adopt_experts(model.get_submodule(name), roles, first, second, plan.policy.saved.activation_inputs)
     for row in plan.layers:
         if row.name not in layers:
             continue
@@ -141,7 +141,7 @@ def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
         layer.keeps_input, layer.shared = keeps_input, shared
     if pattern.kind == "mlp":
         roles = MLPRoles(pattern.activation, pattern.layers[:-1], pattern.layers[-1])
-        fuse(module, roles, plan.policy.activation_inputs)
+        fuse(module, roles, plan.policy.saved.activation_inputs)
 
 
 def revert(model: nn.Module) -> int:

@@ -182,8 +182,6 @@ def _computes(module: nn.Module, forward: Callable[..., Tensor], roles: ExpertRo
         return False
     if not all(gives_mixture([same], widths, 1) for widths in ((width, _HIDDEN), (_WIDTH, hidden))):
         return False
-    if not gives_mixture([drawn], dtype=torch.bfloat16):
-        return False
     if roles.is_sorted:
         return True
     # With one expert per token, all tokens exceed a capacity that they fit in with two. Some modules are for two only.
@@ -198,37 +196,21 @@ def _gives_mixture(
     routings: list[Routing],
     widths: tuple[int, int] = (_WIDTH, _HIDDEN),
     calls: int = CALLS,
-    dtype: torch.dtype = torch.float32,
 ) -> bool:
-    """Return whether a copy of these widths, of tokens and hidden, is a mixture of experts. Each call has a routing.
-
-    Some modules refuse 16 bits on a CPU, which says nothing.
-    """
+    """Return whether a copy of these widths, of tokens and hidden, is a mixture of experts. Each call has a routing."""
     turns = itertools.cycle(routings)
 
     def make(training: bool) -> nn.Module:
-        return _Call(_random_copy(module, roles, training, widths), forward, roles, next(turns)).to(dtype)
+        return _Call(_random_copy(module, roles, training, widths), forward, roles, next(turns))
 
     def draw() -> Tensor:
         scale = torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu").repeat(_TOKENS // 6)
-        return (random_tensor(0, _TOKENS, widths[0]) * scale[:, None]).to(dtype)
+        return random_tensor(0, _TOKENS, widths[0]) * scale[:, None]
 
-    is_exact = dtype == torch.float32
-    return computes(
-        make,
-        lambda probe, x: _formula(cast(_Call, probe), roles, x),
-        draw,
-        1e-4 if is_exact else 5e-2,
-        calls if is_exact else 0,
-        # A loop over experts reads which tokens they have, and multiplies as often as it likes.
-        conduct=Conduct(saved=len(routings[0][0]) * _hidden(roles, widths[1]), reads_values=True),
-        shapes=() if is_exact else ((),),
-    )
-
-
-def _hidden(roles: ExpertRoles, inner: int) -> int:
-    """Return the number of outputs of an expert's first product, given the inputs of its second."""
-    return 2 * inner if roles.is_gated else inner
+    # A loop over experts reads which tokens they have, and multiplies as often as it likes.
+    saved = len(routings[0][0]) * (2 if roles.is_gated else 1) * widths[1]
+    conduct = Conduct(saved=saved, reads_values=True, in_bf16=calls == CALLS)
+    return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), draw, 1e-4, calls, conduct)
 
 
 def _random_copy(module: nn.Module, roles: ExpertRoles, training: bool, widths: tuple[int, int]) -> nn.Module:

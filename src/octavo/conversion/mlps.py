@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -73,46 +73,32 @@ def _possible_roles(layers: dict[str, nn.Linear]) -> Iterator[MLPRoles]:
 def _is_mlp(module: nn.Module, roles: MLPRoles) -> bool:
     """Return whether the forward of a module is the MLP of these roles.
 
-    Its own widths are probed one at a time: that needs little memory and time, and no values of its weights. What
-    computes the formula is then tried in BF16, under autocast, and with inputs of other shapes.
+    Its own widths are probed one at a time: that needs little memory and time, and no values of its weights.
     """
     down = cast(nn.Linear, module.get_submodule(roles.down))
     wide = (down.out_features, _HIDDEN), (_WIDTH, down.in_features)
-    gives_mlp = partial(_gives_mlp, module, roles)
-    return (
-        gives_mlp((_WIDTH, _HIDDEN), 1e-5, CALLS)
-        and all(gives_mlp(widths, 1e-4) for widths in wide)
-        and gives_mlp((_WIDTH, _HIDDEN), 1e-4, 0, shapes=_SHAPES)
-        and gives_mlp((_WIDTH, _HIDDEN), 5e-2, dtype=torch.bfloat16)
-        and gives_mlp((_WIDTH, _HIDDEN), 5e-2, autocast=True)
-    )
+    conduct = Conduct(products=len(roles.inner) + 1, saved=len(roles.inner) * _HIDDEN)
+    everywhere = replace(conduct, shapes=_SHAPES, in_bf16=True, under_autocast=True)
+    is_one = _gives_mlp(module, roles, (_WIDTH, _HIDDEN), 1e-5, CALLS, everywhere)
+    return is_one and all(_gives_mlp(module, roles, widths, 1e-4, 1, conduct) for widths in wide)
 
 
 def _gives_mlp(
-    module: nn.Module,
-    roles: MLPRoles,
-    widths: tuple[int, int],
-    tolerance: float,
-    calls: int = 1,
-    *,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
+    module: nn.Module, roles: MLPRoles, widths: tuple[int, int], tolerance: float, calls: int, conduct: Conduct
 ) -> bool:
     """Return whether a copy of these widths, of x and hidden, computes the MLP. Long sums need a larger tolerance."""
 
     def draw(*shape: int) -> Tensor:
         rows = torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
-        x = random_tensor(0, *shape, widths[0]) if shape else random_tensor(0, 2, 4, widths[0]) * rows
-        return x.to(dtype)
+        return random_tensor(0, *shape, widths[0]) if shape else random_tensor(0, 2, 4, widths[0]) * rows
 
     return computes(
-        lambda training: _random_copy(module, roles, training, widths).to(dtype),
+        lambda training: _random_copy(module, roles, training, widths),
         lambda probe, x: _formula(probe, roles, x),
         draw,
         tolerance,
         calls,
-        conduct=Conduct(products=len(roles.inner) + 1, saved=len(roles.inner) * widths[1]),
-        **options,
+        conduct,
     )
 
 

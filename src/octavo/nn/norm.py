@@ -38,7 +38,7 @@ from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.operands import autocast_dtype
-from octavo.nn.probe import computes, is_as_its_class, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, Conduct, computes, is_as_its_class, random_tensor, shallow_copy
 from octavo.nn.recognised import Recognised
 from octavo.numerics import Quantized
 from octavo.recipes import Precision
@@ -232,7 +232,7 @@ def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> 
         normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
         return normed * cast(Tensor, probe.weight).double()
 
-    return computes(probe, formula, draw, tolerance, shapes=((0,), (3,), (1, 1)))
+    return computes(probe, formula, draw, tolerance, CALLS, Conduct(shapes=((0,), (3,), (1, 1))))
 
 
 class _Function(torch.autograd.Function):

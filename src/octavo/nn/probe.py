@@ -37,6 +37,8 @@ from octavo.nn.recognised import Recognised, enclosed, functions_of, names_in
 
 CALLS = 3
 """Number of calls in each mode."""
+_ROUNDED = 5e-2
+"""Tolerance of results in BF16: some roundings of 2^-9 each."""
 _CONTAINERS = (dict, list, set, deque)
 _NUMBERS_AND_STRINGS = (bool, int, float, str, type(None))
 _UNCHANGING = {*_NUMBERS_AND_STRINGS, FunctionType, BuiltinFunctionType, ModuleType, type, property}
@@ -56,6 +58,12 @@ class Conduct:
     saves fewer recomputes or compresses them, and its replacement would need more memory."""
     reads_values: bool = False
     """Whether Python may read values of tensors, as a loop over experts does. Otherwise they may decide something."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Further leading dimensions of x to try. A module may refuse them by an error."""
+    in_bf16: bool = False
+    """Whether a copy in BF16 is tried too. A module may refuse it on a CPU."""
+    under_autocast: bool = False
+    """Whether a copy is tried under autocast to BF16 too, which its result has then."""
 
 
 def computes(
@@ -64,10 +72,7 @@ def computes(
     draw: Callable[..., Tensor],
     tolerance: float,
     calls: int = CALLS,
-    *,
-    conduct: Conduct | None = None,
-    shapes: Iterable[tuple[int, ...]] = (),
-    autocast: bool = False,
+    conduct: Conduct = Conduct(),
 ) -> bool:
     """Return whether the `forward` of a module is `formula` and nothing else.
 
@@ -79,36 +84,33 @@ def computes(
         tolerance: relative to the largest element of a row.
         calls: number of calls in each mode; gradients are compared in the second.
         conduct: what else a call does; by default, anything that leaves no trace.
-        shapes: other leading dimensions, tried once in each mode. A module may refuse them by an error.
-        autocast: whether the module runs under `torch.autocast` to BF16, which its result then has.
     """
-    conduct = conduct or Conduct()
     with _as_written():
-        trials = [_Trial(draw(), call=call, conduct=conduct, autocast=autocast) for call in range(calls)]
-        trials += [
-            _Trial(x=draw(*shape), call=1, conduct=conduct, autocast=autocast, may_fail=True) for shape in shapes
-        ]
+        trials = [_Trial(draw(), call, tolerance) for call in range(calls)]
+        trials += [_Trial(draw(*shape), 1, tolerance, may_fail=True) for shape in conduct.shapes]
+        trials += [_Trial(draw().bfloat16(), 0, _ROUNDED, may_fail=True)] * conduct.in_bf16
+        trials += [_Trial(draw(), 0, _ROUNDED, autocast=True)] * conduct.under_autocast
         return all(
-            _passes(_moved(make(training), trial.call), formula, trial, tolerance)
+            _passes(_moved(_in_dtype(make(training), trial.x.dtype), trial.call), formula, trial, conduct)
             for training, trial in itertools.product((True, False), trials)
         )
 
 
 class _Trial(NamedTuple):
-    """A call of a copy."""
+    """A call of a copy in the dtype of x."""
 
     x: Tensor
     call: int
     """Seed; gradients are compared in call 1."""
-    conduct: Conduct
-    autocast: bool
+    tolerance: float
+    autocast: bool = False
     may_fail: bool = False
     """Whether the module may refuse x. Gradients are not compared then, as those of one row are not exact enough."""
 
     @property
     def differentiates(self) -> bool:
         """Whether forward saves what backward needs."""
-        return self.call == 1 and self.x.dtype == torch.float32 and not self.autocast
+        return self.call == 1 and self.x.dtype == torch.float32
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,6 +178,16 @@ def _identity(value: Any) -> tuple[type, Any]:
     return type(value), repr(value) if type(value) in _NUMBERS_AND_STRINGS else id(value)
 
 
+def _in_dtype(probe: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy with parameters of a dtype; those in another one are replaced, as the original may share them."""
+    for module in probe.modules():
+        named = module._parameters.items()
+        module._parameters = {
+            name: p if p is None or p.dtype == dtype else nn.Parameter(p.detach().to(dtype)) for name, p in named
+        }
+    return probe
+
+
 def _moved(probe: nn.Module, call: int) -> nn.Module:
     """Return a copy whose modules have their own position in the first call, none in the second, then another one.
 
@@ -229,7 +241,7 @@ def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
     return copied
 
 
-def _passes(probe: nn.Module, formula: Callable[..., Tensor], trial: _Trial, tolerance: float) -> bool:
+def _passes(probe: nn.Module, formula: Callable[..., Tensor], trial: _Trial, conduct: Conduct) -> bool:
     x, differentiates = trial.x, trial.differentiates
     if differentiates:
         x = x.clamp(-10, 10).requires_grad_()  # beyond this a user's formula may have infinite gradients
@@ -241,11 +253,11 @@ def _passes(probe: nn.Module, formula: Callable[..., Tensor], trial: _Trial, tol
             y = type(probe).forward(probe, x)  # without the hooks of `__call__`
     except Exception:  # it needs more than one tensor
         return trial.may_fail
-    if not _is_plain(y, x.shape, trial.dtype) or operations.breaks(trial.conduct, y, x, differentiates):
+    if not _is_plain(y, x.shape, trial.dtype) or operations.breaks(conduct, y, x, differentiates):
         return False
     with torch.set_grad_enabled(differentiates):
         expected = formula(probe, x)
-    if not _agree(y.detach(), expected.detach(), tolerance) or y.requires_grad != differentiates:
+    if not _agree(y.detach(), expected.detach(), trial.tolerance) or y.requires_grad != differentiates:
         return False
     if differentiates and not trial.may_fail and not _gradients_agree(y, expected, [x, *probe.parameters()]):
         return False
