@@ -109,7 +109,7 @@ def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> Non
             continue
         layer = layers[row.name]
         store(layer, row.weight, row.is_fp8)
-        keep(layer.weight, None if row.is_fp8 else row.reason)
+        keep(layer, None if row.is_fp8 else row.reason)
         if isinstance(layer, Linear):
             layer.keeps_input = row.keeps_input
     for pattern in plan.structures:
@@ -166,7 +166,7 @@ def _release(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, and keep the storage of its weight; return how many there were."""
     count = 0
     for layer in layers_of(model).values():
-        keep(layer.weight, None)
+        keep(layer, None)
     for core in model.modules():
         if isinstance(core, ScaledDotProduct):
             core.keep_values()
