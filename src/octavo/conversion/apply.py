@@ -32,6 +32,7 @@ from octavo.nn.fused import FusedMLP, MLPRoles, fuse
 from octavo.nn.linear import is_adopted
 from octavo.nn.modules import full_name
 from octavo.nn.norm import Norm, adopt
+from octavo.nn.operands import LAYERS
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike, load
@@ -101,6 +102,7 @@ def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> Non
     for name, recipe in plan.recipes.items():
         if name in layers:
             _adopt(layers[name], recipe)
+            LAYERS.put(layers[name], name)
     for name, roles in plan.experts.items():
         first, second = (plan.recipes.get(full_name(name, product), load("bf16")) for product in (FIRST, SECOND))
         adopt_experts(model.get_submodule(name), roles, first, second, plan.policy.saved.activation_inputs)
@@ -167,6 +169,7 @@ def _release(model: nn.Module) -> int:
     count = 0
     for layer in layers_of(model).values():
         keep(layer, None)
+        LAYERS.put(layer, None)
     for core in model.modules():
         if isinstance(core, ScaledDotProduct):
             core.keep_values()

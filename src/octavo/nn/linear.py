@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from octavo.errors import ConfigError
 from octavo.nn.adopted import Adopted, is_taken
 from octavo.nn.calibration_file import check
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import linears
+from octavo.nn.operands import layer_of
 from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_state
 from octavo.nn.shared import SharedInput, settings_of
 from octavo.nn.telemetry_ops import StatsSlot
@@ -84,7 +86,13 @@ class Linear(Adopted, nn.Linear):
         kind.take(module, recipe=recipe, enabled=True, keeps_input=False, **none)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return x W^T + b for x (..., K), in x's dtype, or in autocast's dtype if it is on."""
+        """Return x W^T + b for x (..., K), in x's dtype, or in autocast's dtype if it is on.
+
+        Raises:
+            ConfigError: x is no tensor, or its dtype or last dimension does not fit.
+        """
+        if not isinstance(input, Tensor):
+            raise ConfigError(f"{layer_of(self.weight)}a linear layer takes a tensor, got {type(input).__name__}.")
         if not self.enabled:
             weight = self.matrix  # read once: a parametrization may compute another one each time
             return F.linear(input, values(weight, weight.dtype), self.bias)
