@@ -318,9 +318,8 @@ def test_off_is_off_and_act_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_arguments_of_another_type_are_refused(tmp_path: Path, argument: str, value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=f"octavo.Monitor: {argument}: expected .*, got {value!r}".replace("[", "\\[")
-    ):
+    message = rf"octavo.Monitor: {argument}: expected .*, got {re.escape(repr(value))}"
+    with pytest.raises(ConfigError, match=message):
         Monitor(nn.Linear(4, 4), tmp_path / "run", **{argument: value})
     with pytest.raises(ConfigError, match=r"octavo.Monitor: model: expected a torch.nn.Module"):
         Monitor([1], tmp_path / "run")  # type: ignore[arg-type]
