@@ -26,7 +26,8 @@ from octavo.kernels.dispatch import architecture, on_gpu
 from octavo.kernels.reference.activation import value
 from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
-from octavo.nn.probe import CALLS, Conduct, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
+from octavo.nn.side_effects import Conduct
 
 _WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 48, 2
 _IDS, _SORTED = 3, 2

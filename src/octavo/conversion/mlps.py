@@ -19,7 +19,8 @@ from octavo.kernels.activation import KINDS
 from octavo.kernels.reference.activation import value_and_slope
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.modules import full_name
-from octavo.nn.probe import CALLS, Conduct, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
+from octavo.nn.side_effects import Conduct
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
 _SHAPES = (0,), (5,), (1, 1), (2, 3, 2), (1, 4097)

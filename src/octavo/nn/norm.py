@@ -38,8 +38,9 @@ from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.operands import autocast_dtype
-from octavo.nn.probe import CALLS, Conduct, computes, is_as_its_class, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, is_as_its_class, random_tensor, shallow_copy
 from octavo.nn.recognised import Recognised
+from octavo.nn.side_effects import Conduct
 from octavo.numerics import Quantized
 from octavo.recipes import Precision
 

@@ -18,52 +18,25 @@ import copy
 import itertools
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.nn.adopted import is_taken, own_class
 from octavo.nn.modules import OF_EVERY_MODULE, is_position
-from octavo.nn.recognised import Recognised, enclosed, functions_of, names_in
+from octavo.nn.recognised import Recognised, functions_of, names_in
+from octavo.nn.side_effects import CONTAINERS, NUMBERS_AND_STRINGS, Conduct, Operations, numpy_state, state_of
 
 CALLS = 3
 """Number of calls in each mode."""
 _ROUNDED = 5e-2
 """Tolerance of results in BF16: some roundings of 2^-9 each."""
-_CONTAINERS = (dict, list, set, deque)
-_NUMBERS_AND_STRINGS = (bool, int, float, str, type(None))
-_UNCHANGING = {*_NUMBERS_AND_STRINGS, FunctionType, BuiltinFunctionType, ModuleType, type, property}
-"""Types of values without state, or whose state is looked at where code names it."""
+_NO_TRACE = Conduct()
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Conduct:
-    """What a call of a module may and must do besides returning its result, so that a formula may replace it."""
-
-    products: int | None = None
-    """Largest number of matrix products in forward, all in the dtype of the result: more compute in tiles, or a layer
-    twice. None: any, in any dtype."""
-    saved: int = 0
-    """Least number of elements per row of x that forward saves for backward, beside x and the parameters. A module that
-    saves fewer recomputes or compresses them, and its replacement would need more memory."""
-    reads_values: bool = False
-    """Whether Python may read values of tensors, as a loop over experts does. Otherwise they may decide something."""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    """Further leading dimensions of x to try. A module may refuse them by an error."""
-    in_bf16: bool = False
-    """Whether a copy in BF16 is tried too. A module may refuse it on a CPU."""
-    under_autocast: bool = False
-    """Whether a copy is tried under autocast to BF16 too, which its result has then."""
 
 
 def computes(
@@ -72,7 +45,7 @@ def computes(
     draw: Callable[..., Tensor],
     tolerance: float,
     calls: int = CALLS,
-    conduct: Conduct = Conduct(),
+    conduct: Conduct = _NO_TRACE,
 ) -> bool:
     """Return whether the `forward` of a module is `formula` and nothing else.
 
@@ -175,7 +148,7 @@ def _child_key(child: nn.Module | None) -> tuple[Any, ...] | None:
 
 def _identity(value: Any) -> tuple[type, Any]:
     """Return a key of a value: the number or string itself (0.0 is not -0.0), or the address of any other object."""
-    return type(value), repr(value) if type(value) in _NUMBERS_AND_STRINGS else id(value)
+    return type(value), repr(value) if type(value) in NUMBERS_AND_STRINGS else id(value)
 
 
 def _in_dtype(probe: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -204,7 +177,7 @@ def _moved(probe: nn.Module, call: int) -> nn.Module:
 @contextmanager
 def _as_written() -> Iterator[None]:
     """Run modules as they are written, on real tensors on the CPU, and restore the random states at the end."""
-    states = random.getstate(), _numpy_state()
+    states = random.getstate(), numpy_state()
     try:
         with ExitStack() as stack:
             stack.enter_context(_disable_current_modes())  # where all tensors are fake, everything would agree
@@ -232,7 +205,7 @@ def shallow_copy(module: nn.Module, training: bool) -> nn.Module:
     """
     own = own_class(module)
     copied = copy.copy(module) if own is type(module) else own.__new__(own)  # FSDP2's class copies by its arguments
-    held = {name: copy.copy(value) if isinstance(value, _CONTAINERS) else value for name, value in vars(module).items()}
+    held = {name: copy.copy(value) if isinstance(value, CONTAINERS) else value for name, value in vars(module).items()}
     hooks: dict[str, Any] = {name: type(value)() for name, value in vars(module).items() if name.endswith("_hooks")}
     children = {name: child and shallow_copy(child, training) for name, child in module._modules.items()}
     vars(copied).update(held | hooks, training=training, _modules=children, _compiled_call_impl=None)
@@ -247,7 +220,7 @@ def _passes(probe: nn.Module, formula: Callable[..., Tensor], trial: _Trial, con
         x = x.clamp(-10, 10).requires_grad_()  # beyond this a user's formula may have infinite gradients
     _seed(trial.call)
     functions = functions_of(probe)
-    before, operations = list(_state(probe, functions)), _Operations((x, *probe.parameters()))
+    before, operations = list(state_of(probe, functions)), Operations((x, *probe.parameters()))
     try:
         with torch.set_grad_enabled(differentiates), _autocast() if trial.autocast else nullcontext(), operations:
             y = type(probe).forward(probe, x)  # without the hooks of `__call__`
@@ -261,7 +234,7 @@ def _passes(probe: nn.Module, formula: Callable[..., Tensor], trial: _Trial, con
         return False
     if differentiates and not trial.may_fail and not _gradients_agree(y, expected, [x, *probe.parameters()]):
         return False
-    return list(_state(probe, functions)) == before
+    return list(state_of(probe, functions)) == before
 
 
 def _seed(call: int) -> None:
@@ -300,172 +273,3 @@ def _autocast() -> Iterator[None]:
             yield
     finally:
         torch.set_autocast_enabled("cuda", before)
-
-
-_aten = torch.ops.aten
-_PRODUCTS = {
-    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.linear,
-}  # fmt: skip
-_READS = {_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten._assert_async}
-"""Operators by which Python reads values, or that raise if values are not as they should be."""
-
-
-class _Operations(TorchDispatchMode):
-    """What the operators of a call do besides computing its result. Tensors in `held` belong to others."""
-
-    def __init__(self, held: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._held = {_address(tensor) for tensor in held} - {0}
-        self._products: list[torch.dtype] = []
-        """Dtype of each product's result."""
-        self._saved: dict[int, Tensor] = {}
-        """Tensors saved for backward, one of each memory."""
-        self._writes, self._reads = False, False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # what PyTorch would do otherwise imports its compiler
-
-    def __enter__(self) -> _Operations:
-        self._calls = _Calls()
-        self._around = ExitStack()
-        self._around.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
-        self._around.enter_context(self._calls)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._around.close()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func.overloadpacket in _PRODUCTS:
-            self._products.append(result.dtype)
-        self._reads |= func.overloadpacket in _READS
-        self._writes |= "c10d" in func.namespace
-        if func._schema.is_mutable:
-            named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
-            written = [named.get(each.name) for each in func._schema.arguments if each.is_write]
-            self._writes |= any(isinstance(x, Tensor) and _address(x) in self._held for x in written)
-        return result
-
-    def _save(self, tensor: Tensor) -> Tensor:
-        kept = tensor.detach()  # not itself: a result that refers to itself is never freed
-        self._saved.setdefault(_address(kept), kept)
-        return kept
-
-    def breaks(self, conduct: Conduct, y: Tensor, x: Tensor, differentiates: bool) -> bool:
-        """Return whether a call with result y for x did anything that `conduct` excludes."""
-        if self._writes or _address(y) in self._held or (self._reads and not conduct.reads_values):
-            return True
-        if conduct.products is not None:
-            is_tiled = len(self._products) > conduct.products
-            if is_tiled or {*self._products} != {y.dtype} or self._calls.sets_autocast or self._calls.sets_hooks:
-                return True
-        kept = sum(t.untyped_storage().nbytes() for address, t in self._saved.items() if address not in self._held)
-        return differentiates and kept < conduct.saved * x.shape[:-1].numel() * x.itemsize
-
-
-class _Calls(TorchFunctionMode):
-    """Whether a region of the code sets autocast to something else, and whether it sets hooks of gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._outside, self.sets_autocast, self.sets_hooks = torch.is_autocast_enabled("cuda"), False, False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.sets_autocast |= torch.is_autocast_enabled("cuda") != self._outside
-        self.sets_hooks |= func in _HOOKS
-        return func(*args, **(kwargs or {}))
-
-
-_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
-
-
-def _address(tensor: Tensor) -> int:
-    """Return a number of a tensor's memory; 0 if it has none."""
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
-
-
-def _state(probe: nn.Module, functions: Iterable[FunctionType]) -> Iterator[Any]:
-    """Yield what a call must not change: the random states, and what the modules and their code refer to."""
-    yield torch.get_rng_state().numpy().tobytes()
-    yield random.getstate()
-    if (state := _numpy_state()) is not None:
-        yield from (state[1].tobytes(), state[2:])
-    for value in itertools.chain(_attributes(probe), _variables(functions)):
-        yield from _contents(value)
-
-
-def _attributes(probe: nn.Module) -> Iterator[Any]:
-    """Yield the attributes of modules and of their classes."""
-    for module in probe.modules():
-        yield from vars(module).values()
-    kinds = dict.fromkeys(base for module in probe.modules() for base in type(module).__mro__)
-    for kind in kinds:
-        if not _is_of_libraries(kind.__module__):
-            yield from vars(kind).values()
-
-
-def _variables(functions: Iterable[FunctionType]) -> Iterator[Any]:
-    """Yield the globals that functions name, in modules that these name too, and the variables that they enclose."""
-    for function in functions:
-        names = names_in(function)
-        values = [function.__globals__[name] for name in names if name in function.__globals__]
-        spaces = [v for v in values if isinstance(v, ModuleType | type) and not _is_of_libraries(_home(v))]
-        yield from values
-        yield from (vars(space)[name] for space in spaces for name in names if name in vars(space))
-        yield from enclosed(function)
-
-
-def _home(space: ModuleType | type) -> str:
-    return space.__name__ if isinstance(space, ModuleType) else space.__module__
-
-
-def _is_of_libraries(name: str | None) -> bool:
-    """Return whether a module is of PyTorch or of Python, whose state is not a user's."""
-    top = (name or "").partition(".")[0]
-    return top == "torch" or (top in sys.stdlib_module_names and top != "__main__")
-
-
-def _contents(value: Any) -> Iterator[Any]:
-    """Yield what tells whether an object has changed: itself, and the objects in it."""
-    yield _itself(value)
-    if type(value) in _UNCHANGING:
-        return
-    if isinstance(value, torch.Generator):
-        yield value.get_state().numpy().tobytes()
-    elif isinstance(value, random.Random):
-        yield value.getstate()
-    elif _is_numpy_generator(value):
-        yield str(value.bit_generator.state)
-    elif isinstance(value, itertools.count):
-        yield repr(value)
-    elif isinstance(value, Tensor):
-        yield None if value.is_inference() else value._version
-    elif isinstance(value, _CONTAINERS):
-        yield from map(_itself, itertools.chain(value, value.values() if isinstance(value, dict) else ()))
-    elif not isinstance(value, nn.Module) and not _is_of_libraries(type(value).__module__):
-        yield from map(_itself, getattr(value, "__dict__", {}).values())
-
-
-def _itself(value: Any) -> Any:
-    """Return a number or string, or the address of any other object."""
-    return value if type(value) in _NUMBERS_AND_STRINGS else id(value)
-
-
-def _numpy_state() -> Any:
-    """Return the state of NumPy's random numbers; None if no code can have drawn one, as it takes an import."""
-    if "numpy.random" not in sys.modules:
-        return None
-    return sys.modules["numpy.random"].get_state()
-
-
-def _is_numpy_generator(value: Any) -> bool:
-    return "numpy.random" in sys.modules and isinstance(value, sys.modules["numpy.random"].Generator)
