@@ -185,17 +185,17 @@ def block_kept(config: ModelConfig, policy: Policy | None = None, *, compiled: b
     Args:
         compiled: readers of norms recompute their codes from the norm's input, if that is saved in BF16.
     """
-    policy = policy or Policy()
+    saved = (policy or Policy()).saved
     dim, ffn, keys = config.dim, config.ffn_dim, config.head_dim * config.key_value_heads
     by_row, by_tile = CODE * dim + SCALE, {width: CODE * width + SCALE * -(-width // _SIDE) for width in (dim, ffn)}
-    recomputes = compiled and policy.norm_inputs == "bf16"
+    recomputes = compiled and saved.norm_inputs == "bf16"
     return {
-        "inputs of the norms": 2 * ((by_tile[dim] if policy.norm_inputs == "fp8" else BF16 * dim) + SCALE),
-        "codes that layers read": 2 * (SCALE if recomputes else by_row) + by_row * (policy.attention_output == "fp8"),
+        "inputs of the norms": 2 * ((by_tile[dim] if saved.norm_inputs == "fp8" else BF16 * dim) + SCALE),
+        "codes that layers read": 2 * (SCALE if recomputes else by_row) + by_row * (saved.attention_output == "fp8"),
         "queries, keys, values": BF16 * (dim + 2 * keys),
-        "attention's output": 0 if policy.attention_output == "fp8" else BF16 * dim + SCALE,
+        "attention's output": 0 if saved.attention_output == "fp8" else BF16 * dim + SCALE,
         "logsumexp": SCALE * config.heads,
-        "gate and up": 2 * (by_tile[ffn] if policy.activation_inputs == "fp8" else BF16 * ffn),
+        "gate and up": 2 * (by_tile[ffn] if saved.activation_inputs == "fp8" else BF16 * ffn),
         "scale of the hidden activation": SCALE,
     }
 

@@ -147,7 +147,13 @@ def test_state_dict_goes_between_converted_and_plain_models(model):
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    twin.load_state_dict(torch.load(file, weights_only=True))
+    loaded = type(model)()
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    for other in (twin, loaded):
+        assert other.state_dict().keys() == model.state_dict().keys()
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+        convert(other)
+        assert torch.equal(other(TOKENS), model(TOKENS))
 
 
 def test_a_copy_of_a_converted_model_is_converted(model, converted):
@@ -686,3 +692,29 @@ def test_files_in_which_layers_carry_each_other_load(architecture, recipe, monke
 
 def layers_of(state: ScalingState) -> list[object]:
     return [layer for each in state._layers if (layer := each()) is not None]
+
+
+def two_layers():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ModuleDict({"up": nn.Linear(64, 64)}))
+    convert(model)
+    return model
+
+
+def test_an_input_that_does_not_fit_names_the_layer():
+    model = two_layers()
+    for layer in (model[1]["up"], copy.deepcopy(model)[1]["up"], torch.compile(model[1]["up"], backend="eager")):
+        with pytest.raises(ConfigError, match=r"layer '1.up': an input of shape \(3, 32\) cannot be multiplied"):
+            layer(torch.randn(3, 32))
+    with pytest.raises(ConfigError, match=r"layer '1.up': a linear layer takes a tensor, got list"):
+        model[1]["up"]([1, 2, 3])
+    bare = nn.Linear(64, 64)
+    convert(bare)
+    with pytest.raises(ConfigError, match="the model itself: an input of shape"):
+        bare(torch.randn(3, 32))
+    revert(model)
+    assert not [name for name in vars(model[0]) if name.startswith("octavo")]
+
+
+def test_torch_script_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"torch.jit.script cannot compile Linear.*torch.compile.*octavo.revert"):
+        torch.jit.script(two_layers())

@@ -1,6 +1,7 @@
 """`octavo.autocast`: white operators in FP8 by the recipe, all others bit for bit as without it."""
 
 import ast
+import copy
 from pathlib import Path
 
 import pytest
@@ -321,6 +322,47 @@ def test_converted_modules_are_not_seen_and_kept_layers_stay_as_the_plan_says():
     with octavo.autocast() as seen:
         model["lm_head"](x), model["up"](x)
     assert seen.calls == {("linear", ""): 2}
+
+
+def assigned(model):
+    model["lm_head"].weight = nn.Parameter(torch.randn(64, 64))
+    return model
+
+
+def reloaded(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+def emptied(model):
+    return model.to("meta").to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", [copy.deepcopy, reloaded, assigned, emptied])
+def test_layers_that_the_plan_keeps_stay_so_whichever_tensor_is_their_weight(change, compiled):
+    model = nn.ModuleDict({"up": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)})
+    octavo.convert(model)
+    model = change(model)
+    head = torch.compile(model["lm_head"], backend="eager") if compiled else model["lm_head"]
+    with octavo.autocast() as seen:
+        head(torch.ones(4, 64))
+    kept = {("linear", "output head: its error goes straight into the loss"): 1}
+    assert (seen.compiled if compiled else seen.calls) == kept
+    octavo.revert(model)
+    torch.compiler.reset()
+    with octavo.autocast() as seen:
+        model["lm_head"](torch.ones(4, 64))
+    assert seen.calls == {("linear", ""): 1}
+
+
+def test_a_weight_that_is_replaced_inside_a_block_is_kept():
+    model = nn.ModuleDict({"lm_head": nn.Linear(64, 64)})
+    octavo.convert(model)
+    with octavo.autocast() as seen:
+        torch.func.functional_call(model["lm_head"], {"weight": torch.randn(64, 64)}, torch.ones(4, 64))
+        nn.functional.linear(torch.ones(4, 64), model["lm_head"].weight.data)
+    assert seen.calls == {("linear", "output head: its error goes straight into the loss"): 2}
 
 
 def test_what_kernels_multiply_themselves_is_not_seen():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.conversion.experts import find_experts
@@ -164,6 +165,49 @@ class LargestInput(Ungated):
     def forward(self, tokens, experts, scores):
         least = tokens.topk(min(16, tokens.shape[-1]), -1).values[..., -1:]
         return super().forward(torch.where(tokens >= least, tokens, 0), experts, scores)
+
+
+class Checkpointed(Interleaved):
+    """It keeps nothing of its hidden tensors for backward."""
+
+    def forward(self, x, ids, weights):
+        return checkpoint(super().forward, x, ids, weights, use_reentrant=False)
+
+
+class CheckpointedExperts(Interleaved):
+    """One expert at a time."""
+
+    def forward(self, x, ids, weights):
+        def expert(e):
+            t, k = torch.where(ids == e)
+            h = x[t] @ self.up[e]
+            return t, (F.gelu(h[:, ::2]) * h[:, 1::2]) @ self.down[e] * weights[t, k, None]
+
+        y = torch.zeros_like(x)
+        for e in range(4):
+            y = y.index_add(0, *checkpoint(expert, e, use_reentrant=False))
+        return y
+
+
+class Single(Interleaved):
+    """Its result is FP32, whatever x is."""
+
+    def forward(self, x, ids, weights):
+        return super().forward(x, ids, weights).float()
+
+
+TOKENS_SEEN = []
+
+
+class Counting(Interleaved):
+    def forward(self, x, ids, weights):
+        TOKENS_SEEN.append(ids.flatten().bincount().tolist())
+        return super().forward(x, ids, weights)
+
+
+@pytest.mark.parametrize("cls", [Checkpointed, CheckpointedExperts, Single, Counting])
+def test_experts_that_do_something_besides_are_left_alone(cls):
+    assert find_experts(Interleaved()) and not find_experts(cls())
 
 
 def compare(model, converted, run, floor):

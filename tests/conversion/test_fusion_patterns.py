@@ -1,6 +1,7 @@
 """Fused parts in a plan, and carried out; options of a policy that do nothing somewhere."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -277,7 +278,7 @@ def test_an_mlp_that_is_not_computed_as_one(recipe, keep, why):
 
 def test_low_memory_is_every_option_where_the_model_has_what_it_is_for():
     low = Policy(memory="low")
-    assert low == Policy(memory="low", **dict.fromkeys(OPTIONS, "fp8"))
+    assert low.saved == Policy(**dict.fromkeys(OPTIONS, "fp8")).saved
     assert str(make_plan(Llama(CONFIG), policy=low)) == str(
         make_plan(Llama(CONFIG), policy=Policy(**dict.fromkeys(OPTIONS, "fp8")))
     )
@@ -285,6 +286,14 @@ def test_low_memory_is_every_option_where_the_model_has_what_it_is_for():
     assert len(plan.unapplied) == 3
     with pytest.raises(ConfigError, match="memory = 'lowest': it is 'exact' or 'low'"):
         Policy(memory="lowest")
+
+
+def test_what_low_memory_implies_goes_with_it():
+    low = Policy(memory="low")
+    assert replace(low, memory="exact") == Policy() and replace(low, memory="exact", fuse=False).saved == Policy().saved
+    assert replace(Policy(norm_inputs="fp8", memory="low"), memory="exact") == Policy(norm_inputs="fp8")
+    with pytest.raises(ConfigError, match=r"activation_inputs = 'fp8' changes .* fuse = False"):
+        replace(low, fuse=False)
 
 
 def test_nothing_is_said_without_the_options():

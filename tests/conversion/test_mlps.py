@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from user_modules import decorated
 
 from octavo.conversion import convert
@@ -119,10 +120,12 @@ class Casts(Gated):
         return self.down((F.silu(self.gate(x).float()).to(x.dtype)) * self.up(x))
 
 
-class Chunks(Gated):
-    def forward(self, x, chunk=2):
-        parts = [self.down(F.silu(self.gate(part)) * self.up(part)) for part in x.split(chunk)]
-        return torch.cat(parts)
+class Merged(Gated):
+    """Fewer products than the formula has."""
+
+    def forward(self, x):
+        gate, up = F.linear(x, torch.cat((self.gate.weight, self.up.weight))).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
 
 
 class Decorated(Gated):
@@ -131,7 +134,7 @@ class Decorated(Gated):
         return super().forward(hidden_states)
 
 
-@pytest.mark.parametrize("cls", [UpFirst, ByHand, Modules, Swapped, Casts, Chunks, Decorated])
+@pytest.mark.parametrize("cls", [UpFirst, ByHand, Modules, Swapped, Casts, Merged, Decorated])
 def test_neither_does_the_way_it_is_written(cls):
     inner = ("up", "gate") if cls is Swapped else ("gate", "up")
     assert find_mlp(cls()) == MLPRoles("silu", inner, "down")
@@ -482,6 +485,349 @@ NOT = [
 @pytest.mark.parametrize("cls", NOT)
 def test_what_computes_something_else(cls, training):
     assert find_mlp(cls().train(training)) is None
+
+
+# Values, gradients and attributes of these are those of an MLP; what else they do would be lost.
+
+
+class Checkpointed(Gated):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CheckpointedByReentering(Gated):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+class CheckpointedTiles(Checkpointed):
+    """A single tile, for small inputs."""
+
+    def forward(self, x):
+        return torch.cat([super(CheckpointedTiles, self).forward(tile) for tile in x.split(64, dim=-2)], dim=-2)
+
+
+class CheckpointedIfLong(Gated):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False) if x.numel() > 4096 else super().forward(x)
+
+
+class Compresses(Gated):
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.bfloat16, Tensor.float):
+            return super().forward(x)
+
+
+class Offloads(Gated):
+    def forward(self, x):
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x)
+
+
+class Tiles(Gated):
+    """A long hidden tensor never exists as a whole."""
+
+    def forward(self, x):
+        return torch.cat([super(Tiles, self).forward(tile) for tile in x.split(1024, dim=-2)], dim=-2)
+
+
+class Chunks(Gated):
+    def forward(self, x, chunk=2):
+        parts = [self.down(F.silu(self.gate(part)) * self.up(part)) for part in x.split(chunk)]
+        return torch.cat(parts)
+
+
+class CallsUpTwice(Gated):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * (self.up(x) + self.up(x)) / 2)
+
+
+class Single(Gated):
+    """FP32 for whatever reads it, as a loss does."""
+
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+class SingleUnderAutocast(Gated):
+    def forward(self, x):
+        return super().forward(x).to(x.dtype)
+
+
+class ComputesInSingle(Gated):
+    def forward(self, x):
+        gate, up = (F.linear(x.float(), layer.weight.float()) for layer in (self.gate, self.up))
+        return F.linear(F.silu(gate) * up, self.down.weight.float()).to(x.dtype)
+
+
+class WithoutAutocast(Gated):
+    device = "cpu"
+
+    def forward(self, x):
+        with torch.autocast(self.device, enabled=False):
+            return super().forward(x.float()).to(self.down.weight.dtype)
+
+
+class WithoutAutocastOfGPUs(WithoutAutocast):
+    device = "cuda"
+
+    def forward(self, x):
+        with torch.autocast(self.device, enabled=False):
+            return Gated.forward(self, x)
+
+
+class Autocasts(Gated):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).to(x.dtype)
+
+
+class ClampsHalf(Gated):
+    """In 16 bits only."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.dtype == torch.float32 else y.clamp(-1, 1)
+
+
+class OtherWithoutBatch(Gated):
+    def forward(self, x):
+        return super().forward(x) if x.dim() > 2 else super().forward(x) * 2
+
+
+class OtherForOneToken(Gated):
+    def forward(self, x):
+        return super().forward(x) * (1 if x.shape[:-1].numel() > 1 else 2)
+
+
+class OtherIfEmpty(Gated):
+    def forward(self, x):
+        return super().forward(x) if x.numel() else x.new_zeros(1, x.shape[-1])
+
+
+class Transposed(Gated):
+    """The layout of its result is another one."""
+
+    def forward(self, x):
+        return super().forward(x).mT.contiguous().mT
+
+
+class Marked(Tensor):
+    pass
+
+
+class OfASubclass(Gated):
+    def forward(self, x):
+        return super().forward(x).as_subclass(Marked)
+
+
+class SaysSomething(Gated):
+    """By an attribute of its result, as parallel layers do."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        y.is_partial = True
+        return y
+
+
+class ClipsGradients(Gated):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda dy: dy.clamp(-1e4, 1e4))
+        return y
+
+
+class ClipsHiddenGradients(Gated):
+    def forward(self, x):
+        h = F.silu(self.gate(x)) * self.up(x)
+        if h.requires_grad:
+            h.register_hook(lambda dh: dh.clamp(-1e4, 1e4))
+        return self.down(h)
+
+
+class KeepsAGradient(Gated):
+    def start(self):
+        self.seen = {}
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda dy: self.seen.update(dy=dy))
+        return y
+
+
+class ChangesItsInput(Gated):
+    def forward(self, x):
+        with torch.no_grad():
+            x.mul_(2).div_(2)
+        return super().forward(x)
+
+
+class IntoItsInput(Gated):
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            return super().forward(x)
+        return x.copy_(super().forward(x))
+
+
+class ClampsWeights(Gated):
+    """Those of its copies are within the bounds."""
+
+    def forward(self, x):
+        self.down.weight.data.clamp_(-100, 100)
+        return super().forward(x)
+
+
+class StopsAtNaN(Gated):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.isnan().any():
+            raise FloatingPointError
+        return y
+
+
+class Prints(Gated):
+    def forward(self, x):
+        print("an MLP of", x.shape)
+        return super().forward(x)
+
+
+def say(x):
+    print(x.shape)
+
+
+class PrintsInAFunction(Gated):
+    def forward(self, x):
+        say(x)
+        return super().forward(x)
+
+
+CALLS, SEEN, ALL, NUMBERED = {"calls": 0}, [], torch.zeros(()), itertools.count()
+TOTAL = 0
+
+
+class CountsInAGlobal(Gated):
+    def forward(self, x):
+        CALLS["calls"] += 1
+        return super().forward(x)
+
+
+class CountsGlobally(Gated):
+    def forward(self, x):
+        global TOTAL
+        TOTAL += x.shape[0]
+        return super().forward(x)
+
+
+class CollectsGlobally(Gated):
+    def forward(self, x):
+        SEEN.append(x.shape)
+        return super().forward(x)
+
+
+class SumsGlobally(Gated):
+    def forward(self, x):
+        ALL.add_(x.shape[0])
+        return super().forward(x)
+
+
+class Numbers(Gated):
+    def forward(self, x):
+        next(NUMBERED)
+        return super().forward(x)
+
+
+class CountsInItsClass(Gated):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x)
+
+
+class Statistics:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class CountsInAnObject(Gated):
+    def start(self):
+        self.statistics = Statistics()
+
+    def forward(self, x):
+        self.statistics.calls += 1
+        return super().forward(x)
+
+
+def counting(forward):
+    calls = 0
+
+    def wrapper(self, x):
+        nonlocal calls
+        calls += 1
+        return forward(self, x)
+
+    return wrapper
+
+
+class CountsInAClosure(Gated):
+    forward = counting(Gated.forward)
+
+
+BESIDES = [
+    Checkpointed, CheckpointedByReentering, CheckpointedTiles, CheckpointedIfLong, Compresses, Offloads, Tiles, Chunks,
+    CallsUpTwice, Single, SingleUnderAutocast, ComputesInSingle, WithoutAutocast, WithoutAutocastOfGPUs, Autocasts,
+    ClampsHalf, OtherWithoutBatch, OtherForOneToken, OtherIfEmpty, Transposed, OfASubclass, SaysSomething,
+    ClipsGradients, ClipsHiddenGradients, KeepsAGradient, ChangesItsInput, IntoItsInput, ClampsWeights, StopsAtNaN,
+    Prints, PrintsInAFunction, CountsInAGlobal, CountsGlobally, CollectsGlobally, SumsGlobally, Numbers,
+    CountsInItsClass, CountsInAnObject, CountsInAClosure,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", BESIDES)
+def test_what_does_something_besides(cls, capsys):
+    assert find_mlp(cls()) is None
+    assert capsys.readouterr().out == ""
+
+
+class RefusesTwoDimensions(Gated):
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        return super().forward(x.view(-1, width)).view(batch, tokens, width)
+
+
+def test_a_shape_that_a_module_refuses_says_nothing():
+    assert find_mlp(RefusesTwoDimensions()) == MLPRoles("silu", ("gate", "up"), "down")
+
+
+def test_layers_of_different_dtypes():
+    """As the last one of T5 stays in FP32, whose result is then FP32."""
+    module = Gated().bfloat16()
+    module.down.float()
+    assert find_mlp(module) is None
+    model = nn.ModuleList([Gated().bfloat16(), module])
+    assert list(find_mlps(model)) == ["0"]
+
+
+def saved_bytes(module: nn.Module, x: Tensor) -> int:
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(x)
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("cls", [Checkpointed, CheckpointedTiles, Single, SingleUnderAutocast])
+def test_converted_modules_keep_their_dtype_and_save_no_more(cls):
+    module, x = cls().bfloat16(), torch.randn(2, 256, WIDTH).bfloat16()
+    before, dtype = saved_bytes(module, x.requires_grad_()), module(x).dtype
+    convert(module)
+    assert module(x).dtype == dtype and saved_bytes(module, x) <= before
 
 
 def test_biases_of_the_inner_layers():

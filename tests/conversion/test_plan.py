@@ -1,6 +1,7 @@
 """A plan says what each layer will do and why, and changes nothing."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from octavo.kernels.devices import GPUS, H200, architecture_of
 from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
 from octavo.models import ModelConfig, build
 from octavo.recipes import load
+from octavo.tensor import FP8Tensor
 
 ROUTER = "router: a small error sends a token to another expert"
 HEAD = "output head: its error goes straight into the loss"
@@ -240,8 +242,12 @@ def test_rule_7_the_plan_says_what_falls_back_and_converting_refuses_it():
 @pytest.mark.usefixtures("hopper")
 def test_rule_7_without_fallbacks_nothing_is_refused(model):
     for name in ("folded", "rowwise", "tensorwise", "block", "bf16"):
-        refuse_reference(make_plan(nn.Linear(4096, 4096), name, device="cuda"))
-    refuse_reference(make_plan(model, "block"))  # a CPU has nothing faster
+        plan = make_plan(nn.Linear(4096, 4096), name, device="cuda")
+        refuse_reference(plan)
+        assert plan.fp8_layers == (name != "bf16") and "reference" not in plan.layers[0].kernels
+    plan = make_plan(model, "block")
+    refuse_reference(plan)  # a CPU has nothing faster
+    assert plan.device == "cpu" and plan.fp8_layers == 4
 
 
 def test_a_plan_for_a_gpu_that_is_not_here():
@@ -418,6 +424,17 @@ def test_the_fast_path_of_pytorchs_encoder_is_said_in_the_plan_and_at_conversion
         assert planner.FAST_PATH not in make_plan(other).notes
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_fast_path_of_pytorchs_encoder_reads_the_values_of_fp8_weights(norm_first):
+    make = partial(nn.TransformerEncoderLayer, 64, 4, 128, batch_first=True, norm_first=norm_first)
+    encoder, plain, x = make().eval(), make().eval(), torch.randn(2, 8, 64)
+    convert(encoder, policy=Policy(weights="fp8"))
+    values = {name: w.dequantize() if isinstance(w, FP8Tensor) else w for name, w in encoder.state_dict().items()}
+    plain.load_state_dict(values)
+    with torch.no_grad():
+        assert isinstance(encoder.linear1.weight, FP8Tensor) and torch.equal(encoder(x), plain(x))
+
+
 class OwnAttention(nn.TransformerEncoderLayer):
     def __init__(self):
         super().__init__(64, 4, 128, batch_first=True)
@@ -445,3 +462,19 @@ def test_weights_in_fp32_on_a_gpu_are_said_in_the_plan(monkeypatch):
     notes = make_plan(two_layers(), policy=policy, device="cuda").notes
     assert len(notes) == 1 and notes[0].startswith("Weights are torch.float32. Without autocast FP8 layers return FP32")
     assert make_plan(two_layers(), policy=policy, device="cpu").notes == ()
+
+
+@pytest.mark.parametrize("tokens", ["8k", True, 0.5, 0, None])
+def test_tokens_are_a_number_of_tokens(tokens):
+    with pytest.raises(ConfigError, match=f"tokens = {tokens!r}: expected the number of tokens"):
+        make_plan(nn.Linear(64, 64), tokens=tokens)
+
+
+def test_a_name_is_no_model():
+    with pytest.raises(ConfigError, match=r"got 'meta-llama/Llama-3'.*from_pretrained.*`octavo plan config.json`"):
+        convert("meta-llama/Llama-3")
+
+
+def test_a_bare_layer_is_the_model_itself():
+    plan = make_plan(nn.Linear(64, 64))
+    assert str(plan).splitlines()[1].startswith("the model itself  64 x 64") and plan.layers[0].name == ""

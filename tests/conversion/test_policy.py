@@ -381,3 +381,43 @@ def test_a_lazy_layer_has_to_run_first(call):
         call(model)
     model(torch.randn(2, 64))
     assert call(model).fp8_layers == 2
+
+
+WRONG = {
+    "keep_defaults": ("no", "keep_defaults: expected bool, got 'no'"),
+    "min_gain": ("x", "min_gain: expected float, got 'x'"),
+    "min_features": (1.5, "min_features: expected int, got 1.5"),
+    "convolutions": (1, "convolutions: expected bool, got 1"),
+    "fuse": (None, "fuse: expected bool, got None"),
+    "keep": ("*.up", r"keep = '\*.up': it is a list"),
+    "requantise": ("*.wo", r"requantise = '\*.wo': it is a list of patterns, \['\*.wo'\]\."),
+    "bf16_blocks": ((1, "x"), "bf16_blocks = .*two counts"),
+    "filter": ("*.up", "filter = .*a function of"),
+    "weights": ("fp9", "Did you mean 'fp8'"),
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_values_of_another_type_are_refused(option):
+    value, message = WRONG[option]
+    with pytest.raises(ConfigError, match=message):
+        Policy(**{option: value})
+
+
+@pytest.mark.parametrize(
+    "test", [lambda module, name: True, lambda m, fqn: True, lambda layer: True, lambda: True, lambda a, b, c: True]
+)
+def test_a_filter_with_other_arguments_is_refused(test):
+    with pytest.raises(ConfigError, match=r"filter .*full name first"):
+        Policy(filter=test)
+
+
+@pytest.mark.parametrize("test", [lambda name, module: True, lambda *_: True, lambda n, m, more=1: True, max])
+def test_a_filter_of_a_name_and_a_layer_is_taken(test):
+    assert Policy(filter=test).filter is test
+
+
+def test_a_filter_that_fails_is_named():
+    policy = Policy(filter=lambda a, b: a.in_features > 32)
+    with pytest.raises(ConfigError, match=r"filter failed for '0' .*'str' object has no attribute.*full name first"):
+        make_plan(nn.Sequential(nn.Linear(64, 64)), policy=policy)

@@ -27,3 +27,15 @@ class Attention(nn.Module):
         k = self.norm(self.k(x))
         v = self.v(x)
         return self.o(q.view(x.shape) + k + v)
+
+
+class MLP(nn.Module):
+    """As Llama's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 96, bias=False), nn.Linear(WIDTH, 96, bias=False)
+        self.down_proj = nn.Linear(96, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))

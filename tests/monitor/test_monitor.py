@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,19 @@ def test_off_is_off_and_act_is_refused() -> None:
     assert said == []
     with pytest.raises(ConfigError, match=r"To act, use octavo\.guard\.Loop"):
         MonitorAlarms(GuardConfig(mode="act"), [], said.append)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("telemetry", "yes"), ("telemetry", True), ("trackers", "wandb"), ("config", [1]), ("plan", "folded"),
+        ("resume_from", "3"), ("resume_from", True), ("resume_from", -1), ("guard", "watch"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_type_are_refused(tmp_path: Path, argument: str, value: Any) -> None:
+    message = rf"octavo.Monitor: {argument}: expected .*, got {re.escape(repr(value))}"
+    with pytest.raises(ConfigError, match=message):
+        Monitor(nn.Linear(4, 4), tmp_path / "run", **{argument: value})
+    with pytest.raises(ConfigError, match=r"octavo.Monitor: model: expected a torch.nn.Module"):
+        Monitor([1], tmp_path / "run")  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()

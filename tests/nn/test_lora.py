@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import io
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import octavo
 from octavo.errors import ConfigError
@@ -197,6 +201,93 @@ def test_a_loss_that_reads_a_weight_with_an_update_is_refused(weights: str | Non
     merge_lora(model)
     expected = nn.functional.cross_entropy(x @ values(head.weight, torch.float32).t(), targets)
     torch.testing.assert_close(linear_cross_entropy(x, head.weight, targets), expected)
+
+
+def reload(model: nn.Module) -> nn.Module:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+def swap(model: nn.Module) -> nn.Module:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def move(model: nn.Module) -> nn.Module:
+    return model.to("meta").to_empty(device="cpu")
+
+
+def assign(model: nn.Module) -> nn.Module:
+    head = model.get_submodule("0")
+    head.weight = nn.Parameter(torch.randn(80, 64), requires_grad=False)
+    return model
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+OTHER_TENSORS = [copy.deepcopy, reload, swap, move, assign, pickled]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", OTHER_TENSORS)
+def test_a_weight_is_refused_whichever_tensor_it_is(change: Callable[[nn.Module], nn.Module], compiled: bool) -> None:
+    model, x, targets = nn.Sequential(nn.Linear(64, 80, bias=False)), torch.randn(6, 64), torch.arange(6)
+    add_lora(model, 4, 8.0)
+    before = model.get_parameter("0.weight")
+    model = change(model)
+    head = model.get_submodule("0")
+    loss = (lambda x, t: linear_cross_entropy(x, head.weight, t)) if compiled else None  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="only a call of the layer adds"):
+        torch.compile(loss, backend="eager")(x, targets) if loss else linear_cross_entropy(x, head.weight, targets)  # type: ignore[arg-type]
+    merge_lora(model)
+    linear_cross_entropy(x, model.get_parameter("0.weight"), targets)
+    if change in (reload, assign):  # no layer reads it any more
+        linear_cross_entropy(x, before, targets)
+
+
+@pytest.mark.parametrize("view", [Tensor.detach, lambda w: w.data, lambda w: w.t().t(), lambda w: w[:40]])
+def test_a_view_of_such_a_weight_is_refused(view: Callable[[Tensor], Tensor]) -> None:
+    head = nn.Linear(64, 80, bias=False)
+    add_lora(nn.Sequential(head), 4, 8.0)
+    with pytest.raises(ConfigError, match="only a call of the layer adds"):
+        linear_cross_entropy(torch.randn(6, 64), view(head.weight), torch.arange(6))
+
+
+def test_a_weight_that_is_called_with_others_is_refused() -> None:
+    head, weight = nn.Linear(64, 80, bias=False), torch.randn(80, 64)
+    add_lora(nn.Sequential(head), 4, 8.0)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return linear_cross_entropy(x, self.head.weight, torch.arange(6))
+
+    with pytest.raises(ConfigError, match="only a call of the layer adds"):
+        torch.func.functional_call(Loss(), {"head.weight": weight}, torch.randn(6, 64))
+
+
+def test_notes_keep_no_layer_alive() -> None:
+    head = nn.Linear(64, 80, bias=False)
+    add_lora(nn.Sequential(head), 4, 8.0)
+    gone = weakref.ref(head.weight)
+    gc.disable()
+    try:
+        del head
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_compiled_code_refuses_such_a_loss_too() -> None:

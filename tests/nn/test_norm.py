@@ -449,8 +449,36 @@ class StoppingTheStatistics(Llama):
         return self.weight * x * torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
+class OtherWithoutBatch(Llama):
+    def forward(self, x):
+        return self.weight * self.normed(x) * (1 if x.dim() > 2 else 2)
+
+
+class StopsAtNaN(Llama):
+    def forward(self, x):
+        assert not x.isnan().any()
+        return self.weight * self.normed(x)
+
+
+class ChangesItsInput(Llama):
+    def forward(self, x):
+        with torch.no_grad():
+            x.mul_(2).div_(2)
+        return self.weight * self.normed(x)
+
+
+NORMS = {"calls": 0}
+
+
+class CountingInAGlobal(Llama):
+    def forward(self, x):
+        NORMS["calls"] += 1
+        return self.weight * self.normed(x)
+
+
 REFUSED = [OneMore, Centred, EpsOutside, AlongAnother, AlwaysFP32, Dropping, TwoResults, TwoInputs]
 REFUSED += [WithBias, WithChild, WithoutEps, DroppingInTraining, Counting, StoppingTheStatistics]
+REFUSED += [OtherWithoutBatch, StopsAtNaN, ChangesItsInput, CountingInAGlobal]
 
 
 @pytest.mark.parametrize("cls", REFUSED)

@@ -1,7 +1,11 @@
 """Comparison of a module with a formula: agreement in results, gradients and everything else that a call does."""
 
+import os
 import random
+import subprocess
+import sys
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +88,29 @@ def test_generators_of_gpus_are_not_seeded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     torch.manual_seed(0)
     assert is_doubled(Doubled()) and seeded == [0]
+
+
+CONVERT = """
+import sys, torch
+from torch import nn
+before = set(sys.modules)
+import octavo
+from user_modules import MLP
+octavo.convert(model := nn.Sequential(MLP(), nn.RMSNorm(64)))
+added = set(sys.modules) - before
+assert type(model[0]).__name__ == "FusedMLP"
+print(len(before), len(added), "|", *added)
+"""
+
+
+def test_convert_imports_neither_the_compiler_nor_much_else():
+    """Each of these takes longer to import than all of Octavo."""
+    paths = os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1] / "conversion")))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", CONVERT], env=environment, capture_output=True, text=True, check=True)
+    *_, before, added = done.stdout.split("|")[0].split()
+    assert int(added) < 0.15 * int(before)
+    assert not {"torch._dynamo", "sympy", "triton", "numpy.random"} & set(done.stdout.split("|")[1].split())
 
 
 def test_results_in_bf16_are_compared_with_exact_ones():

@@ -434,3 +434,28 @@ def test_same_codes_on_a_gpu_through_inductor(fmt, granularity, scaling):
 def test_every_boundary_on_a_gpu(fmt):
     x = torch.from_numpy(with_neighbours(boundaries(fmt)))
     assert_same_codes(uint8(to_codes(x.cuda(), fmt).cpu()), uint8(to_codes(x, fmt)), fmt)
+
+
+def test_formats_and_granularities_by_name():
+    x = torch.randn(4, 256)
+    named, object_ = quantize(x, "e5m2", "1x128"), quantize(x, E5M2, TILE_1x128)
+    assert torch.equal(named.codes.float(), object_.codes.float()) and torch.equal(named.scale, object_.scale)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("e3m4",), r"unknown format 'e3m4'\. Did you mean"),
+        (("e4m3", "rows"), r"unknown granularity 'rows'\. Did you mean 'row'"),
+        (("e4m3", "row", "fp32"), "unknown scaling 'fp32'"),
+        (("e4m3", "row", "float32", "stochastics"), r"unknown rounding 'stochastics'\. Did you mean 'stochastic'"),
+    ],
+)
+def test_names_that_are_unknown(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        quantize(torch.randn(4, 4), *arguments)
+
+
+def test_a_list_is_no_matrix():
+    with pytest.raises(ConfigError, match="takes a matrix as a tensor, got list"):
+        quantize([[1.0]])

@@ -354,3 +354,12 @@ def test_names_of_the_guides_stand_for_a_preset(alias, name, gradients, granular
 def test_an_alias_is_suggested():
     with pytest.raises(ConfigError, match="Did you mean 'hybrid'"):
         load("hybrd")
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"), [("rowwise_with_gw_hp", "rowwise_bf16_wgrad"), ("MXFP8BlockScaling", "mxfp8")]
+)
+def test_names_of_other_libraries(name, preset):
+    with pytest.raises(ConfigError, match=f"unknown recipe '{name}'.*'{name}' is '{preset}' here"):
+        load(name)
+    assert load(preset).name == preset

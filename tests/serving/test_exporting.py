@@ -276,6 +276,19 @@ def test_a_tied_head_is_written_once(make_llama, tmp_path):
     assert "lm_head.weight" not in tensors and config["tie_word_embeddings"] is True
 
 
+def test_layers_that_no_format_stores_are_named(tmp_path):
+    """Those of GPT-2 are in FP8, but stored as (K, N)."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=128, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ConfigError, match="no linear layer is in FP8"):
+        export(model, tmp_path / "out")
+    octavo.convert(model)
+    message = r"in FP8, but .* its 4 layers, such as 'transformer.h.0.attn.c_attn': .*\(K, N\).*'plain'"
+    with pytest.raises(UnsupportedError, match=message):
+        export(model, tmp_path / "out")
+
+
 def test_other_models_and_formats_are_refused(make_llama, tmp_path):
     with pytest.raises(ConfigError, match=r"'fp9' is not one of .* Did you mean 'fp8'\?"):
         export(make_llama(), tmp_path / "out", "fp9")

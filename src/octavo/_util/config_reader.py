@@ -41,6 +41,15 @@ def read(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"{where}: {error}") from error
 
 
+def check(hint: Any, value: Any, where: str) -> Any:
+    """Return a value as a type hint says, an integer as a float if it says so.
+
+    Raises:
+        ConfigError: it is of another type, or not finite; the message begins with `where`.
+    """
+    return _value(hint, value, where)
+
+
 def _read(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where}: expected a table of settings, got {shown(mapping)}.")

@@ -34,6 +34,7 @@ from octavo.nn.fused import FusedMLP, MLPRoles, fuse
 from octavo.nn.linear import is_adopted
 from octavo.nn.modules import full_name
 from octavo.nn.norm import Norm, adopt
+from octavo.nn.operands import LAYERS
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
 from octavo.recipes import Recipe, RecipeLike, load
@@ -103,15 +104,16 @@ def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> Non
     for name, recipe in plan.recipes.items():
         if name in layers:
             _adopt(layers[name], recipe)
+            LAYERS.put(layers[name], name)
     for name, roles in plan.experts.items():
         first, second = (plan.recipes.get(full_name(name, product), load("bf16")) for product in (FIRST, SECOND))
-        adopt_experts(model.get_submodule(name), roles, first, second, plan.policy.activation_inputs)
+        adopt_experts(model.get_submodule(name), roles, first, second, plan.policy.saved.activation_inputs)
     for row in plan.layers:
         if row.name not in layers:
             continue
         layer = layers[row.name]
         store(layer, row.weight, row.is_fp8)
-        keep(layer.weight, None if row.is_fp8 else row.reason)
+        keep(layer, None if row.is_fp8 else row.reason)
         if isinstance(layer, Linear):
             layer.keeps_input = row.keeps_input
     for pattern in plan.structures:
@@ -145,7 +147,7 @@ def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
         layer.keeps_input, layer.shared = keeps_input, shared
     if pattern.kind == "mlp":
         roles = MLPRoles(pattern.activation, pattern.layers[:-1], pattern.layers[-1])
-        fuse(module, roles, plan.policy.activation_inputs)
+        fuse(module, roles, plan.policy.saved.activation_inputs)
 
 
 def revert(model: nn.Module) -> int:
@@ -170,7 +172,8 @@ def _release(model: nn.Module) -> int:
     """Turn every FP8 layer back into PyTorch's, and keep the storage of its weight; return how many there were."""
     count = 0
     for layer in layers_of(model).values():
-        keep(layer.weight, None)
+        keep(layer, None)
+        LAYERS.put(layer, None)
     for core in model.modules():
         if isinstance(core, ScaledDotProduct):
             core.keep_values()

@@ -29,11 +29,13 @@ from octavo.kernels.devices import Rates
 from octavo.kernels.dispatch import rates
 from octavo.nn.functional import compute_dtype
 from octavo.nn.operands import autocast_dtype
+from octavo.nn.weight_notes import WeightNotes
 from octavo.recipes import RecipeLike, load
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = (Tensor, nn.Parameter)
-_KEPT = "octavo_keeps"
+_KEPT = WeightNotes("octavo_keeps")
+"""Notes on weights that every block leaves in high precision: the reasons."""
 
 
 class autocast(TorchFunctionMode):
@@ -114,7 +116,7 @@ class autocast(TorchFunctionMode):
         """Return why a product stays unchanged, or None. The text has no numbers: a compiler may make them symbolic."""
         if not self.recipe.is_fp8:
             return "the recipe says bf16"
-        return getattr(product.weight, _KEPT, None) or _no_operands(product) or self._too_small(product)
+        return _kept_reason(product) or _no_operands(product) or self._too_small(product)
 
     def _too_small(self, product: MatmulCall) -> str | None:
         rules, device = self.operators, product.tensors[0].device
@@ -150,12 +152,14 @@ def _read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulCal
         return "called with arguments of another form"
 
 
-def keep(weight: Tensor, reason: str | None) -> None:
-    """Mark a weight that every block leaves in high precision, for this reason; None removes the mark."""
-    if reason is not None:
-        setattr(weight, _KEPT, reason)
-    elif hasattr(weight, _KEPT):
-        delattr(weight, _KEPT)
+def keep(layer: nn.Module, reason: str | None) -> None:
+    """Let every block leave a layer's weight in high precision, for this reason; None ends that."""
+    _KEPT.put(layer, reason)
+
+
+def _kept_reason(product: MatmulCall) -> str | None:
+    operands = product.tensors if product.weight is None else (product.weight, *product.tensors)
+    return next(filter(None, map(_KEPT.of, operands)), None)
 
 
 def _no_operands(product: MatmulCall) -> str | None:

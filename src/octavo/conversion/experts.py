@@ -27,6 +27,7 @@ from octavo.kernels.reference.activation import value
 from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
 from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
+from octavo.nn.side_effects import Conduct
 
 _WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 48, 2
 _IDS, _SORTED = 3, 2
@@ -207,7 +208,10 @@ def _gives_mixture(
         scale = torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu").repeat(_TOKENS // 6)
         return random_tensor(0, _TOKENS, widths[0]) * scale[:, None]
 
-    return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), draw, 1e-4, calls)
+    # A loop over experts reads which tokens they have, and multiplies as often as it likes.
+    saved = len(routings[0][0]) * (2 if roles.is_gated else 1) * widths[1]
+    conduct = Conduct(saved=saved, reads_values=True, in_bf16=calls == CALLS)
+    return computes(make, lambda probe, x: _formula(cast(_Call, probe), roles, x), draw, 1e-4, calls, conduct)
 
 
 def _random_copy(module: nn.Module, roles: ExpertRoles, training: bool, widths: tuple[int, int]) -> nn.Module:

@@ -80,6 +80,7 @@ def find_patterns(
         keep_input: full names of the layers that save their input unchanged.
     """
     found: list[FusionPattern | _Unapplied] = []
+    saved = policy.saved
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
     targets = [spec_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
     makes_codes = any(norm_unsupported_reason(target) is None for target in targets)
@@ -87,12 +88,12 @@ def find_patterns(
     for name, module in model.named_modules():
         if is_norm(module):
             if _width(module) in widths:
-                found.append(FusionPattern(name=name, kind="norm", makes_codes=makes_codes, saved=policy.norm_inputs))
+                found.append(FusionPattern(name=name, kind="norm", makes_codes=makes_codes, saved=saved.norm_inputs))
         elif isinstance(module, ScaledDotProduct):
-            if policy.attention_output == "fp8":
+            if saved.attention_output == "fp8":
                 found.append(_attention(name, module, recipes, keep_input))
         else:
-            found += _of_layers(name, module, recipes, mlps.get(name), policy.activation_inputs)
+            found += _of_layers(name, module, recipes, mlps.get(name), saved.activation_inputs)
     patterns = [each for each in found if isinstance(each, FusionPattern)]
     unapplied = [each for each in found if isinstance(each, _Unapplied)]
     return patterns, list(_without_effect(policy, {pattern.kind for pattern in patterns}, unapplied))
@@ -101,7 +102,7 @@ def find_patterns(
 def _without_effect(policy: Policy, kinds: Collection[str], unapplied: Sequence[_Unapplied]) -> Iterator[str]:
     """Yield a line per place in which an option of the policy does nothing. kinds: of the patterns found."""
     for option, kind in zip(SAVED, ("mlp", "norm", "attention"), strict=True):
-        if getattr(policy, option) != "fp8":
+        if getattr(policy.saved, option) != "fp8":
             continue
         places = [f" in {each.reason}" for each in unapplied if each.option == option]
         nowhere = [] if places or kind in kinds else [_NOTHING[option]]

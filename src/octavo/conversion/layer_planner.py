@@ -167,7 +167,7 @@ class LayerPlanner:
 
     def _without_second_copies(self, rows: list[LayerPlan]) -> list[LayerPlan]:
         """Let layers that read attention's output quantise it again in backward: attention saves that tensor anyway."""
-        if not self.policy.fuse or self.policy.attention_output == "fp8":
+        if not self.policy.fuse or self.policy.saved.attention_output == "fp8":
             return rows
         cores = {name: core for name, core in self.model.named_modules() if isinstance(core, ScaledDotProduct)}
         readers = {reader_of(name, core) for name, core in cores.items()}

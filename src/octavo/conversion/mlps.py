@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -19,22 +20,36 @@ from octavo.kernels.reference.activation import value_and_slope
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.modules import full_name
 from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
+from octavo.nn.side_effects import Conduct
 
 _WIDTH, _HIDDEN = 8, 24  # of the layers in a copy
+_SHAPES = (0,), (5,), (1, 1), (2, 3, 2), (1, 4097)
+"""Leading dimensions of further inputs: no token, one token, more than a tile, and one, two and three of them."""
 
 
 def find_mlps(model: nn.Module) -> dict[str, MLPRoles]:
     """Return the roles of the children of each MLP in a model, by the MLP's full name."""
-    roles_of = judge_once(find_mlp)
-    return {name: roles for name, module in model.named_modules() if (roles := roles_of(module)) is not None}
+    roles_of = judge_once(_find_mlp)
+    candidates = {name: module for name, module in model.named_modules() if _has_one_dtype(module)}
+    return {name: roles for name, module in candidates.items() if (roles := roles_of(module)) is not None}
 
 
 def find_mlp(module: nn.Module) -> MLPRoles | None:
     """Return the roles of the children of a module whose `forward` is an MLP, or None for any other module.
 
     It is one if its children are two or three linear layers, nothing else in it has tensors, and it computes the
-    formula and nothing else, for small and for large inputs (`octavo.nn.probe`).
+    formula and nothing else, for small and for large inputs (`octavo.nn.probe`). With layers of different dtypes, the
+    dtypes of its intermediate results are a choice of its own.
     """
+    return _find_mlp(module) if _has_one_dtype(module) else None
+
+
+def _has_one_dtype(module: nn.Module) -> bool:
+    layers = [child for child in module.children() if isinstance(child, nn.Linear)]
+    return len({layer.weight.dtype for layer in layers}) == 1
+
+
+def _find_mlp(module: nn.Module) -> MLPRoles | None:
     layers = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     if len(layers) not in (2, 3) or any(name.rpartition(".")[0] not in layers for name, _ in tensors):
@@ -63,16 +78,20 @@ def _is_mlp(module: nn.Module, roles: MLPRoles) -> bool:
     """
     down = cast(nn.Linear, module.get_submodule(roles.down))
     wide = (down.out_features, _HIDDEN), (_WIDTH, down.in_features)
-    is_one = _gives_mlp(module, roles, (_WIDTH, _HIDDEN), 1e-5, CALLS)
-    return is_one and all(_gives_mlp(module, roles, widths, 1e-4, 1) for widths in wide)
+    conduct = Conduct(products=len(roles.inner) + 1, saved=len(roles.inner) * _HIDDEN)
+    everywhere = replace(conduct, shapes=_SHAPES, in_bf16=True, under_autocast=True)
+    is_one = _gives_mlp(module, roles, (_WIDTH, _HIDDEN), 1e-5, CALLS, everywhere)
+    return is_one and all(_gives_mlp(module, roles, widths, 1e-4, 1, conduct) for widths in wide)
 
 
-def _gives_mlp(module: nn.Module, roles: MLPRoles, widths: tuple[int, int], tolerance: float, calls: int) -> bool:
+def _gives_mlp(
+    module: nn.Module, roles: MLPRoles, widths: tuple[int, int], tolerance: float, calls: int, conduct: Conduct
+) -> bool:
     """Return whether a copy of these widths, of x and hidden, computes the MLP. Long sums need a larger tolerance."""
 
-    def draw() -> Tensor:
+    def draw(*shape: int) -> Tensor:
         rows = torch.tensor([1e-2, 1.0, 1.0, 1e3], device="cpu", dtype=torch.float32)[:, None]
-        return random_tensor(0, 2, 4, widths[0]) * rows
+        return random_tensor(0, *shape, widths[0]) if shape else random_tensor(0, 2, 4, widths[0]) * rows
 
     return computes(
         lambda training: _random_copy(module, roles, training, widths),
@@ -80,6 +99,7 @@ def _gives_mlp(module: nn.Module, roles: MLPRoles, widths: tuple[int, int], tole
         draw,
         tolerance,
         calls,
+        conduct,
     )
 
 

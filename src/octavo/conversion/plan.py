@@ -162,7 +162,7 @@ def _together(patterns: tuple[FusionPattern, ...]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for pattern in patterns:
         groups.setdefault((_starred(pattern.name), pattern.what), []).append(pattern.name)
-    names = {key: _counted(key[0], found) or "the model itself" for key, found in groups.items()}
+    names = {key: _counted(key[0], found) for key, found in groups.items()}
     return [f"{names[key]}: {key[1]}" for key in groups]
 
 
@@ -172,7 +172,7 @@ def _starred(name: str) -> str:
 
 
 def _counted(pattern: str, names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
+    return names[0] or "the model itself" if len(names) == 1 else f"{pattern} ({len(names)})"
 
 
 def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -116,7 +117,12 @@ def _with_fprop_in_fp8(recipes: Mapping[str, Recipe], in_fp8: Mapping[str, str])
     return {name: (changed[id(own)] or own) if name in in_fp8 else own for name, own in recipes.items()}
 
 
-def _check_arguments(model: object, policy: object, tokens: int) -> None:
+def _check_arguments(model: object, policy: object, tokens: object) -> None:
+    if isinstance(model, str | Path):
+        raise ConfigError(
+            f"model: expected a torch.nn.Module, got {str(model)!r}. A model of Hugging Face is loaded by "
+            "transformers' from_pretrained first; `octavo plan config.json` plans it from its configuration alone."
+        )
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     if not isinstance(policy, Policy | None):
@@ -128,8 +134,8 @@ def _check_arguments(model: object, policy: object, tokens: int) -> None:
                 f"{name} has no shape yet: its module is a {owner}, which finds it in its first forward. Run the model "
                 "on one batch first, then convert it."
             )
-    if tokens < 1:
-        raise ConfigError(f"tokens = {tokens}: expected the number of tokens of one forward, at least 1.")
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"tokens = {tokens!r}: expected the number of tokens of one forward, at least 1.")
 
 
 def _with_patterns(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles]) -> Plan:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
+from octavo._util import config_reader
 from octavo._util.terminal import quantity
 from octavo.conversion.blocks import unwrapped_class
 from octavo.conversion.experts import FoundExperts
@@ -30,6 +32,8 @@ HEAD = "output head: its error goes straight into the loss"
 TOO_SMALL, NO_FP8 = "too small to gain", "the recipe says bf16"
 """Starts of the reasons of layers that another recipe might convert."""
 _ROUTER = "router: a small error sends a token to another expert"
+_FILTERED = "left out by the policy's filter"
+_FILTER = "(name, module), the full name first, and returns whether to convert the layer"
 _GROUPED = 16
 """Grouped FP8 GEMMs take features that are multiples of this."""
 
@@ -52,8 +56,19 @@ DEFAULTS = MappingProxyType(
 )
 """Name patterns of layers that stay in BF16 unless a policy says otherwise, and why."""
 
-SAVED = ("activation_inputs", "norm_inputs", "attention_output")
+
+class SavedFormats(NamedTuple):
+    """Formats of the tensors that are saved for backward, by the options of the policy that choose them."""
+
+    activation_inputs: Precision = "bf16"
+    norm_inputs: Precision = "bf16"
+    attention_output: Precision = "bf16"
+
+
+SAVED = SavedFormats._fields
 """Options that choose the format of a tensor saved for backward."""
+_TYPES = {"keep_defaults": bool, "min_features": int, "min_gain": float, "convolutions": bool, "fuse": bool}
+"""Options that are a number or a boolean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +93,7 @@ class Policy:
     """Whether layers that share an input, MLPs and norms are computed together if they are recognised."""
     memory: Literal["exact", "low"] = "exact"
     """Tensors that layers save for backward. `exact`: none twice, and FP8 codes where they change no gradient. `low`:
-    FP8 wherever possible; sets the next three options to `fp8`."""
+    FP8 wherever possible, as with the next three options at `fp8` (`saved`)."""
     activation_inputs: Precision = "bf16"
     """Format in which fused MLPs save the inputs of their activation, the outputs of gate and up, for backward. They
     are about half of a Llama's saved activations: `fp8` halves those, and backward reads fewer bytes. The forward pass
@@ -108,28 +123,35 @@ class Policy:
     """A further test, (name, layer) -> whether to convert it."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.keep, str):
-            raise ConfigError(f"policy: keep = {self.keep!r}: it is a list of patterns, [{self.keep!r}], or a mapping.")
+        for name, kind in _TYPES.items():
+            config_reader.check(kind, getattr(self, name), f"policy: {name}")
+        for name in ("keep", "requantise"):
+            if isinstance(given := getattr(self, name), str):
+                also = ", or a mapping" if name == "keep" else ""
+                raise ConfigError(f"policy: {name} = {given!r}: it is a list of patterns, [{given!r}]{also}.")
         if self.memory not in ("exact", "low"):
             raise ConfigError(f"memory = {self.memory!r}: it is 'exact' or 'low'.")
         for name in SAVED:
-            if self.memory == "low":
-                object.__setattr__(self, name, "fp8")
             if (given := getattr(self, name)) not in (known := get_args(Precision)):
                 raise ConfigError(f"{name} = {given!r}: it is {' or '.join(map(repr, sorted(known)))}.")
-            if given != "bf16" and not self.fuse:
+        for name, precision in self.saved._asdict().items():
+            if precision != "bf16" and not self.fuse:
                 raise ConfigError(
-                    f"{name} = {given!r} changes what MLPs, norms or attention keep, and fuse = False leaves all of "
-                    "those alone. Leave one of the two out."
+                    f"{name} = {precision!r} changes what MLPs, norms or attention keep, and fuse = False leaves all "
+                    "of those alone. Leave one of the two out."
                 )
         if self.weights not in get_args(Weights):
             near = did_you_mean(str(self.weights), get_args(Weights))
             raise ConfigError(f"weights = {self.weights!r}: it is 'unchanged' or 'fp8'.{near}")
-        if len(self.bf16_blocks) != 2 or min(self.bf16_blocks) < 0:
-            raise ConfigError(
-                f"bf16_blocks = {self.bf16_blocks!r}: it is two counts, of blocks at the start and at the end of the "
-                "model, such as (1, 1)."
-            )
+        _check_blocks(self.bf16_blocks)
+        _check_filter(self.filter)
+
+    @property
+    def saved(self) -> SavedFormats:
+        """Formats of the tensors saved for backward: with `memory="low"` all are `fp8`."""
+        if self.memory == "low":
+            return SavedFormats("fp8", "fp8", "fp8")
+        return SavedFormats(self.activation_inputs, self.norm_inputs, self.attention_output)
 
     def blocks_to_keep(self, model: nn.Module) -> dict[str, str]:
         """Return the blocks that stay in BF16, full name -> reason, if `bf16_blocks` asks for any.
@@ -198,9 +220,7 @@ class Policy:
             return f"its weight is an {kind}, a tensor of another library: quantised already, for example"
         if weight.dtype not in REAL:
             return f"its weight is {weight.dtype}, no real floating-point number"
-        if self.filter is not None and not self.filter(name, layer):
-            return "left out by the policy's filter"
-        return None
+        return None if self._takes(name, layer) else _FILTERED
 
     def reason_to_keep_experts(self, name: str, module: nn.Module, found: FoundExperts) -> str | None:
         """Return why a module of experts stays in BF16, or None."""
@@ -216,7 +236,16 @@ class Policy:
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if not dtypes <= set(REAL):
             return f"its weights are {dtypes}, no real floating-point numbers"
-        return None if self.filter is None or self.filter(name, module) else "left out by the policy's filter"
+        return None if self._takes(name, module) else _FILTERED
+
+    def _takes(self, name: str, module: nn.Module) -> bool:
+        """Return whether the filter takes a layer."""
+        try:
+            return self.filter is None or bool(self.filter(name, module))
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"policy: filter failed for '{name}' ({type(error).__name__}: {error}). It takes {_FILTER}."
+            ) from error
 
     def _pattern_reason(self, name: str, in_mlp: bool = False) -> str | None:
         for pattern, reason in self.patterns.items():
@@ -265,6 +294,40 @@ class Policy:
         if min(layer.in_channels, layer.out_channels) < self.min_features:
             return f"fewer than {self.min_features} channels"
         return None
+
+
+def _check_blocks(blocks: tuple[int, int]) -> None:
+    is_pair = isinstance(blocks, Sequence) and len(blocks) == 2 and all(type(count) is int for count in blocks)
+    if not is_pair or min(blocks) < 0:
+        raise ConfigError(
+            f"bf16_blocks = {blocks!r}: it is two counts, of blocks at the start and at the end of the model, such as "
+            "(1, 1)."
+        )
+
+
+def _check_filter(test: object) -> None:
+    """Check that a filter takes a name and a layer; torchao's take a layer and a name.
+
+    Raises:
+        ConfigError: it does not, as its signature shows.
+    """
+    if test is None:
+        return
+    if not callable(test):
+        raise ConfigError(f"policy: filter = {config_reader.shown(test)}: it is a function of {_FILTER}.")
+    try:
+        signature = inspect.signature(test)
+    except ValueError:  # a function in C may have none
+        return
+    words = [name.strip("_") for name in signature.parameters]
+    if (words[:1] and words[0] in ("module", "mod", "layer", "m")) or (
+        words[1:2] and words[1] in ("name", "fqn", "path")
+    ):
+        raise ConfigError(f"policy: filter takes ({', '.join(signature.parameters)}): it is called with {_FILTER}.")
+    try:
+        signature.bind("", None)
+    except TypeError as error:
+        raise ConfigError(f"policy: filter cannot be called with {_FILTER}: {error}.") from error
 
 
 def _foreign_class(weight: Tensor) -> str | None:

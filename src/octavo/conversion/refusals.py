@@ -62,8 +62,8 @@ def refuse_reference(plan: Plan) -> None:
     for layer in plan.layers:
         if layer.is_fp8 and "reference" in layer.kernels:
             raise UnsupportedError(
-                f"{layer.name}: recipe '{layer.recipe}' has no fast kernel on {plan.device} ({layer.reason}). "
-                f"Choose another recipe; {instead}"
+                f"{layer.name or 'the model itself'}: recipe '{layer.recipe}' has no fast kernel on {plan.device} "
+                f"({layer.reason}). Choose another recipe; {instead}"
             )
 
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from octavo._util.config_reader import shown
 from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError, StoreError, UnsupportedError
 from octavo.guard import GuardConfig, GuardEvent, Observation
@@ -45,6 +46,29 @@ def check_mode(config: GuardConfig) -> None:
         raise ConfigError(
             "octavo.Monitor: guardrails can only watch here. To act, use octavo.guard.Loop or `octavo train`."
         )
+
+
+_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "model": ("a torch.nn.Module", lambda x: isinstance(x, nn.Module)),
+    "config": ("a mapping", lambda x: x is None or isinstance(x, Mapping)),
+    "plan": ("the plan that octavo.convert returned", lambda x: x is None or hasattr(x, "to_json")),
+    "trackers": ("a list of names, such as ['wandb']", lambda x: not isinstance(x, str) and isinstance(x, Sequence)),
+    "resume_from": ("a number of steps", lambda x: x is None or (type(x) is int and x >= 0)),
+    "telemetry": ("an octavo.nn.telemetry.Telemetry, or None for none", lambda x: x in (None, "auto") or _measures(x)),
+    "guard": ("an octavo.guard.GuardConfig", lambda x: x is None or isinstance(x, GuardConfig)),
+}
+"""Argument of `Monitor` -> what it is, and whether a value is one."""
+
+
+def _measures(source: Any) -> bool:
+    return all(hasattr(source, name) for name in ("rows", "snapshot", "detach"))
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        expected, fits = _EXPECTED[name]
+        if not fits(value):
+            raise ConfigError(f"octavo.Monitor: {name}: expected {expected}, got {shown(value)}.")
 
 
 class MonitorAlarms:
@@ -123,7 +147,7 @@ class Monitor:
 
     Raises:
         StoreError: `directory` cannot be written, or contains a run and `resume_from` is not given.
-        ConfigError: an unknown tracker, or a `guard` in mode `act`.
+        ConfigError: an argument of another type, an unknown tracker, or a `guard` in mode `act`.
     """
 
     def __init__(
@@ -142,6 +166,10 @@ class Monitor:
         """Steps completed."""
         self._pending: deque[AsyncScalars] = deque()
         self._recorder: Recorder | None = None
+        _check_arguments(
+            {"model": model, "config": config, "plan": plan, "trackers": trackers, "resume_from": resume_from}
+            | {"telemetry": telemetry, "guard": guard}
+        )
         guard = guard or GuardConfig()
         check_mode(guard)  # before anything is measured, and before a file is written or replaced
         for tracker in trackers:

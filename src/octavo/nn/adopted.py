@@ -7,6 +7,7 @@ from typing import Any, TypeGuard, cast
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from octavo.errors import UnsupportedError
 from octavo.tensor import FP8Tensor, local
 
 _CLASSES: dict[tuple[type[nn.Module], ...], type[Any]] = {}
@@ -31,6 +32,12 @@ class Adopted(nn.Module):
         if not isinstance(module, cls):
             module.__class__ = _class_for(cls, type(module))
         vars(module).update(fields)
+
+    def __prepare_scriptable__(self) -> Any:
+        raise UnsupportedError(
+            f"torch.jit.script cannot compile {type(self).__name__}, a module that octavo.convert has changed: it "
+            "takes a part of Python alone. Use torch.compile or torch.export, or call octavo.revert(model) first."
+        )
 
     def release(self) -> None:
         """Turn this module back into its original class, in place."""

@@ -81,3 +81,11 @@ def _codes_of_fp8(weight: FP8Tensor, target: str, transposed: bool) -> tuple[Ten
     wanted = parse_spec(target)
     assert wanted is not None
     return _checked(weight, wanted, transposed)[:2]
+
+
+@implements(torch.ops.aten._transformer_encoder_layer_fwd.default)
+def _encoder_layer(*args: object, **kwargs: object) -> Tensor:
+    """Compute an `nn.TransformerEncoderLayer` by PyTorch's fast path, which evaluates in high precision."""
+    plain = [each.dequantize() if isinstance(each, FP8Tensor) else each for each in args]
+    result: Tensor = torch.ops.aten._transformer_encoder_layer_fwd.default(*plain, **kwargs)
+    return result

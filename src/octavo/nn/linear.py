@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from octavo._util.compiler import assume_constant_result
+from octavo.errors import ConfigError
 from octavo.kernels.ledger import warn_once
 from octavo.nn.adopted import Adopted, is_taken
 from octavo.nn.calibration_file import check
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import linears
+from octavo.nn.operands import layer_of
 from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_state
 from octavo.nn.shared import SharedInput, settings_of
 from octavo.nn.telemetry_ops import StatsSlot
@@ -93,10 +95,15 @@ class Linear(Adopted, nn.Linear):
         """Return x W^T + b for x (..., K), in x's dtype, or in autocast's dtype if it is on.
 
         If the parent's `forward` has been replaced since the conversion, that runs.
+
+        Raises:
+            ConfigError: x is no tensor, or its dtype or last dimension does not fit.
         """
         if type(self).parent.forward is not type(self).parent_forward:
             _warn_of_patch(type(self).parent.__name__)
             return super().forward(input)
+        if not isinstance(input, Tensor):
+            raise ConfigError(f"{layer_of(self.weight)}a linear layer takes a tensor, got {type(input).__name__}.")
         if not self.enabled:
             weight = self.matrix  # read once: a parametrization may compute another one each time
             return F.linear(input, values(weight, weight.dtype), self.bias)

@@ -21,6 +21,7 @@ from octavo.errors import ConfigError
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
 from octavo.nn.operands import autocast_dtype
+from octavo.nn.weight_notes import WeightNotes
 from octavo.tensor import FP8Tensor
 
 
@@ -48,13 +49,13 @@ class LoRA(nn.Module):
         return self.scale * (self.B @ self.A)
 
 
-_MARK = "_octavo_has_update"
-"""Attribute of a weight with an update. Copies of the weight do not have it."""
+_UPDATED = WeightNotes("_octavo_has_update")
+"""Notes on the weights of layers with an update."""
 
 
 def has_update(weight: Tensor) -> bool:
     """Return whether a weight is that of a layer with an update, which only a call of the layer adds."""
-    return getattr(weight, _MARK, False)
+    return _UPDATED.of(weight) is not None
 
 
 def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed: int = 0) -> list[str]:
@@ -79,7 +80,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float, layers: str = "*", seed:
     model.requires_grad_(False)
     for layer in found.values():
         layer.lora = LoRA(layer, rank, alpha, generator)
-        setattr(layer.weight, _MARK, True)
+        _UPDATED.put(layer, "LoRA")
         layer.register_forward_hook(_add, with_kwargs=True)
     return list(found)
 
@@ -122,7 +123,7 @@ def merge_lora(model: nn.Module) -> int:
             del hooks[key]
             layer._forward_hooks_with_kwargs.pop(key, None)
         del layer.lora
-        vars(weight).pop(_MARK, None)
+        _UPDATED.put(layer, None)
     return len(layers)
 
 

@@ -38,8 +38,9 @@ from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.operands import autocast_dtype
-from octavo.nn.probe import computes, is_as_its_class, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, computes, is_as_its_class, random_tensor, shallow_copy
 from octavo.nn.recognised import Recognised
+from octavo.nn.side_effects import Conduct
 from octavo.numerics import Quantized
 from octavo.recipes import Precision
 
@@ -217,9 +218,10 @@ def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> 
     """Run the module's forward, with another weight, on rows that eps changes not at all, by half, and very much."""
     eps, width = cast(float, _eps_of(module)), cast(Tensor, module.weight).shape[0]
 
-    def draw() -> Tensor:
+    def draw(*shape: int) -> Tensor:
         rows = torch.tensor([[[1.0], [30.0]], [[eps**0.5], [eps]]], device="cpu", dtype=torch.float32)
-        return (random_tensor(0, 2, 2, width) * rows).to(dtype)
+        x = random_tensor(0, *shape, width) if shape else random_tensor(0, 2, 2, width) * rows
+        return x.to(dtype)
 
     def probe(training: bool) -> nn.Module:
         made = shallow_copy(module, training)
@@ -231,7 +233,7 @@ def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> 
         normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
         return normed * cast(Tensor, probe.weight).double()
 
-    return computes(probe, formula, draw, tolerance)
+    return computes(probe, formula, draw, tolerance, CALLS, Conduct(shapes=((0,), (3,), (1, 1))))
 
 
 class _Function(torch.autograd.Function):

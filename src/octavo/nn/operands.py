@@ -10,11 +10,16 @@ from torch import Tensor, nn
 from octavo._util.compiler import assume_constant_result
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.ledger import warn_once
+from octavo.nn.weight_notes import WeightNotes
 from octavo.tensor import is_distributed
 
 REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 """Dtypes of operands that are quantised. A cast of others would drop imaginary parts, or results would become
 integers."""
+
+
+LAYERS = WeightNotes("octavo_name")
+"""Names of converted layers, for messages."""
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -43,9 +48,15 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
         )
     if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ConfigError(
-            f"an input of shape {tuple(x.shape)} cannot be multiplied by a weight of shape {tuple(weight.shape)}: its "
-            f"last dimension must be {weight.shape[-1]}."
+            f"{layer_of(weight)}an input of shape {tuple(x.shape)} cannot be multiplied by a weight of shape "
+            f"{tuple(weight.shape)}: its last dimension must be {weight.shape[-1]}."
         )
+
+
+def layer_of(weight: Tensor) -> str:
+    """Return the start of a message on the layer of a weight: its name in the model that was converted, if any."""
+    name = LAYERS.of(weight)
+    return "" if name is None else f"layer '{name}': " if name else "the model itself: "
 
 
 def dtype_note(dtype: torch.dtype, device: str) -> str | None:

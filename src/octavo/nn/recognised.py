@@ -38,8 +38,8 @@ class Recognised(Adopted):
     @classmethod
     def take(cls, module: nn.Module, **fields: Any) -> None:
         """Mix this class into that of a module in place, and record the module's attributes and its code."""
-        functions = _functions_of(module)
-        found = _settings(module, _names_in(functions))
+        functions = functions_of(module)
+        found = _settings(module, _all_names(functions))
         before = tuple(each for each in found if each[1].partition(".")[0] not in cls.fields)
         super().take(module, recognised_with=before, recognised_code=Code.of(module, functions), **fields)
 
@@ -52,7 +52,7 @@ class Recognised(Adopted):
         if self.recognised_code is None:
             if torch.compiler.is_compiling():
                 return True
-            self.recognised_code = Code.of(self, _functions_of(self))
+            self.recognised_code = Code.of(self, functions_of(self))
         for owner, name, before in self.recognised_code.parts:
             if getattr(owner, name, None) is not before:
                 _warn_of_change(owner.__name__, name)
@@ -73,7 +73,7 @@ class Code:
     def of(cls, module: nn.Module, functions: Iterable[FunctionType]) -> Code:
         """Record the code of a module and its children: of classes what `functions` name, and these themselves."""
         functions = list(functions)
-        names = _names_in(functions)
+        names = _all_names(functions)
         kinds = dict.fromkeys(_kind_of(part) for part in module.modules())
         found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for kind in kinds:
@@ -156,7 +156,7 @@ def _value(module: nn.Module, name: str) -> Any:
     return value.get(field) if isinstance(value, dict) else getattr(value, field, None)
 
 
-def _functions_of(module: nn.Module) -> list[FunctionType]:
+def functions_of(module: nn.Module) -> list[FunctionType]:
     """Return the functions that the forward of a module may run, without those of PyTorch and linear layers.
 
     Followed are methods of its modules and of objects that they hold, functions by their names, and wrapped ones.
@@ -174,17 +174,22 @@ def _functions_of(module: nn.Module) -> list[FunctionType]:
         if not isinstance(function, FunctionType) or function in functions or _is_of_torch(function.__module__):
             continue
         functions[function] = None
-        new = set(_names_of(function.__code__))
-        known = [value for name in new if (value := function.__globals__.get(name)) is not None]
+        names = names_in(function)
+        known = [value for name in names if (value := function.__globals__.get(name)) is not None]
         files = [value for value in known if isinstance(value, ModuleType) and not _is_of_torch(value.__name__)]
-        waiting += [*known, *_enclosed(function)]
-        waiting += [vars(space).get(name) for space in (*files, *classes) for name in new]
+        waiting += [*known, *enclosed(function)]
+        waiting += [vars(space).get(name) for space in (*files, *classes) for name in names]
     return list(functions)
 
 
-def _names_in(functions: Iterable[FunctionType]) -> list[str]:
-    """Return the names and strings in the code of functions."""
-    return sorted({name for function in functions for name in _names_of(function.__code__)})
+def _all_names(functions: Iterable[FunctionType]) -> list[str]:
+    """Return the names and strings in the code of functions, in order."""
+    return sorted({name for function in functions for name in names_in(function)})
+
+
+def names_in(function: FunctionType) -> set[str]:
+    """Return the names of globals and attributes, and the strings, in the code of a function."""
+    return set(_names_of(function.__code__))
 
 
 def _unwrapped(value: Any) -> Any:
@@ -196,7 +201,7 @@ def _unwrapped(value: Any) -> Any:
     return value.__func__ if isinstance(value, staticmethod | classmethod | MethodType) else value
 
 
-def _enclosed(function: FunctionType) -> Iterator[Any]:
+def enclosed(function: FunctionType) -> Iterator[Any]:
     """Yield the values that a function has from the functions around it, such as the one that it wraps."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # it has none yet

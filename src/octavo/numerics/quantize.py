@@ -7,14 +7,14 @@ x     ~ codes * scale
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError
-from octavo.numerics.formats import E4M3, NARROW, Format
-from octavo.numerics.granularity import PER_ROW, Granularity, tile_amax
+from octavo.errors import ConfigError, did_you_mean
+from octavo.numerics.formats import E4M3, NARROW, Format, format_named
+from octavo.numerics.granularity import PER_ROW, Granularity, granularity_named, tile_amax
 from octavo.numerics.rotation import block_for, rotate
 from octavo.numerics.scaling import Scaling, scale_from_amax
 
@@ -38,8 +38,8 @@ class Quantized(NamedTuple):
 
 def quantize(
     x: Tensor,
-    fmt: Format = E4M3,
-    granularity: Granularity = PER_ROW,
+    fmt: Format | str = E4M3,
+    granularity: Granularity | str = PER_ROW,
     scaling: Scaling = "power_of_two",
     rounding: Rounding = "nearest",
     seed: int | Tensor = 0,
@@ -52,12 +52,21 @@ def quantize(
 
     Args:
         x: (R, C), FP32, BF16 or FP16. R or C may be 0.
+        fmt: a format or its name, such as `e5m2`.
+        granularity: a granularity or its name, such as `1x128`.
         seed: seed of stochastic rounding; it gives the same codes on every device.
         rotation: largest block of the rotation (`octavo.numerics.rotation.block_for`); 0: none.
 
     Raises:
-        ConfigError: x is not a matrix, or the scaling is unknown.
+        ConfigError: x is not a matrix, or the format, granularity, scaling or rounding is unknown.
     """
+    fmt = format_named(fmt) if isinstance(fmt, str) else fmt
+    granularity = granularity_named(granularity) if isinstance(granularity, str) else granularity
+    if rounding not in get_args(Rounding):
+        near = did_you_mean(rounding, get_args(Rounding))
+        raise ConfigError(f"unknown rounding '{rounding}'.{near} Roundings: {', '.join(get_args(Rounding))}.")
+    if not isinstance(x, Tensor):
+        raise ConfigError(f"quantize takes a matrix as a tensor, got {type(x).__name__}.")
     if x.dim() != 2:
         raise ConfigError(f"quantize takes a matrix, got shape {tuple(x.shape)}: flatten the leading dimensions first.")
     if rotation:

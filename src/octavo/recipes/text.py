@@ -12,6 +12,14 @@ from octavo.errors import ConfigError, did_you_mean
 from octavo.recipes.presets import ALIASES, PRESETS
 from octavo.recipes.spec import GEMMS, OPERANDS, STORED_SCALE_ROLES, Operand, Recipe, override
 
+_ELSEWHERE = {
+    "rowwise_with_gw_hp": ("torchao", "rowwise_bf16_wgrad"),
+    "Float8CurrentScaling": ("Transformer Engine", "tensorwise"),
+    "DelayedScaling": ("Transformer Engine", "delayed"),
+    "Float8BlockScaling": ("Transformer Engine", "block"),
+    "MXFP8BlockScaling": ("Transformer Engine", "mxfp8"),
+}
+"""Names of recipes of other libraries -> library, preset."""
 DEEPEST = 16
 """Limit of recipes based on recipes, in levels."""
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
@@ -63,12 +71,21 @@ def _load(recipe: Any, where: str, users: tuple[Path | None, ...]) -> Recipe:
         return _from_mapping({"name": path.stem, **config_reader.read_file(path)}, str(path), (*users, path))
     name = ALIASES.get(str(recipe), str(recipe))
     if name not in PRESETS:
-        near = " The default in FP8 is 'folded'." if name == "fp8" else did_you_mean(name, [*PRESETS, *ALIASES])
         raise ConfigError(
-            f"unknown {where} {config_reader.shown(name)}.{near} "
+            f"unknown {where} {config_reader.shown(name)}.{_suggestion(name)} "
             f"Recipes: {', '.join(PRESETS)}, or a .toml or .json file."
         )
     return PRESETS[name]()
+
+
+def _suggestion(name: str) -> str:
+    """Return a sentence on the preset that an unknown name may mean, or an empty string."""
+    if name == "fp8":
+        return " The default in FP8 is 'folded'."
+    if name in _ELSEWHERE:
+        library, preset = _ELSEWHERE[name]
+        return f" {library}'s '{name}' is '{preset}' here."
+    return did_you_mean(name, [*PRESETS, *ALIASES])
 
 
 def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | None, ...]) -> Recipe:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
 
 from octavo.conversion.apply import convert, revert
 from octavo.conversion.layer_plan import LayerPlan
-from octavo.conversion.policy import SAVED, Policy
+from octavo.conversion.policy import Policy, SavedFormats
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.conv import Convolution
@@ -130,5 +130,6 @@ def switchable(
 
 
 def _one_by_one(policy: Policy) -> Policy:
-    kept: dict[str, Any] = dict.fromkeys(SAVED, "bf16")
-    return replace(policy, fuse=False, min_gain=0.0, weights="unchanged", requantise=(), memory="exact", **kept)
+    """Return a policy without what needs fusion, and without limits."""
+    plain = {"memory": "exact", **SavedFormats()._asdict()}
+    return replace(policy, fuse=False, min_gain=0.0, weights="unchanged", requantise=(), **plain)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import ConfigError, UnsupportedError, did_you_mean
+from octavo.errors import ConfigError, OctavoError, UnsupportedError, did_you_mean
 from octavo.nn.modules import unwrapped_name
 from octavo.numerics import dequantize
 from octavo.serving import files
 from octavo.serving.engine_models import engine_model, unwrapped
 from octavo.serving.formats import COMPRESSED_TENSORS, FORMATS, Format
-from octavo.serving.layers import ServedLayer, served_experts, served_layers, unserved_layers
+from octavo.serving.layers import NOT_STORED, ServedLayer, served_experts, served_layers, unserved_layers
 from octavo.serving.notes import notes
 from octavo.tensor import FP8Tensor, is_distributed
 
@@ -156,7 +156,7 @@ class _Stored:
             self.target = self.target._replace(rename=self.target.rename_with_experts)
         linear = served_layers(model)
         layers = [*linear, *(layer for parts in self.experts.values() for layer in parts)]
-        _check_stores(self.writer, format, layers)
+        _check_stores(self.writer, format, layers, model)
         _check_found([*(f"{layer.name}.weight" for layer in linear), *self.experts], names)
         self.layers = {layer.name: layer for layer in layers}
 
@@ -219,10 +219,22 @@ def _check_found(coded: Sequence[str], names: Collection[str]) -> None:
         )
 
 
-def _check_stores(writer: Format, format: str, layers: Sequence[ServedLayer]) -> None:
+def _nothing_to_store(model: nn.Module) -> OctavoError:
+    """Return an error for a model that has no layer in FP8, or only such as no format of engines stores."""
+    unstored = {name: why for name, why in unserved_layers(model, ()).items() if why.endswith(NOT_STORED)}
+    if not unstored:
+        return ConfigError("export: no linear layer is in FP8. Call octavo.convert first, or use the format 'plain'.")
+    name, reason = next(iter(unstored.items()))
+    return UnsupportedError(
+        f"export: the model is in FP8, but inference engines can read none of its {len(unstored)} layers, such as "
+        f"'{name}': {reason}. Use the format 'plain', which stores values."
+    )
+
+
+def _check_stores(writer: Format, format: str, layers: Sequence[ServedLayer], model: nn.Module) -> None:
     """Check that there is a layer in FP8, and that the format can store each."""
     if not layers:
-        raise ConfigError("export: no linear layer is in FP8. Call octavo.convert first, or use the format 'plain'.")
+        raise _nothing_to_store(model)
     for layer in layers:
         if (reason := writer.unsupported_reason(layer)) is not None:
             others = FORMATS.items()

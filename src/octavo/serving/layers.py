@@ -14,13 +14,16 @@ from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conv import AnyConvolution, Convolution
 from octavo.nn.experts import ExpertLinear, Experts
 from octavo.nn.fused import fusion_groups
-from octavo.nn.linear import is_adopted, is_transposed
+from octavo.nn.linear import TransposedLinear, is_adopted, is_transposed
 from octavo.nn.modules import unwrapped_name
 from octavo.nn.shared import quantize_together
 from octavo.nn.weight_codes import quantize_weights, split_rows
 from octavo.numerics import Quantized
 from octavo.recipes import Operand
 from octavo.tensor import is_distributed
+
+NOT_STORED = "no format stores it in FP8"
+"""End of the reasons of layers in FP8 that are stored as values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +115,9 @@ def unserved_layers(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str
 
 
 def _reason(layer: nn.Module) -> str:
-    if isinstance(layer, Convolution | GroupedLinear) or is_transposed(layer):
-        return "no format stores it in FP8"
+    if isinstance(layer, Convolution | GroupedLinear | TransposedLinear):
+        stored = "its weight is stored as (K, N), as GPT-2's: " if isinstance(layer, TransposedLinear) else ""
+        return stored + NOT_STORED
     if isinstance(layer, Linear):
         return f"recipe '{layer.recipe.name}' computes its fprop in BF16"
     return "trained in high precision"
