@@ -490,7 +490,7 @@ def _telemetry(rank: int, ranks: int, kind: str) -> tuple[int, list[int], bool]:
         optimizer.zero_grad()
     telemetry.wait()
     taken = list(iter(telemetry.snapshot, None))
-    roles = [bool(row.operand) for row in telemetry.rows]
+    roles = [row.role in ("input", "weight") for row in telemetry.rows]
     return telemetry.done, [step for step, _ in taken], all(not np.isnan(values[roles, 0]).any() for _, values in taken)
 
 
