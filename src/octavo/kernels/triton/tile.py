@@ -181,27 +181,30 @@ def _rule(w, g, m, v, c, RULE: tl.constexpr):
         m = m + c[1] * (g - m)
         v = tl.minimum(v * c[2] + c[3] * (g * g), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
         root = _root(v)
-        u = _quotient(m * c[4], tl.maximum(root * c[5] + c[6], TINY, propagate_nan=tl.PropagateNan.ALL))
+        divisor = tl.maximum(root * c[5] + c[6], LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
+        u = _quotient(m * c[4], divisor)
     return w * c[8], m, v, root, u
 
 
 TINY: tl.constexpr = tl.constexpr(2.0**-100)
 """Smallest operand for which the correctly rounded sequences below have enough bits."""
+LEAST_DIVISOR: tl.constexpr = tl.constexpr(2.0**-70)
+"""Smallest divisor of an update, see `reference/storage.py`."""
 
 
 @triton.jit
 def _root(x):
-    """Correctly rounded square root; 0 below TINY."""
+    """Correctly rounded square root of x >= 0; operands below TINY are scaled, which is exact."""
     if INTERPRETED:
-        root = tl.sqrt_rn(x)
-    else:
-        root = tl.inline_asm_elementwise(ROOT, "=f,f", [x], tl.float32, True, 1)
-    return tl.where(x < TINY, 0.0, root)
+        return tl.sqrt_rn(x)
+    is_small = x < TINY
+    root = tl.inline_asm_elementwise(ROOT, "=f,f", [tl.where(is_small, x * 2.0**64, x)], tl.float32, True, 1)
+    return tl.where(is_small, root * 2.0**-32, root)
 
 
 @triton.jit
 def _quotient(x, by):
-    """Correctly rounded x / by, for by >= TINY; 0 if |x| < TINY, NaN on overflow."""
+    """Correctly rounded x / by, for by >= LEAST_DIVISOR; 0 if |x| < TINY, NaN on overflow."""
     if INTERPRETED:
         quotient = tl.div_rn(x, by)
         quotient = tl.where(tl.abs(quotient) == float("inf"), float("nan"), quotient)
@@ -210,10 +213,12 @@ def _quotient(x, by):
     return tl.where(tl.abs(x) < TINY, 0.0, quotient)
 
 
-# Estimate and residual correction: the compiler's own sequences without their branch to rare cases.
+# Estimate and residual correction: the compiler's own sequences without their branch to rare cases. The estimate for a
+# root of 0 is that for 2^-100, a finite number, so that the root is 0.
 ROOT: tl.constexpr = tl.constexpr("""{
     .reg .f32 near, half, root, minus, rest;
-    rsqrt.approx.ftz.f32 near, $1;
+    max.f32 near, $1, 0f0D800000;
+    rsqrt.approx.ftz.f32 near, near;
     mul.rn.f32 root, $1, near;
     mul.rn.f32 half, near, 0f3F000000;
     neg.f32 minus, root;
