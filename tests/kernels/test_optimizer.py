@@ -95,7 +95,7 @@ def test_a_second_moment_is_never_lost(kind):
 @pytest.mark.parametrize("rule", ["adamw", "adam"])
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_updates_of_gradients_of_any_size(kind, rule, eps):
-    """One magnitude per row, so that scales per group fit each; three equal gradients, whose update is g / (g + eps)."""
+    """One magnitude per row, so that scales per group fit; three equal gradients, whose update is g / (g + eps)."""
     layout = cases.layout_of(kind, rule, stochastic=False)
     powers = torch.arange(-149.0, 62.0, 1.0)
     for part in powers[::16].split(1) if layout.searches else [powers]:

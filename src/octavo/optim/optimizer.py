@@ -40,7 +40,7 @@ from octavo.optim.tensors import (
     stored_weight,
     value_of,
 )
-from octavo.tensor import is_distributed, local
+from octavo.tensor import local
 
 
 class Entry(NamedTuple):
@@ -509,21 +509,28 @@ class Optimizer(torch.optim.Optimizer):
         return [spread("master", value, e.parameter) for e, value in zip(self.entries(), held, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stored state, tensors only, and the settings; see `flatten` for files without pickle."""
+        """Return the stored state, tensors only, and the settings; see `flatten` for files without pickle.
+
+        Moments stored as codes are named `exp_avg_codes` and `exp_avg_sq_codes`: PyTorch's optimizers do not load them.
+        `export_state_dict` returns what they load.
+        """
         self.follow_writes(self.entries())
-        packed = super().state_dict()
-        sharded = {entry.number: entry.parameter for entry in self.entries() if is_distributed(entry.parameter)}
+        packed, entries = super().state_dict(), self.entries()
         for number, state in packed["state"].items():
-            if number in sharded:
-                packed["state"][number] = {name: spread(name, t, sharded[number]) for name, t in state.items()}
+            entry = entries[number]
+            state = {name: spread(name, tensor, entry.parameter) for name, tensor in state.items()}
+            packed["state"][number] = convert.with_saved_names(self, entry, state)
         return {**packed, "seed": self.seed, "rounding": self.rounding, "rule": self.rule}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, in place of all states. Nothing is changed unless everything fits.
 
+        Parameters are matched by name, in any order, where both optimizers were given `model.named_parameters()`,
+        otherwise by position.
+
         Raises:
-            CheckpointError: tier, rule, number of parameters or a tensor's shape differs.
+            CheckpointError: tier, rule, number or names of parameters, or a tensor's shape differ.
         """
         convert.load(self, state_dict)
 
@@ -540,10 +547,10 @@ class Optimizer(torch.optim.Optimizer):
         """Import moments, steps and settings of an exported state dict, or of one of `torch.optim.AdamW`.
 
         Tiers stay those of this optimizer; moments are rounded to nearest. A parameter without a state there has none
-        afterwards; a master is kept otherwise.
+        afterwards; a master is kept otherwise. Parameters are matched as by `load_state_dict`.
 
         Raises:
-            CheckpointError: the number of parameters or a tensor's shape differs.
+            CheckpointError: the number or names of parameters, or a tensor's shape differ.
         """
         convert.import_(self, state_dict, range(len(self.param_groups)))
 
