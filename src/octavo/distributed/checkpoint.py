@@ -188,12 +188,12 @@ def _check_tiers(optimizer: Optimizer, saved: Mapping[str, Any] | None, folder: 
     if saved is None:
         raise CheckpointError(f"{folder} holds no state of an optimizer: call load(folder, model) for the model alone.")
     here = flatten(optimizer.state_dict())[1]
-    if here["rule"] == saved["rule"]:
+    sizes = [sorted(len(group["params"]) for group in each["param_groups"]) for each in (here, saved)]
+    rules = [each["rule"] for each in (here, saved)]
+    if sizes[0] == sizes[1] and rules[0] == rules[1]:
         saved = convert.in_order(optimizer, {**saved, "state": {}})
     tiers = [[group["states"] for group in each["param_groups"]] for each in (here, saved)]
-    sizes = [[len(group["params"]) for group in each["param_groups"]] for each in (here, saved)]
-    rules = here["rule"], saved["rule"]
-    for what, ours, theirs in (("rule is", *rules), ("states are", *tiers), ("numbers of parameters are", *sizes)):
+    for what, (ours, theirs) in {"rule is": rules, "numbers of parameters are": sizes, "states are": tiers}.items():
         if ours != theirs:
             raise CheckpointError(
                 f"{folder}: the optimizer's {what} {theirs} there and {ours} here. Make it as it was saved; "

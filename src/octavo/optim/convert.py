@@ -112,10 +112,11 @@ def in_order(
         optimizer.param_groups[index] for index in (range(len(optimizer.param_groups)) if groups is None else groups)
     ]
     there = list(state_dict["param_groups"])
-    if all("param_names" in group for group in (*here, *there)):
-        there = _ordered_by_name(here, there)
     sizes = [[len(group["params"]) for group in side] for side in (there, here)]
-    if sizes[0] != sizes[1]:
+    has_names = all("param_names" in group for group in (*here, *there))
+    if has_names and sorted(sizes[0]) == sorted(sizes[1]):
+        there = _ordered_by_name(here, there)
+    elif sizes[0] != sizes[1]:
         raise CheckpointError(
             f"optimizer state: its groups have {sizes[0]} parameters, those of this optimizer {sizes[1]}: it belongs to"
             " another model."
@@ -134,8 +135,7 @@ def _ordered_by_name(here: Sequence[Mapping[str, Any]], there: Sequence[Mapping[
         names = _plain_names(group)
         match = min((i for i in remaining if left[i].keys() == set(names)), key=lambda i: i != index, default=None)
         if match is None:
-            saved = left[index] if index < len(left) else {}
-            only = [sorted(one - other)[:3] for one, other in ((saved.keys(), set(names)), (set(names), saved.keys()))]
+            only = [sorted(left[index].keys() - set(names))[:3], sorted(set(names) - left[index].keys())[:3]]
             raise CheckpointError(
                 f"optimizer state: parameters of its group {index} have other names than those of this optimizer: only"
                 f" there {only[0]}, only here {only[1]}. It belongs to another model or to other groups. To load it by"
@@ -144,7 +144,7 @@ def _ordered_by_name(here: Sequence[Mapping[str, Any]], there: Sequence[Mapping[
         remaining.remove(match)
         numbers = [left[match][name] for name in names]
         ordered.append({**there[match], "params": numbers, "param_names": list(group["param_names"])})
-    return ordered + [dict(there[index]) for index in remaining]
+    return ordered
 
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
