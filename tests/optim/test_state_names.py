@@ -93,6 +93,16 @@ def test_pytorch_takes_values_and_never_codes(states):
     assert flatten(again.state_dict())[0].keys() == flatten(saved)[0].keys()
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_codes_are_not_imported_as_values(version):
+    saved, optimizer = of_version_1(), optimizer_of(zip("wb", parameters_of_version_1(), strict=True))
+    if version == 2:
+        optimizer.load_state_dict(saved)
+        saved = optimizer.state_dict()
+    with pytest.raises(CheckpointError, match=r"parameter 'w'.*exp_avg_.*are of codes.*load_state_dict"):
+        optimizer.import_state_dict(saved)
+
+
 # --- names of parameters ----------------------------------------------------------------------------------------------
 
 

@@ -162,6 +162,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, dict(state_dict)) or state_dict
     state_dict = in_order(optimizer, state_dict)
+    state_dict["state"] = {number: with_stored_names(saved) for number, saved in state_dict["state"].items()}
     if state_dict.get("rule", optimizer.rule) != optimizer.rule:
         raise CheckpointError(
             f"optimizer state: its rule is '{state_dict['rule']}', that of this optimizer '{optimizer.rule}'."
@@ -237,13 +238,19 @@ def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Se
 
     Raises:
         CheckpointError: the number or the names of parameters differ, a tensor is missing or has another shape, or the
-            state is that of amsgrad.
+            state is that of amsgrad or stored as codes.
     """
     if any(group.get("amsgrad") for group in state_dict["param_groups"]):
         raise CheckpointError(
             "optimizer state: it was saved by an optimizer with amsgrad, which octavo.optim does not have."
         )
     for entry, saved in _matched(optimizer, in_order(optimizer, state_dict, groups), groups):
+        if encoded := sorted(name for name in saved if name.endswith(("_codes", "_scale"))):
+            raise CheckpointError(
+                f"optimizer state of parameter '{entry.name}': {encoded} are of codes, as Octavo's state_dict() stores"
+                " them, and here values are imported. Load it by load_state_dict() into an optimizer with the states it"
+                " was saved with, then call convert_states()."
+            )
         names = _exported_names(optimizer.rule_of(entry))
         moments = [names[name] for name in optimizer.form(entry) if name in MOMENTS]
         needed = {*moments, *(("step",) if "step" in names.values() else ())}
@@ -273,7 +280,7 @@ def _matched(
     """Return the parameters of these groups with a saved state, and the state; of a result of `in_order`."""
     saved = state_dict["state"]
     entries = enumerate(entry for entry in optimizer.entries() if entry.group in groups)
-    found = [(entry, with_stored_names(saved[place])) for place, entry in entries if saved.get(place)]
+    found = [(entry, saved[place]) for place, entry in entries if saved.get(place)]
     return [(entry, unspread(state, optimizer, entry)) for entry, state in found]
 
 
