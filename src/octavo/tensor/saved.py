@@ -14,8 +14,8 @@ class SavedFP8Tensor(FP8Tensor):
     """An FP8 tensor whose memory, for code that asks for it, is that of its values in the dtype that it represents.
 
     So safetensors, and whatever compares storages to find tied weights, see a plain tensor. That memory is allocated
-    when it is first asked for, holds the values of the last time it was, and is freed with this tensor. Codes and scales are shared with the
-    weight: `copy_` writes to it, and `torch.save` stores an `FP8Tensor`.
+    when it is first asked for, holds the values of the last time it was, and is freed with this tensor. Codes and
+    scales are shared with the weight: `copy_` writes to it, and `torch.save` stores an `FP8Tensor`.
     """
 
     _values: Tensor | None = None
