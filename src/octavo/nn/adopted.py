@@ -38,7 +38,7 @@ class Adopted(nn.Module):
         self.__class__ = _without(own, type(self))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in () if keep_vars else self._parameters:
             if isinstance(weight := destination.get(prefix + name), FP8Tensor):
                 destination[prefix + name] = SavedFP8Tensor.of(weight)

@@ -18,7 +18,7 @@ class SavedFP8Tensor(FP8Tensor):
     scales are shared with the weight: `copy_` writes to it, and `torch.save` stores an `FP8Tensor`.
     """
 
-    _values: Tensor | None = None
+    _memory: Tensor | None = None
 
     @classmethod
     def of(cls, tensor: FP8Tensor) -> SavedFP8Tensor:
@@ -35,8 +35,8 @@ class SavedFP8Tensor(FP8Tensor):
 
     def _in_memory(self) -> Tensor:
         values = self.plain().dequantize()  # anew each time: writes inside of a wrapper count no version
-        self._values = values if self._values is None else self._values.copy_(values)
-        return self._values
+        self._memory = values if self._memory is None else self._memory.copy_(values)
+        return self._memory
 
     def data_ptr(self) -> int:
         """Return the address of the values."""
