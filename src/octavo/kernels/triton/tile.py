@@ -194,12 +194,12 @@ LEAST_DIVISOR: tl.constexpr = tl.constexpr(2.0**-70)
 
 @triton.jit
 def _root(x):
-    """Correctly rounded square root of x >= 0; operands below TINY are scaled, which is exact."""
+    """Correctly rounded square root of x >= 0."""
     if INTERPRETED:
-        return tl.sqrt_rn(x)
-    is_small = x < TINY
-    root = tl.inline_asm_elementwise(ROOT, "=f,f", [tl.where(is_small, x * 2.0**64, x)], tl.float32, True, 1)
-    return tl.where(is_small, root * 2.0**-32, root)
+        root = tl.sqrt_rn(x)
+    else:
+        root = tl.inline_asm_elementwise(ROOT, "=f,f", [x], tl.float32, True, 1)
+    return root
 
 
 @triton.jit
@@ -213,17 +213,24 @@ def _quotient(x, by):
     return tl.where(tl.abs(x) < TINY, 0.0, quotient)
 
 
-# Estimate and residual correction: the compiler's own sequences without their branch to rare cases. The estimate for a
-# root of 0 is that for 2^-100, a finite number, so that the root is 0.
+# Estimate and residual correction: the compiler's own sequences without their branch to rare cases. For a root, operands
+# below TINY are multiplied by 2^64 and results by 2^-32, which is exact; the estimate for 0 is that for TINY, which is
+# finite, so that the root is 0.
 ROOT: tl.constexpr = tl.constexpr("""{
-    .reg .f32 near, half, root, minus, rest;
-    max.f32 near, $1, 0f0D800000;
+    .reg .f32 x, near, half, root, minus, rest;
+    .reg .pred small;
+    setp.lt.f32 small, $1, 0f0D800000;
+    mov.f32 x, $1;
+    @small mul.rn.f32 x, x, 0f5F800000;
+    max.f32 near, x, 0f0D800000;
     rsqrt.approx.ftz.f32 near, near;
-    mul.rn.f32 root, $1, near;
+    mul.rn.f32 root, x, near;
     mul.rn.f32 half, near, 0f3F000000;
     neg.f32 minus, root;
-    fma.rn.f32 rest, minus, root, $1;
-    fma.rn.f32 $0, rest, half, root;
+    fma.rn.f32 rest, minus, root, x;
+    fma.rn.f32 root, rest, half, root;
+    @small mul.rn.f32 root, root, 0f2F800000;
+    mov.f32 $0, root;
 }""")
 QUOTIENT: tl.constexpr = tl.constexpr("""{
     .reg .f32 near, minus, rest, quotient;
