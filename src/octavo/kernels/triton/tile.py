@@ -213,9 +213,9 @@ def _quotient(x, by):
     return tl.where(tl.abs(x) < TINY, 0.0, quotient)
 
 
-# Estimate and residual correction: the compiler's own sequences without their branch to rare cases. For a root, operands
-# below TINY are multiplied by 2^64 and results by 2^-32, which is exact; the estimate for 0 is that for TINY, which is
-# finite, so that the root is 0.
+# Estimate and residual correction: the compiler's own sequences without their branch to rare cases. For a root, an
+# operand below TINY is multiplied by 2^64 and the result by 2^-32, which is exact; the estimate for 0 is that for TINY,
+# which is finite, so that the root is 0.
 ROOT: tl.constexpr = tl.constexpr("""{
     .reg .f32 x, near, half, root, minus, rest;
     .reg .pred small;
