@@ -101,6 +101,15 @@ def test_a_copy_counts_from_there():
         assert again.skipped_in_a_row == 0 and int(again.skipped) == 1 and again.max_skips == 3
 
 
+def test_a_pickle_of_an_older_version_has_no_limit():
+    optimizer = AdamW([nn.Parameter(torch.ones(2))])
+    state = optimizer.__getstate__()
+    del state["max_skips"]
+    older = AdamW.__new__(AdamW)
+    older.__setstate__(state)
+    assert older.max_skips is None and older.skipped_in_a_row == 0
+
+
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_that_is_none(limit):
     with pytest.raises(ConfigError, match="max_skips"):

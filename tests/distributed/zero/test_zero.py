@@ -20,6 +20,7 @@ import octavo
 from octavo.distributed import GreedyZeRO, merge_state_dicts
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.nn.telemetry import Telemetry
+from octavo.optim import convert
 from octavo.tensor import FP8Tensor
 
 WORLDS = (2, 4)
@@ -497,3 +498,23 @@ def _telemetry(rank: int, ranks: int, kind: str) -> tuple[int, list[int], bool]:
 @pytest.mark.parametrize("kind", ["greedy", "pytorch"])
 def test_telemetry_counts_a_step_of_all_ranks_once(kind):
     assert ranks.run(_telemetry, 2, kind) == [(3, [1, 2, 3], True)] * 2
+
+
+def _reordered(rank: int, ranks: int, whole: dict) -> list[str]:
+    """Return the names of this rank's parameters whose moments are not those of a single process."""
+    zero = GreedyZeRO(octavo.optim.AdamW(list(reversed(parameters().items())), states="fp8"))
+    zero.load_state_dict(whole)
+    names = whole["param_groups"][0]["param_names"]
+    mine = [entry for entry in zero.optimizer.entries() if zero.assignment.owners[entry.number] == rank]
+    states = {entry.name: zero.optimizer.state[entry.parameter] for entry in mine if entry.parameter.requires_grad}
+    saved = {name: convert.with_stored_names(whole["state"][names.index(name)]) for name in states}
+    return [n for n, state in states.items() if not same_state({0: state}, {0: saved[n]})] + [str(len(states))]
+
+
+def test_a_whole_state_is_matched_by_names():
+    named = parameters()
+    optimizer = octavo.optim.AdamW(list(named.items()), states="fp8")
+    set_gradients(named, 0)
+    optimizer.step()
+    found = ranks.run(_reordered, 2, optimizer.state_dict())
+    assert all(len(names) == 1 for names in found) and sum(int(names[0]) for names in found) == len(SHAPES)
