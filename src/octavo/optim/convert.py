@@ -108,9 +108,7 @@ def in_order(
     Raises:
         CheckpointError: the number of groups or of their parameters differs, or their names do.
     """
-    here = [
-        optimizer.param_groups[index] for index in (range(len(optimizer.param_groups)) if groups is None else groups)
-    ]
+    here = optimizer.param_groups if groups is None else [optimizer.param_groups[index] for index in groups]
     there = list(state_dict["param_groups"])
     sizes = [[len(group["params"]) for group in side] for side in (there, here)]
     has_names = all("param_names" in group for group in (*here, *there))
@@ -129,20 +127,20 @@ def in_order(
 
 def _ordered_by_name(here: Sequence[Mapping[str, Any]], there: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the groups of a state dict, and their parameters, in the order of an optimizer's."""
-    left, ordered = [dict(zip(_plain_names(group), group["params"], strict=True)) for group in there], []
+    saved, ordered = [dict(zip(_plain_names(group), group["params"], strict=True)) for group in there], []
     remaining = list(range(len(there)))
     for index, group in enumerate(here):
         names = _plain_names(group)
-        match = min((i for i in remaining if left[i].keys() == set(names)), key=lambda i: i != index, default=None)
+        match = next((i for i in remaining if saved[i].keys() == set(names)), None)
         if match is None:
-            only = [sorted(left[index].keys() - set(names))[:3], sorted(set(names) - left[index].keys())[:3]]
+            only = [sorted(saved[index].keys() - set(names))[:3], sorted(set(names) - saved[index].keys())[:3]]
             raise CheckpointError(
                 f"optimizer state: parameters of its group {index} have other names than those of this optimizer: only"
                 f" there {only[0]}, only here {only[1]}. It belongs to another model or to other groups. To load it by"
                 " position after a renaming, remove 'param_names' from its groups."
             )
         remaining.remove(match)
-        numbers = [left[match][name] for name in names]
+        numbers = [saved[match][name] for name in names]
         ordered.append({**there[match], "params": numbers, "param_names": list(group["param_names"])})
     return ordered
 
@@ -280,8 +278,7 @@ def _matched(
     """Return the parameters of these groups with a saved state, and the state; of a result of `in_order`."""
     saved = state_dict["state"]
     entries = enumerate(entry for entry in optimizer.entries() if entry.group in groups)
-    found = [(entry, saved[place]) for place, entry in entries if saved.get(place)]
-    return [(entry, unspread(state, optimizer, entry)) for entry, state in found]
+    return [(entry, unspread(saved[place], optimizer, entry)) for place, entry in entries if saved.get(place)]
 
 
 def check_state(optimizer: Optimizer, entry: Entry, saved: Mapping[str, Any]) -> None:
