@@ -4,6 +4,7 @@ import json
 import tempfile
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import ranks
@@ -22,7 +23,7 @@ from octavo.distributed import load, save, save_async, shard
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.memory.fake_kernels import clear_caches
 from octavo.nn.scaling_state import scales
-from octavo.optim import AdamW
+from octavo.optim import AdamW, convert
 from octavo.tensor import local
 
 WIDE = {"ffn": 170, "layers": 1}
@@ -72,6 +73,7 @@ def write(rank, count, folder):
     found["again"] = {case: go_on(case, folder, rank) for case in CASES}
     found["background"] = in_background(folder, rank)
     found["pytorchs"] = pytorchs(rank)
+    found["names"] = names(folder, rank)
     found["stored"] = stored_scales(folder, rank)
     found["refused"] = refusals(folder)
     found["not finite"] = not_finite(folder)
@@ -99,6 +101,27 @@ def in_background(folder, rank):
     done.result()
     load(Path(folder) / "background", model, optimizer)
     return same(before, everything(model, optimizer))
+
+
+def names(folder, rank):
+    """Return what differs in a run over parameters in another order, of a checkpoint as it is and as once written."""
+    model, optimizer = build("fp8 float32")
+    step_sharded(model, optimizer, 0, rank, 2)
+    differ = []
+    for version, kinds in {"now": {}, "first": {kind: kind for kind in convert.MOMENTS}}.items():
+        with patch.dict(convert._CODES, kinds):
+            save(Path(folder) / version, model, optimizer)
+        other, _ = build("fp8 float32")
+        steps = AdamW(reversed(list(other.named_parameters())), lr=1e-2, states="fp8", clip=1.0)
+        load(Path(folder) / version, other, steps)
+        differ.append(same(by_name(model, optimizer), by_name(other, steps)))
+    return differ
+
+
+def by_name(model, optimizer):
+    entries = {str(entry.number): entry.name for entry in optimizer.entries()}
+    parts = ((name.partition("."), tensor) for name, tensor in everything(model, optimizer).items())
+    return {f"{entries.get(first, first)}.{rest}": tensor for (first, _, rest), tensor in parts}
 
 
 def pytorchs(rank):
@@ -240,6 +263,10 @@ def test_it_is_written_in_the_background(written):
 def test_pytorchs_functions_carry_a_run_over(written):
     plain, unlike = written[0]["pytorchs"]
     assert plain and not unlike
+
+
+def test_states_follow_the_names_of_parameters_in_files_of_every_version(written):
+    assert written[0]["names"] == [[], []]
 
 
 def test_what_does_not_fit_is_refused(written):

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("accelerate", reason="needs accelerate (octavo[clients])")
 
 from accelerate import Accelerator, cpu_offload
+from safetensors.torch import load_file
 
 import octavo
 from octavo import kernels
@@ -49,3 +50,13 @@ def test_weights_that_hooks_bring_before_each_forward(llama, sequences):
         cpu_offload(model, execution_device=torch.device("cpu"))
         assert all(m.weight.is_meta for m in model.modules() if isinstance(m, Linear))
         torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=0, atol=1e-2)
+
+
+def test_it_saves_the_values_of_weights_in_fp8(llama, tmp_path):
+    model = llama().bfloat16()
+    octavo.convert(model, policy=octavo.Policy(weights="fp8"))
+    Accelerator(cpu=True).save_model(model, str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        stored = parameter.detach()
+        assert torch.equal(stored.dequantize() if isinstance(stored, octavo.FP8Tensor) else stored, saved[name]), name

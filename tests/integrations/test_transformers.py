@@ -126,6 +126,26 @@ def test_weights_in_fp8_with_their_optimizer(llama, sequences, tmp_path):
     assert sum(isinstance(p, octavo.FP8Tensor) for p in model.parameters()) == FP8_LAYERS
 
 
+def test_checkpoints_of_weights_in_fp8_hold_values(llama, sequences, tmp_path):
+    def run(steps: int) -> Trainer:
+        model = llama()
+        octavo.convert(model, policy=octavo.Policy(weights="fp8"))
+        options = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+        made = trainer(model, sequences, tmp_path, steps, **options)
+        made.optimizer = octavo.optim.AdamW(model.named_parameters(), lr=3e-3)
+        return made
+
+    first = run(2)
+    first.train()
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    for (name, parameter), saved in zip(first.model.named_parameters(), plain.parameters(), strict=True):
+        stored = parameter.detach()
+        assert torch.equal(stored.dequantize() if isinstance(stored, octavo.FP8Tensor) else stored, saved), name
+    resumed = run(4)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed)[:2] == losses(first) and len(losses(resumed)) == 4
+
+
 class ByHand(TrainerCallback):
     """What a user without `last_share` writes."""
 

@@ -9,6 +9,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.optimizer import load_gradient, momentum, squares, store_gradient, update
 from octavo.kernels.reference import optimizer as reference
+from octavo.kernels.reference import storage as codec
 from octavo.kernels.reference.storage import from_groups
 from octavo.kernels.transfers import PinnedStaging
 
@@ -88,6 +89,46 @@ def test_a_second_moment_is_never_lost(kind):
         control = cases.control(step, 1, largest_update=10.0)
         update([slot._replace(gradient=untouched)], layout, control, PinnedStaging())
         assert int(control.clamped) == 0
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-20, 1e-15, 1e-8])
+@pytest.mark.parametrize("rule", ["adamw", "adam"])
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_updates_of_gradients_of_any_size(kind, rule, eps):
+    """One magnitude per row, so that scales per group fit; three equal gradients, whose update is g / (g + eps)."""
+    layout = cases.layout_of(kind, rule, stochastic=False)
+    powers = torch.arange(-149.0, 62.0, 1.0)
+    for part in powers[::16].split(1) if layout.searches else [powers]:
+        _check_updates(layout, rule, eps, part, BOUNDS[kind])
+
+
+def _check_updates(layout, rule, eps, powers, bound):
+    slot = cases.slot(layout, (len(powers), 128), 0)
+    g = torch.exp2(powers)[:, None].expand(-1, 128).contiguous()
+    settings = {"factor": 1.0, "lr": 2.0**-4, "weight_kept": 1.0, "weight_decay": 0.0, "largest_update": torch.inf}
+    for step in (1, 2, 3):
+        before = master(slot, layout).double()
+        control = cases.control(step, 1, eps=eps, **settings)
+        update([slot._replace(gradient=g)], layout, control, PinnedStaging())
+        u = (before - master(slot, layout)) * 16
+        expected = g.double() / (g.double() + eps)
+        normal = g[:, 0] >= 2.0**-60  # below, squares are subnormal, and below 2^-70 they are 0
+        error = (u - expected).abs().amax(1)
+        assert (error[normal] < 0.02 + 2 * bound).all()
+        assert (u >= 0).all() and (u < 3).all()
+        assert (u[g[:, 0] < 2.0**-74] < 0.1).all()
+
+
+def test_where_small_operands_of_an_update_are_cut():
+    just_below = torch.nextafter(torch.tensor(2.0**-100), torch.tensor(0.0))
+    x = torch.tensor([2.0**-100, float(just_below), -(2.0**-100), -float(just_below), 0.0])
+    one = torch.full((5,), 2.0**-70)
+    assert codec.quotient(x, one).tolist() == [2.0**-30, 0.0, -(2.0**-30), 0.0, 0.0]
+    for by in (2.0**-70 * (1 + 2.0**-20), 2.0**-70, 2.0**-71, 2.0**-100, 2.0**-101, 0.0):
+        found = codec.quotient(torch.tensor([2.0**-80]), torch.tensor([by]))
+        assert float(found) == float(torch.tensor(2.0**-80) / torch.tensor(max(by, 2.0**-70)))
+    roots = torch.tensor([2.0**-100, float(just_below), 2.0**-126, 2.0**-149, 3 * 2.0**-149, 0.0])
+    assert torch.equal(codec.root(roots), roots.double().sqrt().float()) and (codec.root(roots)[:5] > 0).all()
 
 
 def test_only_stochastic_rounding_follows_a_slow_decay():

@@ -470,6 +470,25 @@ def test_of_several_optimizers_one_counts_and_a_dead_one_does_not():
     gc.collect()
 
 
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def test_a_step_of_an_optimizer_that_wraps_another_counts_once():
+    model = stack()
+    telemetry = Telemetry(model)
+    optimizer = Wrapper(Wrapper(torch.optim.SGD(model.parameters(), lr=0.0)))
+    for _ in range(2):
+        run(model)
+        optimizer.step()
+    assert telemetry.done == 2 and steps_taken_whole(telemetry) == [1, 2]
+
+
 @pytest.mark.parametrize("frozen", [["0"], ["0", "1"]], ids=["the first", "all"])
 def test_steps_count_while_layers_are_frozen(frozen):
     model = nn.Sequential(Linear(16, 16), Linear(16, 16), nn.LayerNorm(16))

@@ -262,3 +262,13 @@ def test_bad_input():
         Muon([{"params": named, "ns_step": 3}])
     shared = {"betas": (0.9, 0.9), "momentum": 0.9, "use_muon": True, "max_momentum": 0.95}
     Muon([{"params": named, **shared}])
+
+
+def test_no_gradient_and_no_eps_is_no_update():
+    """0 / 0 would make the weight NaN, and a norm of 0 whose elements are not would make it infinite."""
+    weight = nn.Parameter(torch.ones(8, 16))
+    optimizer = Muon([("hidden", weight)], lr=0.1, weight_decay=0.0, eps=0.0)
+    for size in (0.0, 1e-40, 1e-25):
+        weight.grad = torch.full_like(weight, size)
+        optimizer.step()
+        assert (weight - 1).abs().max() < 0.1

@@ -47,6 +47,45 @@ def test_fp32_states_are_pytorchs(ours, theirs, decay):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-20, 1e-15])
+@pytest.mark.parametrize(("ours", "theirs"), [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)])
+def test_small_gradients_move_weights_as_in_pytorch_whatever_eps(ours, theirs, eps):
+    sizes = torch.tensor([10.0**-k for k in range(4, 18)])[:, None]
+    torch.manual_seed(0)
+    a, b = (nn.Parameter(torch.zeros(14, 64)) for _ in range(2))
+    mine, other = ours([a], eps=eps, weight_decay=0.0, states="fp32"), theirs([b], eps=eps, weight_decay=0.0)
+    for _ in range(5):
+        a.grad = sizes * torch.randn(14, 64)
+        b.grad = a.grad.clone()
+        mine.step()
+        other.step()
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("eps", [0.0, 1e-20])
+def test_gradients_whose_squares_underflow_move_nothing_far(states, eps):
+    weight = nn.Parameter(torch.zeros(2, 4096))
+    optimizer = AdamW([weight], lr=1.0, eps=eps, weight_decay=0.0, states=states)
+    for power in (-22.0, -25.0, -30.0, -45.0):
+        for _ in range(3):
+            weight.grad = torch.full_like(weight, 10.0**power)
+            optimizer.step()
+    assert float(weight.detach().abs().max()) < 6.0 and int(optimizer.clamped) == 0
+
+
+def test_fp32_moments_are_not_bounded_by_max_update():
+    weight = nn.Parameter(torch.zeros(64, 128))
+    bounded = nn.Parameter(torch.zeros(64, 128))
+    groups = [{"params": [weight], "states": "fp32"}, {"params": [bounded], "states": "fp8"}]
+    optimizer = AdamW(groups, lr=1.0, weight_decay=0.0, max_update=0.25)
+    for parameter in (weight, bounded):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert weight.detach().sub(-1.0).abs().max() < 1e-6
+    assert int(optimizer.clamped) == bounded.numel() and (bounded == -0.25).all()
+
+
 def test_lion_is_its_own_definition():
     a, b = model(), model()
     train(a, Lion(a.parameters(), lr=1e-3, weight_decay=0.1, states="fp32"), 5)

@@ -23,7 +23,7 @@ from octavo._util.dist import gather, together
 from octavo.distributed import storage
 from octavo.errors import CheckpointError
 from octavo.nn.scaling_state import scales
-from octavo.optim import Optimizer, flatten, unflatten
+from octavo.optim import Optimizer, convert, flatten, unflatten
 from octavo.optim.sharded import along_rows
 from octavo.tensor import FP8Tensor, WrapperTensor, local
 from octavo.tensor.local import dtensor_like
@@ -74,6 +74,8 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
         _check_tiers(optimizer, settings.get("optimizer"), folder)
     state = _state(model, optimizer)
     _check_model(state["model"], Path(folder))
+    if optimizer is not None:
+        state["optimizer"] = _as_saved(optimizer, state["optimizer"], settings["optimizer"], Path(folder))
     storage.read(Path(folder), _flat(state))
     # Codes requantised from values could differ from those that the remainders belong to.
     codes = {name: local(part).clone() for name, part in state.get("fp8", {}).items()}
@@ -87,6 +89,26 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
         optimizer.load_state_dict(unflatten(state["optimizer"], settings["optimizer"]))
     extra: dict[str, Any] = settings["extra"]
     return extra
+
+
+def _as_saved(
+    optimizer: Optimizer, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], folder: Path
+) -> dict[str, Tensor]:
+    """Return tensors of the optimizer's state by the names that they have in a checkpoint: number and kind.
+
+    Numbers are those of the saved order of parameters. Older versions gave codes the names of moments.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    there = convert.in_order(optimizer, {**saved, "state": {number: number for number in numbers}})["state"]
+    written = storage.shapes(folder)
+    result = {}
+    for name, tensor in tensors.items():
+        number, _, kind = name.partition(".")
+        name = f"{there[int(number)]}.{kind}"
+        if f"optimizer.{name}" not in written:
+            name = f"{there[int(number)]}.{next(iter(convert.with_stored_names({kind: tensor})))}"
+        result[name] = tensor
+    return result
 
 
 _background_groups: dict[Any, Any] = {}
@@ -166,10 +188,12 @@ def _check_tiers(optimizer: Optimizer, saved: Mapping[str, Any] | None, folder: 
     if saved is None:
         raise CheckpointError(f"{folder} holds no state of an optimizer: call load(folder, model) for the model alone.")
     here = flatten(optimizer.state_dict())[1]
+    sizes = [sorted(len(group["params"]) for group in each["param_groups"]) for each in (here, saved)]
+    rules = [each["rule"] for each in (here, saved)]
+    if sizes[0] == sizes[1] and rules[0] == rules[1]:
+        saved = convert.in_order(optimizer, {**saved, "state": {}})
     tiers = [[group["states"] for group in each["param_groups"]] for each in (here, saved)]
-    sizes = [[len(group["params"]) for group in each["param_groups"]] for each in (here, saved)]
-    rules = here["rule"], saved["rule"]
-    for what, ours, theirs in (("rule is", *rules), ("states are", *tiers), ("numbers of parameters are", *sizes)):
+    for what, (ours, theirs) in {"rule is": rules, "numbers of parameters are": sizes, "states are": tiers}.items():
         if ours != theirs:
             raise CheckpointError(
                 f"{folder}: the optimizer's {what} {theirs} there and {ours} here. Make it as it was saved; "

@@ -122,6 +122,8 @@ def update(slots: Sequence[Slot], layout: Layout, control: Control, uploads: Pin
         lion    u = sign(m + (g - m) (1 - b1));  m += (g - m) (1 - b2);  w = w (1 - lr wd) - lr u
         given   u = g, a precomputed update, such as Muon's; no moments;  w = w (1 - lr wd) - lr clamp(u)
 
+    The divisor of u is at least 2^-70: squares of smaller gradients underflow in FP32, and eps may be 0.
+
     Sources: arXiv 1711.05101, algorithm 2; 1412.6980, algorithm 1; 2302.06675, algorithm 2.
 
     Random bits are Philox words: for index i in the padded groups of a tensor, word i % 4 at counter (i / 4, number,

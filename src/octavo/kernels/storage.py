@@ -92,6 +92,11 @@ class Storage:
         """Whether FP32 values are stored unchanged."""
         return self == Storage("fp32")
 
+    @property
+    def holds_values(self) -> bool:
+        """Whether the stored tensor, read in its dtype, is the values: no codes with scales, and no roots."""
+        return self.scaling == "none" and not self.root and self.float.signed
+
     def scale_shape(self, rows: int, cols: int) -> tuple[int, int] | None:
         """Return the shape of the uint8 scales of a matrix (rows, cols); None without scales."""
         return {"none": None, "tensor": (1, 1), "group": (rows, groups_of(cols))}[self.scaling]

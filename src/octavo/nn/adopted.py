@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from octavo.errors import UnsupportedError
-from octavo.tensor import FP8Tensor, local
+from octavo.tensor import FP8Tensor, SavedFP8Tensor, local
 
 _CLASSES: dict[tuple[type[nn.Module], ...], type[Any]] = {}
 """(class of Octavo, class of a module) -> the class derived from both."""
@@ -46,9 +46,18 @@ class Adopted(nn.Module):
             self.__dict__.pop(name, None)
         self.__class__ = _without(own, type(self))
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if keep_vars else self._parameters:
+            if isinstance(weight := destination.get(prefix + name), FP8Tensor):
+                destination[prefix + name] = SavedFP8Tensor.of(weight)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *messages: list[str]
     ) -> None:
+        for name in self._parameters:  # the caller's dict is another one; `assign` makes a parameter of it
+            if isinstance(saved := state_dict.get(prefix + name), SavedFP8Tensor):
+                state_dict[prefix + name] = saved.plain()
         messages[-1].extend(refuse_bare_codes(self, state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *messages)
 

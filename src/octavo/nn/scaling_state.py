@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,9 +36,10 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from octavo._util.dist import in_process_group
+from octavo._util.optimizer_steps import after_outermost_step
 from octavo.errors import CheckpointError
 from octavo.kernels.ledger import warn_once
 from octavo.nn import calibration_file
@@ -369,13 +370,14 @@ _live: WeakValueDictionary[int, ScalingState] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
+def _stepped(optimizers: Sequence[Optimizer]) -> None:
     """Update the scales of the models that were stepped.
 
     Not of others: a model that is no longer used waits for the garbage collector, on one rank longer than on another,
     and must not start an all-reduce there.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if _live else []
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if _live else []
+    parameters = [parameter for group in groups for parameter in group["params"]]
     # A step on fake tensors does not update real scales.
     is_fake = any(isinstance(parameter, FakeTensor) for parameter in parameters)
     states = [state for state in _live.values() if isinstance(state.scale_and_amax, FakeTensor) == is_fake]
@@ -390,7 +392,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
             state.miss_step()
 
 
-register_optimizer_step_post_hook(_stepped)
+after_outermost_step(_stepped)
 
 
 def attach_scaling_state(layers: Mapping[str, StoredScaleLayer], model: nn.Module | None = None) -> ScalingState | None:

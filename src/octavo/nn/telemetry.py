@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
+from octavo._util.optimizer_steps import after_outermost_step
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, mark_idle
 from octavo.kernels.transfers import AsyncHostCopy
@@ -281,13 +282,14 @@ def _device(model: nn.Module, layers: dict[str, Layer]) -> torch.device:
 _live: weakref.WeakSet[Telemetry] = weakref.WeakSet()
 
 
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
+def _stepped(optimizers: Sequence[Optimizer]) -> None:
     if not _live:
         return
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
     for telemetry in list(_live):
         if telemetry.belongs_to(stepped):
             telemetry.step()
 
 
-register_optimizer_step_post_hook(_stepped)
+after_outermost_step(_stepped)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from octavo.optim.optimizer import Entry, Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_CODES = {name: f"{name}_codes" for name in MOMENTS}
+"""Names of moments in a state dict where they are not stored as values: PyTorch's optimizers, which would take codes
+under their own names as values, then miss theirs."""
 _OWN = ("states", "keeps", "gradients")
 """Storage settings of a group, which are not loaded."""
 _EXPORTED = ("lr", "betas", "eps", "weight_decay", "maximize", "momentum", "nesterov", "ns_coefficients", "ns_steps")
@@ -77,10 +80,87 @@ def set_values(optimizer: Optimizer, entry: Entry, known: Mapping[str, Tensor]) 
             reference.write(_to_groups(known[name], entry), *_moment(optimizer, entry, name), None)
 
 
+def with_saved_names(optimizer: Optimizer, entry: Entry, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of a parameter with the names that its tensors have in a state dict."""
+    layout = optimizer.layout_of(entry)
+    stored = zip(MOMENTS, (layout.first, layout.second), strict=True)
+    names = {name: _CODES[name] for name, storage in stored if storage is not None and not storage.holds_values}
+    return {names.get(name, name): tensor for name, tensor in state.items()}
+
+
+def with_stored_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `with_saved_names`; also for a state whose codes have the names of moments, as older versions wrote it."""
+    names = {saved: stored for stored, saved in _CODES.items()}
+    return {names.get(name, name): value for name, value in saved.items()}
+
+
+def in_order(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return a state dict in the order of an optimizer's groups and parameters, which are numbered from 0.
+
+    Parameters are matched by name where both sides have names, otherwise by position. Prefixes of wrappers, such as
+    `module.` of `DistributedDataParallel`, do not count.
+
+    Args:
+        groups: those of the optimizer that the state dict is of; by default all.
+
+    Raises:
+        CheckpointError: the number of groups or of their parameters differs, or their names do.
+    """
+    here = optimizer.param_groups if groups is None else [optimizer.param_groups[index] for index in groups]
+    there = list(state_dict["param_groups"])
+    sizes = [[len(group["params"]) for group in side] for side in (there, here)]
+    has_names = all("param_names" in group for group in (*here, *there))
+    if has_names and sorted(sizes[0]) == sorted(sizes[1]):
+        there = _ordered_by_name(here, there)
+    elif sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"optimizer state: its groups have {sizes[0]} parameters, those of this optimizer {sizes[1]}: it belongs to"
+            " another model."
+        )
+    numbers = {number: place for place, number in enumerate(n for group in there for n in group["params"])}
+    state = {numbers[number]: value for number, value in state_dict["state"].items() if number in numbers}
+    renumbered = [{**group, "params": [numbers[number] for number in group["params"]]} for group in there]
+    return {**state_dict, "state": state, "param_groups": renumbered}
+
+
+def _ordered_by_name(here: Sequence[Mapping[str, Any]], there: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups of a state dict, and their parameters, in the order of an optimizer's."""
+    saved, ordered = [dict(zip(_plain_names(group), group["params"], strict=True)) for group in there], []
+    remaining = list(range(len(there)))
+    for index, group in enumerate(here):
+        names = _plain_names(group)
+        match = next((i for i in remaining if saved[i].keys() == set(names)), None)
+        if match is None:
+            only = [sorted(saved[index].keys() - set(names))[:3], sorted(set(names) - saved[index].keys())[:3]]
+            raise CheckpointError(
+                f"optimizer state: parameters of its group {index} have other names than those of this optimizer: only"
+                f" there {only[0]}, only here {only[1]}. It belongs to another model or to other groups. To load it by"
+                " position after a renaming, remove 'param_names' from its groups."
+            )
+        remaining.remove(match)
+        numbers = [saved[match][name] for name in names]
+        ordered.append({**there[match], "params": numbers, "param_names": list(group["param_names"])})
+    return ordered
+
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts of names that wrappers of modules add."""
+
+
+def _plain_names(group: Mapping[str, Any]) -> list[str]:
+    """Return the names of a group's parameters without the parts that wrappers add, if they stay different."""
+    names = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in group["param_names"]]
+    return names if len(set(names)) == len(names) else list(group["param_names"])
+
+
 def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """See `Optimizer.load_state_dict`."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, dict(state_dict)) or state_dict
+    state_dict = in_order(optimizer, state_dict)
+    state_dict["state"] = {number: with_stored_names(saved) for number, saved in state_dict["state"].items()}
     if state_dict.get("rule", optimizer.rule) != optimizer.rule:
         raise CheckpointError(
             f"optimizer state: its rule is '{state_dict['rule']}', that of this optimizer '{optimizer.rule}'."
@@ -126,6 +206,7 @@ def export(optimizer: Optimizer, groups: Sequence[int]) -> dict[str, Any]:
 def import_(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int]) -> None:
     """See `Optimizer.import_state_dict`; for these groups."""
     check_import(optimizer, state_dict, groups)
+    state_dict = in_order(optimizer, state_dict, groups)
     entries = _matched(optimizer, state_dict, groups)
     found = {entry.number for entry, _ in entries}
     optimizer.forget(e for e in optimizer.entries() if e.group in groups and e.number not in found)
@@ -154,14 +235,20 @@ def check_import(optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Se
     """Check that `import_` can read a state dict.
 
     Raises:
-        CheckpointError: the number of parameters differs, a tensor is missing or has another shape, or the state is
-            that of amsgrad.
+        CheckpointError: the number or the names of parameters differ, a tensor is missing or has another shape, or the
+            state is that of amsgrad or stored as codes.
     """
     if any(group.get("amsgrad") for group in state_dict["param_groups"]):
         raise CheckpointError(
             "optimizer state: it was saved by an optimizer with amsgrad, which octavo.optim does not have."
         )
-    for entry, saved in _matched(optimizer, state_dict, groups):
+    for entry, saved in _matched(optimizer, in_order(optimizer, state_dict, groups), groups):
+        if encoded := sorted(name for name in saved if name.endswith(("_codes", "_scale"))):
+            raise CheckpointError(
+                f"optimizer state of parameter '{entry.name}': {encoded} are of codes, as Octavo's state_dict() stores"
+                " them, and here values are imported. Load it by load_state_dict() into an optimizer with the states it"
+                " was saved with, then call convert_states()."
+            )
         names = _exported_names(optimizer.rule_of(entry))
         moments = [names[name] for name in optimizer.form(entry) if name in MOMENTS]
         needed = {*moments, *(("step",) if "step" in names.values() else ())}
@@ -188,23 +275,10 @@ def _exported_names(rule: RuleName) -> dict[str, str]:
 def _matched(
     optimizer: Optimizer, state_dict: Mapping[str, Any], groups: Sequence[int]
 ) -> list[tuple[Entry, Mapping[str, Any]]]:
-    """Return the parameters with a saved state, and the state, for these groups.
-
-    Raises:
-        CheckpointError: the number of groups or of their parameters differs.
-    """
-    there = [len(group["params"]) for group in state_dict["param_groups"]]
-    here = [len(optimizer.param_groups[index]["params"]) for index in groups]
-    if there != here:
-        raise CheckpointError(
-            f"optimizer state: its groups have {there} parameters, those of this optimizer {here}: it belongs to"
-            " another model."
-        )
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    """Return the parameters of these groups with a saved state, and the state; of a result of `in_order`."""
     saved = state_dict["state"]
-    entries = [entry for entry in optimizer.entries() if entry.group in groups]
-    found = [(entry, saved[n]) for entry, n in zip(entries, numbers, strict=True) if saved.get(n)]
-    return [(entry, unspread(state, optimizer, entry)) for entry, state in found]
+    entries = enumerate(entry for entry in optimizer.entries() if entry.group in groups)
+    return [(entry, unspread(saved[place], optimizer, entry)) for place, entry in entries if saved.get(place)]
 
 
 def check_state(optimizer: Optimizer, entry: Entry, saved: Mapping[str, Any]) -> None:

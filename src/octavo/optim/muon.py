@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.coefficients import ParamSettings
 from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot, momentum, update
+from octavo.kernels.reference.storage import LEAST_DIVISOR
 from octavo.optim import convert
 from octavo.optim.matrix_all_to_all import ShardLayout, gather_full, scatter_full, shard_layouts
 from octavo.optim.optimizer import Entry, Optimizer
@@ -277,7 +278,7 @@ def orthogonalise(
         coefficients: a, b, c.
     """
     a, b, c = coefficients
-    x = x_BRC.div_(x_BRC.norm(dim=(1, 2), keepdim=True).clamp(min=eps))
+    x = x_BRC.div_(x_BRC.norm(dim=(1, 2), keepdim=True).clamp(min=max(eps, LEAST_DIVISOR)))
     is_tall = x.shape[1] > x.shape[2]
     for _ in range(steps):
         gram = x.mT @ x if is_tall else x @ x.mT

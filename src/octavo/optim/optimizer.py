@@ -28,6 +28,7 @@ from octavo.optim.gradients import GradientStore, StoredGradient
 from octavo.optim.reducers import is_under_ddp
 from octavo.optim.settings import OptimizerOptions, check_group, check_settings, group_table, largest_update
 from octavo.optim.sharded import spread, sum_over_ranks
+from octavo.optim.skips import SkipWatch
 from octavo.optim.states import RuleName, States, kind_of, state_tensors, states_named
 from octavo.optim.tensors import (
     as_matrix,
@@ -40,7 +41,7 @@ from octavo.optim.tensors import (
     stored_weight,
     value_of,
 )
-from octavo.tensor import is_distributed, local
+from octavo.tensor import local, non_finite
 
 
 class Entry(NamedTuple):
@@ -69,7 +70,8 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         grad_norm: global norm of the last step's gradient before clipping, FP32, shape (), on the device; None where
             neither clipping nor `skip_nonfinite` needs it.
-        skipped: int32 (1,), number of skipped steps; with `release`, of skipped parameters.
+        skipped: int32 (1,), number of skipped steps; with `release`, of skipped parameters. The first is warned of.
+        skipped_in_a_row: number of the last steps that were skipped, as far as known without waiting for the device.
         clamped: int64 (1,), number of updates clamped to `max_update`.
 
     `copy.deepcopy` and `torch.save` work as for PyTorch's optimizers: copy the model in the same call.
@@ -87,7 +89,7 @@ class Optimizer(torch.optim.Optimizer):
         options = OptimizerOptions(**settings)
         self.keep, self.rounding, self.seed = options.keep, options.rounding, options.seed
         self.clip, self.skip_nonfinite, self.max_update = options.clip, options.skip_nonfinite, options.max_update
-        self.release = options.release
+        self.release, self.max_skips = options.release, options.max_skips
         self.grad_norm: Tensor | None = None
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
         """Sums squares of gradients, FP64 (G,), over ranks that step other parameters (`GreedyZeRO`)."""
@@ -101,6 +103,7 @@ class Optimizer(torch.optim.Optimizer):
     def _start(self) -> None:
         """Set what belongs to this object alone, and is not copied with it."""
         self._uploads = PinnedStaging()
+        self._skips = SkipWatch()
         self._accumulates = False
         self._may_take = False
         """Whether no reducer was found that hooks would come before."""
@@ -126,6 +129,8 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.over_ranks = None
         self._start()
+        self.max_skips = getattr(self, "max_skips", None)  # a pickle of an older version has none
+        self._skips = SkipWatch(int(self.skipped))
         self._register_hooks(self.entries())
         self.record_versions(entry for entry in self.entries() if "master" in self.state.get(entry.parameter, ()))
 
@@ -238,6 +243,7 @@ class Optimizer(torch.optim.Optimizer):
             UnsupportedError: a gradient is sparse or of another dtype than FP32, BF16 and FP16; a parameter has changed
                 its dtype or shape since its state was made; or gradients were taken in backward that a `GradScaler` or
                 `DistributedDataParallel` should have seen first.
+            NonFiniteError: `max_skips` steps in a row were skipped.
         """
         loss = None
         if closure is not None:
@@ -247,7 +253,24 @@ class Optimizer(torch.optim.Optimizer):
             raise UnsupportedError(_RELEASED_SCALED)
         self._collect()
         self._update([e for e in self.entries() if e.parameter.grad is not None or e.number in self._gradients.stored])
+        if self._needs_norm:
+            is_routine = getattr(self, "found_inf", None) is not None
+            self._skips.after_step(self.skipped, self.max_skips, is_routine, self._not_finite)
         return loss
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Number of the last steps that were skipped, as far as known without waiting for the device."""
+        return self._skips.in_a_row
+
+    @torch.no_grad()
+    def _not_finite(self) -> Iterator[str]:
+        """Yield the names of the parameters whose gradients are not finite. Waits for the device."""
+        entries = self.entries()
+        gradients = self.gradients(entry.parameter for entry in entries)
+        for entry, gradient in zip(entries, gradients, strict=True):
+            if gradient is not None and bool(non_finite(gradient)):
+                yield entry.name
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -509,21 +532,28 @@ class Optimizer(torch.optim.Optimizer):
         return [spread("master", value, e.parameter) for e, value in zip(self.entries(), held, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stored state, tensors only, and the settings; see `flatten` for files without pickle."""
+        """Return the stored state, tensors only, and the settings; see `flatten` for files without pickle.
+
+        Moments stored as codes are named `exp_avg_codes` and `exp_avg_sq_codes`: PyTorch's optimizers do not load them.
+        `export_state_dict` returns what they load.
+        """
         self.follow_writes(self.entries())
-        packed = super().state_dict()
-        sharded = {entry.number: entry.parameter for entry in self.entries() if is_distributed(entry.parameter)}
+        packed, entries = super().state_dict(), self.entries()
         for number, state in packed["state"].items():
-            if number in sharded:
-                packed["state"][number] = {name: spread(name, t, sharded[number]) for name, t in state.items()}
+            entry = entries[number]
+            state = {name: spread(name, tensor, entry.parameter) for name, tensor in state.items()}
+            packed["state"][number] = convert.with_saved_names(self, entry, state)
         return {**packed, "seed": self.seed, "rounding": self.rounding, "rule": self.rule}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, in place of all states. Nothing is changed unless everything fits.
 
+        Parameters are matched by name, in any order, where both optimizers were given `model.named_parameters()`,
+        otherwise by position.
+
         Raises:
-            CheckpointError: tier, rule, number of parameters or a tensor's shape differs.
+            CheckpointError: tier, rule, number or names of parameters, or a tensor's shape differ.
         """
         convert.load(self, state_dict)
 
@@ -540,10 +570,10 @@ class Optimizer(torch.optim.Optimizer):
         """Import moments, steps and settings of an exported state dict, or of one of `torch.optim.AdamW`.
 
         Tiers stay those of this optimizer; moments are rounded to nearest. A parameter without a state there has none
-        afterwards; a master is kept otherwise.
+        afterwards; a master is kept otherwise. Parameters are matched as by `load_state_dict`.
 
         Raises:
-            CheckpointError: the number of parameters or a tensor's shape differs.
+            CheckpointError: the number or names of parameters, or a tensor's shape differ.
         """
         convert.import_(self, state_dict, range(len(self.param_groups)))
 
@@ -581,7 +611,7 @@ def _version(parameter: Tensor) -> tuple[int, StorageWeakRef]:
 
 _COPIED = (
     *("keep", "rounding", "seed", "clip", "skip_nonfinite", "max_update", "release", "grad_norm", "skipped", "clamped"),
-    *("grad_scale", "_gradients"),
+    *("max_skips", "grad_scale", "_gradients"),
 )
 """Attributes that a copy or a pickle has, beside PyTorch's."""
 _RELEASED_SCALED = (

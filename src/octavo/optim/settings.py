@@ -58,7 +58,11 @@ class OptimizerOptions:
     clip: float | None = None
     """Largest global norm of the gradient; a group may have its own limit, with the key `clip`."""
     skip_nonfinite: bool = True
-    """Skip a step whose gradients are not all finite, at the cost of reading all gradients once."""
+    """Skip a step whose gradients are not all finite, at the cost of reading all gradients once. The first is warned
+    of; `Optimizer.skipped` counts them."""
+    max_skips: int | None = None
+    """Raise `NonFiniteError` after so many skipped steps in a row. None: never. Nothing waits for a GPU, which may be
+    some steps behind."""
     max_update: float | None = None
     """Bound of |update|, in learning rates, where a moment is not FP32: one that was rounded badly could exceed what
     exact ones reach. None: `largest_update`."""
@@ -82,6 +86,8 @@ class OptimizerOptions:
                 " clip needs is not known. Give groups limits of one parameter each, or take release=False."
             )
         _check_clip(self.clip)
+        if self.max_skips is not None and not self.max_skips >= 1:
+            raise ConfigError(f"optimizer max_skips: {self.max_skips} is not at least 1. None never raises.")
 
 
 def _check_clip(value: float | None) -> None:

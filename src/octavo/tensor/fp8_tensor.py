@@ -119,6 +119,17 @@ class FP8Tensor(Tensor):
         values: Tensor = _Values.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
         return values
 
+    def storage(self) -> Any:
+        """Raise: no memory holds the values, which writers of files look for here.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{self!r} has codes and scales in memory, not values in {self.dtype}. To write a file of values, pass the"
+            " state_dict() of a converted model, or dequantize(); of codes and scales, to_tensors()."
+        )
+
     def share_memory_(self) -> FP8Tensor:
         """Move codes and scale to memory that processes share, as PyTorch moves a plain tensor."""
         self.codes.share_memory_()
@@ -234,7 +245,7 @@ def _values(x: FP8Tensor, dtype: torch.dtype) -> Tensor:
 
 def _each(x: FP8Tensor, operation: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> FP8Tensor:
     """Return the operation applied to codes and to scales."""
-    made = FP8Tensor(operation(x.codes), operation(x.scale), x.granularity, dtype or x.dtype, x.scaling)
+    made = type(x)(operation(x.codes), operation(x.scale), x.granularity, dtype or x.dtype, x.scaling)
     made.shares_scale = x.shares_scale and operation is Tensor.detach
     return made
 
@@ -291,6 +302,11 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 def _kind(x: FP8Tensor) -> tuple[torch.dtype, Granularity, Scaling]:
     return x.codes.dtype, x.granularity, x.scaling
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(x: FP8Tensor, device: Any = None) -> bool:
+    return x.codes.is_pinned() and x.scale.is_pinned()
 
 
 @implements(aten.record_stream.default)

@@ -59,6 +59,7 @@ def measure(rank: int, world: int) -> dict[str, object]:
         found[f"{name} tensors"] = list_of_tensors(scheme, rank)
         found[f"{name} ddp"] = by_ddp(reduction(name, mesh if name == "two-level" else None), rank)
         found[f"{name} fsdp"] = by_fsdp(reduction(name, mesh if name == "two-level" else None), rank)
+        found[f"{name} fsdp, sums"] = by_fsdp(reduction(name, mesh if name == "two-level" else None), rank, sums=True)
     found["mu"] = mu_of_steps(rank)
     found["mu at the threshold"] = [mu_after_saturation(count) for count in (1, 3)]
     found["mu of equal gradients"] = [mu_of_equal_gradients(scattered) for scattered in (False, True)]
@@ -128,12 +129,15 @@ def by_ddp(scheme: Scheme, rank: int) -> dict[str, object]:
     return {"gradients": gradients, "state": scheme.state_dict()}
 
 
-def by_fsdp(scheme: Scheme, rank: int) -> dict[str, object]:
+def by_fsdp(scheme: Scheme, rank: int, sums: bool = False) -> dict[str, object]:
     model, policy = small_model(), MixedPrecisionPolicy(reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (4,))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    for unit in (model[0], model[2], model) if sums else ():
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
     set_reduction(model, scheme)
     loss_of(model, rank).backward()
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
@@ -370,10 +374,10 @@ def mean_gradients() -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("engine", "factor"), [("ddp", 1), ("fsdp", 1), ("fsdp, sums", 4)])
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_engines_of_pytorch(engine, name, results):
-    expected = mean_gradients()
+def test_engines_of_pytorch(engine, factor, name, results):
+    expected = {key: value * factor for key, value in mean_gradients().items()}
     for rank in range(4):
         found = results[rank][f"{name} {engine}"]["gradients"]
         assert list(found) == list(expected)

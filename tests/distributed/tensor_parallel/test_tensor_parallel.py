@@ -336,7 +336,7 @@ def first_moments(model):
     states = optimizer.state_dict()["state"].values()
     for (name, parameter), state in zip(model.named_parameters(), states, strict=True):
         if parameter.dim() == 2:
-            codes, scale = (whole(state[key]) for key in ("exp_avg", "exp_avg_scale"))
+            codes, scale = (whole(state[key]) for key in ("exp_avg_codes", "exp_avg_scale"))
             each = parameter.shape[1] // scale.shape[1]  # a rank's part of a row is less than a group
             by = (scale.float() - 127).exp2().repeat_interleave(each, dim=1)
             value = codes.view(torch.float8_e4m3fn).float() * by

@@ -171,7 +171,7 @@ def scales(case, mesh):
         codes, scale, value = (
             t.full_tensor()
             for t in (
-                *(state[numbers[name]][k] for k in ("exp_avg", "exp_avg_scale")),
+                *(state[numbers[name]][k] for k in ("exp_avg_codes", "exp_avg_scale")),
                 values[numbers[name]]["exp_avg"],
             )
         )

@@ -7,16 +7,20 @@ import copy
 import io
 import itertools
 
+import numpy as np
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import octavo
 from octavo.distributed import GreedyZeRO, merge_state_dicts
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.nn.telemetry import Telemetry
+from octavo.optim import convert
 from octavo.tensor import FP8Tensor
 
 WORLDS = (2, 4)
@@ -468,3 +472,49 @@ def test_errors_say_what_to_do(results):
         assert word in said
     with pytest.raises(ConfigError, match="init_process_group"):
         GreedyZeRO(octavo.optim.AdamW([nn.Parameter(torch.ones(2))]))
+
+
+def _telemetry(rank: int, ranks: int, kind: str) -> tuple[int, list[int], bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        octavo.nn.Linear(16, 16, dtype=torch.bfloat16), octavo.nn.Linear(16, 16, dtype=torch.bfloat16)
+    )
+    telemetry = Telemetry(model, group=dist.new_group())
+    parameters = list(model.named_parameters())
+    if kind == "greedy":
+        optimizer = GreedyZeRO(octavo.optim.AdamW(parameters, lr=1e-3))
+    else:
+        optimizer = ZeroRedundancyOptimizer([p for _, p in parameters], torch.optim.AdamW, lr=1e-3)
+    for _ in range(3):
+        model(torch.randn(16, 16, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    telemetry.wait()
+    taken = list(iter(telemetry.snapshot, None))
+    roles = [row.role in ("input", "weight") for row in telemetry.rows]
+    return telemetry.done, [step for step, _ in taken], all(not np.isnan(values[roles, 0]).any() for _, values in taken)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "pytorch"])
+def test_telemetry_counts_a_step_of_all_ranks_once(kind):
+    assert ranks.run(_telemetry, 2, kind) == [(3, [1, 2, 3], True)] * 2
+
+
+def _reordered(rank: int, ranks: int, whole: dict) -> list[str]:
+    """Return the names of this rank's parameters whose moments are not those of a single process."""
+    zero = GreedyZeRO(octavo.optim.AdamW(list(reversed(parameters().items())), states="fp8"))
+    zero.load_state_dict(whole)
+    names = whole["param_groups"][0]["param_names"]
+    mine = [entry for entry in zero.optimizer.entries() if zero.assignment.owners[entry.number] == rank]
+    states = {entry.name: zero.optimizer.state[entry.parameter] for entry in mine if entry.parameter.requires_grad}
+    saved = {name: convert.with_stored_names(whole["state"][names.index(name)]) for name in states}
+    return [n for n, state in states.items() if not same_state({0: state}, {0: saved[n]})] + [str(len(states))]
+
+
+def test_a_whole_state_is_matched_by_names():
+    named = parameters()
+    optimizer = octavo.optim.AdamW(list(named.items()), states="fp8")
+    set_gradients(named, 0)
+    optimizer.step()
+    found = ranks.run(_reordered, 2, optimizer.state_dict())
+    assert all(len(names) == 1 for names in found) and sum(int(names[0]) for names in found) == len(SHAPES)

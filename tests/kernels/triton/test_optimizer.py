@@ -66,6 +66,23 @@ def test_other_rules_dtypes_and_rounding(kind, rule, dtype, device):
     assert cases.different(here[0], there[0]) == []
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-20, 1e-8])
+@pytest.mark.parametrize("kind", ["fp32", "exact", "fp8"])
+def test_gradients_of_any_size(kind, eps, device):
+    """Around 2^-100 and 2^-50, where operands and roots become small, around the least divisor, and at the ends."""
+    layout = cases.layout_of(kind)
+    torch.manual_seed(0)
+    powers = torch.cat([torch.arange(-149, 64), torch.linspace(-101, -99, 21), torch.linspace(-72, -48, 22)])
+    here = cases.slot(layout, (2, 256), 0)
+    there = cases.copy(here, device)
+    for step in (1, 2, 3):
+        g = torch.exp2(powers)[torch.randperm(256).expand(2, 256)] * torch.tensor([[1.0], [-1.3]])
+        reference.update([here._replace(gradient=g)], layout, cases.control(step, 1, eps=eps, largest_update=10.0))
+        control = cases.control(step, 1, device, eps=eps, largest_update=10.0)
+        fast.update([there._replace(gradient=g.to(device))], layout, control, PinnedStaging())
+        assert cases.different(here, there._replace(gradient=there.gradient)) == []
+
+
 @pytest.mark.parametrize("kind", ["fp32", "fp32 master apart", "exact", "fp8", "fp8-min", "fp8-min, bf16 weight"])
 def test_an_update_that_is_given(kind, device):
     layout = cases.layout_of(kind, "given", torch.bfloat16)

@@ -27,7 +27,7 @@ from octavo.distributed.reduce.scheme import Scheme, Wire
 from octavo.distributed.zero.greedy import Assignment
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.kernels.transfers import PinnedStaging
-from octavo.optim import Optimizer
+from octavo.optim import Optimizer, convert
 from octavo.optim.optimizer import Entry
 from octavo.optim.states import state_tensors
 from octavo.optim.tensors import count_writes, like, matrix_shape
@@ -187,6 +187,7 @@ class GreedyZeRO(torch.optim.Optimizer):
         Raises:
             CheckpointError: rank or number of ranks differs, or the state does not fit the optimizer.
         """
+        state_dict = convert.in_order(self.optimizer, state_dict)
         numbers = set(self.assignment.of(self.rank))
         if "ranks" in state_dict and (
             (state_dict["rank"], state_dict["ranks"]) != (self.rank, self.ranks) or set(state_dict["state"]) - numbers
@@ -249,7 +250,8 @@ class GreedyZeRO(torch.optim.Optimizer):
     def _send(self, entry: Entry, state: Mapping[str, Tensor], owner: int, to: int) -> Mapping[str, Tensor]:
         """Send the state of a parameter from its owner to rank `to`, and return it there."""
         if owner != to and self.rank in (owner, to):
-            state = state if self.rank == owner else self.optimizer.fresh(entry)
+            if self.rank == to:
+                state = convert.with_saved_names(self.optimizer, entry, self.optimizer.fresh(entry))
             for name in sorted(state):
                 data = _flat(state[name]).view(torch.uint8)
                 if not data.numel():

@@ -137,15 +137,18 @@ def split(magnitude: Tensor, bits: int, dropped: int, random: Tensor | None) -> 
 
 
 TINY = 2.0**-100
-"""Roots and quotients flush to 0 below this bound: fast correctly rounded sequences lack the bits there."""
+"""Dividends below it flush to 0: the fast correctly rounded sequence lacks the bits there."""
+LEAST_DIVISOR = 2.0**-70
+"""Smallest divisor of an update. The square of a gradient below it is lost in FP32: without a bound, such gradients,
+divided by a root of 0 and a small eps, would give updates of any size."""
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the correctly rounded square root, FP32, and 0 below TINY."""
-    return torch.where(x < TINY, 0.0, x.double().sqrt().float())  # not correctly rounded on every CPU in FP32
+    """Return the correctly rounded square root, FP32, also of subnormal values."""
+    return x.double().sqrt().float()  # not correctly rounded on every CPU in FP32
 
 
 def quotient(x: Tensor, by: Tensor) -> Tensor:
-    """Return x / max(by, TINY), correctly rounded; 0 for |x| < TINY, NaN on overflow."""
-    quotient = x / by.clamp(min=TINY)
+    """Return x / max(by, LEAST_DIVISOR), correctly rounded; 0 for |x| < TINY, NaN on overflow."""
+    quotient = x / by.clamp(min=LEAST_DIVISOR)
     return torch.where(x.abs() < TINY, 0.0, torch.where(quotient.isinf(), torch.nan, quotient))

@@ -8,8 +8,8 @@ at once; those stay in registers until the row's maximum is known. Tensors with 
 launch.
 
 Loads are issued well ahead of their use, and the tiles of a tensor's programs are adjacent in each iteration. These
-kernels are bound by instructions as much as by memory, so rare cases get no branch: a root or quotient too small for
-the fast, correctly rounded sequence counts as zero, in the reference too.
+kernels are bound by instructions as much as by memory, so rare cases get no branch: a dividend too small for the fast,
+correctly rounded sequence counts as zero, in the reference too, and the operand of a small root is scaled.
 """
 
 # mypy: disable-error-code="assignment,var-annotated"

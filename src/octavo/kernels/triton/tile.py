@@ -181,27 +181,30 @@ def _rule(w, g, m, v, c, RULE: tl.constexpr):
         m = m + c[1] * (g - m)
         v = tl.minimum(v * c[2] + c[3] * (g * g), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
         root = _root(v)
-        u = _quotient(m * c[4], tl.maximum(root * c[5] + c[6], TINY, propagate_nan=tl.PropagateNan.ALL))
+        divisor = tl.maximum(root * c[5] + c[6], LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
+        u = _quotient(m * c[4], divisor)
     return w * c[8], m, v, root, u
 
 
 TINY: tl.constexpr = tl.constexpr(2.0**-100)
 """Smallest operand for which the correctly rounded sequences below have enough bits."""
+LEAST_DIVISOR: tl.constexpr = tl.constexpr(2.0**-70)
+"""Smallest divisor of an update, see `reference/storage.py`."""
 
 
 @triton.jit
 def _root(x):
-    """Correctly rounded square root; 0 below TINY."""
+    """Correctly rounded square root of x >= 0."""
     if INTERPRETED:
         root = tl.sqrt_rn(x)
     else:
         root = tl.inline_asm_elementwise(ROOT, "=f,f", [x], tl.float32, True, 1)
-    return tl.where(x < TINY, 0.0, root)
+    return root
 
 
 @triton.jit
 def _quotient(x, by):
-    """Correctly rounded x / by, for by >= TINY; 0 if |x| < TINY, NaN on overflow."""
+    """Correctly rounded x / by, for by >= LEAST_DIVISOR; 0 if |x| < TINY, NaN on overflow."""
     if INTERPRETED:
         quotient = tl.div_rn(x, by)
         quotient = tl.where(tl.abs(quotient) == float("inf"), float("nan"), quotient)
@@ -210,15 +213,24 @@ def _quotient(x, by):
     return tl.where(tl.abs(x) < TINY, 0.0, quotient)
 
 
-# Estimate and residual correction: the compiler's own sequences without their branch to rare cases.
+# Estimate and residual correction: the compiler's own sequences without their branch to rare cases. For a root, an
+# operand below TINY is multiplied by 2^64 and the result by 2^-32, which is exact; the estimate for 0 is that for TINY,
+# which is finite, so that the root is 0.
 ROOT: tl.constexpr = tl.constexpr("""{
-    .reg .f32 near, half, root, minus, rest;
-    rsqrt.approx.ftz.f32 near, $1;
-    mul.rn.f32 root, $1, near;
+    .reg .f32 x, near, half, root, minus, rest;
+    .reg .pred small;
+    setp.lt.f32 small, $1, 0f0D800000;
+    mov.f32 x, $1;
+    @small mul.rn.f32 x, x, 0f5F800000;
+    max.f32 near, x, 0f0D800000;
+    rsqrt.approx.ftz.f32 near, near;
+    mul.rn.f32 root, x, near;
     mul.rn.f32 half, near, 0f3F000000;
     neg.f32 minus, root;
-    fma.rn.f32 rest, minus, root, $1;
-    fma.rn.f32 $0, rest, half, root;
+    fma.rn.f32 rest, minus, root, x;
+    fma.rn.f32 root, rest, half, root;
+    @small mul.rn.f32 root, root, 0f2F800000;
+    mov.f32 $0, root;
 }""")
 QUOTIENT: tl.constexpr = tl.constexpr("""{
     .reg .f32 near, minus, rest, quotient;
