@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 from uuid import uuid4
 
 from octavo._util.checksums import flush
@@ -22,6 +26,31 @@ def os_errors(path: object, kind: type[OctavoError], what: str = "cannot be writ
         yield
     except OSError as error:
         raise kind(f"{path}: {what} ({error.strerror}).") from error
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. A FIFO without a writer would block for ever, and a device might never end.
+
+    Raises:
+        OSError: there is none, it cannot be read, or it is a folder, FIFO, socket or device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a regular file, but a pipe, socket or device", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, limit: int = -1) -> bytes:
+    """Return the bytes of a file, the first `limit` of them unless that is negative; errors as of `open_regular`."""
+    with open_regular(path) as file:
+        return file.read(limit)
 
 
 def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = False) -> None:
