@@ -178,17 +178,19 @@ def test_sizes_that_make_no_sense(path: Path, change: dict[str, int]) -> None:
         Loader(path, **{"batch": 1, "sequence": 1, "seed": 0, **change})
 
 
-def test_heldout_batches_run_in_order_with_one_shape(path: Path) -> None:
-    batches = list(heldout_batches(path, 7, 10))
+@pytest.mark.parametrize("batch", [1, 7, 64, 1000])
+def test_heldout_batches_run_in_order_and_have_every_window_once(path: Path, batch: int) -> None:
+    batches = list(heldout_batches(path, batch, 10))
     inputs = torch.cat([inputs_BT.flatten() for inputs_BT, _ in batches])
-    assert all(inputs_BT.shape == (7, 10) for inputs_BT, _ in batches)
-    assert torch.equal(inputs, torch.arange(14 * 7 * 10))
+    assert all(inputs_BT.shape == (batch, 10) for inputs_BT, _ in batches[:-1])
+    assert torch.equal(inputs, torch.arange(100 * 10))
     assert all(torch.equal(targets_BT, inputs_BT + 1) for inputs_BT, targets_BT in batches)
 
 
-@pytest.mark.parametrize(("limit", "count"), [(1, 1), (70, 1), (71, 2), (None, 14), (10**9, 14)])
-def test_heldout_batches_stop_at_the_limit(path: Path, limit: int | None, count: int) -> None:
-    assert len(list(heldout_batches(path, 7, 10, limit))) == count
+@pytest.mark.parametrize(("limit", "windows"), [(1, 1), (70, 7), (71, 8), (None, 100), (10**9, 100)])
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_heldout_batches_stop_at_the_limit(path: Path, batch: int, limit: int | None, windows: int) -> None:
+    assert sum(len(inputs_BT) for inputs_BT, _ in heldout_batches(path, batch, 10, limit)) == windows
 
 
 def test_a_heldout_text_shorter_than_a_batch_is_one_smaller_batch(path: Path) -> None:

@@ -234,7 +234,9 @@ def test_ranks_split_batches_and_cover_those_they_cannot_split() -> None:
     ranks = [Ranks(launch=Launch(rank, 3)) for rank in range(3)]
     assert [r.own_rows(6) for r in ranks] == [[0, 1], [2, 3], [4, 5]]
     assert [r.own_rows(4) for r in ranks] == [[0, 1], [2, 3], [0, 1]]
-    assert SINGLE_PROCESS.own_rows(3) == [0, 1, 2]
+    assert [r.own_rows(2, 6) for r in ranks] == [[0, 1], [0, 1], [0, 1]]
+    assert [r.own_rows(1, 4) for r in ranks] == [[0, 0], [0, 0], [0, 0]]
+    assert SINGLE_PROCESS.own_rows(3) == [0, 1, 2] and SINGLE_PROCESS.own_rows(2, 3) == [0, 1, 0]
 
 
 def test_ranks_that_share_layers_have_the_same_part_of_a_batch() -> None:

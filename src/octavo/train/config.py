@@ -177,7 +177,7 @@ class LoopConfig:
     eval_every: int = 0
     """Steps between evaluations on held-out text; 0: only at the end."""
     eval_tokens: int = 65536
-    """Largest number of held-out tokens per evaluation."""
+    """Largest number of held-out tokens per evaluation, rounded up to a sequence."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
