@@ -22,9 +22,8 @@ def heldout_losses(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     """Return the loss in nats per token of each sequence in `(inputs_BT, targets_BT)` batches; float64 on the CPU.
 
     The held-out loss is the mean of the result, and that over all targets, whatever the batches. Sequences of packed
-    conversations, which
-    differ in their number of targets, are weighted by it, relative to the mean number. On several ranks all call it;
-    each computes its part of each batch and gets all losses.
+    conversations, which differ in their number of targets, are weighted by it, relative to the mean number. On several
+    ranks all call it; each computes its part of each batch and gets all losses.
     """
     return _by_sequence(state, batches, by_sequence=True)
 
