@@ -156,7 +156,7 @@ def test_a_kill_while_checkpoints_are_removed_leaves_no_partial_one(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("octavo.train.checkpoint.shutil.rmtree", half)
+        patched.setattr("octavo._util.files.shutil.rmtree", half)
         with pytest.raises(KeyboardInterrupt):
             prune(tmp_path)
     assert all(checkpoint.load(path) for path in checkpoint.find(tmp_path))

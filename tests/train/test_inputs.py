@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from reporters import Listener
 
 import octavo
 from octavo.errors import CheckpointError
@@ -13,10 +14,21 @@ from octavo.evaluation.run import EvalSettings, evaluate_run
 from octavo.serving.run import export_flags
 from octavo.train import RunConfig, train
 from octavo.train.calibrate import calibrate_run
+from octavo.train.events import Event, Started
 from octavo.train.inputs import copies
 from octavo.train.load_run import find, restore, settings_of
 
 Configure = Callable[..., RunConfig]
+
+
+class Interrupting(Listener):
+    """Interrupts a run before its first step."""
+
+    def report(self, event: Event) -> None:
+        if isinstance(event, Started):
+            raise KeyboardInterrupt
+
+
 RUN = {"steps": 2, "baseline": False}
 
 
@@ -75,6 +87,23 @@ def test_a_run_with_static_scales_is_read_without_its_calibration_file(configure
     stored = octavo.scales(restore(found, settings_of(found, "test", {"device": "cpu"})).states[0].model)
     assert stored is not None and stored.is_known
     assert export_flags(config.run.out) is not None
+
+
+def test_a_run_that_replaces_another_has_none_of_its_files(by_file: RunConfig, tmp_path: Path) -> None:
+    """Nor is a checkpoint that is a link taken for one of the new run; what it leads to stays."""
+    out = by_file.run.out
+    (last,) = (out / "checkpoints").iterdir()
+    last.rename(tmp_path / "elsewhere")
+    last.symlink_to(tmp_path / "elsewhere")
+    for name in ("scales.json", "calibration.json", "pipeline.json"):
+        (out / name).write_text("{}")
+    with pytest.raises(KeyboardInterrupt):
+        train(by_file, overwrite=True, reporters=[Interrupting()])
+    assert not [*(out / "checkpoints").iterdir()] and (tmp_path / "elsewhere" / "state.json").exists()
+    left = {path.name for path in out.iterdir() if path.suffix == ".json"}
+    assert left == {"config.json", "plan.json"}
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        train(by_file, resume=True)
 
 
 def test_a_run_that_replaces_another_has_no_copies_of_that(by_file: RunConfig) -> None:

@@ -9,7 +9,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 from uuid import uuid4
 
 from octavo._util.checksums import flush
@@ -28,29 +27,15 @@ def os_errors(path: object, kind: type[OctavoError], what: str = "cannot be writ
         raise kind(f"{path}: {what} ({error.strerror}).") from error
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. A FIFO without a writer would block for ever, and a device might never end.
+def check_regular(path: Path) -> None:
+    """Check before it is opened that a path is a file or a folder: a pipe blocks for ever, and a device may not end.
 
     Raises:
-        OSError: there is none, it cannot be read, or it is a folder, FIFO, socket or device.
+        OSError: it is something else, or there is nothing.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a regular file, but a pipe, socket or device", str(path))
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def read_regular(path: Path, limit: int = -1) -> bytes:
-    """Return the bytes of a file, the first `limit` of them unless that is negative; errors as of `open_regular`."""
-    with open_regular(path) as file:
-        return file.read(limit)
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "a pipe, socket or device, not a file", str(path))
 
 
 def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = False) -> None:
@@ -71,18 +56,35 @@ def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = 
             unfinished.unlink(missing_ok=True)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, a directory with all that is in it, or a link but not what it leads to; nothing if there is none.
+
+    Raises:
+        OSError: it is still there, whole or in part.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:  # another process removes it, too
+        if os.path.lexists(path):
+            raise
+
+
 def put_in_place(finished: Path, final: Path) -> None:
     """Rename a finished directory, whose files are flushed, to `final` in the same folder; remove one that was there.
 
     That one is renamed to `.old-<name>` first, so that a process killed at any time leaves one of them whole.
 
     Raises:
-        OSError: a directory cannot be renamed; what was there is there again.
+        OSError: a directory cannot be renamed; what was there is there again. Or what was there cannot be removed; it
+            is left as `.old-<name>`.
     """
     old = final.with_name(f"{OLD}{final.name}")
     flush(finished)
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(final):
+        remove(old)
         final.rename(old)
     try:
         finished.rename(final)
@@ -91,4 +93,4 @@ def put_in_place(finished: Path, final: Path) -> None:
             old.rename(final)
         raise
     flush(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from octavo._util.files import read_regular
+from octavo._util.files import check_regular
 
 _LIMIT = 1 << 20
-"""Largest file that is read, in bytes: `packed-refs` has some 60 per reference."""
+"""Characters that are read of a file: `packed-refs` has some 60 per reference."""
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _REFERENCE = re.compile(r"refs(?:/[^/\s\0\\]+)+")
 
@@ -62,6 +62,8 @@ def _packed(common: Path, name: str) -> str:
 def _text(path: Path) -> str:
     """Return the beginning of a text file; empty if there is none."""
     try:
-        return read_regular(path, _LIMIT).decode("utf-8", errors="replace")
+        check_regular(path)
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_LIMIT)
     except (OSError, ValueError):
         return ""

@@ -23,9 +23,8 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from octavo._util.checksums import check_file, check_names, file_entry, flush
 from octavo._util.config_reader import blaming, read_file
-from octavo._util.files import OLD, os_errors, put_in_place, write_text
+from octavo._util.files import OLD, os_errors, put_in_place, remove, write_text
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.tensor import is_distributed, local, non_finite
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
@@ -109,7 +108,8 @@ def save(
     finally:
         # Also on Ctrl-C; after the rename there is nothing to remove.
         if ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):  # the first error counts; the next checkpoint removes what is left, or says why
+                remove(temporary)
     ranks.on_first(lambda: _remove_others(directory, step, keep))
     return final
 
@@ -210,9 +210,14 @@ def _must_be_finite(name: str) -> bool:
 
 
 def discard(directory: Path) -> None:
-    """Remove every checkpoint in `directory`, and what killed processes left."""
+    """Remove every checkpoint in `directory`, and what killed processes left.
+
+    Raises:
+        CheckpointError: one cannot be removed; a resumed run would find it.
+    """
     for path in [*find(directory), *_leftovers(directory)]:
-        shutil.rmtree(path, ignore_errors=True)
+        with _removing(path):
+            remove(path)
 
 
 def _split(directory: Path, step: int) -> tuple[list[Path], list[Path]]:
@@ -229,10 +234,15 @@ def _step_of(path: Path) -> int:
 def _remove(path: Path) -> None:
     """Remove a checkpoint; a process that is killed meanwhile leaves no partial one under its name."""
     hidden = path.with_name(f"{_TEMPORARY}{name_of(_step_of(path))}")
-    shutil.rmtree(hidden, ignore_errors=True)  # left by a process that was killed
-    with os_errors(path, CheckpointError, "cannot be removed"), suppress(FileNotFoundError):
-        path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    with _removing(path):
+        remove(hidden)  # left by a process that was killed
+        with suppress(FileNotFoundError):
+            path.rename(hidden)
+        remove(hidden)
+
+
+def _removing(path: Path) -> AbstractContextManager[None]:
+    return os_errors(path, CheckpointError, "cannot be removed")
 
 
 def _leftovers(directory: Path) -> list[Path]:
@@ -250,7 +260,7 @@ def _remove_others(directory: Path, step: int, keep: int) -> None:
 
 def _begin(temporary: Path) -> None:
     for path in _leftovers(temporary.parent):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
     temporary.mkdir(parents=True)
 
 

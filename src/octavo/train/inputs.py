@@ -5,14 +5,13 @@ A run is read by them from any directory, on any machine, and after the files ha
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo import recipes
 from octavo._util import config_reader
-from octavo._util.files import os_errors, write_text
+from octavo._util.files import os_errors, remove, write_text
 from octavo.errors import CheckpointError, RunError
 from octavo.train.config import RunConfig
 from octavo.train.files import write_json
@@ -26,10 +25,11 @@ def keep_inputs(config: RunConfig, directory: Path, *, resumed: bool) -> None:
 
     Raises:
         ConfigError: a file cannot be read.
-        RunError: a copy cannot be written.
+        RunError: a copy cannot be written, or those of another run not be removed.
     """
     if not resumed:
-        shutil.rmtree(directory / _FOLDER, ignore_errors=True)
+        with os_errors(directory / _FOLDER, RunError, "cannot be removed"):
+            remove(directory / _FOLDER)
     for key in ("last_recipe",) if resumed else (*_RECIPES, "scales"):
         given, copy = getattr(config.run, key), _copy(directory, key)
         if not _is_file(given):

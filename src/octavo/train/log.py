@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo._util import config_reader
-from octavo._util.files import os_errors
+from octavo._util.files import os_errors, remove
 from octavo._util.terminal import quantity
 from octavo.data import TokenFiles
 from octavo.data.chat import TASKS
@@ -33,6 +33,11 @@ from octavo.train.setup import Setup
 from octavo.train.summary import summarise
 from octavo.train.timing import Stopwatch
 from octavo.train.train_state import StepMetrics, TrainState
+
+_WRITTEN = tuple(
+    f"{name}.json" for name in ["summary", "heldout", "plan", "tensor", "sharding", "pipeline", "scales", "calibration"]
+)
+"""Files of a run, which one that replaces it is not to be read with."""
 
 
 class RunLog:
@@ -82,7 +87,11 @@ class RunLog:
             self.directory.mkdir(parents=True, exist_ok=True)
         if not done:
             checkpoint.discard(self.directory / "checkpoints")
-        (self.directory / "summary.json").unlink(missing_ok=True)
+        given = Path(self.config.run.scales).absolute()  # may be the calibration of the run that is replaced
+        for path in (self.directory / name for name in (_WRITTEN if not done else ("summary.json",))):
+            if path.absolute() != given:
+                with os_errors(path, RunError, "cannot be removed"):
+                    remove(path)
         self.write_config(self.directory)
         keep_inputs(self.config, self.directory, resumed=done > 0)
         first = self.setup.states[0]
