@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,29 @@ def test_a_run_does_not_go_on_by_a_recipe_file_that_has_been_changed(by_file: Ru
         train(longer, resume=True)
     file.write_text(f"{before}# as it was\n", encoding="utf-8")
     assert train(longer, resume=True)["steps"] == 3
+
+
+def test_a_run_goes_on_by_its_copies_of_files_that_are_gone(by_file: RunConfig, tmp_path: Path) -> None:
+    last = tmp_path / "last.toml"
+    last.write_text('base = "rowwise"\nname = "later"\n', encoding="utf-8")
+    longer = by_file.with_run(steps=4, last_share=0.3, last_recipe=str(last))
+    train(longer.with_run(checkpoint_every=3), resume=True)
+    for step in (4,):
+        shutil.rmtree(by_file.run.out / "checkpoints" / f"step-{step:06d}")
+    Path(by_file.run.recipe).unlink()
+    last.unlink()
+    assert train(longer, resume=True)["steps"] == 4  # from step 3, by the recipe that is not the last
+    assert train(longer.with_run(steps=5), resume=True)["steps"] == 5  # from step 4, by the last
+
+
+def test_a_last_recipe_whose_file_was_changed_is_refused(by_file: RunConfig, tmp_path: Path) -> None:
+    last = tmp_path / "last.toml"
+    last.write_text('base = "bf16"\n', encoding="utf-8")
+    longer = by_file.with_run(steps=3, last_share=0.3, last_recipe=str(last))
+    train(longer, resume=True)
+    last.write_text('base = "rowwise"\n', encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"last\.toml: has been changed since this run began by it"):
+        train(longer.with_run(steps=4), resume=True)
 
 
 def test_the_last_recipe_may_be_another_file_when_a_run_resumes(by_file: RunConfig, tmp_path: Path) -> None:

@@ -224,7 +224,9 @@ class Guard:
             self._lr_limit, self._lr_limited_at = self._lr_limit * HOLD, done
         if self.acts:
             self._refinement.down()
-            if not self._snapshots or done - self._snapshots[-1].step >= config.snapshot_every:
+            # At the same steps in a resumed run, whatever step it resumed from.
+            every = config.snapshot_every
+            if not self._snapshots or done // every > self._snapshots[-1].step // every:
                 self._take_snapshot(done)
         if config.shadow_every and done and done % config.shadow_every == 0:
             self._refinement.compare_with_bf16()

@@ -150,6 +150,7 @@ class RunLog:
             )
         )
         if done:
+            self._say_what_differs(done)
             return
         if note := warm_up_note(config.optimizer):
             self.warn(0, "warm-up", note)
@@ -158,6 +159,19 @@ class RunLog:
             self.warn(0, "schedule", f"recipe '{config.run.recipe}' {text}")
         for found in judge(self._corpus()):
             self.warn(0, "data", *found)
+
+    def _say_what_differs(self, done: int) -> None:
+        """Emit how a resumed run may differ from one that was not interrupted."""
+        plan, guard = self.setup.plan, self.config.guard
+        if plan is not None and plan.policy.filter is not None:
+            text = "the run keeps the layers in FP8 that it began with; a new run on this device would have others"
+            self.warn(done, "plan", text)
+        if guard.mode == "act":
+            text = (
+                f"guardrails take a new snapshot after step {done}: until two more (guard.snapshot_every), an alarm may"
+                " lead back to another step than without the interruption. Without one the run goes on bit for bit"
+            )
+            self.emit(GuardEvent(done, "info", "resume", text))
 
     def log_refusal(self, step: int, state: TrainState) -> None:
         """Emit, once per model, why its steps could not be captured as a CUDA graph."""

@@ -23,6 +23,7 @@ from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import heldout_losses
 from octavo.train.files import write_json
 from octavo.train.guarding import GuardedRun
+from octavo.train.inputs import with_files
 from octavo.train.parallel import ranks_of
 from octavo.train.resume import load_checkpoint, save_checkpoint
 from octavo.train.schedule import learning_rate
@@ -56,9 +57,11 @@ def train(
         own = reporters if ranks.is_first else ()
         with RunDirectory(config.run.out) if ranks.is_first else nullcontext() as directory:
             check_directory(config.run.out, resume=resume, overwrite=overwrite)
+            config = with_files(config) if resume else config
             for reporter in own:
                 reporter.report(events.Preparing(config=config))
-            trainer = Trainer(set_up(config, ranks, resume=resume), own, directory)
+            began = config.run.out if resume else None
+            trainer = Trainer(set_up(config, ranks, resume=resume, began=began), own, directory)
             if resume:
                 trainer.resume()
             return ranks.broadcast(trainer.run())
