@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo._util import files
-from octavo._util.files import check_regular, put_in_place, remove, write_text
+from octavo._util.checksums import check_regular
+from octavo._util.files import put_in_place, remove, write_text
 from octavo.errors import ConfigError
 
 

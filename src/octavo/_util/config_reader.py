@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octavo._util.files import check_regular
+from octavo._util.checksums import check_regular
 from octavo.errors import ConfigError, OctavoError, did_you_mean
 
 T = TypeVar("T")

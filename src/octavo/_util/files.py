@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,17 +23,6 @@ def os_errors(path: object, kind: type[OctavoError], what: str = "cannot be writ
         yield
     except OSError as error:
         raise kind(f"{path}: {what} ({error.strerror}).") from error
-
-
-def check_regular(path: Path) -> None:
-    """Check before it is opened that a path is a file or a folder: a pipe blocks for ever, and a device may not end.
-
-    Raises:
-        OSError: it is something else, or there is nothing.
-    """
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "a pipe, socket or device, not a file", str(path))
 
 
 def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = False) -> None:

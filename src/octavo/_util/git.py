@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from octavo._util.files import check_regular
+from octavo._util.checksums import check_regular
 
 _LIMIT = 1 << 20
 """Characters that are read of a file: `packed-refs` has some 60 per reference."""

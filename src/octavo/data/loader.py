@@ -123,7 +123,7 @@ class Loader:
                 f"{state['digest']} there and {self._digest} here; resume with the same text and tokenizer."
             )
         samples = state.get("samples")
-        if not isinstance(samples, int) or samples < 0:
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
             raise CheckpointError(f"the data position {samples!r} is not a number of samples.")
         self._samples = samples
 

@@ -196,7 +196,10 @@ class Guard:
         self._rules.load_state_dict(state["watch"])
         self._skipped, self._unsolved = [*state.get("skipped", ())], [*state.get("unsolved", ())]
         self._tried, self._given_up = Counter(state.get("tried", {})), {**state.get("given_up", {})}
-        self._lr_limit, self._lr_limited_at = state["lr_limit"], state["lr_held_at"]
+        limit = state["lr_limit"]
+        if limit is not None and not 0 < limit < math.inf:
+            raise ValueError(f"lr_limit {limit!r} is no learning rate")
+        self._lr_limit, self._lr_limited_at = limit, state["lr_held_at"]
         self._fingerprints = state.get("fingerprints", {})
         self._refinement.load_state_dict(state["ladder"])
 

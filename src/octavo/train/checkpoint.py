@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo._util.checksums import check_file, check_names, file_entry, flush
-from octavo._util.config_reader import blaming, read_file
+from octavo._util.config_reader import blaming, read_file, shown
 from octavo._util.files import OLD, os_errors, put_in_place, remove, write_text
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.tensor import is_distributed, local, non_finite
@@ -130,7 +131,9 @@ def roll_back(directory: Path, step: int) -> bool:
         _remove(path)
     if only_later:
         with suppress(CheckpointError):  # a full disk ends no run here
-            write_text(later[0] / _ROLLED_BACK, json.dumps({"step": step}) + "\n", CheckpointError)
+            content = {"step": step, "from": _step_of(later[0])}
+            signed = json.dumps({**content, "sha256": _digest(content)})
+            write_text(later[0] / _ROLLED_BACK, signed + "\n", CheckpointError)
     return only_later
 
 
@@ -175,7 +178,7 @@ def load(path: Path, *, ranks: Ranks = SINGLE_PROCESS, place: Place | None = Non
         for name, tensor in _read_sharded(path / _SHARDED, place).items():
             model, _, key = name.partition(".")
             tensors.setdefault(model, {})[key] = tensor
-    return Checkpoint(path, tensors, state, _rolled_back_to(path))
+    return Checkpoint(path, tensors, state, _rolled_back_to(path, state["step"]))
 
 
 def _read_own(path: Path, ranks: Ranks) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
@@ -325,7 +328,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         with blaming(file, CheckpointError):
             state = read_file(file, CheckpointError)
-            version, _ = state["format"], (state["step"], state["config"], state["files"].items())
+            version, _ = state["format"], (state["config"], state["files"].items())
+            _check_step(state["step"])
             if version == 1:
                 state["files"] = {name: {"bytes": size} for name, size in state["files"].items()}
             check_names(state["files"])
@@ -334,15 +338,34 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}{'' if is_denied else _remedy(path)}") from error
     if version not in (1, FORMAT):
         raise CheckpointError(f"{path}: checkpoint format {version}; this version of octavo reads format {FORMAT}.")
-    if "sha256" in state and state.pop("sha256") != _digest(state):
-        raise CheckpointError(f"{file}: damaged: its content is not that of its SHA-256.{_remedy(path)}")
+    _check_digest(state, file, path, is_needed=version > 1)
     return dict(state)
 
 
-def _rolled_back_to(path: Path) -> int | None:
+def _check_step(step: Any, below: float = math.inf) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < below:
+        raise ValueError(f"step {shown(step)} is no number of steps" + ("" if below == math.inf else f" below {below}"))
+
+
+def _check_digest(content: dict[str, Any], file: Path, path: Path, *, is_needed: bool) -> None:
+    """Compare JSON values with their `sha256`, and remove it from them."""
+    digest = content.pop("sha256", None)
+    if digest is None and is_needed:
+        raise CheckpointError(f"{file}: damaged: it has no SHA-256.{_remedy(path)}")
+    if digest is not None and digest != _digest(content):
+        raise CheckpointError(f"{file}: damaged: its content is not that of its SHA-256.{_remedy(path)}")
+
+
+def _rolled_back_to(path: Path, step: int) -> int | None:
+    """Return the step that the run went back to from a checkpoint of `step`; earlier versions wrote no checksum."""
     file = path / _ROLLED_BACK
+    if not os.path.lexists(file):
+        return None
+    content = read_file(file, CheckpointError)
+    _check_digest(content, file, path, is_needed=False)
     with blaming(file, CheckpointError):
-        return int(read_file(file, CheckpointError)["step"]) if file.exists() else None
+        _check_step(content["step"], below=step)
+        return int(content["step"])
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:

@@ -127,6 +127,8 @@ class GuardedRun(Guarded):
             self.guard.load_state_dict(state["guard"])
         self.setup.loader.load_state_dict(state["loader"])
         self.heldout = {int(step): float(loss) for step, loss in state.get("heldout", {}).items()}
+        if not all(map(math.isfinite, self.heldout.values())):
+            raise ValueError("a held-out loss is not finite")
         self.log.load_state_dict(state)
         if "calibration" in state:
             self.ranks.on_first(lambda: restore_calibration(self.config, state["calibration"]))
