@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cyclopts.types import PositiveInt
 
 from octavo._util.terminal import columns, console, progress, quantity, say
-from octavo.cli.flags import COMMON, JsonOutput, Switch, configure, with_flags_of
+from octavo.cli.flags import COMMON, JsonOutput, Switch, check_given, configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
@@ -68,18 +68,28 @@ def plan(
     """
     if not memory and (gpus > 1 or fits is not None):
         raise ConfigError("--gpus and --fits need --memory.")
+    if file is not None:
+        check_given(file)
     if file is not None and _is_own_model(file):
         if memory or preset is not None:
             raise ConfigError(f"{file}: --memory and --preset are for run files, and this is none.")
         _show(_plan_own_model(file, gpu, settings), json_output)
         return 0
     config = configure(file, preset, settings)
+    if file is not None and file.is_dir():
+        config = _with_files(config)
     if memory:
         return _memory(config, gpu, gpus, fits, json_output)
     _show(_plan(config, gpu), json_output)
     if not json_output:
         _say_recipes(config)
     return 0
+
+
+def _with_files(config: RunConfig) -> RunConfig:
+    from octavo.train.inputs import with_files
+
+    return with_files(config)
 
 
 def _say_recipes(config: RunConfig) -> None:

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -338,7 +339,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}{'' if is_denied else _remedy(path)}") from error
     if version not in (1, FORMAT):
         raise CheckpointError(f"{path}: checkpoint format {version}; this version of octavo reads format {FORMAT}.")
-    _check_digest(state, file, path, is_needed=version > 1)
+    _check_digest(state, file, path)
     return dict(state)
 
 
@@ -347,11 +348,11 @@ def _check_step(step: Any, below: float = math.inf) -> None:
         raise ValueError(f"step {shown(step)} is no number of steps" + ("" if below == math.inf else f" below {below}"))
 
 
-def _check_digest(content: dict[str, Any], file: Path, path: Path, *, is_needed: bool) -> None:
-    """Compare JSON values with their `sha256`, and remove it from them."""
+def _check_digest(content: dict[str, Any], file: Path, path: Path) -> None:
+    """Compare JSON values with their `sha256`, and remove it; without one, of an earlier version, that is said."""
     digest = content.pop("sha256", None)
-    if digest is None and is_needed:
-        raise CheckpointError(f"{file}: damaged: it has no SHA-256.{_remedy(path)}")
+    if digest is None and content.get("format", FORMAT) > 1:
+        warnings.warn(f"{file}: has no SHA-256, so that a change of it would go unnoticed.", stacklevel=2)
     if digest is not None and digest != _digest(content):
         raise CheckpointError(f"{file}: damaged: its content is not that of its SHA-256.{_remedy(path)}")
 
@@ -362,7 +363,7 @@ def _rolled_back_to(path: Path, step: int) -> int | None:
     if not os.path.lexists(file):
         return None
     content = read_file(file, CheckpointError)
-    _check_digest(content, file, path, is_needed=False)
+    _check_digest(content, file, path)
     with blaming(file, CheckpointError):
         _check_step(content["step"], below=step)
         return int(content["step"])

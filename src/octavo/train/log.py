@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,10 @@ class RunLog:
         self.emit(GuardEvent(step, "warning", rule, text, value=value, limit=limit))
 
     def close(self) -> None:
-        """Close all reporters."""
-        for reporter in self._reporters:
-            reporter.close()
+        """Close all reporters, also if one of them fails."""
+        with ExitStack() as stack:
+            for reporter in reversed(self._reporters):
+                stack.callback(reporter.close)
 
     def open(self, resumed: checkpoint.Checkpoint | None) -> None:
         """Open the files of the run, cut to the checkpoint that it resumes from; on the first rank."""

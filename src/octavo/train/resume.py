@@ -121,7 +121,10 @@ def _check(found: checkpoint.Checkpoint, run: GuardedRun) -> None:
             f" resume with {found.state.get('ranks')} ranks, not {ranks.count}."
         )
     if found.step > steps:
-        raise CheckpointError(f"{found.path}: is past the end of this run of {steps} steps.")
+        raise CheckpointError(
+            f"{found.path}: is past the end of this run of {steps} steps: take --steps above {found.step} to go on, or"
+            " another --out for a shorter run."
+        )
 
 
 def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -135,7 +138,8 @@ def make_states(
     forward and backward are replayed; without, `run.graph` is not read. `began` is as of `set_up`.
     """
     start, lora, recipe = config.run.start_from, config.lora, recipes.load(config.run.recipe)
-    model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
+    with _allocating(config):
+        model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
     baseline = copy.deepcopy(model) if config.run.baseline and recipe.is_fp8 else None
     cast_weights(config.run.weights, model)
     for each in [model, *([] if baseline is None else [baseline])] if lora.rank else []:
@@ -158,6 +162,21 @@ def make_states(
     if baseline is not None:
         states.append(_state("bf16", baseline, config, device, ranks, graphs))
     return tuple(states), plan
+
+
+@contextmanager
+def _allocating(config: RunConfig) -> Iterator[None]:
+    """Raise an allocator's error in this block as one of the configuration."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not re.search(r"allocat|out of memory|overflow", str(error)):
+            raise
+        model = config.model
+        raise ConfigError(
+            f"model: {model.layers:,} layers of {model.dim:,} and a vocabulary of {model.vocab:,} do not fit in memory."
+            " `octavo plan --memory` predicts what a run needs. Take a smaller model.dim, model.layers or model.vocab."
+        ) from error
 
 
 def convert_as(
