@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo.data import ByteTokenizer, Loader, prepare
-from octavo.data.chat import TASKS, ChatFormat, pack
+from octavo.data.chat import TASKS, ChatFormat, layout, pack
 from octavo.data.loader import FIRST, IDS, NO_TARGET, heldout_batches, open_tokens
 from octavo.errors import DataError
 from octavo.models import ModelConfig, build
@@ -201,6 +201,19 @@ def test_rows_are_filled_best_fit() -> None:
     lengths = [5, 4, 3, 6, 2]
     rows = pack([np.zeros(n, dtype=np.uint32) for n in lengths], 8)
     assert rows == [[0, 2], [1], [3, 4]]  # 3 beside 5, 2 beside 6: the fullest that has room
+
+
+def test_a_filling_is_a_document_of_its_own_and_no_target() -> None:
+    """So that attention does not lead from it into the conversation before."""
+    ids = ChatFormat(sequence=64).encode({"messages": turns("1?", "one")}, BYTES)
+    row, end = layout([[ids], [ids]], len(ids) + 3, BYTES), np.uint32(BYTES.end_of_document)
+    for start in (0, len(ids) + 3):
+        assert np.array_equal(row[start : start + len(ids)], ids)
+        filling = row[start + len(ids) : start + len(ids) + 3]
+        assert filling.tolist() == [end | FIRST | NO_TARGET, end | NO_TARGET, end | NO_TARGET]
+    assert len(row) == 2 * (len(ids) + 3) + 1 and row[-1] == end | FIRST | NO_TARGET
+    full = layout([[ids]], len(ids), BYTES)  # nothing to fill but the last target
+    assert np.array_equal(full[:-1], ids)
 
 
 def write(path: Path, lines: list[Any]) -> Path:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.data import Loader, heldout_batches
-from octavo.data.loader import digest, permutation
+from octavo.data.loader import FIRST, NO_TARGET, digest, permutation
 from octavo.errors import CheckpointError, ConfigError, DataError
 
 
@@ -200,3 +200,11 @@ def test_a_heldout_text_shorter_than_a_batch_is_one_smaller_batch(path: Path) ->
         heldout_batches(path, 1, 1003)
     with pytest.raises(DataError, match=r"^notes\.txt: 1,003 held-out tokens"):
         heldout_batches(path, 1, 1003, source="notes.txt")
+
+
+def test_a_document_that_begins_with_id_0_is_flagged_and_ids_that_are_no_targets_are_ignored(tmp_path: Path) -> None:
+    """As its complement, -1: its negative would be 0."""
+    ids = np.array([0 | FIRST, 5, 0 | NO_TARGET, 7 | FIRST | NO_TARGET, 0], dtype="<u4")
+    ids.tofile(tmp_path / "train.u32")
+    ((inputs, targets),) = heldout_batches(tmp_path / "train.u32", 1, 4)
+    assert inputs.tolist() == [[-1, 5, 0, -8]] and targets.tolist() == [[5, -100, -100, 0]]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,10 @@ def test_how_a_run_is_watched_and_kept_may_change() -> None:
         Path("c"),
     )
     check_same_run(saved, tiny(tracker="mlflow", tracker_tensors=10, price_per_kwh=0.3, telemetry_every=2), Path("c"))
+    for key in ("seed", "memory", "weights"):  # of the same section, and not free
+        changed = {"seed": 7, "memory": "low", "weights": "bf16"}[key]
+        with pytest.raises(CheckpointError, match=rf"run\.{key} is .* there and {changed!r} here"):
+            check_same_run(saved, tiny(out="elsewhere", **{key: changed}), Path("c"))
 
 
 def test_what_decides_the_numbers_may_not() -> None:
@@ -61,8 +66,14 @@ def test_a_key_that_this_version_does_not_know() -> None:
 )
 def test_a_key_that_the_checkpoint_does_not_know_had_its_default(section: str, key: str) -> None:
     saved = config_reader.to_dict(tiny())
-    del saved[section][key]
+    default = saved[section].pop(key)
     check_same_run(saved, tiny(), Path("c"))
+    saved[section][key] = "another"
+    if f"{section}.{key}" in FREE:
+        check_same_run(saved, tiny(), Path("c"))
+        return
+    with pytest.raises(CheckpointError, match=re.escape(f"{section}.{key} is 'another' there and {default!r} here")):
+        check_same_run(saved, tiny(), Path("c"))
 
 
 @pytest.mark.parametrize("table", ["lr_factors", "clip_per_group"])
