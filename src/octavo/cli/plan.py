@@ -68,16 +68,12 @@ def plan(
     """
     if not memory and (gpus > 1 or fits is not None):
         raise ConfigError("--gpus and --fits need --memory.")
-    if file is not None:
-        check_given(file)
     if file is not None and _is_own_model(file):
         if memory or preset is not None:
             raise ConfigError(f"{file}: --memory and --preset are for run files, and this is none.")
         _show(_plan_own_model(file, gpu, settings), json_output)
         return 0
-    config = configure(file, preset, settings)
-    if file is not None and file.is_dir():
-        config = _with_files(config)
+    config = _with_files(file, configure(file, preset, settings))
     if memory:
         return _memory(config, gpu, gpus, fits, json_output)
     _show(_plan(config, gpu), json_output)
@@ -86,10 +82,11 @@ def plan(
     return 0
 
 
-def _with_files(config: RunConfig) -> RunConfig:
+def _with_files(file: Path | None, config: RunConfig) -> RunConfig:
+    """Return the configuration of a run's directory with its copies of files that are gone; any other as it is."""
     from octavo.train.inputs import with_files
 
-    return with_files(config)
+    return config if file is None or not file.is_dir() else with_files(config)
 
 
 def _say_recipes(config: RunConfig) -> None:
@@ -105,6 +102,7 @@ def _say_recipes(config: RunConfig) -> None:
 
 def _is_own_model(file: Path) -> bool:
     """Return whether a file is a Hugging Face config or a Python file, of whose model `octavo train` knows nothing."""
+    check_given(file)
     from octavo.train.workload import is_run_file
 
     return not is_run_file(file / "config.json" if file.is_dir() else file)
