@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from octavo._util import files
-from octavo._util.files import put_in_place, write_text
+from octavo._util.checksums import check_regular
+from octavo._util.files import put_in_place, remove, write_text
 from octavo.errors import ConfigError
 
 
@@ -44,6 +47,46 @@ def named(folder: Path, name: str) -> Path:
     (folder / name).mkdir()
     (folder / name / "file").write_text(name)
     return folder / name
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    folder = named(tmp_path, "folder")
+    for name, target in (("to-folder", folder), ("to-file", folder / "file"), ("to-nothing", tmp_path / "gone")):
+        (tmp_path / name).symlink_to(target)
+        remove(tmp_path / name)
+    assert [*tmp_path.iterdir()] == [folder] and (folder / "file").read_text() == "folder"
+    remove(folder / "file")
+    remove(folder)
+    remove(folder)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = named(tmp_path, "folder")
+
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(files.shutil, "rmtree", refuse)
+    with pytest.raises(PermissionError):
+        remove(folder)
+
+
+def test_a_directory_takes_the_place_of_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "final").symlink_to(tmp_path / "gone")
+    put_in_place(named(tmp_path, "new"), tmp_path / "final")
+    assert not (tmp_path / "final").is_symlink() and [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    with pytest.raises(OSError, match="a pipe, socket or device, not a file"):
+        check_regular(path)
 
 
 @pytest.mark.parametrize("left", [[], [".old-final"], ["final"], ["final", ".old-final"]])

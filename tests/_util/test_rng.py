@@ -28,5 +28,8 @@ def test_what_is_drawn_in_a_block_is_drawn_again_after_it(device: str) -> None:
 
 def test_states_of_gpus_that_are_not_here_are_left_alone() -> None:
     states = generator_states()
-    restore_generators({**states, "cuda.99": states["cpu"]})
+    drawn = torch.rand(3)
+    restore_generators({**states, "cuda.99": torch.zeros_like(states["cpu"])})
+    assert torch.equal(torch.rand(3), drawn)
     restore_generators({"cpu": states["cpu"]})
+    assert torch.equal(torch.rand(3), drawn) and generator_states().keys() == states.keys()

@@ -395,3 +395,52 @@ def test_recipes(octavo: Octavo) -> None:
     assert "folded into grad_output" in octavo("recipes", "folded").stdout
     assert "folded" in json.loads(octavo("recipes", "--json").stdout)
     assert json.loads(octavo("recipes", "block", "--json").stdout)["name"] == "block"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["plan", "meta-llama/Llama-3-8B"],
+            r"Llama-3-8B: no such file.*`hf download meta-llama/Llama-3-8B config\.json",
+        ),
+        (["train", "meta-llama/Llama-3-8B"], "no such file .* Hugging Face's hub"),
+        (["train", "--from", "nosuch"], "nosuch: no such directory"),
+        (["train", "--from", "meta-llama/Llama-3-8B"], "no such directory.*`hf download"),
+        (["plan", "gone.json"], r"gone\.json: cannot be read \(No such file or directory\)\.$"),
+        (["plan", "runs"], "runs: holds runs, and is none. Name one, such as runs/mine"),
+        (["train", "runs"], "runs: holds runs"),
+        (["plan", "empty"], "empty: contains no config.json"),
+        (["train", "--preset", "tiny", "--dry-run", "--recipe", "foldd"], "foldd.*folded"),
+        (["train", "--preset", "tiny", "--dry-run", "--last-recipe", "foldd"], "run.last_recipe.*foldd"),
+        (["train", "--preset", "tiny", "--dry-run", "--source", "gone"], "gone: there is no such file or folder"),
+        (
+            ["train", "--preset", "tiny", "--dry-run", "--source", "plain"],
+            "plain: a file without an extension is not read",
+        ),
+        (["dump", "runs/mine", "--format", "xlsx"], "xlsx.*parquet.*csv.*tensorboard"),
+        (
+            ["train", "--preset", "tiny", "--level", "1", "--defaults", "guides"],
+            "loss_scale is set by run.defaults = 'guides'",
+        ),
+        (["train", "--preset", "tiny", "--model.layers", "1000000"], "model.layers: 1000000 is more than 10000"),
+    ],
+)
+def test_what_was_meant_is_said_before_anything_is_read(
+    octavo: Octavo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "plain").write_text("text")
+    done = octavo(*arguments)
+    assert done.returncode in (1, 2) and re.search(said, done.stderr.strip()), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_that_does_not_fit_in_memory_is_said_in_words(octavo: Octavo, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    run = ["--source", str(tmp_path), "--out", str(tmp_path / "run"), "--no-baseline"]
+    done = octavo("train", "--preset", "tiny", *run, "--dim", str(2**40), "--heads", "2")
+    assert done.returncode == 2 and "do not fit in memory" in done.stderr, done.stderr

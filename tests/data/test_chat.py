@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo.data import ByteTokenizer, Loader, prepare
-from octavo.data.chat import TASKS, ChatFormat, pack
+from octavo.data.chat import TASKS, ChatFormat, layout, pack
 from octavo.data.loader import FIRST, IDS, NO_TARGET, heldout_batches, open_tokens
 from octavo.errors import DataError
 from octavo.models import ModelConfig, build
@@ -159,10 +159,61 @@ def test_only_answers_are_targets() -> None:
     assert asked[-1] & NO_TARGET and len(ChatFormat(sequence=5).encode({"messages": turns("1?", "one")}, BYTES)) == 5
 
 
+def test_an_answer_of_weight_0_is_no_target() -> None:
+    messages = turns("1?", "one", "2?", "two")
+    messages[1]["weight"], messages[3]["weight"] = 0, 1  # type: ignore[assignment]
+    ids = ChatFormat(sequence=64).encode({"messages": messages}, BYTES)
+    assert BYTES.decode(ids[(ids & NO_TARGET) == 0] & IDS) == "two\n" and ids[-1] == BYTES.end_of_document
+    messages[1]["weight"], messages[3]["weight"] = 1, 0  # type: ignore[assignment]
+    ids = ChatFormat(sequence=64).encode({"messages": messages}, BYTES)
+    assert BYTES.decode(ids[(ids & NO_TARGET) == 0] & IDS) == "one\n" and ids[-1] & NO_TARGET
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weight": 0.5}, "message 1: the weight 0.5 is neither 0 nor 1"),
+        ({"weight": True}, "the weight True is neither"),
+        ({"weight": "0"}, "the weight '0' is neither"),
+        ({"train": False}, "message 1: has the field 'train', which the chat template does not read"),
+        ({"reasoning": "so"}, "has the field 'reasoning'"),
+        ({"tool_calls": [{"function": {"name": "f"}}]}, "has the field 'tool_calls'"),
+        ({"content": None}, "message 1 needs the texts"),
+    ],
+)
+def test_a_field_that_would_be_ignored_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    lines = [{"messages": turns(f"{i}?", "one")} for i in range(9)]
+    lines[3]["messages"][1] |= fields
+    source = write(tmp_path / "chat.jsonl", lines)
+    with pytest.raises(DataError, match=rf"chat\.jsonl:4: .*{message}|chat\.jsonl:4: {message}"):
+        prepare(source, BYTES, tmp_path, 0.2, ChatFormat(sequence=64))
+
+
+def test_fields_that_templates_read_and_those_without_a_value_are_taken(tmp_path: Path) -> None:
+    chat = ChatFormat(sequence=64, template=CHATML.replace("m.content", "m.content ~ m.thinking ~ m.tool_calls"))
+    lines = [{"messages": turns(f"{i}?", "one")} for i in range(9)]
+    lines[3]["messages"][1] |= {"reasoning": "so", "refusal": None, "annotations": [], "name": "x", "weight": None}
+    lines[4]["messages"][1] |= {"content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert prepare(write(tmp_path / "chat.jsonl", lines), BYTES, tmp_path, 0.2, chat).documents > 0
+
+
 def test_rows_are_filled_best_fit() -> None:
     lengths = [5, 4, 3, 6, 2]
     rows = pack([np.zeros(n, dtype=np.uint32) for n in lengths], 8)
     assert rows == [[0, 2], [1], [3, 4]]  # 3 beside 5, 2 beside 6: the fullest that has room
+
+
+def test_a_filling_is_a_document_of_its_own_and_no_target() -> None:
+    """So that attention does not lead from it into the conversation before."""
+    ids = ChatFormat(sequence=64).encode({"messages": turns("1?", "one")}, BYTES)
+    row, end = layout([[ids], [ids]], len(ids) + 3, BYTES), np.uint32(BYTES.end_of_document)
+    for start in (0, len(ids) + 3):
+        assert np.array_equal(row[start : start + len(ids)], ids)
+        filling = row[start + len(ids) : start + len(ids) + 3]
+        assert filling.tolist() == [end | FIRST | NO_TARGET, end | NO_TARGET, end | NO_TARGET]
+    assert len(row) == 2 * (len(ids) + 3) + 1 and row[-1] == end | FIRST | NO_TARGET
+    full = layout([[ids]], len(ids), BYTES)  # nothing to fill but the last target
+    assert np.array_equal(full[:-1], ids)
 
 
 def write(path: Path, lines: list[Any]) -> Path:

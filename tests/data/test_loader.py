@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.data import Loader, heldout_batches
-from octavo.data.loader import digest, permutation
+from octavo.data.loader import FIRST, NO_TARGET, digest, permutation
 from octavo.errors import CheckpointError, ConfigError, DataError
 
 
@@ -178,17 +178,19 @@ def test_sizes_that_make_no_sense(path: Path, change: dict[str, int]) -> None:
         Loader(path, **{"batch": 1, "sequence": 1, "seed": 0, **change})
 
 
-def test_heldout_batches_run_in_order_with_one_shape(path: Path) -> None:
-    batches = list(heldout_batches(path, 7, 10))
+@pytest.mark.parametrize("batch", [1, 7, 64, 1000])
+def test_heldout_batches_run_in_order_and_have_every_window_once(path: Path, batch: int) -> None:
+    batches = list(heldout_batches(path, batch, 10))
     inputs = torch.cat([inputs_BT.flatten() for inputs_BT, _ in batches])
-    assert all(inputs_BT.shape == (7, 10) for inputs_BT, _ in batches)
-    assert torch.equal(inputs, torch.arange(14 * 7 * 10))
+    assert all(inputs_BT.shape == (batch, 10) for inputs_BT, _ in batches[:-1])
+    assert torch.equal(inputs, torch.arange(100 * 10))
     assert all(torch.equal(targets_BT, inputs_BT + 1) for inputs_BT, targets_BT in batches)
 
 
-@pytest.mark.parametrize(("limit", "count"), [(1, 1), (70, 1), (71, 2), (None, 14), (10**9, 14)])
-def test_heldout_batches_stop_at_the_limit(path: Path, limit: int | None, count: int) -> None:
-    assert len(list(heldout_batches(path, 7, 10, limit))) == count
+@pytest.mark.parametrize(("limit", "windows"), [(1, 1), (70, 7), (71, 8), (None, 100), (10**9, 100)])
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_heldout_batches_stop_at_the_limit(path: Path, batch: int, limit: int | None, windows: int) -> None:
+    assert sum(len(inputs_BT) for inputs_BT, _ in heldout_batches(path, batch, 10, limit)) == windows
 
 
 def test_a_heldout_text_shorter_than_a_batch_is_one_smaller_batch(path: Path) -> None:
@@ -198,3 +200,11 @@ def test_a_heldout_text_shorter_than_a_batch_is_one_smaller_batch(path: Path) ->
         heldout_batches(path, 1, 1003)
     with pytest.raises(DataError, match=r"^notes\.txt: 1,003 held-out tokens"):
         heldout_batches(path, 1, 1003, source="notes.txt")
+
+
+def test_a_document_that_begins_with_id_0_is_flagged_and_ids_that_are_no_targets_are_ignored(tmp_path: Path) -> None:
+    """As its complement, -1: its negative would be 0."""
+    ids = np.array([0 | FIRST, 5, 0 | NO_TARGET, 7 | FIRST | NO_TARGET, 0], dtype="<u4")
+    ids.tofile(tmp_path / "train.u32")
+    ((inputs, targets),) = heldout_batches(tmp_path / "train.u32", 1, 4)
+    assert inputs.tolist() == [[-1, 5, 0, -8]] and targets.tolist() == [[5, -100, -100, 0]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,11 +100,29 @@ def test_nominal_bandwidth_is_that_of_the_links_that_are_up(
         (f"import sys; sys.argv[1] == '1' and sys.exit('no NCCL'); {HANG}", 60.0, "rank 1: no NCCL"),
     ],
 )
-def test_ranks_that_hang_or_die_are_named_and_ended(program: str, timeout: float, seen: str) -> None:
-    start = time.monotonic()
+def test_ranks_that_hang_or_die_are_named_and_ended(
+    program: str, timeout: float, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(collectives.subprocess, "Popen", popen)
     (told,) = collectives.connect(2, "gloo", timeout, ("-c", program)).errors
     assert told.startswith(seen)
-    assert time.monotonic() - start < 20
+    assert len(started) == 2 and all(process.returncode is not None for process in started)
+
+
+def test_what_the_working_directory_has_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a console script does not: of another person's folder it would be executed."""
+    (tmp_path / "json.py").write_text("import sys; sys.exit('executed')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(collectives.sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    (told,) = collectives.connect(1, "gloo", 60.0, ("-c", "import json, sys; sys.exit('fine')")).errors
+    assert told == "rank 0: fine"
 
 
 def test_what_is_expected_is_what_the_collective_means() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import ModelConfig, build
 from octavo.models.hugging_face import read_settings, stored_config
+from octavo.models.pretrained import _files
 
 transformers = pytest.importorskip("transformers")
 
@@ -153,3 +155,22 @@ def test_scales_of_another_shape_are_refused(shape: tuple[int, ...], tmp_path: P
     save_file({**tensors, name: codes, f"{name}_scale": torch.ones(shape)}, file)
     with pytest.raises(CheckpointError, match=rf"'{name}_scale' has the shape .*\(64, 1\).* \(1, 1\)"):
         build(ModelConfig(**read_settings(tmp_path)), 0, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "below/../../outside.safetensors", 5, None])
+def test_a_weight_map_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: Any) -> None:
+    (tmp_path / "model").mkdir()
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(CheckpointError, match=r"index\.json: (.*leads out of the checkpoint|has no weight_map)"):
+        _files(tmp_path / "model")
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_a_pipe_in_place_of_weights_is_refused_at_once(tmp_path: Path, is_indexed: bool) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    if is_indexed:
+        homes = {"weight_map": {"lm_head.weight": "model.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(homes))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read \(a pipe, socket or device"):
+        _files(tmp_path)

@@ -64,6 +64,9 @@ def test_a_store_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch: p
         recorder.close("failed", "why")
     run = RunReader(tmp_path)
     assert run.scalar("loss").first.tolist() == [2] and run.state() == "failed"
+    (event,) = run.events(rule="store")
+    assert event.level == "error" and event.text.startswith("1 write failed, so that measurements are missing")
+    assert "a snapshot has the shape" in event.text and event.value == 1
 
 
 def test_trackers_get_aggregates_with_the_next_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from octavo.monitor.system import SYSTEM_KEYS, SystemProbe
+from octavo.monitor.system import SYSTEM_KEYS, SystemProbe, environment
 
 
 class NVMLError(Exception):
@@ -80,3 +83,21 @@ def test_a_cpu_has_memory_and_load() -> None:
     assert probe.missing == "" and sample.keys() <= {"process_memory_bytes", "load"}
     if sys.platform == "linux":
         assert 1 << 20 < sample["process_memory_bytes"] < 1 << 40
+
+
+def test_the_commit_is_read_without_running_what_a_clone_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, witness = tmp_path / "program", tmp_path / "was-run"
+    program.write_text(f"#!/bin/sh\ntouch {witness}\n")
+    program.chmod(0o755)
+    folder = tmp_path / "clone"
+    for command in (
+        ["init", "--quiet", str(folder)],
+        ["-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "one"],
+        ["-C", str(folder), "config", "core.fsmonitor", str(program)],
+    ):
+        subprocess.run(["git", *command], check=True)
+    monkeypatch.chdir(folder)
+    read = environment(torch.device("cpu"))["commit"]
+    assert not witness.exists()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    assert read == head[:12]

@@ -156,7 +156,7 @@ def test_a_kill_while_checkpoints_are_removed_leaves_no_partial_one(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("octavo.train.checkpoint.shutil.rmtree", half)
+        patched.setattr("octavo._util.files.shutil.rmtree", half)
         with pytest.raises(KeyboardInterrupt):
             prune(tmp_path)
     assert all(checkpoint.load(path) for path in checkpoint.find(tmp_path))
@@ -198,6 +198,67 @@ def test_state_that_is_none(tmp_path: Path, content: bytes) -> None:
     path = save(tmp_path, 1)
     (path / "state.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"state\.json: (malformed json|damaged|must be UTF-8|expected a table)"):
+        checkpoint.load(path)
+
+
+def rewritten(path: Path, digest: bool = True, **changes: Any) -> None:
+    """Change values of state.json, and write its checksum anew."""
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = {key: value for key, value in {**state, **changes}.items() if key != "sha256"}
+    signed = {**state, "sha256": checkpoint._digest(state)} if digest else state
+    (path / "state.json").write_text(json.dumps(signed), encoding="utf-8")
+
+
+@pytest.mark.parametrize("step", [-3, True, 18.7, float("nan"), "5", None, [1]])
+def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
+    path = save(tmp_path, 1)
+    rewritten(path, step=step)
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged .*is no number of steps"):
+        checkpoint.load(path)
+
+
+def test_a_state_without_its_checksum_is_of_an_earlier_version_and_said_and_checked(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    rewritten(path, digest=False)
+    with pytest.warns(UserWarning, match=r"state\.json: has no SHA-256"):
+        assert checkpoint.load(path).step == 1
+    rewritten(path, digest=False, step=-3)
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged .*step -3 is no number of steps"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("step", [5, 6, 99, -5, True, 2.5, float("nan"), None])
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_a_rollback_to_no_earlier_step_is_refused(tmp_path: Path, step: Any, is_signed: bool) -> None:
+    path = save(tmp_path, 5)
+    content = {"step": step, "from": 5}
+    signed = {**content, "sha256": checkpoint._digest(content)} if is_signed else {"step": step}
+    (path / "rolled-back.json").write_text(json.dumps(signed))
+    with pytest.raises(CheckpointError, match=r"rolled-back\.json: damaged .*is no number of steps below 5"):
+        checkpoint.load(path)
+
+
+def test_a_rollback_to_another_step_than_was_written_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    checkpoint.roll_back(tmp_path, 2)
+    file = path / "rolled-back.json"
+    file.write_text(file.read_text().replace('"step": 2', '"step": 3'))
+    with pytest.raises(CheckpointError, match=r"rolled-back\.json: damaged: its content is not that of its SHA-256"):
+        checkpoint.load(path)
+    file.write_text('{"step": 2}\n')  # as earlier versions wrote it
+    assert checkpoint.load(path).rolled_back_to == 2
+
+
+@pytest.mark.parametrize("name", ["state.json", "rolled-back.json", "fp8.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    path = save(tmp_path, 1)
+    (path / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path / name)
+    else:
+        (path / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=rf"{name}: cannot be read \(a pipe, socket or device"):
         checkpoint.load(path)
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from octavo.models import ModelConfig, build
 from octavo.train.config import OptimizerConfig
 from octavo.train.evaluate import heldout_losses, heldout_scores, perplexity
+from octavo.train.setup import set_up
 from octavo.train.train_state import TrainState
+
+if TYPE_CHECKING:
+    from conftest import Configure
 
 
 class MeanTarget(nn.Module):
@@ -31,6 +35,15 @@ def test_every_sequence_has_its_loss_in_order() -> None:
     lane = TrainState("bf16", MeanTarget(), OptimizerConfig(), autocast=False)
     large, small = torch.full((3, 4), 1), torch.full((1, 4), 5)
     assert heldout_losses(lane, [(large, large), (small, small)]).tolist() == [1.0, 1.0, 1.0, 5.0]
+
+
+def test_a_smaller_batch_has_the_shape_of_the_first_and_each_sequence_its_loss_once() -> None:
+    model, rows = MeanTarget(), torch.arange(1, 8)[:, None].expand(7, 4)
+    lane = TrainState("bf16", model, OptimizerConfig(), autocast=False)
+    model.register_forward_pre_hook(lambda _, arguments: shapes.append(arguments[0].shape))
+    shapes: list[torch.Size] = []
+    assert heldout_losses(lane, [(each, each) for each in rows.split(3)]).tolist() == [*range(1, 8)]
+    assert set(shapes) == {(3, 4)} and len(shapes) == 3
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt"])
@@ -78,6 +91,18 @@ def test_it_leaves_the_model_in_training() -> None:
     assert model.modes == [(False, False)]
     assert model.training
     assert model.weight.grad is None
+
+
+def test_the_heldout_loss_does_not_depend_on_the_parts_of_a_batch(configure: Configure) -> None:
+    """7 windows of 32 tokens fill neither 4 nor 2 at a time."""
+    losses = []
+    for accumulate in (1, 2, 4):
+        setup = set_up(configure(run={"accumulate": accumulate, "eval_tokens": 7 * 32, "recipe": "rowwise"}))
+        losses.append([heldout_losses(state, setup.heldout) for state in setup.states])
+    for parts in losses[1:]:
+        for one, other in zip(losses[0], parts, strict=True):
+            assert one.shape == (7,)
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
 
 
 def test_perplexity() -> None:

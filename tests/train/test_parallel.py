@@ -234,7 +234,9 @@ def test_ranks_split_batches_and_cover_those_they_cannot_split() -> None:
     ranks = [Ranks(launch=Launch(rank, 3)) for rank in range(3)]
     assert [r.own_rows(6) for r in ranks] == [[0, 1], [2, 3], [4, 5]]
     assert [r.own_rows(4) for r in ranks] == [[0, 1], [2, 3], [0, 1]]
-    assert SINGLE_PROCESS.own_rows(3) == [0, 1, 2]
+    assert [r.own_rows(2, 6) for r in ranks] == [[0, 1], [0, 1], [0, 1]]
+    assert [r.own_rows(1, 4) for r in ranks] == [[0, 0], [0, 0], [0, 0]]
+    assert SINGLE_PROCESS.own_rows(3) == [0, 1, 2] and SINGLE_PROCESS.own_rows(2, 3) == [0, 1, 0]
 
 
 def test_ranks_that_share_layers_have_the_same_part_of_a_batch() -> None:
@@ -456,7 +458,14 @@ def test_ranks_that_share_layers_train_as_one_process(cut: RunConfig, make: Conf
     assert run.tensors == whole.tensors
     assert run.snapshot_steps().tolist() == [1, 2, 3, 4, 5, 6]
     amax, expected = (one.snapshot(1)[1][:, STATS.index("amax")] for one in (run, whole))
-    assert amax == pytest.approx(expected, rel=0.5)  # of other rows that are sampled, and of codes
+    error = {
+        "input": 0.05,
+        "grad_weight": 0.05,
+        "grad_output": 0.25,
+        "weight": 0.5,
+    }  # of weights, other rows are sampled
+    for row, found_amax, expected_amax in zip(run.tensors, amax.tolist(), expected.tolist(), strict=True):
+        assert found_amax == pytest.approx(expected_amax, rel=error[row.role]), row
     layers = json.loads((cut.run.out / "tensor.json").read_text())["layers"]
     assert {layer["cut"] for layer in layers} == {"columns", "rows"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +40,15 @@ def test_a_llama_is_split_and_unsplit_sizes_are_not_checked(configure: Configure
     small = {"states": "fp8-lm", "name": "muon", "gradients": "fp8"}
     check_tensor(configure(parallel={"tensor": 2}, run={"weights": "fp8"}, optimizer=small), 2)
     check_tensor(configure(parallel={"tensor": 2}, model={"qkv_bias": True, "qk_norm": True}), 2)
-    check_tensor(configure(model={"architecture": "gpt"}, run={"weights": "fp8"}), 1)
+    whole = configure(model={"architecture": "gpt"}, run={"weights": "fp8"})
+    check_tensor(whole, 1)
+    for config, shards in ((configure(parallel={"tensor": 2}, model={"ffn": 66}), 2), (split(whole, tensor=2), 1)):
+        with pytest.raises(ConfigError):  # the same, split, or split otherwise
+            check_tensor(config, shards)
+
+
+def split(config: RunConfig, **sizes: int) -> RunConfig:
+    return replace(config, parallel=replace(config.parallel, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,10 @@ def test_a_split_backward_needs_more(
 
 def test_a_llama_is_split_into_stages_and_others_are_not_checked(configure: Configure) -> None:
     check_pipeline(staged(configure))
-    check_pipeline(configure(model={"architecture": "gpt"}, parallel={"schedule": "zero-bubble"}))
+    whole = configure(model={"architecture": "gpt"}, parallel={"schedule": "zero-bubble"})
+    check_pipeline(whole)
+    with pytest.raises(ConfigError, match="pipeline"):
+        check_pipeline(split(whole, pipeline=2))
 
 
 def staged(configure: Configure, **sections: dict[str, Any]) -> RunConfig:

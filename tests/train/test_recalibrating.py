@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.monitor.store import RunReader
 from octavo.nn import calibration_file
+from octavo.nn.calibration_file import Calibrated
 from octavo.train import RunConfig, train
 from octavo.train.calibrate import calibrate_run
 from octavo.train.files import read_metrics
@@ -25,6 +26,22 @@ def scales(configure: Configure, tmp_path: Path) -> str:
     path = tmp_path / "scales.json"
     calibrate_run(configure(run=STATIC), batches=1).save(path)
     return str(path)
+
+
+def changes(entries: Mapping[str, Calibrated]) -> dict[str, list[tuple[int, float]]]:
+    """Return the number and value of each change of each scale."""
+    return {name: [(each.change, each.scale) for each in (entry, *entry.previous)] for name, entry in entries.items()}
+
+
+def test_a_run_that_is_resumed_before_its_first_recalibration_has_no_file_of_later_ones(
+    configure: Configure, scales: str, tmp_path: Path
+) -> None:
+    config = configure(run={**STATIC, "steps": 4, "scales": scales, "recalibrate_every": 3, "checkpoint_every": 2})
+    train(config)
+    shutil.rmtree(config.run.out / "checkpoints" / "step-000004")
+    train(config, resume=True)
+    entry = calibration_file.read(config.run.out / "calibration.json")["layers.0.attention.wo.input"]
+    assert [each.change for each in (entry, *entry.previous)] == [2, 1]
 
 
 def test_every_few_steps(configure: Configure, scales: str, tmp_path: Path) -> None:
@@ -65,6 +82,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(configure: Configure, scales: str, tm
     train(parts)
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-000008")
     train(parts, resume=True)
+    files = [calibration_file.read(tmp_path / name / "calibration.json") for name in ("whole", "parts")]
+    assert [changes(entries) for entries in files] == [changes(files[0])] * 2  # without those of the steps made again
     losses = [
         [line.get("loss_fp8") for line in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("whole", "parts")
     ]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from octavo.train import checkpoint, train
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.events import Event, Logged, Started
 from octavo.train.files import read_metrics
+from octavo.train.guarding import GuardedRun
 from octavo.train.resume import FREE, check_same_run
 from octavo.train.train_state import TrainState
 
@@ -33,6 +36,10 @@ def test_how_a_run_is_watched_and_kept_may_change() -> None:
         Path("c"),
     )
     check_same_run(saved, tiny(tracker="mlflow", tracker_tensors=10, price_per_kwh=0.3, telemetry_every=2), Path("c"))
+    for key in ("seed", "memory", "weights"):  # of the same section, and not free
+        changed = {"seed": 7, "memory": "low", "weights": "bf16"}[key]
+        with pytest.raises(CheckpointError, match=rf"run\.{key} is .* there and {changed!r} here"):
+            check_same_run(saved, tiny(out="elsewhere", **{key: changed}), Path("c"))
 
 
 def test_what_decides_the_numbers_may_not() -> None:
@@ -59,8 +66,14 @@ def test_a_key_that_this_version_does_not_know() -> None:
 )
 def test_a_key_that_the_checkpoint_does_not_know_had_its_default(section: str, key: str) -> None:
     saved = config_reader.to_dict(tiny())
-    del saved[section][key]
+    default = saved[section].pop(key)
     check_same_run(saved, tiny(), Path("c"))
+    saved[section][key] = "another"
+    if f"{section}.{key}" in FREE:
+        check_same_run(saved, tiny(), Path("c"))
+        return
+    with pytest.raises(CheckpointError, match=re.escape(f"{section}.{key} is 'another' there and {default!r} here")):
+        check_same_run(saved, tiny(), Path("c"))
 
 
 @pytest.mark.parametrize("table", ["lr_factors", "clip_per_group"])
@@ -166,3 +179,58 @@ def test_a_run_that_went_on_from_an_abandoned_checkpoint_is_not_said_to_have_end
     (said,) = (event.text for event in resumed.of(GuardEvent) if event.rule == "rollback")
     assert "ended" not in said
     assert "no checkpoint of its retry" in said and "lacks steps 3 to 4" in said
+
+
+def fp8_layers(out: Path) -> set[str]:
+    layers = json.loads((out / "plan.json").read_text(encoding="utf-8"))["layers"]
+    return {layer["name"] for layer in layers if "fp8" in layer["precision"]}
+
+
+def test_the_plan_of_a_run_stays_when_it_resumes(configure: Callable[..., RunConfig]) -> None:
+    """With other parts of a batch, and on a device on which other layers would be in FP8."""
+    config = configure(run={"steps": 2, "baseline": False})
+    train(config)
+    plan = config.run.out / "plan.json"
+    began, layers = json.loads(plan.read_text(encoding="utf-8")), fp8_layers(config.run.out)
+    train(config.with_run(steps=3, accumulate=2), resume=True)
+    again = json.loads(plan.read_text(encoding="utf-8"))
+    assert again["tokens"] == began["tokens"] and again["layers"] == began["layers"]
+
+    gone = sorted(layers)[0]
+    for layer in again["layers"]:
+        layer["precision"] = "bf16" if layer["name"] == gone else layer["precision"]
+    plan.write_text(json.dumps(again), encoding="utf-8")
+    train(config.with_run(steps=4), resume=True, reporters=[listener := Listener()])
+    assert fp8_layers(config.run.out) == layers - {gone}
+    assert [event.rule for event in listener.of(GuardEvent) if "began with" in event.text] == ["plan"]
+    train(config.with_run(steps=5), overwrite=True)
+    assert fp8_layers(config.run.out) == layers  # a new run has a new plan
+
+
+def test_a_layer_that_cannot_be_in_fp8_here_is_named(configure: Callable[..., RunConfig]) -> None:
+    config = configure(run={"steps": 2, "baseline": False})
+    train(config)
+    plan = config.run.out / "plan.json"
+    began = json.loads(plan.read_text(encoding="utf-8"))
+    began["layers"].append({"name": "layers.9.attention.wq", "precision": "fp8"})
+    plan.write_text(json.dumps(began), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"plan\.json: layer .layers\.9\.attention\.wq. .*: the model has no"):
+        train(config.with_run(steps=3), resume=True)
+
+
+def test_snapshots_of_a_resumed_run_are_of_the_same_steps_and_it_says_what_may_differ(
+    configure: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    snapshot = GuardedRun.snapshot
+    monkeypatch.setattr(GuardedRun, "snapshot", lambda run: taken.append(run.done) or snapshot(run))
+    run = {"steps": 11, "baseline": False, "checkpoint_every": 5, "keep": 9}
+    config = configure(run=run, guard={"mode": "act", "snapshot_every": 3})
+    train(config)
+    assert taken == [0, 3, 6, 9]
+    taken.clear()
+    shutil.rmtree(config.run.out / "checkpoints" / "step-000011")
+    shutil.rmtree(config.run.out / "checkpoints" / "step-000010")
+    train(config, resume=True, reporters=[listener := Listener()])
+    assert taken == [5, 6, 9]
+    assert ["new snapshot after step 5" in event.text for event in listener.of(GuardEvent)] == [True]

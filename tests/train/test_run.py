@@ -16,12 +16,12 @@ from torch._dynamo.testing import CompileCounter
 from octavo import kernels
 from octavo._util.checksums import file_entry
 from octavo.conversion import enable
-from octavo.errors import CheckpointError, ConfigError, DataError, DivergedError, NonFiniteError
+from octavo.errors import CheckpointError, ConfigError, DataError, DivergedError, NonFiniteError, RunError
 from octavo.monitor.store.reader import RunReader
 from octavo.train import checkpoint, load_run, train
 from octavo.train.config import RunConfig
 from octavo.train.events import Finished, Logged, Saved, Started, Switched
-from octavo.train.files import read_metrics
+from octavo.train.files import MetricsFile, read_metrics
 from octavo.train.setup import set_up
 from octavo.train.train_state import TrainState
 
@@ -268,6 +268,24 @@ def test_no_space_left_keeps_the_last_good_checkpoint(configure: Configure, monk
         "step-000002",
     ]
     assert train(config, resume=True)["steps"] == 6
+
+
+def test_the_first_error_of_a_full_disk_is_the_one_that_is_raised(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was buffered fails again when the file is closed; other reporters are closed all the same."""
+
+    def full(*_: Any) -> None:
+        raise RunError("no space left for the first time")
+
+    def full_again(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricsFile, "close", full_again)
+    listener = Listener(Logged, full, step=2)
+    with pytest.raises(RunError, match="no space left for the first time"):
+        train(configure(run={**EVERY_STEP, "baseline": False}), reporters=[listener])
+    assert listener.closed == 1
 
 
 @pytest.mark.parametrize("files", [{}, {"empty.txt": ""}, {"short.txt": "too short"}])

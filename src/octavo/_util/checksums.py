@@ -1,14 +1,27 @@
-"""Sizes and SHA-256 of files, as an index holds them, and their check before anything is read."""
+"""Checks of files before they are opened: their kind, and sizes and SHA-256 as an index holds them."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError
+
+
+def check_regular(path: Path) -> None:
+    """Check before it is opened that a path is a file or a folder: a pipe blocks for ever, and a device may not end.
+
+    Raises:
+        OSError: it is something else, or there is nothing.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "a pipe, socket or device, not a file", str(path))
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -29,6 +42,7 @@ def check_file(path: Path, entry: Mapping[str, Any], remedy: str = "") -> None:
         CheckpointError: the file cannot be read, is truncated or was changed.
     """
     try:
+        check_regular(path)
         size = path.stat().st_size
         if size != entry["bytes"]:
             raise CheckpointError(f"{path}: truncated, {size} of {entry['bytes']} bytes.{remedy}")

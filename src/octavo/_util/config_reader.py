@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from octavo._util.checksums import check_regular
 from octavo.errors import ConfigError, OctavoError, did_you_mean
 
 T = TypeVar("T")
@@ -168,6 +169,7 @@ def read_text(path: Path, error: type[OctavoError] = ConfigError) -> str:
         ConfigError: the file cannot be read, or is of another encoding; or another `error`, if given.
     """
     try:
+        check_regular(path)
         content = path.read_bytes()
         return content.decode("utf-8-sig")
     except OSError as found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -42,18 +43,35 @@ def write_text(path: Path, text: str, kind: type[OctavoError], *, mkdir: bool = 
             unfinished.unlink(missing_ok=True)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, a directory with all that is in it, or a link but not what it leads to; nothing if there is none.
+
+    Raises:
+        OSError: it is still there, whole or in part.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:  # another process removes it, too
+        if os.path.lexists(path):
+            raise
+
+
 def put_in_place(finished: Path, final: Path) -> None:
     """Rename a finished directory, whose files are flushed, to `final` in the same folder; remove one that was there.
 
     That one is renamed to `.old-<name>` first, so that a process killed at any time leaves one of them whole.
 
     Raises:
-        OSError: a directory cannot be renamed; what was there is there again.
+        OSError: a directory cannot be renamed; what was there is there again. Or what was there cannot be removed; it
+            is left as `.old-<name>`.
     """
     old = final.with_name(f"{OLD}{final.name}")
     flush(finished)
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(final):
+        remove(old)
         final.rename(old)
     try:
         finished.rename(final)
@@ -62,4 +80,4 @@ def put_in_place(finished: Path, final: Path) -> None:
             old.rename(final)
         raise
     flush(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)

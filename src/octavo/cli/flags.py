@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypedDict
 from cyclopts import Group, Parameter
 
 from octavo.errors import ConfigError
+from octavo.models.hugging_face import of_hub
 from octavo.train.config import RunConfig, assemble, load_file, load_preset, presets
 
 COMMON = (
@@ -149,12 +150,30 @@ def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]
     if preset is not None:
         device = settings.get("run", {}).get("device", "auto")
         layers.append(load_preset(preset, cuda=preset == "demo" and _wants_cuda(device)))
-    if file is not None and not file.exists() and str(file) in ("demo", *presets()):
-        raise ConfigError(f"{file}: no such file or directory. The preset of that name is --preset {file}.")
     if file is not None:
+        check_given(file)
         layers.append(load_file(file / "config.json" if file.is_dir() else file))
         layers += [(str(file), {"run": {"out": str(file)}})] if file.is_dir() else []
     return assemble(*layers, ("command line", settings))
+
+
+def check_given(file: Path) -> None:
+    """Check that a file or a directory is there and may be a run or a model, before anything is imported for it.
+
+    Raises:
+        ConfigError: it is not; the message says what may have been meant.
+    """
+    if not file.exists():
+        if str(file) in ("demo", *presets()):
+            raise ConfigError(f"{file}: no such file or directory. The preset of that name is --preset {file}.")
+        if file.suffix in (".toml", ".json"):
+            raise ConfigError(f"{file}: cannot be read (No such file or directory).")
+        raise ConfigError(f"{file}: no such file or directory.{of_hub(file)}")
+    if file.is_dir() and not (file / "config.json").exists():
+        runs = [child for child in sorted(file.iterdir()) if (child / "config.json").is_file()]
+        if runs:
+            raise ConfigError(f"{file}: holds runs, and is none. Name one, such as {runs[0]}.")
+        raise ConfigError(f"{file}: contains no config.json, so that it is neither a run nor a model.")
 
 
 def _wants_cuda(device: str) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cyclopts.types import PositiveInt
 
 from octavo._util.terminal import columns, console, progress, quantity, say
-from octavo.cli.flags import COMMON, JsonOutput, Switch, configure, with_flags_of
+from octavo.cli.flags import COMMON, JsonOutput, Switch, check_given, configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
@@ -73,13 +73,20 @@ def plan(
             raise ConfigError(f"{file}: --memory and --preset are for run files, and this is none.")
         _show(_plan_own_model(file, gpu, settings), json_output)
         return 0
-    config = configure(file, preset, settings)
+    config = _with_files(file, configure(file, preset, settings))
     if memory:
         return _memory(config, gpu, gpus, fits, json_output)
     _show(_plan(config, gpu), json_output)
     if not json_output:
         _say_recipes(config)
     return 0
+
+
+def _with_files(file: Path | None, config: RunConfig) -> RunConfig:
+    """Return the configuration of a run's directory with its copies of files that are gone; any other as it is."""
+    from octavo.train.inputs import with_files
+
+    return config if file is None or not file.is_dir() else with_files(config)
 
 
 def _say_recipes(config: RunConfig) -> None:
@@ -95,6 +102,7 @@ def _say_recipes(config: RunConfig) -> None:
 
 def _is_own_model(file: Path) -> bool:
     """Return whether a file is a Hugging Face config or a Python file, of whose model `octavo train` knows nothing."""
+    check_given(file)
     from octavo.train.workload import is_run_file
 
     return not is_run_file(file / "config.json" if file.is_dir() else file)

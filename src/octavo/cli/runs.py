@@ -90,7 +90,7 @@ def dump(
     run: Path,
     /,
     *,
-    to: Literal["parquet", "csv", "tensorboard"],
+    to: Annotated[Literal["parquet", "csv", "tensorboard"], Parameter(name=("--to", "--format"))],
     out: Output = None,
     json_output: JsonOutput = False,
 ) -> int:

@@ -56,6 +56,7 @@ def train(
         Print the resolved configuration and stop.
     """
     config = configure(file, preset, settings)
+    _check_names(config, resume=resume)
     if dry_run:
         say(json.dumps(config_reader.to_dict(config), indent=2))
         return 0
@@ -63,6 +64,19 @@ def train(
     if json_output and is_first_rank():
         say(json.dumps(summary, indent=2))
     return 0
+
+
+def _check_names(config: RunConfig, *, resume: bool) -> None:
+    """Check what a run names before anything is read or built: its recipes and its source."""
+    from octavo import recipes
+    from octavo.data.corpus import NAMED, open_corpus
+    from octavo.train.inputs import with_files
+
+    named = with_files(config) if resume else config
+    recipes.load(named.run.recipe)
+    recipes.load(named.run.last_recipe, "run.last_recipe")
+    if config.data.source not in NAMED:
+        open_corpus(config.data.source)
 
 
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool) -> Mapping[str, Any]:

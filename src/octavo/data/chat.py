@@ -1,8 +1,9 @@
 """Conversations for supervised fine-tuning: loss on answers only, packed whole into sequences.
 
 A line of `.jsonl` has `messages`, each with `role` and `content`, as OpenAI's and Hugging Face's; `tools` go to the
-template, and a `task` names what accuracy is reported by. Rows of `sequence` ids contain whole conversations; one that
-is longer is cut. Flags in the ids (`octavo.data.loader`) mark where a conversation begins, and ids that are no targets.
+template, and a `task` names what accuracy is reported by. An answer of `weight` 0 is read and not trained on. Rows of
+`sequence` ids contain whole conversations; one that is longer is cut. Flags in the ids (`octavo.data.loader`) mark
+where a conversation begins, and ids that are no targets.
 """
 
 from __future__ import annotations
@@ -13,13 +14,24 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo._util.config_reader import blaming, parse, read_file, read_text
+from octavo._util.config_reader import parse, read_text, shown
+from octavo.data.answers import find_answers
+from octavo.data.chat_template import (
+    REASONING,
+    TEMPLATE,
+    generated,
+    marks_answers,
+    plain_messages,
+    read_template,
+    render,
+)
 from octavo.data.corpus import Corpus
 from octavo.data.documents import check_characters
 from octavo.data.encode import SideTotals, SplitTotals, digest, threshold
@@ -27,18 +39,13 @@ from octavo.data.loader import FIRST, IDS, NO_TARGET
 from octavo.data.tokenizer import Tokenizer
 from octavo.errors import DataError
 
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role + ':\\n' + message.content + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
-)
-"""Template of tokenizers that have none."""
 TASKS = "tasks.json"
 """File with the task of each held-out conversation, in the order of the rows."""
-_RENDERING = 2
+_RENDERING = 3
 """Increases whenever a template would give other texts."""
 _OPEN_ROWS = 256
-_WITHOUT_THOUGHTS = re.compile(r"\s*(?:<think>\s*</think>\s*)?")
-"""What a template may leave of the thoughts of an earlier answer."""
+_PLAIN_FIELDS = ("role", "content", "weight", "name", "tool_call_id")
+"""Fields of messages that a template need not read."""
 
 Ids = NDArray[np.uint32]
 
@@ -52,7 +59,7 @@ class ChatFormat:
     template: str = TEMPLATE
     """Jinja template of the messages, as in Hugging Face's tokenizers."""
     tokens: Mapping[str, str] = field(default_factory=dict)
-    """`bos_token` and `eos_token` of the template."""
+    """Special tokens of the template by name, such as `bos_token` and `eos_token`; those that there are."""
 
     @classmethod
     def of(cls, tokenizer: str, sequence: int) -> ChatFormat:
@@ -63,17 +70,9 @@ class ChatFormat:
         Raises:
             DataError: a file cannot be read, or has several templates and none of them is the default.
         """
-        folder = Path(tokenizer).parent
         if not tokenizer.endswith(".json"):
             return cls(sequence=sequence)
-        config = folder / "tokenizer_config.json"
-        known = read_file(config, DataError) if config.is_file() else {}
-        jinja = folder / "chat_template.jinja"
-        given = read_text(jinja, DataError) if jinja.is_file() else ""
-        with blaming(config, DataError):
-            template = given or _chosen(known.get("chat_template") or TEMPLATE)
-            values = {name: known.get(name) or "" for name in ("bos_token", "eos_token")}
-            tokens = {name: value if isinstance(value, str) else value["content"] for name, value in values.items()}
+        template, tokens = read_template(Path(tokenizer))
         return cls(sequence=sequence, template=template, tokens=tokens)
 
     @property
@@ -83,29 +82,28 @@ class ChatFormat:
         return f"{self.sequence} {hashlib.sha256(decisive.encode()).hexdigest()}"
 
     def spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[tuple[str, bool]]:
-        """Return the text of a conversation in parts, each with whether it is an answer, its end of turn included.
+        """Return the text of a conversation in parts, each with whether it is an answer to be trained on.
+
+        Those are the blocks `{% generation %}` of a template that has them, otherwise answers with their end of turn.
 
         Raises:
-            DataError: the template refuses the messages, or rewrites an answer or those before it.
+            DataError: the template refuses the messages, or rewrites an answer or those before it; or an answer of
+                weight 0 cannot be told from the others.
         """
-        whole, done = self.text(messages, tools), 0
-        found: list[tuple[str, bool]] = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.text(messages[:index] if index else messages, tools, add_generation_prompt=True)
-            before = before if index else _opening(whole, before)
-            if not whole.startswith(before):
-                raise DataError(f"the chat template changes the messages before answer {index}")
-            end = _end(whole, len(before), self.text(messages[: index + 1], tools), message["content"])
-            if end is None:
-                raise DataError(
-                    f"the chat template rewrites the content of message {index} (role 'assistant'), so that its answer"
-                    " cannot be found in the text. Write it as the template does, or change the template"
-                )
-            found += [(whole[done : len(before)], False), (whole[len(before) : end], True)]
-            done = end
-        return [*found, (whole[done:], False)]
+        if marks_answers(self.template):
+            parts = generated(self.template, self._values(messages, tools))
+        else:
+            parts = find_answers(messages, partial(self.text, tools=tools))
+        weights = [message.get("weight") != 0 for message in messages if message["role"] == "assistant"]
+        if all(weights):
+            return parts
+        if (blocks := sum(is_answer for _, is_answer in parts)) != len(weights):
+            raise DataError(
+                f"the chat template has {blocks} blocks {{% generation %}} for {len(weights)} answers, so that the one"
+                " of weight 0 has none to leave out. Leave out the conversation, or mark each answer by one block"
+            )
+        trained = iter(weights)
+        return [(text, is_answer and next(trained)) for text, is_answer in parts]
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False
@@ -115,22 +113,19 @@ class ChatFormat:
         Raises:
             DataError: the template refuses them.
         """
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        values = self._values(messages, tools, add_generation_prompt)
+        return render(self.template, values) if messages else ""
 
-        def refuse(reason: str) -> None:
-            raise TemplateError(reason)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt, **self.tokens}
-        try:
-            template = environment.from_string(self.template, {"raise_exception": refuse})
-            return template.render(**values) if messages else ""
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template refuses the messages ({error})") from error
+    def _values(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool = False
+    ) -> dict[str, Any]:
+        return {
+            "messages": plain_messages(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.tokens,
+        }
 
     def encode(self, line: Mapping[str, Any], tokenizer: Tokenizer) -> Ids:
         """Return the ids of a conversation, flagged, with the end of document; at most a row.
@@ -139,77 +134,17 @@ class ChatFormat:
             DataError: see `spans`.
         """
         parts = []
-        for text, is_answer in self.spans(line["messages"], line.get("tools")):
+        ends_trained = False
+        for text, is_trained in self.spans(line["messages"], line.get("tools")):
             ids = tokenizer.encode_template(text).astype(np.uint32)
-            parts.append(ids if is_answer else ids | NO_TARGET)
+            parts.append(ids if is_trained else ids | NO_TARGET)
+            ends_trained = is_trained if text else ends_trained
         found = np.concatenate(parts)
         end = np.uint32(tokenizer.end_of_document)
         if not len(found) or found[-1] & IDS != end:
-            found = np.append(found, end if not parts[-1].size else end | NO_TARGET)
+            found = np.append(found, end if ends_trained else end | NO_TARGET)
         found[0] |= FIRST | NO_TARGET
         return found[: self.sequence]
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON as templates of Hugging Face expect it: Jinja's own filter sorts keys and escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _chosen(template: Any) -> str:
-    """Return a template, or of several by name, a mapping or a list of entries, the default or the only one."""
-    if isinstance(template, str):
-        return template
-    named = template if isinstance(template, dict) else {each["name"]: each["template"] for each in template}
-    if "default" not in named and len(named) > 1:
-        raise DataError(
-            f"chat_template: has the templates {', '.join(map(repr, named))}, and none is named 'default'. Rename the"
-            " one to train with, or write it to chat_template.jinja in the same folder."
-        )
-    chosen = named["default"] if "default" in named else next(iter(named.values()))
-    if not isinstance(chosen, str):
-        raise TypeError(f"chat_template: expected a text, got {chosen!r}")
-    return chosen
-
-
-def _opening(whole: str, prompted: str) -> str:
-    """Return the text before the answer that a conversation begins with; templates may refuse to render no messages.
-
-    Args:
-        whole: text of the conversation.
-        prompted: the same with the generation prompt of one more answer.
-    """
-    prompt = prompted.removeprefix(whole)
-    before, found, _ = whole.partition(prompt) if prompt and prompt != prompted else ("", "", "")
-    return before + found if found else ""
-
-
-def _end(whole: str, start: int, until: str, content: str) -> int | None:
-    """Return the end of the answer that begins at `start`, None if it is not there.
-
-    Args:
-        whole: text of the conversation.
-        start: where the generation prompt ends.
-        until: text up to the answer, which is then the last.
-        content: content of the answer. Templates that reason render only the last answer with its thoughts, if those
-                are in the content itself without them: what follows `</think>`.
-    """
-    if whole.startswith(until):
-        return len(until)
-    content = content.strip()
-    at, last = whole.find(content, start), until.rfind(content)
-    if not 0 <= at <= last:  # beyond `last` a later message quotes it
-        _, is_thinking, content = (part.strip() for part in content.rpartition("</think>"))
-        at, last = _WITHOUT_THOUGHTS.match(whole, start).end(), until.rfind(content)  # type: ignore[union-attr]
-        if not is_thinking or last < 0 or not whole.startswith(content, at):
-            return None
-    end, turn = at + len(content), until[last + len(content) :]
-    return end + len(turn) if whole.startswith(turn, end) else end
 
 
 def encode_chat(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, chat: ChatFormat) -> SplitTotals:
@@ -220,7 +155,7 @@ def encode_chat(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: fl
     """
     found: list[_Conversation] = []
     overlong = 0
-    for where, line, size in _lines(corpus):
+    for where, line, size in _lines(corpus, chat.template):
         try:
             ids = chat.encode(line, tokenizer)
         except DataError as error:
@@ -300,7 +235,7 @@ def layout(rows: Sequence[Sequence[Ids]], sequence: int, tokenizer: Tokenizer) -
     return found
 
 
-def _lines(corpus: Corpus) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _lines(corpus: Corpus, template: str) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yield where each conversation is, its line, and the bytes of its messages."""
     for file in corpus.files:
         if file.path.suffix != ".jsonl":
@@ -308,17 +243,39 @@ def _lines(corpus: Corpus) -> Iterator[tuple[str, dict[str, Any], int]]:
         for number, line in enumerate(read_text(file.path, DataError).split("\n"), 1):
             if line.strip():
                 where = f"{file.path}:{number}"
-                found = _checked(parse(line, where, DataError), where)
+                found = _checked(parse(line, where, DataError), where, template)
                 check_characters(json.dumps(found, ensure_ascii=False), where)  # also those of tools
-                yield where, found, sum(len(message["content"].encode()) for message in found["messages"])
+                yield where, found, sum(len((message.get("content") or "").encode()) for message in found["messages"])
 
 
-def _checked(line: Any, where: str) -> dict[str, Any]:
+def _checked(line: Any, where: str, template: str) -> dict[str, Any]:
     messages = line.get("messages") if isinstance(line, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: each line needs a list 'messages'.")
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+        calls = fields.get("role") == "assistant" and fields.get("tool_calls")
+        wanted = ("role",) if calls and fields.get("content") is None else ("role", "content")
+        if not all(isinstance(fields.get(name), str) for name in wanted):
             raise DataError(f"{where}: message {number} needs the texts 'role' and 'content'.")
+        _check_fields(fields, f"{where}: message {number}", template)
     return dict(line)
+
+
+def _check_fields(message: Mapping[str, Any], where: str, template: str) -> None:
+    """Refuse fields that would be ignored in silence, such as a mask by another name."""
+    weight = message.get("weight", 1)
+    if "weight" in message and (isinstance(weight, bool) or weight not in (0, 1, None)):
+        raise DataError(
+            f"{where}: the weight {shown(weight)} is neither 0 nor 1. An answer is trained on, or it is not: take one."
+        )
+    for name, value in message.items():
+        if name in _PLAIN_FIELDS or value in (None, [], {}, ""):
+            continue
+        names = REASONING if name in REASONING else (name,)
+        if not any(re.search(rf"\b{re.escape(each)}\b", template) for each in names):
+            raise DataError(
+                f"{where}: has the field '{name}', which the chat template does not read, so that it would be ignored."
+                " Remove it, or train with a template that reads it. An answer that is not to be trained on has"
+                " 'weight': 0."
+            )

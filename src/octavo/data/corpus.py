@@ -99,7 +99,8 @@ def _user_files(path: Path) -> list[TextFile]:
     kinds = ", ".join(SUFFIXES)
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise DataError(f"{path}: files named '*{path.suffix}' are not read as text; use one of {kinds}.")
+            named = f"files named '*{path.suffix}' are" if path.suffix else "a file without an extension is"
+            raise DataError(f"{path}: {named} not read as text; use one of {kinds}.")
         return [TextFile(name=path.name, path=path)]
     if not path.is_dir():
         near = did_you_mean(str(path), NAMED)

@@ -123,7 +123,7 @@ class Loader:
                 f"{state['digest']} there and {self._digest} here; resume with the same text and tokenizer."
             )
         samples = state.get("samples")
-        if not isinstance(samples, int) or samples < 0:
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
             raise CheckpointError(f"the data position {samples!r} is not a number of samples.")
         self._samples = samples
 
@@ -137,11 +137,9 @@ class Loader:
 def heldout_batches(
     tokens_path: Path, batch: int, sequence: int, limit_tokens: int | None = None, *, source: str = ""
 ) -> Iterator[Batch]:
-    """Return the evaluation batches: the file from its beginning, in order, always the same.
+    """Return the evaluation batches: the file from its beginning, in order, always the same windows for any `batch`.
 
-    All batches have the same shape, so that a compiled model compiles once; the rest of up to one batch is left out.
-    A file shorter than one batch gives one smaller batch. `limit_tokens` stops after the batch that reaches it.
-    `source` is as for `Loader`.
+    The last batch may be smaller. `limit_tokens` stops after the window that reaches it. `source` is as for `Loader`.
 
     Raises:
         DataError: the file is missing, or shorter than one sequence; raised by the call, not by the first batch.
@@ -157,11 +155,10 @@ def heldout_batches(
             f"{source or tokens_path}: {len(tokens):,} held-out tokens are fewer than one sequence of {sequence} and "
             "its target; give more text, a larger held-out share or a shorter sequence."
         )
-    size = min(batch, windows)
-    count = windows // size
     if limit_tokens is not None:
-        count = min(count, -(-limit_tokens // (size * sequence)))
-    return (gather(tokens, np.arange(i * size, (i + 1) * size), sequence) for i in range(count))
+        windows = min(windows, -(-limit_tokens // sequence))
+    starts = range(0, windows, batch)
+    return (gather(tokens, np.arange(start, min(start + batch, windows)), sequence) for start in starts)
 
 
 def open_tokens(path: Path) -> Tokens:

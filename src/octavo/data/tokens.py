@@ -11,13 +11,12 @@ import dataclasses
 import hashlib
 import json
 import re
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from octavo._util import config_reader
-from octavo._util.files import os_errors
+from octavo._util.files import os_errors, remove
 from octavo.data.chat import ChatFormat, encode_chat
 from octavo.data.corpus import Corpus, open_corpus
 from octavo.data.encode import SplitTotals, encode_split
@@ -139,7 +138,7 @@ def _found(directory: Path) -> TokenFiles | None:
 def _publish(folder: Path, directory: Path) -> None:
     """Move the finished folder into place; if another process was first, its files are kept."""
     if directory.exists() and _found(directory) is None:
-        shutil.rmtree(directory)
+        remove(directory)
     try:
         folder.rename(directory)
     except OSError:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from octavo._util.checksums import check_file, check_names, file_entry, flush
+from octavo._util.checksums import check_file, check_names, check_regular, file_entry, flush
 from octavo.errors import CheckpointError, NonFiniteError, OctavoError
 from octavo.tensor import local, non_finite
 
@@ -99,6 +99,7 @@ def read_index(folder: Path) -> dict[str, dict[str, Any]]:
             " If you trust it, convert it once: docs/how-to/train-on-many-gpus.md, 'Checkpoints of earlier versions'."
         )
     try:
+        check_regular(path)
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         check_names(files)
         return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in files.items()}

@@ -73,7 +73,9 @@ def connect(
         program: Python arguments of each process, followed by rank, ranks, backend and a shared folder.
     """
     with tempfile.TemporaryDirectory() as place:
-        commands = [[sys.executable, *program, str(rank), str(ranks), backend, place] for rank in range(ranks)]
+        # Without -P each rank would import what the working directory has; `python -m octavo` does so itself.
+        safe = [] if str(Path.cwd()) in sys.path else ["-P"]
+        commands = [[sys.executable, *safe, *program, str(rank), str(ranks), backend, place] for rank in range(ranks)]
         errors = [(Path(place) / f"{rank}.err").open("w+") for rank in range(ranks)]
         processes = [
             subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo._util.config_reader import read_file
 from octavo.conversion import disabled
 from octavo.data.bpe import BPETokenizer
 from octavo.data.chat import ChatFormat
@@ -99,7 +100,7 @@ def evaluate_tasks(
     evaluation = TaskEvaluation(model=str(model), tasks=_compared(found))
     summary = model / "summary.json"
     if not served and summary.is_file():
-        content = json.loads(summary.read_text(encoding="utf-8"))
+        content = read_file(summary)
         content["tasks"] = {**content.get("tasks", {}), **evaluation.tasks}
         write_json(summary, content)
         replace_document(model, "summary", content)
@@ -136,11 +137,11 @@ def _in_high_precision(state: TrainState, ids_BT: Tensor) -> Tensor:
 
 def _served(model: Path, settings: EvalSettings) -> Iterator[tuple[str, Any]]:
     device = devices.use(settings.device)
-    known = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    known = read_file(model / "config.json")
     check_installed(known)
     loaded: Any = load(model, device)
     tokenizer, chat = BPETokenizer.load(model / "tokenizer.json"), None
-    if "chat_template" in (model / "tokenizer_config.json").read_text(encoding="utf-8"):
+    if "chat_template" in read_file(model / "tokenizer_config.json"):
         chat = ChatFormat.of(str(model / "tokenizer.json"), known["max_position_embeddings"])
 
     def logits(ids_BT: Tensor) -> Tensor:

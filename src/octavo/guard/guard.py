@@ -196,7 +196,10 @@ class Guard:
         self._rules.load_state_dict(state["watch"])
         self._skipped, self._unsolved = [*state.get("skipped", ())], [*state.get("unsolved", ())]
         self._tried, self._given_up = Counter(state.get("tried", {})), {**state.get("given_up", {})}
-        self._lr_limit, self._lr_limited_at = state["lr_limit"], state["lr_held_at"]
+        limit = state["lr_limit"]
+        if limit is not None and not 0 < limit < math.inf:
+            raise ValueError(f"lr_limit {limit!r} is no learning rate")
+        self._lr_limit, self._lr_limited_at = limit, state["lr_held_at"]
         self._fingerprints = state.get("fingerprints", {})
         self._refinement.load_state_dict(state["ladder"])
 
@@ -224,7 +227,9 @@ class Guard:
             self._lr_limit, self._lr_limited_at = self._lr_limit * HOLD, done
         if self.acts:
             self._refinement.down()
-            if not self._snapshots or done - self._snapshots[-1].step >= config.snapshot_every:
+            # At the same steps in a resumed run, whatever step it resumed from.
+            every = config.snapshot_every
+            if not self._snapshots or done // every > self._snapshots[-1].step // every:
                 self._take_snapshot(done)
         if config.shadow_every and done and done % config.shadow_every == 0:
             self._refinement.compare_with_bf16()

@@ -11,6 +11,10 @@ Architecture = Literal["llama", "gpt", "moe"]
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
+MOST_LAYERS = 10_000
+"""Largest number of layers: each is a module of Python, whose construction nobody would wait for."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Shape of a Llama, a GPT or a mixture of experts.
@@ -85,6 +89,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"model.{name}: {value} is not a positive number.")
+        if self.layers > MOST_LAYERS:
+            raise ConfigError(f"model.layers: {self.layers} is more than {MOST_LAYERS}, which take minutes to build.")
         for name in ("shared_experts", "balance_rate", "balance_loss"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"model.{name}: {getattr(self, name)} is negative.")

@@ -43,6 +43,16 @@ def stored_name(module: str) -> str:
     raise UnsupportedError(f"Hugging Face's Llama has no module '{module}'.")
 
 
+def of_hub(path: Path) -> str:
+    """Return what to do if a path that does not exist may be the name of a model of the hub; empty if it is not."""
+    if not re.fullmatch(r"[\w-]+/[\w.-]+", str(path)) or path.suffix in (".json", ".toml", ".py", ".safetensors"):
+        return ""
+    return (
+        " If it is a model of Hugging Face's hub, download its config.json, and to train it all of it:"
+        f" `hf download {path} config.json --local-dir {path.name}`. Then name {path.name}."
+    )
+
+
 def read_settings(directory: Path) -> dict[str, Any]:
     """Return the fields of `ModelConfig` for the model in a directory.
 
@@ -50,6 +60,8 @@ def read_settings(directory: Path) -> dict[str, Any]:
         ConfigError: there is no config.json, it is malformed, or of a model that differs from a Llama, which it names.
     """
     path = directory / "config.json"
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory.{of_hub(directory)}")
     if (directory / "checkpoints").exists():
         raise ConfigError(f"{directory}: is a run. Export it first: octavo export {directory} --format plain")
     if not path.is_file():

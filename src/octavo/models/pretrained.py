@@ -11,7 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from octavo._util.config_reader import read_file
+from octavo._util.checksums import check_names, check_regular
+from octavo._util.config_reader import blaming, read_file
+from octavo._util.files import os_errors
 from octavo.errors import CheckpointError
 from octavo.models.hugging_face import stored_name
 from octavo.models.llama import Llama
@@ -57,12 +59,18 @@ def _files(directory: Path) -> list[Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
         homes = read_file(index, CheckpointError).get("weight_map")
-        if not isinstance(homes, dict) or not homes:
+        if not isinstance(homes, dict) or not homes or not all(isinstance(name, str) for name in homes.values()):
             raise CheckpointError(f"{index}: has no weight_map, the file of each tensor. Download it again.")
-        return [directory / name for name in sorted(set(homes.values()))]
-    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        with blaming(index, CheckpointError):
+            check_names(homes.values())
+        files = [directory / name for name in sorted(set(homes.values()))]
+    else:
+        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{directory}: contains no .safetensors.")
+    for file in files:
+        with os_errors(file, CheckpointError, "cannot be read"):
+            check_regular(file)
     return files
 
 

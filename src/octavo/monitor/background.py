@@ -103,4 +103,4 @@ class Background:
 
     def _warn_once(self, error: Exception) -> None:
         if self.failed == 1:
-            warnings.warn(f"{self.name}: {error} The run continues without it.", stacklevel=2)
+            warnings.warn(f"{self.name}: {error} What follows is still tried.", stacklevel=2)

@@ -52,7 +52,10 @@ class Recorder:
         self._newest: tuple[NDArray[np.float32], list[tuple[str, str]]] | None = None
         """The newest snapshot and its row labels, for the trackers."""
         self._step = writer.first_step
-        self._store = Background("run store", capacity=CAPACITY, idle=self._sample, every=system_every)
+        self._first_failure = ""
+        self._store = Background(
+            "run store", capacity=CAPACITY, idle=self._sample, every=system_every, on_error=self._write_failed
+        )
         if config is not None:
             self.document("config", config)
         if self._probe.missing and not writer.first_step:  # a run that goes on has the event
@@ -132,15 +135,20 @@ class Recorder:
 
     def close(self, outcome: Outcome = "finished", text: str = "") -> None:
         """Wait until everything is written, record dropped steps, and close the file. Idempotent."""
-        if self._trackers:
-            self._store.wait()  # the store thread forwards to the trackers
+        self._store.wait()  # what has failed is known then; and the store thread forwards to the trackers
         for tracker in self._trackers:
             tracker.close(outcome)
         if self.dropped:
             lost = f"{quantity(self.dropped, 'step')} lost, not written: the disk was too slow"
             self.event(self._step, "store", lost, level="warning", value=self.dropped)
+        failed = self._store.failed
+        lost = f"{quantity(failed, 'write')} failed, so that measurements are missing; the first: {self._first_failure}"
+        if failed:
+            self.event(self._step, "store", lost, level="error", value=failed)
         self.sample()
         self._store.close(lambda: self._writer.close(outcome, text))
+        if failed:
+            warnings.warn(f"{self._writer.path}: {lost}", stacklevel=2)
 
     def _track(self, step: int, values: Mapping[str, float], snapshot: NDArray[np.float32] | None) -> None:
         """Send a step to the trackers, which need steps in order: the newest snapshot goes with the next scalars."""
@@ -156,6 +164,14 @@ class Recorder:
                 tracker.log(step, sent | all_statistics(*self._newest, STATS))
             else:
                 tracker.log(step, sent)
+
+    def _write_failed(self, error: Exception) -> None:
+        if not self._first_failure:
+            self._first_failure = str(error)
+            warnings.warn(
+                f"run store: {error} Later measurements are still written; what is missing is recorded as an event.",
+                stacklevel=2,
+            )
 
     def _sample(self) -> None:
         self._writer.write_system(self._probe.sample())

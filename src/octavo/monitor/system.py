@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from octavo import __version__
 from octavo._util.dist import in_process_group
+from octavo._util.git import head_commit
 
 _READINGS: dict[str, tuple[str, str, Callable[[Any], float], str]] = {
     "gpu_power_watts": ("PowerUsage", "", lambda x: 1e-3 * x, "power drawn by the board"),
@@ -130,15 +130,6 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _commit() -> str | None:
-    """Return the commit that the working directory is at, with `+` if files differ from it; None outside a clone."""
-    try:
-        command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the document `env` of a process with its model on `device`."""
     is_gpu = device.type == "cuda"
@@ -152,7 +143,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),  # noqa: PTH119 (it may be empty)
-        "commit": _commit(),
+        "commit": head_commit(Path.cwd()),
         "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(PREFIXES)},
     }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo._util.checksums import flush
-from octavo._util.files import put_in_place
+from octavo._util.files import put_in_place, remove
 from octavo.errors import ConfigError, OctavoError
 
 PART_BYTES = 5 * 10**9
@@ -62,8 +62,8 @@ def write(
     check_free(directory, overwrite)
     directory = directory.resolve()  # a link stays, and '.' has a name
     temporary = directory.with_name(f"{_WRITING}-{directory.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
+        remove(temporary)
         temporary.mkdir(parents=True)
         for name, text in texts.items():
             _write_json(temporary / name, text)
@@ -74,7 +74,8 @@ def write(
     except OSError as error:
         raise OctavoError(f"{directory}: could not be written ({error.strerror}).") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # the first error counts; the next export removes what is left, or says why
+            remove(temporary)
     return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
 
 

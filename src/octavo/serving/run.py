@@ -53,7 +53,11 @@ def export_run(
     tokenizer = tokenizer_of(data)
     texts = tokenizer_files(tokenizer, config.model.sequence)
     if data.format == "chat":
-        texts["tokenizer_config.json"]["chat_template"] = ChatFormat.of(data.tokenizer, data.sequence).template
+        chat = ChatFormat.of(data.tokenizer, data.sequence)
+        tokens = {
+            name: token for name, token in chat.tokens.items() if token
+        }  # those that the template has in its text
+        texts["tokenizer_config.json"] |= {**tokens, "chat_template": chat.template}
     more = {"eos_token_id": tokenizer.end_of_document}
     model = states_of(found, config)[0].model
     format = format or format_of(config)

@@ -10,16 +10,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo._util.config_reader import read_file
+from octavo._util.files import os_errors, remove
 from octavo._util.terminal import Report, quantity, reported, silent
 from octavo.calibration import Calibration, Recalibration, ScalePolicy, Updates, calibrate
 from octavo.data.loader import Batch
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, ConfigError, RunError
 from octavo.guard import GuardEvent
 from octavo.nn.calibration_file import Calibrated
 from octavo.nn.cross_entropy import weighted
 from octavo.recipes import Recipe
 from octavo.train import checkpoint
 from octavo.train.config import RunConfig
+from octavo.train.files import write_json
 from octavo.train.setup import policy_of, set_up
 from octavo.train.state_tensors import restore_tensors
 from octavo.train.train_state import TrainState
@@ -93,13 +96,41 @@ def recalibration_of(config: RunConfig, model: nn.Module) -> Recalibration | Non
         ConfigError: the model has no static scales, or telemetry, which measures saturation, is off.
     """
     run = config.run
-    if not run.recalibrate_every and not run.recalibrate_above:
+    if not _recalibrates(config):
         return None
     if run.recalibrate_above and not run.telemetry_every:
         raise ConfigError("run.recalibrate_above: telemetry measures saturation; set run.telemetry_every.")
     look_every = -(-LOOK_EVERY // max(run.telemetry_every, 1)) * max(run.telemetry_every, 1)
     updates = Updates(every=run.recalibrate_every, saturated_above=run.recalibrate_above or None, look_every=look_every)
-    return Recalibration(model, updates, run.out / "calibration.json", rows=())
+    return Recalibration(model, updates, _calibration_file(config), rows=())
+
+
+def calibration_of(config: RunConfig) -> Any:
+    """Return the content of the calibration file that a run writes, which goes back with it; None without one."""
+    file = _calibration_file(config)
+    return read_file(file) if _recalibrates(config) and file.is_file() else None
+
+
+def restore_calibration(config: RunConfig, content: Any) -> None:
+    """Write back the result of `calibration_of`.
+
+    Raises:
+        RunError: the file cannot be written or removed.
+    """
+    file = _calibration_file(config)
+    if content is not None:
+        write_json(file, content)
+    elif _recalibrates(config) and file.absolute() != Path(config.run.scales).absolute():
+        with os_errors(file, RunError, "cannot be removed"):
+            remove(file)
+
+
+def _recalibrates(config: RunConfig) -> bool:
+    return bool(config.run.recalibrate_every or config.run.recalibrate_above)
+
+
+def _calibration_file(config: RunConfig) -> Path:
+    return config.run.out / "calibration.json"
 
 
 def recalibration_events(step: int, made: Mapping[str, Calibrated]) -> Iterator[GuardEvent]:

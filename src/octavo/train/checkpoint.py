@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
-import shutil
+import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo._util.checksums import check_file, check_names, file_entry, flush
-from octavo._util.config_reader import blaming, read_file
-from octavo._util.files import OLD, os_errors, put_in_place, write_text
+from octavo._util.config_reader import blaming, read_file, shown
+from octavo._util.files import OLD, os_errors, put_in_place, remove, write_text
 from octavo.errors import CheckpointError, NonFiniteError
 from octavo.tensor import is_distributed, local, non_finite
 from octavo.train.parallel import SINGLE_PROCESS, Ranks
@@ -109,7 +110,8 @@ def save(
     finally:
         # Also on Ctrl-C; after the rename there is nothing to remove.
         if ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):  # the first error counts; the next checkpoint removes what is left, or says why
+                remove(temporary)
     ranks.on_first(lambda: _remove_others(directory, step, keep))
     return final
 
@@ -130,7 +132,9 @@ def roll_back(directory: Path, step: int) -> bool:
         _remove(path)
     if only_later:
         with suppress(CheckpointError):  # a full disk ends no run here
-            write_text(later[0] / _ROLLED_BACK, json.dumps({"step": step}) + "\n", CheckpointError)
+            content = {"step": step, "from": _step_of(later[0])}
+            signed = json.dumps({**content, "sha256": _digest(content)})
+            write_text(later[0] / _ROLLED_BACK, signed + "\n", CheckpointError)
     return only_later
 
 
@@ -175,7 +179,7 @@ def load(path: Path, *, ranks: Ranks = SINGLE_PROCESS, place: Place | None = Non
         for name, tensor in _read_sharded(path / _SHARDED, place).items():
             model, _, key = name.partition(".")
             tensors.setdefault(model, {})[key] = tensor
-    return Checkpoint(path, tensors, state, _rolled_back_to(path))
+    return Checkpoint(path, tensors, state, _rolled_back_to(path, state["step"]))
 
 
 def _read_own(path: Path, ranks: Ranks) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
@@ -210,9 +214,14 @@ def _must_be_finite(name: str) -> bool:
 
 
 def discard(directory: Path) -> None:
-    """Remove every checkpoint in `directory`, and what killed processes left."""
+    """Remove every checkpoint in `directory`, and what killed processes left.
+
+    Raises:
+        CheckpointError: one cannot be removed; a resumed run would find it.
+    """
     for path in [*find(directory), *_leftovers(directory)]:
-        shutil.rmtree(path, ignore_errors=True)
+        with _removing(path):
+            remove(path)
 
 
 def _split(directory: Path, step: int) -> tuple[list[Path], list[Path]]:
@@ -229,10 +238,15 @@ def _step_of(path: Path) -> int:
 def _remove(path: Path) -> None:
     """Remove a checkpoint; a process that is killed meanwhile leaves no partial one under its name."""
     hidden = path.with_name(f"{_TEMPORARY}{name_of(_step_of(path))}")
-    shutil.rmtree(hidden, ignore_errors=True)  # left by a process that was killed
-    with os_errors(path, CheckpointError, "cannot be removed"), suppress(FileNotFoundError):
-        path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    with _removing(path):
+        remove(hidden)  # left by a process that was killed
+        with suppress(FileNotFoundError):
+            path.rename(hidden)
+        remove(hidden)
+
+
+def _removing(path: Path) -> AbstractContextManager[None]:
+    return os_errors(path, CheckpointError, "cannot be removed")
 
 
 def _leftovers(directory: Path) -> list[Path]:
@@ -250,7 +264,7 @@ def _remove_others(directory: Path, step: int, keep: int) -> None:
 
 def _begin(temporary: Path) -> None:
     for path in _leftovers(temporary.parent):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
     temporary.mkdir(parents=True)
 
 
@@ -315,7 +329,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         with blaming(file, CheckpointError):
             state = read_file(file, CheckpointError)
-            version, _ = state["format"], (state["step"], state["config"], state["files"].items())
+            version, _ = state["format"], (state["config"], state["files"].items())
+            _check_step(state["step"])
             if version == 1:
                 state["files"] = {name: {"bytes": size} for name, size in state["files"].items()}
             check_names(state["files"])
@@ -324,15 +339,34 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}{'' if is_denied else _remedy(path)}") from error
     if version not in (1, FORMAT):
         raise CheckpointError(f"{path}: checkpoint format {version}; this version of octavo reads format {FORMAT}.")
-    if "sha256" in state and state.pop("sha256") != _digest(state):
-        raise CheckpointError(f"{file}: damaged: its content is not that of its SHA-256.{_remedy(path)}")
+    _check_digest(state, file, path)
     return dict(state)
 
 
-def _rolled_back_to(path: Path) -> int | None:
+def _check_step(step: Any, below: float = math.inf) -> None:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < below:
+        raise ValueError(f"step {shown(step)} is no number of steps" + ("" if below == math.inf else f" below {below}"))
+
+
+def _check_digest(content: dict[str, Any], file: Path, path: Path) -> None:
+    """Compare JSON values with their `sha256`, and remove it; without one, of an earlier version, that is said."""
+    digest = content.pop("sha256", None)
+    if digest is None and content.get("format", FORMAT) > 1:
+        warnings.warn(f"{file}: has no SHA-256, so that a change of it would go unnoticed.", stacklevel=2)
+    if digest is not None and digest != _digest(content):
+        raise CheckpointError(f"{file}: damaged: its content is not that of its SHA-256.{_remedy(path)}")
+
+
+def _rolled_back_to(path: Path, step: int) -> int | None:
+    """Return the step that the run went back to from a checkpoint of `step`; earlier versions wrote no checksum."""
     file = path / _ROLLED_BACK
+    if not os.path.lexists(file):
+        return None
+    content = read_file(file, CheckpointError)
+    _check_digest(content, file, path)
     with blaming(file, CheckpointError):
-        return int(read_file(file, CheckpointError)["step"]) if file.exists() else None
+        _check_step(content["step"], below=step)
+        return int(content["step"])
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:

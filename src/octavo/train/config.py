@@ -108,8 +108,9 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.betas: {told} must all be at least 0 and below 1.")
         if self.gradients == "fp8" and (self.loss_scale != "none" or self.clip_per_group):
             raise ConfigError(
-                "optimizer.gradients: 'fp8' does not go with a loss scale or clip_per_group: both change gradients"
-                " between backward and the step, when they are FP8 codes. Take 'wide', or leave both out."
+                "optimizer.gradients: 'fp8' does not go with optimizer.loss_scale or optimizer.clip_per_group: both"
+                " change gradients between backward and the step, when they are FP8 codes. Take 'wide', or leave both"
+                " out."
             )
 
 
@@ -177,7 +178,7 @@ class LoopConfig:
     eval_every: int = 0
     """Steps between evaluations on held-out text; 0: only at the end."""
     eval_tokens: int = 65536
-    """Largest number of held-out tokens per evaluation."""
+    """Largest number of held-out tokens per evaluation, rounded up to a sequence."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
@@ -367,7 +368,10 @@ def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     config: RunConfig | None = None
     for where, settings in layers:
         before, merged = merged, merge(merged, settings)
-        config = config_reader.read(RunConfig, _with_defaults(merged, where), where)
+        try:
+            config = config_reader.read(RunConfig, _with_defaults(merged, where), where)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{_set_by(merged, str(error))}") from error
         _refuse_without_effect(before, config, where)
     if config is None:
         raise ConfigError(f"no configuration given: name a file or a preset ({', '.join(presets())}).")
@@ -441,6 +445,22 @@ def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "vocab" not in settings.get("model", {}):  # that of a complete configuration needs the tokenizer no longer
         decided["vocab"] = _vocabulary(data.tokenizer)
     return merge({"model": decided}, settings)
+
+
+def _set_by(settings: Mapping[str, Any], message: str) -> str:
+    """Return which keys in a message `run.level` or `run.defaults` sets, so that a user who did not knows why."""
+    run = settings.get("run")
+    level, defaults = (run.get("level"), run.get("defaults")) if isinstance(run, Mapping) else (None, None)
+    levels = [(f"run.level = {level}", LEVELS[each]) for each in LEVELS if isinstance(level, int) and each <= level]
+    said = []
+    for name, sets in [*levels, *([("run.defaults = 'guides'", GUIDES)] if defaults == "guides" else [])]:
+        keys = [(section, key) for section, values in sets.items() for key in values]
+        said += [
+            f"{section}.{key} is set by {name}"
+            for section, key in keys
+            if f"{section}.{key}" in message and key not in settings.get(section, {})
+        ]
+    return f" ({'; '.join(said)}; set it yourself to change it.)" if said else ""
 
 
 def _refuse_without_effect(before: Mapping[str, Any], config: RunConfig, where: str) -> None:

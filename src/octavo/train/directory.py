@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
@@ -12,6 +11,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from octavo._util.config_reader import read_file
 from octavo._util.files import os_errors
 from octavo.errors import CheckpointError, ConfigError, RunError
 from octavo.train import checkpoint
@@ -117,10 +117,10 @@ def check_directory(out: Path, *, resume: bool, overwrite: bool) -> None:
 
 def _is_of_run(config: Path) -> bool:
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+        content = read_file(config)
+    except ConfigError:
         return False
-    return isinstance(content, dict) and {"model", "data", "run"} <= content.keys()
+    return {"model", "data", "run"} <= content.keys()
 
 
 def rescue_path(out: Path) -> Path:

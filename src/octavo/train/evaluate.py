@@ -21,9 +21,9 @@ _NORMAL = 1.959964
 def heldout_losses(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     """Return the loss in nats per token of each sequence in `(inputs_BT, targets_BT)` batches; float64 on the CPU.
 
-    The held-out loss is the mean of the result, and that over all targets: sequences of packed conversations, which
-    differ in their number of targets, are weighted by it, relative to the mean number. On several ranks all call it;
-    each computes its part of each batch and gets all losses.
+    The held-out loss is the mean of the result, and that over all targets, whatever the batches. Sequences of packed
+    conversations, which differ in their number of targets, are weighted by it, relative to the mean number. On several
+    ranks all call it; each computes its part of each batch and gets all losses.
     """
     return _by_sequence(state, batches, by_sequence=True)
 
@@ -40,9 +40,11 @@ def heldout_scores(state: TrainState, batches: Iterable[Batch]) -> Tensor:
 def _by_sequence(state: TrainState, batches: Iterable[Batch], **options: bool) -> Tensor:
     state.make_room()
     state.model.eval()
-    own, counts = [], []
+    own: list[Tensor] = []
+    counts: list[Tensor] = []
     for inputs_BT, targets_BT in batches:  # before any collective, so that pipeline ranks overlap
-        rows = state.ranks.own_rows(len(inputs_BT))
+        # Smaller batches are padded to the first, so that a compiled model compiles once.
+        rows = state.ranks.own_rows(len(inputs_BT), len(counts[0]) if counts else 0)
         own.append(state.loss(upload(inputs_BT[rows], state.device), upload(targets_BT[rows], state.device), **options))
         counts.append(count_targets(targets_BT, len(targets_BT)))
     state.model.train()

@@ -72,7 +72,8 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with os_errors(self._path, RunError):
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,8 @@ from octavo.nn.scaling_state import scales
 from octavo.nn.telemetry import Telemetry
 from octavo.tensor import is_distributed
 from octavo.train import checkpoint, events
-from octavo.train.calibrate import recalibration_of
+from octavo.train.calibrate import calibration_of, recalibration_of, restore_calibration
+from octavo.train.inputs import present_name
 from octavo.train.log import RunLog
 from octavo.train.setup import Setup, convert_as
 from octavo.train.state_tensors import restore_tensors, state_tensors
@@ -35,6 +36,8 @@ SNAPSHOT = Path("snapshot in memory")
 
 class _State(NamedTuple):
     recipe: str
+    calibration: Any
+    """Content of the calibration file that the run writes."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """By model, as `state_tensors`, without stored scales."""
 
@@ -111,18 +114,24 @@ class GuardedRun(Guarded):
             "guard": self.guard.state_dict(),
             "loader": self.setup.loader.state_dict(),
             "heldout": {str(step): loss for step, loss in self.heldout.items()},
+            "calibration": calibration_of(self.config) if self.ranks.is_first else None,
             **self.log.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, and convert layers to the recipes that they had."""
-        if (recipe := state.get("recipe", self.recipe)) != self.recipe:
+        saved = state.get("config", {}).get("run", {})
+        if (recipe := present_name(state.get("recipe", self.recipe), saved, self.config)) != self.recipe:
             self.switch_recipe(recipe)
         if "guard" in state:
             self.guard.load_state_dict(state["guard"])
         self.setup.loader.load_state_dict(state["loader"])
         self.heldout = {int(step): float(loss) for step, loss in state.get("heldout", {}).items()}
+        if not all(map(math.isfinite, self.heldout.values())):
+            raise ValueError("a held-out loss is not finite")
         self.log.load_state_dict(state)
+        if "calibration" in state:
+            self.ranks.on_first(lambda: restore_calibration(self.config, state["calibration"]))
 
     def checkpoint_note(self) -> str:
         """Return a sentence that names the newest checkpoint."""
@@ -158,12 +167,13 @@ class GuardedRun(Guarded):
             state.name: {name: _copy(tensor) for name, tensor in state_tensors(state, stored_scales=False).items()}
             for state in self.setup.states
         }
-        return _State(self.recipe, tensors)
+        return _State(self.recipe, self.ranks.on_first(lambda: calibration_of(self.config)), tensors)
 
     def _load_state(self, state: _State) -> None:
         for own in self.setup.states:
             restore_tensors(own, state.tensors[own.name], SNAPSHOT, stored_scales=False)
             own.clear_failure()
+        self.ranks.on_first(lambda: restore_calibration(self.config, state.calibration))
         self.log.restart_clock(self.done)
         if state.recipe != self.recipe:  # the stored scales, which are restored next, are those of this recipe
             self.switch_recipe(state.recipe)
@@ -177,7 +187,9 @@ class GuardedRun(Guarded):
         return self._state.probe(*batch, 1 if whole else self.config.run.accumulate, backward=backward)
 
     def _convert(self, recipe: recipes.Recipe) -> None:
-        self.setup.plan = convert_as(self.config, self._state.model, recipe, self.ranks)
+        plan = self.setup.plan
+        policy, tokens = (None, None) if plan is None else (plan.policy, plan.tokens)
+        self.setup.plan = convert_as(self.config, self._state.model, recipe, self.ranks, policy, tokens)
 
     def _make_telemetry(self) -> Telemetry | None:
         run, plan = self.config.run, self.setup.plan

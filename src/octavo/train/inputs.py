@@ -5,14 +5,13 @@ A run is read by them from any directory, on any machine, and after the files ha
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo import recipes
 from octavo._util import config_reader
-from octavo._util.files import os_errors, write_text
+from octavo._util.files import os_errors, remove, write_text
 from octavo.errors import CheckpointError, RunError
 from octavo.train.config import RunConfig
 from octavo.train.files import write_json
@@ -22,17 +21,18 @@ _FOLDER = "inputs"
 
 
 def keep_inputs(config: RunConfig, directory: Path, *, resumed: bool) -> None:
-    """Copy the files that a run is given into its directory; of a resumed run only the last recipe, which may change.
+    """Copy the files that a run is given into its directory; of a resumed run only a last recipe that is another.
 
     Raises:
         ConfigError: a file cannot be read.
-        RunError: a copy cannot be written.
+        RunError: a copy cannot be written, or those of another run not be removed.
     """
     if not resumed:
-        shutil.rmtree(directory / _FOLDER, ignore_errors=True)
+        with os_errors(directory / _FOLDER, RunError, "cannot be removed"):
+            remove(directory / _FOLDER)
     for key in ("last_recipe",) if resumed else (*_RECIPES, "scales"):
         given, copy = getattr(config.run, key), _copy(directory, key)
-        if not _is_file(given):
+        if not _is_file(given) or Path(given).absolute() == copy.absolute():
             continue
         with os_errors(copy, RunError):
             copy.parent.mkdir(exist_ok=True)
@@ -60,19 +60,52 @@ def copies(saved: Mapping[str, Any], run: Path) -> dict[str, str]:
     return {key: str(copy) for key, copy in known.items() if copy.exists()}
 
 
-def check_recipe(config: RunConfig) -> None:
-    """Check that the recipe file of a run to resume is what it was when the run began.
+def with_files(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run to resume, with the run's copies of files that are gone."""
+    named = copies(config_reader.to_dict(config.run), config.run.out)
+    gone = {key: copy for key, copy in named.items() if not Path(getattr(config.run, key)).expanduser().exists()}
+    return config.with_run(**gone)
+
+
+def check_recipes(saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Check that the recipe files of a run to resume are what they were when the run began.
+
+    Another last recipe is deliberate; another content of the same file is not.
+
+    Args:
+        saved: section `run` of the configuration in the checkpoint.
+        config: configuration of the run to resume.
 
     Raises:
-        CheckpointError: it has been changed.
+        CheckpointError: one has been changed.
     """
-    given = config.run.recipe
-    copy = copies({"recipe": given}, config.run.out).get("recipe")
-    if copy is not None and recipes.load(copy) != recipes.load(given):
-        raise CheckpointError(
-            f"{given}: has been changed since this run began by it; {copy} is what it was. Resume with the same recipe,"
-            " or start a new run with another --out."
-        )
+    for key, copy in copies(saved, config.run.out).items():
+        given = getattr(config.run, key)
+        if key not in _RECIPES or (key == "last_recipe" and given != saved.get(key)):
+            continue
+        if recipes.load(copy) != recipes.load(given):
+            raise CheckpointError(
+                f"{given}: has been changed since this run began by it; {copy} is what it was. Resume with the same"
+                " recipe, or start a new run with another --out."
+            )
+
+
+def are_same(key: str, saved: Any, config: RunConfig) -> bool:
+    """Return True if a resumed run names a copy of its recipe or calibration file in place of the file itself."""
+    copy = copies({key: saved}, config.run.out).get(key)
+    return copy is not None and copy == getattr(config.run, key, None)
+
+
+def present_name(recipe: str, saved: Mapping[str, Any], config: RunConfig) -> str:
+    """Return what a resumed run calls a recipe of the run that it goes on with, whose file may be gone.
+
+    Args:
+        recipe: its name in a checkpoint.
+        saved: section `run` of the configuration in it.
+        config: configuration of the resumed run.
+    """
+    keys = (key for key in _RECIPES if saved.get(key) == recipe and are_same(key, recipe, config))
+    return next((getattr(config.run, key) for key in keys), recipe)
 
 
 def _is_file(given: Any) -> bool:

@@ -6,13 +6,14 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from octavo._util import config_reader
-from octavo._util.files import os_errors
+from octavo._util.files import os_errors, remove
 from octavo._util.terminal import quantity
 from octavo.data import TokenFiles
 from octavo.data.chat import TASKS
@@ -33,6 +34,11 @@ from octavo.train.setup import Setup
 from octavo.train.summary import summarise
 from octavo.train.timing import Stopwatch
 from octavo.train.train_state import StepMetrics, TrainState
+
+_WRITTEN = tuple(
+    f"{name}.json" for name in ["summary", "heldout", "plan", "tensor", "sharding", "pipeline", "scales", "calibration"]
+)
+"""Files of a run, which one that replaces it is not to be read with."""
 
 
 class RunLog:
@@ -66,9 +72,10 @@ class RunLog:
         self.emit(GuardEvent(step, "warning", rule, text, value=value, limit=limit))
 
     def close(self) -> None:
-        """Close all reporters."""
-        for reporter in self._reporters:
-            reporter.close()
+        """Close all reporters, also if one of them fails."""
+        with ExitStack() as stack:
+            for reporter in reversed(self._reporters):
+                stack.callback(reporter.close)
 
     def open(self, resumed: checkpoint.Checkpoint | None) -> None:
         """Open the files of the run, cut to the checkpoint that it resumes from; on the first rank."""
@@ -82,7 +89,11 @@ class RunLog:
             self.directory.mkdir(parents=True, exist_ok=True)
         if not done:
             checkpoint.discard(self.directory / "checkpoints")
-        (self.directory / "summary.json").unlink(missing_ok=True)
+        given = Path(self.config.run.scales).absolute()  # may be the calibration of the run that is replaced
+        for path in (self.directory / name for name in (_WRITTEN if not done else ("summary.json",))):
+            if path.absolute() != given:
+                with os_errors(path, RunError, "cannot be removed"):
+                    remove(path)
         self.write_config(self.directory)
         keep_inputs(self.config, self.directory, resumed=done > 0)
         first = self.setup.states[0]
@@ -141,6 +152,7 @@ class RunLog:
             )
         )
         if done:
+            self._say_what_differs(done)
             return
         if note := warm_up_note(config.optimizer):
             self.warn(0, "warm-up", note)
@@ -149,6 +161,19 @@ class RunLog:
             self.warn(0, "schedule", f"recipe '{config.run.recipe}' {text}")
         for found in judge(self._corpus()):
             self.warn(0, "data", *found)
+
+    def _say_what_differs(self, done: int) -> None:
+        """Emit how a resumed run may differ from one that was not interrupted."""
+        plan, guard = self.setup.plan, self.config.guard
+        if plan is not None and plan.policy.filter is not None:
+            text = "the run keeps the layers in FP8 that it began with; a new run on this device would have others"
+            self.warn(done, "plan", text)
+        if guard.mode == "act":
+            text = (
+                f"guardrails take a new snapshot after step {done}: until two more (guard.snapshot_every), an alarm may"
+                " lead back to another step than without the interruption. Without one the run goes on bit for bit"
+            )
+            self.emit(GuardEvent(done, "info", "resume", text))
 
     def log_refusal(self, step: int, state: TrainState) -> None:
         """Emit, once per model, why its steps could not be captured as a CUDA graph."""

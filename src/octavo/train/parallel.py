@@ -165,15 +165,18 @@ class Ranks:
         dist.all_reduce(squares, group=self.pipeline_group)
         return squares.sqrt()
 
-    def own_rows(self, rows: int) -> list[int]:
-        """Return the row indices of this rank in a batch; padded with the first rows if they do not divide evenly."""
-        each = -(-rows // self.parts)
+    def own_rows(self, rows: int, least: int = 0) -> list[int]:
+        """Return the row indices of this rank in a batch.
+
+        The batch is padded with its first rows to at least `least` rows, and to a multiple of the parts.
+        """
+        each = -(-max(rows, least) // self.parts)
         return [row % rows for row in range(self.part * each, (self.part + 1) * each)]
 
     def gather_rows(self, values: Tensor, rows: int) -> Tensor:
-        """Return values (rows,) for all rows of a batch, gathered from the `own_rows` of each rank."""
+        """Return values (rows, ...) for all rows of a batch, gathered from the `own_rows` of each rank."""
         if self.count == 1:
-            return values
+            return values[:rows]
         everyone = [torch.empty_like(values) for _ in range(self.count)]
         dist.all_gather(everyone, values.contiguous())
         of_stage = self.count // self.parallel.pipeline

@@ -21,7 +21,7 @@ from octavo.train import checkpoint
 from octavo.train.config import RunConfig
 from octavo.train.events import Saved
 from octavo.train.guarding import GuardedRun
-from octavo.train.inputs import check_recipe
+from octavo.train.inputs import are_same, check_recipes
 from octavo.train.state_tensors import place, restore_tensors, state_tensors
 from octavo.train.train_state import TrainState
 
@@ -114,14 +114,17 @@ def _check(found: checkpoint.Checkpoint, run: GuardedRun) -> None:
     """Check that a run can go on from a checkpoint."""
     ranks, steps = run.ranks, run.config.run.steps
     check_same_run(found.state["config"], run.config, found.path)
-    check_recipe(run.config)
+    check_recipes(found.state["config"]["run"], run.config)
     if ranks.is_greedy and found.state.get("ranks") != ranks.count:
         raise CheckpointError(
             f"{found.path}: with parallel.zero = 'greedy' each rank saved the states of its own tensors:"
             f" resume with {found.state.get('ranks')} ranks, not {ranks.count}."
         )
     if found.step > steps:
-        raise CheckpointError(f"{found.path}: is past the end of this run of {steps} steps.")
+        raise CheckpointError(
+            f"{found.path}: is past the end of this run of {steps} steps: take --steps above {found.step} to go on, or"
+            " another --out for a shorter run."
+        )
 
 
 def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> None:
@@ -133,6 +136,9 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
     # A key that is newer than the checkpoint had its default value.
     there, here = {**_defaults(), **_by_key(saved)}, _by_key(config_reader.to_dict(config))
     for key in [*here, *(there.keys() - here.keys())]:
+        section, _, name = key.partition(".")
+        if section == "run" and are_same(name, there.get(key), config):
+            continue
         if key not in FREE and there.get(key) != here.get(key):
             raise CheckpointError(
                 f"{where}: this is the checkpoint of another {_what(key)}: {key} is {there.get(key)!r} there"

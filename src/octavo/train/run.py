@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from octavo.train.directory import RunDirectory, check_directory, rescue_path
 from octavo.train.evaluate import heldout_losses
 from octavo.train.files import write_json
 from octavo.train.guarding import GuardedRun
+from octavo.train.inputs import with_files
 from octavo.train.parallel import ranks_of
 from octavo.train.resume import load_checkpoint, save_checkpoint
 from octavo.train.schedule import learning_rate
@@ -56,9 +57,11 @@ def train(
         own = reporters if ranks.is_first else ()
         with RunDirectory(config.run.out) if ranks.is_first else nullcontext() as directory:
             check_directory(config.run.out, resume=resume, overwrite=overwrite)
+            config = with_files(config) if resume else config
             for reporter in own:
                 reporter.report(events.Preparing(config=config))
-            trainer = Trainer(set_up(config, ranks, resume=resume), own, directory)
+            began = config.run.out if resume else None
+            trainer = Trainer(set_up(config, ranks, resume=resume, began=began), own, directory)
             if resume:
                 trainer.resume()
             return ranks.broadcast(trainer.run())
@@ -86,28 +89,42 @@ class Trainer(GuardedRun):
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and return the summary."""
-        with self._signals:
-            try:
-                self.log.open(self._resumed)
-                self.log.start(self.done, self.rows)
-                with kernels.record() as self.log.ledger, gc_frozen(self.setup.device) as after_step:
-                    self._finish_resumed_step()
-                    with self._signals.deferred():
-                        while self.done < self.config.run.steps:
-                            self._step()
-                            after_step()
-                    for state in self.setup.states:
-                        state.drop_graph()
-                    heldout = self._evaluate()
-                self._save_scales()
-                return self.log.finish(heldout)
-            finally:
-                try:
-                    self._collect_telemetry(wait=True)  # statistics in flight may explain a failure
-                    if self.telemetry is not None:
-                        self.telemetry.detach()
-                finally:
-                    self.log.close()
+        with self._signals, self._closing():
+            self.log.open(self._resumed)
+            self.log.start(self.done, self.rows)
+            with kernels.record() as self.log.ledger, gc_frozen(self.setup.device) as after_step:
+                self._finish_resumed_step()
+                with self._signals.deferred():
+                    while self.done < self.config.run.steps:
+                        self._step()
+                        after_step()
+                for state in self.setup.states:
+                    state.drop_graph()
+                heldout = self._evaluate()
+            self._save_scales()
+            return self.log.finish(heldout)
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Record what was measured and close the log after the block; an error of the block is the one that is raised.
+
+        A full disk, for example, fails again when files are closed.
+        """
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):
+                self._close()
+            raise
+        self._close()
+
+    def _close(self) -> None:
+        try:
+            self._collect_telemetry(wait=True)  # statistics in flight may explain a failure
+            if self.telemetry is not None:
+                self.telemetry.detach()
+        finally:
+            self.log.close()
 
     def _finish_resumed_step(self) -> None:
         """Repeat the evaluation that follows the checkpoint in its step, whose records were cut."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 
 from octavo import recipes
 from octavo._util.compiler import skip_own_guards
+from octavo._util.config_reader import blaming, read_file
 from octavo.conversion import Plan, Policy, convert, make_plan, revert
 from octavo.conversion.layer_plan import Weights
 from octavo.data import (
@@ -25,7 +29,7 @@ from octavo.data import (
 )
 from octavo.data.chat import ChatFormat
 from octavo.data.loader import Batch
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.models import build
 from octavo.nn.lora import add_lora
 from octavo.train import device as devices
@@ -61,12 +65,19 @@ class Setup:
     """The ranks of the run."""
 
 
-def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS, *, resume: bool = False) -> Setup:
+def set_up(
+    config: RunConfig, ranks: Ranks = SINGLE_PROCESS, *, resume: bool = False, began: Path | None = None
+) -> Setup:
     """Prepare the text; build, convert and shard the models.
 
-    With `resume` the weights of `run.start_from` are not read: a checkpoint that is loaded next has all weights.
+    Args:
+        config: the run.
+        ranks: its ranks.
+        resume: do not read the weights of `run.start_from`: a checkpoint that is loaded next has all weights.
+        began: directory of the run as it began, whose plan is kept (`as_planned`).
 
     Raises:
+        CheckpointError: layers that the plan of the run has in FP8 cannot be here.
         ConfigError: unknown recipe or device, weights that the recipe cannot compute with, or steps that cannot be
             captured as a CUDA graph.
         DataError: a source without text, or with less than a batch.
@@ -80,7 +91,8 @@ def set_up(config: RunConfig, ranks: Ranks = SINGLE_PROCESS, *, resume: bool = F
         torch.set_float32_matmul_precision("high")
     text = ranks.first_per_host("text", lambda: _text(config, ranks))
     torch.manual_seed(config.run.seed)
-    states, plan = make_states(config.with_run(start_from="") if resume else config, device, ranks, graphs)
+    config_here = config.with_run(start_from="") if resume else config
+    states, plan = make_states(config_here, device, ranks, graphs, began)
     if ranks.count > 1:
         torch.manual_seed(config.run.seed + ranks.rank)  # each rank draws for its own part
     return Setup(config, device, states, plan, *text, ranks)
@@ -114,15 +126,20 @@ def token_files(data: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
 
 
 def make_states(
-    config: RunConfig, device: torch.device, ranks: Ranks = SINGLE_PROCESS, graphs: Graphs | None = None
+    config: RunConfig,
+    device: torch.device,
+    ranks: Ranks = SINGLE_PROCESS,
+    graphs: Graphs | None = None,
+    began: Path | None = None,
 ) -> tuple[tuple[TrainState, ...], Plan | None]:
     """Return the models in training, and the plan of the FP8 model.
 
     Both start from the same bits: the baseline is a copy made before weights are rounded or converted. With `graphs`,
-    forward and backward are replayed; without, `run.graph` is not read.
+    forward and backward are replayed; without, `run.graph` is not read. `began` is as of `set_up`.
     """
     start, lora, recipe = config.run.start_from, config.lora, recipes.load(config.run.recipe)
-    model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
+    with _allocating(config):
+        model = build(config.model, config.run.seed, Path(start).expanduser() if start else None).to(device)
     baseline = copy.deepcopy(model) if config.run.baseline and recipe.is_fp8 else None
     cast_weights(config.run.weights, model)
     for each in [model, *([] if baseline is None else [baseline])] if lora.rank else []:
@@ -130,9 +147,10 @@ def make_states(
     if not recipe.is_fp8:
         return (_state("bf16", model, config, device, ranks, graphs),), None
     plans = []
+    policy, tokens = as_planned(config, model, recipe, ranks, began)
     if config.run.last_share:  # an error here comes before the first step, not after thousands
-        plans.append(convert_as(config, model, recipes.load(config.run.last_recipe), ranks))
-    plans.append(plan := convert_as(config, model, recipe, ranks))
+        plans.append(convert_as(config, model, recipes.load(config.run.last_recipe), ranks, policy, tokens))
+    plans.append(plan := convert_as(config, model, recipe, ranks, policy, tokens))
     if config.run.scales and not any(map(_has_stored_scales, plans)):
         raise ConfigError("run.scales: a calibration file was given, and no layer has a recipe that keeps scales.")
     reads_values = ranks.count > 1 and config.run.leaves_recipe
@@ -140,10 +158,25 @@ def make_states(
         revert(model)
     states = [_state("fp8", model, config, device, ranks, graphs)]
     if reads_values:
-        plan = convert_as(config, model, recipe, ranks)
+        plan = convert_as(config, model, recipe, ranks, policy, tokens)
     if baseline is not None:
         states.append(_state("bf16", baseline, config, device, ranks, graphs))
     return tuple(states), plan
+
+
+@contextmanager
+def _allocating(config: RunConfig) -> Iterator[None]:
+    """Raise an allocator's error in this block as one of the configuration."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not re.search(r"allocat|out of memory|overflow", str(error)):
+            raise
+        model = config.model
+        raise ConfigError(
+            f"model: {model.layers:,} layers of {model.dim:,} and a vocabulary of {model.vocab:,} do not fit in memory."
+            " `octavo plan --memory` predicts what a run needs. Take a smaller model.dim, model.layers or model.vocab."
+        ) from error
 
 
 def convert_as(
@@ -152,6 +185,7 @@ def convert_as(
     recipe: recipes.Recipe,
     ranks: Ranks = SINGLE_PROCESS,
     policy: Policy | None = None,
+    tokens: int | None = None,
 ) -> Plan:
     """Convert a model of a run in place, with its tokens and, where a layer keeps scales, its calibration file.
 
@@ -161,12 +195,56 @@ def convert_as(
         recipe: recipe of the run, or one that refines some layers.
         ranks: ranks of the run.
         policy: by default `policy_of`.
+        tokens: tokens of a forward pass, which decide what gains from FP8; by default those of the run.
     """
-    policy, tokens = policy or policy_of(config, recipe), config.tokens_per_pass(ranks.parts)
+    policy, tokens = policy or policy_of(config, recipe), tokens or config.tokens_per_pass(ranks.parts)
     scales, allow = config.run.scales or None, config.run.allow_reference
     if scales and not _has_stored_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
         scales = None
     return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales)
+
+
+def as_planned(
+    config: RunConfig, model: nn.Module, recipe: recipes.Recipe, ranks: Ranks, began: Path | None
+) -> tuple[Policy, int]:
+    """Return the policy and the tokens of a forward pass that plan a run, as it began if it is resumed.
+
+    The plan is part of the run: a resumed one keeps its layers in FP8 although other parts of a batch, ranks or another
+    device would have others. On another device they are named one by one (`Policy.filter`).
+
+    Args:
+        config: the run.
+        model: not converted.
+        recipe: recipe of the run.
+        ranks: ranks of the run.
+        began: directory of the run as it began; None, or without a plan, for a new run.
+
+    Raises:
+        CheckpointError: a layer that is in FP8 by the plan of the run cannot be here.
+        ConfigError: the plan of the run is damaged.
+    """
+    policy, tokens = policy_of(config, recipe), config.tokens_per_pass(ranks.parts)
+    if began is None or not (file := began / "plan.json").is_file():
+        return policy, tokens
+    known = read_file(file)
+    with blaming(file):
+        tokens = int(known["tokens"])
+        kept = {layer["name"] for layer in known["layers"] if "fp8" in layer["precision"]}
+    if _fp8_layers(make_plan(model, recipe, policy=policy, tokens=tokens)) == kept:
+        return policy, tokens
+    policy = replace(policy, min_gain=0.0, filter=lambda name, _: name in kept)
+    here = make_plan(model, recipe, policy=policy, tokens=tokens)
+    if missing := sorted(kept - _fp8_layers(here)):
+        why = {layer.name: layer.reason for layer in here.layers}.get(missing[0], "the model has no such layer")
+        raise CheckpointError(
+            f"{file}: layer '{missing[0]}' is in FP8 in this run, and cannot be here: {why}. Resume on a device like"
+            " the one that it began on, or start a new run with another --out."
+        )
+    return policy, tokens
+
+
+def _fp8_layers(plan: Plan) -> set[str]:
+    return {layer.name for layer in plan.layers if layer.is_fp8}
 
 
 def trains_with(config: RunConfig, recipe: str) -> bool:

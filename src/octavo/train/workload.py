@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -200,7 +199,7 @@ def _of_hugging_face(file: Path, shape: Shape) -> Workload:
     if importlib.util.find_spec("transformers") is None:
         raise UnsupportedError(f"{file}: needs transformers: pip install transformers")
     transformers = import_module("transformers")
-    known = json.loads(file.read_text("utf-8"))
+    known = read_file(file)
     config = transformers.AutoConfig.for_model(**known)
     cls = getattr(transformers, (known.get("architectures") or [""])[0], transformers.AutoModelForCausalLM)
     make = getattr(cls, "from_config", None) or cls._from_config

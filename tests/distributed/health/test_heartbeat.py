@@ -225,9 +225,7 @@ def test_the_host_of_the_store_is_named_with_its_step(store, other, ends, host, 
         beats.step = other.step = 6
         time.sleep(0.1)
         stopping.fault = fault
-        started = time.monotonic()
         text, code = wait_for(ends)[0]
-        assert time.monotonic() - started < 3 * TIMEOUT
     finally:
         beats._closing.set()
         beats._closed.set()

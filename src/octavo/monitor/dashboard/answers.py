@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo._util.checksums import check_regular
 from octavo._util.config_reader import blaming
 from octavo._util.terminal import printable
 from octavo.errors import ConfigError, StoreError, did_you_mean
@@ -250,8 +251,10 @@ def _model_of(opened: RunReader) -> str:
 
 def _note(opened: RunReader) -> str:
     """Return the first line of notes.md in the run's directory."""
+    notes = opened.path.with_name("notes.md")
     try:
-        text = opened.path.with_name("notes.md").read_text(encoding="utf-8", errors="replace")
+        check_regular(notes)
+        text = notes.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     return next((line.lstrip("# ").strip() for line in text.splitlines() if line.strip()), "")
