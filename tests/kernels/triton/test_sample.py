@@ -43,7 +43,7 @@ def assert_same(expected, made):
 @pytest.mark.parametrize(("format", "scaling"), [("e4m3", "power_of_two"), ("e5m2", "float32")])
 def test_it_is_the_definition(granularity, format, scaling, device):
     x = torch.randn(72, 300, device=device) * torch.logspace(-6, 0, 300, device=device)
-    x[5, 7], x[40] = 1e4, 0.0
+    x[5, 7], x[39] = 1e4, 0.0  # row 39 is sampled: its zeros are no loss
     target = QuantSpec(format, granularity, scaling)
     looked = SampleInput(x.bfloat16(), quantize(x.bfloat16(), *target).scale, target, tied=True)
     expected, made = both(looked, 11, device)
