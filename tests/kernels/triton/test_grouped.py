@@ -43,10 +43,10 @@ def test_codes_bit_for_bit(counts, cols, scaling, device):
                 assert torch.equal(ours[0].view(torch.uint8), theirs[0].view(torch.uint8))
 
 
-def test_ends_may_be_part_of_a_longer_tensor(device):
-    """The element before them is not a start."""
-    ends = torch.cat([torch.tensor([16], device=device).int(), ends_of([20, 0, 18], device)])[1:]
-    x = torch.randn(38, 16, device=device)
+def test_ends_may_be_a_row_of_those_of_several_layers(device):
+    """The element before them, the number of tokens of the layer before, is not a start."""
+    ends = ends_of([150, 0, 50], device).repeat(2, 1)[1]
+    x = torch.randn(200, 16, device=device)
     made, want = (module.quantize_groups(x, ends, ROW, ROW, None, None) for module in (fast, reference))
     for ours, theirs in zip(made, want, strict=True):
         assert torch.equal(ours[0].view(torch.uint8), theirs[0].view(torch.uint8))
