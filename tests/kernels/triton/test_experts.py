@@ -69,10 +69,10 @@ def test_gradients_of_an_activation(kind, gated, kept, device):
 def test_gradients_stay_within_their_memory(gated, device, monkeypatch):
     allocate, memory = torch.empty, []
 
-    def guarded(*size, dtype, device):
+    def guarded(*size, **options):
         """Return memory that others' follows, 64 rows of it."""
         shape = torch.Size(size[0] if isinstance(size[0], (tuple, list, torch.Size)) else size)
-        whole = allocate(shape.numel() + 64 * max(shape[1:].numel(), 1), dtype=dtype, device=device)
+        whole = allocate(shape.numel() + 64 * max(shape[1:].numel(), 1), **options)
         whole.view(torch.uint8).fill_(0x5A)
         memory.append((whole, shape.numel()))
         return whole[: shape.numel()].view(shape)
