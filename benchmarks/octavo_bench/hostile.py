@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import octavo
+from octavo.data import ByteTokenizer, prepare
 from octavo.data.chat import ChatFormat
 from octavo.nn.telemetry import STATS, Telemetry
 from octavo_bench.robustness import Outcome, run, workspace
@@ -88,7 +89,11 @@ def _weight_zero(draw: Random) -> Outcome:
 
 @case_of("chat data", "a field that nothing reads", "weigth", "train")
 def _unknown_field(draw: Random) -> Outcome:
-    _answers([*_ASKED, _ANSWER | {draw.choice(("weigth", "train")): False}])
+    answers = ({"role": "assistant", "content": str(n), draw.choice(("weigth", "train")): False} for n in range(40))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "chat.jsonl")
+        source.write_text("".join(json.dumps({"messages": [*_ASKED, answer]}) + "\n" for answer in answers))
+        prepare(str(source), ByteTokenizer(), Path(folder, "cache"), 0.2, chat=ChatFormat(sequence=64))
     return "silent"
 
 
@@ -106,7 +111,9 @@ def _strftime(draw: Random) -> Outcome:
 
 @case_of("chat data", "generation tags in a template")
 def _generation(draw: Random) -> Outcome:
-    marked = _CHATML.replace("{{ m.content }}</s>", "{% generation %}{{ m.content }}</s>{% endgeneration %}")
+    answer = "{{ m.content }}</s>"
+    tagged = "{% generation %}" + answer + "{% endgeneration %}"
+    marked = _CHATML.replace(answer, f"{{% if m.role == 'user' %}}{answer}{{% else %}}{tagged}{{% endif %}}")
     return "held" if _answers([*_ASKED, _ANSWER], marked) == ["one</s>"] else "silent"
 
 
