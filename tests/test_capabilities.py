@@ -1,11 +1,19 @@
-"""The page of capabilities: every number once, every test and file that it names is there, its counts are right."""
+"""The page of capabilities: every number once, its counts are right, and what it names is there and runs somewhere.
+
+What a test skips by itself is seen in its text: a mark or a call without a condition, a GPU wanted and refused, a
+package that no extra requires. Other conditions are taken to hold on some machine.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/reference/capabilities.md"
@@ -54,3 +62,87 @@ def test_what_checks_them_is_there() -> None:
             text = (ROOT / file).read_text(encoding="utf-8")
             assert re.search(rf"^def {test or 'test_'}", text, re.M), check
             assert not test or re.search(rf"^def {test}\(", text, re.M), check
+
+
+# --- what never runs ------------------------------------------------------------------------------------------------
+
+NEEDS_NO_GPU = "torch.cuda.is_available()"
+
+
+def packages() -> set[str]:
+    """Names of what is imported from the requirements of the package and its extras, and of what they bring along."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    named = {re.split(r"[\[<>=;! ]", entry, maxsplit=1)[0] for group in groups for entry in group}
+    return {name.replace("-", "_") for name in named} | {"megatron", "octavo", "torch"}
+
+
+def never_runs(text: str, test: str = "") -> str:
+    """Return why a test of a file, or every test of it, is skipped on every machine; empty if it runs somewhere."""
+    module = ast.parse(text)
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    tests = [node for node in functions if (node.name == test if test else node.name.startswith("test_"))]
+    marks = [
+        mark
+        for node in module.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+        for mark in (node.value.elts if isinstance(node.value, ast.List) else [node.value])
+    ]
+    reasons = [_never(marks, module.body) or _never([*marks, *each.decorator_list], each.body) for each in tests]
+    return "there is no test" if not tests else "" if "" in reasons else reasons[0]
+
+
+def _never(marks: list[ast.expr], body: list[ast.stmt]) -> str:
+    """Return why marks, or the statements of a body that always run, skip; empty if nothing always does."""
+    said = [ast.unparse(mark).removeprefix("pytest.mark.") for mark in marks]
+    refuses_gpu = [mark for mark in said if mark.startswith(f"skipif({NEEDS_NO_GPU}")]
+    if "gpu" in said and refuses_gpu:
+        return f"gpu and {refuses_gpu[0]}"
+    for mark in said:
+        if re.match(r"(skip\b|xfail\b|skipif\((True|1)\b)", mark):
+            return mark
+    for statement in body:
+        value = getattr(statement, "value", None) if isinstance(statement, ast.Expr | ast.Assign) else None
+        for call in ast.walk(value) if value else ():
+            name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            if name in ("pytest.skip", "pytest.xfail"):
+                return ast.unparse(call)
+            if name == "pytest.importorskip" and ast.literal_eval(call.args[0]).split(".")[0] not in packages():
+                return f"{ast.unparse(call)}, which nothing installs"
+    return ""
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.state == "works"], ids=lambda row: str(row.numbers.start))
+def test_what_works_is_checked_somewhere(row: Capability) -> None:
+    reasons = []
+    for check in row.checks:
+        file, _, test = check.partition("::")
+        reasons.append(never_runs((ROOT / file).read_text("utf-8"), test) if file.endswith(".py") else "")
+    assert "" in reasons, f"all of {row.checks} are skipped everywhere: {reasons}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def test_a(): assert f()", ""),
+        ("@pytest.mark.gpu\ndef test_a(): assert f()", ""),
+        ("@pytest.mark.skipif(sys.platform == 'win32')\ndef test_a(): assert f()", ""),
+        ("def test_a():\n if f(): pytest.skip('x')\n assert g()", ""),
+        ("pytest.importorskip('transformers')\ndef test_a(): assert f()", ""),
+        ("x = pytest.importorskip('octavo.kernels')\ndef test_a(): assert f()", ""),
+        ("@pytest.mark.skip\ndef test_a(): assert f()\ndef test_ab(): assert f()", "skip"),
+        ("@pytest.mark.skip(reason='x')\ndef test_a(): assert f()", "skip(reason='x')"),
+        ("@pytest.mark.xfail\ndef test_a(): assert f()", "xfail"),
+        ("@pytest.mark.skipif(True, reason='x')\ndef test_a(): assert f()", "skipif(True, reason='x')"),
+        ("def test_a():\n pytest.skip('x')\n assert f()", "pytest.skip('x')"),
+        ("pytest.skip('x', allow_module_level=True)\ndef test_a(): f()", "pytest.skip('x', allow_module_level=True)"),
+        ("pytestmark = [pytest.mark.skip]\ndef test_a(): assert f()", "skip"),
+        ("pytestmark = pytest.mark.gpu\n@pytest.mark.skipif(torch.cuda.is_available())\ndef test_a(): assert f()",
+         "gpu and skipif(torch.cuda.is_available())"),
+        ("a, b = pytest.importorskip('nowhere'), 1\ndef test_a(): f()",
+         "pytest.importorskip('nowhere'), which nothing installs"),
+        ("def test_b(): assert f()", "there is no test"),
+    ],
+)  # fmt: skip
+def test_what_never_runs_is_noticed(text: str, reason: str) -> None:
+    assert never_runs(text, "test_a") == reason

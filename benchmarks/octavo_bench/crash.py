@@ -34,7 +34,7 @@ from octavo.monitor.store import RunReader
 from octavo.train import checkpoint
 from octavo.train.files import read_metrics
 from octavo.train.train_state import TrainState
-from octavo_bench.robustness import TEXT, Trial
+from octavo_bench.robustness import TEXT, Outcome, Trial
 
 SOURCE = Path(__file__).with_name("kill_at.c")
 STEPS = 6
@@ -56,7 +56,8 @@ def kills_of_runs(tried: int, seed: int) -> Iterator[Trial]:
             for nth in at:
                 fork([_train(out, place)], nth=nth, below=str(out))
             code, said, _ = fork([_train(out, place)])[0]
-            yield Trial("run", f"system call {', then '.join(map(str, at))}", _unlike(good, out, code, said))
+            about, fault = f"system call {', then '.join(map(str, at))}", _unlike(good, out, code, said)
+            yield Trial("run", about, _outcome(fault), fault)
 
 
 def kills_of_ranks(tried: int, seed: int) -> Iterator[Trial]:
@@ -75,10 +76,16 @@ def kills_of_ranks(tried: int, seed: int) -> Iterator[Trial]:
             seconds, (code, said, _) = time.monotonic() - since, ended[1 - rank]
             is_named = f"rank {rank} of 2 is " in said and f"at step {step}." in said
             again = fork([_train(out, place)] * 2)
-            fault = "the other rank did not end" if code in (0, None) else _unlike(good, out, *again[0][:2])
+            fault = "does not end" if code in (0, None) else _unlike(good, out, *again[0][:2])
             is_named = is_named and seconds < 30
             about = f"{how} of rank {rank} in step {step}"
-            yield Trial("rank", about, fault or ("" if is_named else said[-300:]), is_named)
+            outcome = "held" if is_named and not fault else _outcome(fault) if fault else "unclear"
+            yield Trial("rank", about, outcome, fault or ("" if is_named else said[-300:]))
+
+
+def _outcome(fault: str) -> Outcome:
+    """Return the outcome of a kill: other values than those of an undisturbed run are silent."""
+    return "held" if not fault else "silent" if fault.startswith(("other", "another")) else "lost"
 
 
 def _unlike(good: Path, out: Path, code: int | None, said: str) -> str:

@@ -206,6 +206,23 @@ def _nan_moment(run: Struck, n: int) -> None:
     next(state for name, state in run.moments() if name == f"{WO}.weight")["exp_avg"].view(-1)[ROW] = torch.nan
 
 
+def _moments_swapped(run: Struck, n: int) -> None:
+    """Exchange the moments of two layers, as a file with another order of parameters does."""
+    states = dict(run.moments())
+    one, other = (states[f"layers.{layer}.attention.wo.weight"] for layer in (1, 2))
+    for key in ("exp_avg", "exp_avg_sq"):
+        kept = one[key].clone()
+        one[key].copy_(other[key])
+        other[key].copy_(kept)
+
+
+def _codes_as_values(run: Struck, n: int) -> None:
+    """Take the codes of first moments, whose largest is 448, as values."""
+    for _, state in run.moments():
+        moment = state["exp_avg"]
+        moment.mul_(448.0 / moment.abs().amax().clamp(min=1e-30))
+
+
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +320,33 @@ def _stored_scale(layer: str, factor: float, role: int = 0, every: int = 1) -> S
     return strike
 
 
+def _stored_scale_stays(layer: str) -> Strike:
+    """Let the stored scale of a layer's input be that of the struck step, shrinking against its input by 5 % a step."""
+
+    def strike(run: Struck, n: int) -> None:
+        slot = run.model.get_submodule(layer).scaling_slot
+        if n < 0 or slot is None:
+            return
+        scale = slot.scale_and_amax.data[0, 0]  # type: ignore[union-attr,index]
+        start = run.originals.setdefault((id(slot), "scale"), scale.clone())
+        scale.copy_(start * 0.95**n)
+
+    return strike
+
+
+def _stale_codes(layer: str) -> Callable[[Struck], None]:
+    """Let a layer's FP8 GEMM read the tokens of its input in another order, as codes of an older input would be."""
+
+    def prepare(run: Struck) -> None:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            n = run.done - run.struck_at if run.is_stepping else run.done + 1 - run.struck_at
+            return (args[0].roll(1, 0), *args[1:]) if n >= 0 and getattr(module, "enabled", False) else None
+
+        run.model.get_submodule(layer).register_forward_pre_hook(hook)
+
+    return prepare
+
+
 # --- configuration ---------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +411,8 @@ def _faults() -> list[Fault]:
         Fault("moments lost", moments, "repeated", "transient", "", _moments("", exp_avg=0.0, exp_avg_sq=0.0), thrice),
         Fault("first moment x 100", moments, "sudden", "transient", WO, _moments(WO, exp_avg=100.0), once),
         Fault("first moment negated", moments, "moderate", "transient", WO, _moments(WO, exp_avg=-1.0), once),
+        Fault("moments of two layers swapped", moments, "slow", "transient", WO, _moments_swapped, once),
+        Fault("codes of moments taken as values", moments, "sudden", "transient", "", _codes_as_values, once),
         Fault("NaN in a moment", moments, "sudden", "transient", WO, _nan_moment, once),
         Fault(
             "layer's gradient x 1000", gradients, "sudden", "transient", WO,
@@ -376,6 +422,10 @@ def _faults() -> list[Fault]:
         Fault(
             "NaN in gradients", gradients, "repeated", "transient", WO,
             prepare=_gradient(WO, _nan_gradient, thrice),
+        ),
+        Fault(
+            "NaN in a gradient of every step", gradients, "slow", "optimizer", WO,
+            prepare=_gradient(WO, _nan_gradient, ALWAYS),
         ),
         Fault(
             "layer's gradient x 100 from now on", gradients, "moderate", "optimizer", WO,
@@ -417,6 +467,14 @@ def _faults() -> list[Fault]:
         Fault(
             "stored scale / 64, each 10th step", codes, "repeated", "precision", W2,
             _stored_scale(W2, 1 / 64, every=10), recipe="delayed",
+        ),
+        Fault(
+            "stored scale never updated as activations grow", codes, "slow", "precision", W2,
+            _stored_scale_stays(W2), recipe="delayed",
+        ),
+        Fault(
+            "codes of an earlier input", codes, "sudden", "precision", WQ,
+            prepare=_stale_codes(WQ),
         ),
         Fault(
             "learning rate x 30 for 6 steps", configuration, "sudden", "optimizer",

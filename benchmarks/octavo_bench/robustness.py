@@ -1,7 +1,9 @@
 """Robustness against hostile or unlucky use, counted by class.
 
-A row has a class and its number of trials: all (`tried`), those that Octavo `survived`, and those whose message `named`
-the file or flag at fault. A class is a function in `CLASSES`; malformed files and command lines run in this process.
+A row has a class and its number of trials: all (`tried`), those that Octavo `survived` by the right result or by a
+refusal that names what is at fault, those with a wrong result in `silent`, those with an `unclear` message, and those
+that `executed` a program; the rest lost something, or hang. Trials that failed are in `failed`. A class is a function
+in `CLASSES`; malformed files and command lines run in this process.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import re
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
 from octavo_bench.malformed import ESCAPE, damage
@@ -189,21 +192,33 @@ base = "tensorwise"
 """
 
 
+Outcome = Literal["held", "refused", "silent", "unclear", "executed", "lost"]
+"""Right result; clear error; wrong result; other error; a program of the folder ran; work lost, or a hang."""
+SURVIVED: tuple[Outcome, ...] = ("held", "refused")
+
+
 class Trial(NamedTuple):
     """One trial and its outcome."""
 
     kind: str
-    """The file's kind, or the command."""
+    """The file's kind, the command, or the class."""
     about: str
-    """The damage, and Octavo's message."""
-    fault: str
-    """The fault; empty if Octavo survived."""
-    is_named: bool = True
-    """False if an error does not name the file or flag at fault."""
+    """The case, or the damage and Octavo's message."""
+    outcome: Outcome
+    fault: str = ""
+    """The fault in words."""
 
     def __str__(self) -> str:
-        verdict = self.fault or ("survived" if self.is_named else "not named")
-        return ascii(f"{verdict}: {self.kind}: {self.about}")[1:-1]
+        return ascii(f"{self.fault or self.outcome}: {self.kind}: {self.about}")[1:-1]
+
+
+def _judged(kind: str, about: str, ended: Ended, is_named: bool, fault: str = "") -> Trial:
+    """Return the trial of a command: with `fault`, it should have been refused."""
+    fault = ended.fault or fault or ("" if is_named else "not named")
+    outcome: Outcome = "refused" if ended.code else "held"
+    if fault:
+        outcome = "lost" if ended.code < 0 else "unclear" if ended.fault or ended.code else "silent"
+    return Trial(kind, f"{about} | {_last(ended)}", outcome, fault)
 
 
 def _last(ended: Ended) -> str:
@@ -231,13 +246,10 @@ def _damaged(kind: FileKind, draw: Random) -> Trial:
     done = damage(draw, path)
     command = draw.choice(kind.commands)
     ended = run(command.split())
-    fault = ended.fault
-    is_rejected = ended.code != 0
-    if done.is_malformed and not is_rejected and kind.name not in _HEALED:
-        fault = fault or "accepted"
+    is_accepted = done.is_malformed and not ended.code and kind.name not in _HEALED
     names = (path.name, path.parent.name if path.parent.name != "." else path.name)
-    is_named = not is_rejected or any(name in ended.error + ended.out for name in names)
-    return Trial(kind.name, f"{done.name} | {command} | {_last(ended)}", fault, is_named)
+    is_named = not ended.code or any(name in ended.error + ended.out for name in names)
+    return _judged(kind.name, f"{done.name} | {command}", ended, is_named, "accepted" if is_accepted else "")
 
 
 _HEALED = ("token files, metadata", "token files, ids")
@@ -283,7 +295,7 @@ def malformed_commands(tried: int, seed: int) -> Iterator[Trial]:
             words = [command, *_words(command, draw), *_ALWAYS.get(command, ())]
             ended = run(words)
             shown = " ".join(word if len(word) < 60 else f"{word[:20]}..." for word in words)
-            yield Trial(command, f"{shown} | {_last(ended)}", ended.fault, _names(words, ended))
+            yield _judged(command, shown, ended, _names(words, ended))
 
 
 def _names(words: Sequence[str], ended: Ended) -> bool:
@@ -327,8 +339,8 @@ def _flags(command: str) -> list[str]:
 
 KIND = Kind(
     name="robustness",
-    keys={"class": str, "tried": int, "survived": int, "named": int, "seed": int},
-    columns=(("class", "{class}"), ("tried", "{tried}"), ("survived", "{survived}"), ("named", "{named}")),
+    keys={"class": str, "tried": int, "survived": int, "silent": int, "unclear": int, "executed": int, "seed": int},
+    columns=tuple((key, f"{{{key}}}") for key in ("class", "tried", "survived", "silent", "unclear", "executed")),
     may_fail=False,
     session=("class",),
 )
@@ -338,20 +350,33 @@ CLASSES: dict[str, tuple[int, str]] = {
     "ways to write a weight": (113, "writes:trials"),
     "kills of runs": (200, "crash:kills_of_runs"),
     "kills of ranks": (40, "crash:kills_of_ranks"),
+    "written inputs": (36, "silence:trials"),
+    "layers alone": (40, "silence:trials"),
+    "modules": (8, "silence:trials"),
+    "copies": (18, "silence:trials"),
+    "optimizers": (30, "silence:trials"),
+    "telemetry": (4, "silence:trials"),
+    "chat data": (24, "silence:trials"),
+    "held-out loss": (2, "silence:trials"),
+    "folders": (50, "silence:trials"),
+    "programs": (8, "silence:trials"),
+    "writers of FP8 weights": (12, "silence:trials"),
+    "messages": (4, "silence:trials"),
 }
-"""Number of trials, and the function (tried, seed) -> trials, as module and name."""
+"""Number of trials, and the function that yields them, as module and name."""
 
 
 def trials_of(name: str, tried: int, seed: int) -> Iterator[Trial]:
     """Yield the trials of a class."""
     module, _, function = CLASSES[name][1].partition(":")
-    yield from getattr(importlib.import_module(f"octavo_bench.{module}"), function)(tried, seed)
+    trials = getattr(importlib.import_module(f"octavo_bench.{module}"), function)
+    yield from trials(name, tried, seed) if module == "silence" else trials(tried, seed)
 
 
 def rows_of(
     classes: Sequence[str], *, share: float = 1.0, seed: int = 0, report: Callable[[str], None] = lambda _: None
 ) -> Iterator[Row]:
-    """Yield a row per class; trials that Octavo did not survive, or did not name, are reported.
+    """Yield a row per class; trials that Octavo did not survive are reported.
 
     Args:
         classes: some of `CLASSES`.
@@ -363,16 +388,21 @@ def rows_of(
         trials = []
         for trial in trials_of(name, max(1, round(CLASSES[name][0] * share)), seed):
             trials.append(trial)
-            if trial.fault or not trial.is_named:
+            if trial.outcome not in SURVIVED:
                 report(str(trial))
-        survived, named = sum(not trial.fault for trial in trials), sum(trial.is_named for trial in trials)
-        yield {"class": name, "tried": len(trials), "survived": survived, "named": named, "seed": seed}
+        counts = Counter(trial.outcome for trial in trials)
+        failed = dict.fromkeys(str(trial) for trial in trials if trial.outcome not in SURVIVED)
+        yield {
+            "class": name, "tried": len(trials), "survived": sum(counts[outcome] for outcome in SURVIVED),
+            "silent": counts["silent"], "unclear": counts["unclear"], "executed": counts["executed"], "seed": seed,
+            **({"failed": [*failed]} if failed else {}),
+        }  # fmt: skip
 
 
 def command(*, only: Names = (), share: float = 1.0, seed: int = 0, output: Output = TO_STDOUT) -> int:
-    """Try malformed files and command lines: each must end in a result, or in one line that names the fault.
+    """Try hostile and unlucky uses: each must end in the right result, or in one line that names the fault.
 
-    Exits with 1 if a trial was not survived or its fault not named.
+    Exits with 1 if a trial was not survived.
 
     Examples:
 
@@ -393,4 +423,4 @@ def command(*, only: Names = (), share: float = 1.0, seed: int = 0, output: Outp
     found = rows_of(chosen, share=share, seed=seed, report=output.say)
     flags: Row = {"share": None if share == 1 else share, "seed": seed or None}
     rows = output.keep(KIND, found, device="cpu", only=only, **flags)
-    return int(any(row["survived"] < row["tried"] or row["named"] < row["tried"] for row in rows))
+    return int(any(row["survived"] < row["tried"] for row in rows))

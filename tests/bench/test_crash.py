@@ -13,11 +13,11 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="kill_at.c is
 
 
 def test_runs_that_were_killed_end_in_the_same_bits() -> None:
-    assert [fault for _, _, fault, _ in crash.kills_of_runs(4, seed=1)] == [""] * 4
+    assert [(trial.outcome, trial.fault) for trial in crash.kills_of_runs(4, seed=1)] == [("held", "")] * 4
 
 
 def test_a_rank_that_stops_is_named_and_the_run_goes_on() -> None:
-    assert [trial[1:] for trial in crash.kills_of_ranks(1, seed=7)] == [("stop of rank 0 in step 3", "", True)]
+    assert [trial[1:] for trial in crash.kills_of_ranks(1, seed=7)] == [("stop of rank 0 in step 3", "held", "")]
 
 
 def test_a_run_of_other_bits_is_noticed(tmp_path: Path) -> None:

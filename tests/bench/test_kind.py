@@ -37,7 +37,7 @@ def test_every_command_that_measures_has_a_kind() -> None:
 
 
 def test_a_table_that_shows_nothing_has_no_origin(tmp_path: Path) -> None:
-    row = {"class": "malformed files", "tried": 1, "survived": 1, "named": 1, "seed": 0}
+    row = {"class": "malformed files", "tried": 1, "survived": 1, "silent": 0, "unclear": 0, "executed": 0, "seed": 0}
     about = {"date": "2026-01-01", "hardware": "cpu", "versions": {}, "command": "c"}
     results.write(results.Result(kind="robustness", rows=(row,), **about), tmp_path)
     assert by_result("robustness", lambda rows: "")(tmp_path) == ""

@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
-from octavo_bench import malformed, robustness
-from octavo_bench.robustness import Ended
+from octavo.errors import ConfigError
+from octavo_bench import hostile, malformed, robustness, silence
+from octavo_bench.robustness import Ended, Outcome
 
 
 @pytest.mark.parametrize("name", ["malformed files", "malformed command lines"])
@@ -16,7 +17,7 @@ def test_malformed_input_ends_in_one_line_that_names_it(name: str) -> None:
     said: list[str] = []
     [row] = robustness.rows_of([name], share=0.1, report=said.append)
     assert row["tried"] == robustness.CLASSES[name][0] // 10
-    assert row["survived"] == row["named"] == row["tried"], said
+    assert row["survived"] == row["tried"], said
 
 
 @pytest.mark.parametrize("suffix", malformed.GRAMMAR)
@@ -51,3 +52,53 @@ def test_a_seed_gives_the_same_files(tmp_path: Path, suffix: str) -> None:
 )
 def test_a_bad_end_is_noticed(ended: Ended, fault: str) -> None:
     assert ended.fault == fault
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class with a case for each outcome."""
+
+    def raising(error: Exception) -> silence.Case:
+        def case(draw: Random) -> Outcome:
+            raise error
+
+        return case
+
+    monkeypatch.setattr(silence, "CASES", {})
+    monkeypatch.setitem(robustness.CLASSES, "some", (6, "silence:trials"))
+    for outcome in ("held", "silent", "executed"):
+        silence.case_of("some", outcome)(lambda draw, outcome=outcome: outcome)
+    silence.case_of("some", "a clear refusal", "scale")(raising(ConfigError("scale: not that")))
+    silence.case_of("some", "a refusal of something else", "scale")(raising(ConfigError("weight: not that")))
+    silence.case_of("some", "another error", "scale")(raising(ValueError("scale")))
+
+
+def test_outcomes_are_counted_and_failed_cases_kept(cases: None) -> None:
+    [row] = robustness.rows_of(["some"])
+    counts = {key: row[key] for key in ("tried", "survived", "silent", "unclear", "executed")}
+    assert counts == {"tried": 6, "survived": 2, "silent": 1, "unclear": 2, "executed": 1}
+    assert [line.partition(": ")[0] for line in row["failed"]] == [
+        "silent", "executed", "unclear ConfigError", "unclear ValueError",
+    ]  # fmt: skip
+    assert row["failed"][2] == "unclear ConfigError: weight: not that: some: a refusal of something else"
+
+
+@pytest.mark.parametrize("kind", [name for name, (_, place) in robustness.CLASSES.items() if place == "silence:trials"])
+def test_every_case_is_tried(kind: str) -> None:
+    assert hostile.Case is silence.Case and robustness.CLASSES[kind][0] >= len(silence.CASES[kind])
+
+
+def test_a_seed_draws_the_same_cases() -> None:
+    first, again, other = (
+        [trial.outcome for trial in robustness.trials_of("layers alone", 20, seed)] for seed in (3, 3, 4)
+    )
+    assert first == again and len(first) == len(other) == 20
+
+
+def test_a_command_that_hangs_is_lost_and_one_that_accepts_damage_silent() -> None:
+    ends = {
+        Ended(-1, "", ""): "lost", Ended(0, "fine", ""): "silent", Ended(1, "", "octavo: error: a.toml\n"): "unclear",
+        Ended(1, "", "Traceback (most recent call last):\n"): "unclear",
+    }  # fmt: skip
+    for ended, outcome in ends.items():
+        assert robustness._judged("kind", "about", ended, False, "accepted").outcome == outcome

@@ -321,6 +321,48 @@ def test_a_lasting_level_is_adopted_and_told_once() -> None:
     assert [(alarm.rule, alarm.step) for alarm in told] == [("loss spike", 101)]
 
 
+def test_a_level_is_adopted_after_four_alarms_in_a_row() -> None:
+    rules = watch()
+    found = [rules.check(seen(step, 6.0)) for step in range(13, 25)]
+    assert [alarm and alarm.rule for alarm in found] == ["loss spike"] * 4 + [None] * 8
+
+
+def test_a_reported_alarm_ends_a_row_as_a_quiet_step_does() -> None:
+    differ = Observation(16, 2.0, 1.0, 1e-3, telemetry(), ROWS, parameters=parameters(disagreement=0.1))
+    for between, rule in ((seen(16), None), (differ, "ranks differ")):
+        rules = watch()
+        spikes = [rules.check(seen(step, 6.0)) for step in (13, 14, 15)]
+        alarm = rules.check(between)
+        spikes += [rules.check(seen(step, 6.0)) for step in range(17, 23)]
+        assert (alarm and alarm.rule) == rule
+        assert [alarm and alarm.rule for alarm in spikes] == ["loss spike"] * 7 + [None] * 2
+
+
+def test_a_rise_of_the_loss_for_eight_steps_is_a_drift() -> None:
+    """Over 16 steps, half of which are as before, it is below the limit."""
+    for height, count in ((0.045, 1), (0.02, 0)):
+        rules, steps = AlarmRules(GuardConfig()), np.arange(108)
+        losses = 2 + np.where(steps % 2, 0.02, -0.02) + np.where(steps >= 100, height, 0.0)
+        found = alarms(rules, losses)
+        assert [alarm.rule for alarm in found] == ["loss drift"] * count
+
+
+def test_a_gap_of_less_than_a_fifth_of_a_percent_is_none_however_quiet_the_run() -> None:
+    for height, rule in ((0.0015, []), (0.0025, ["gap"])):
+        rules, steps = AlarmRules(GuardConfig()), np.arange(80)
+        losses, gaps = 2 + np.where(steps % 2, 0.02, -0.02), 1 + np.where(steps >= 70, height, 0.0)
+        found = [
+            rules.check(Observation(step, float(loss * gap), 1.0, 1e-3, baseline_loss=float(loss)))
+            for step, (loss, gap) in enumerate(zip(losses, gaps, strict=True), 1)
+        ]
+        assert [alarm.rule for alarm in found if alarm is not None] == rule
+
+
+def test_a_loss_that_stands_still_is_no_repeated_batch() -> None:
+    rules = AlarmRules(GuardConfig())
+    assert alarms(rules, np.append(noise(100, spread=0.2), np.full(20, 2.0))) == []
+
+
 def test_a_batch_that_is_repeated_is_seen() -> None:
     rules = AlarmRules(GuardConfig())
     alarms(rules, noise(100, spread=0.2))

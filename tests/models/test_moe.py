@@ -45,6 +45,20 @@ def test_it_is_the_formula():
     assert torch.equal(mixture.counts, counts.float())
 
 
+def test_tokens_are_counted_in_training_steps_since_the_last_balance():
+    model = moe()
+    mixtures = [block.feed_forward for block in model.layers]
+    model.eval()(*batch())
+    with torch.no_grad():
+        model.train()(*batch())
+    assert all(torch.equal(mixture.counts, torch.zeros(4)) for mixture in mixtures)
+    for _ in range(2):
+        model(*batch())
+    assert [mixture.counts.sum() for mixture in mixtures] == [2 * 4 * 16 * 2] * 2
+    model.balance(lambda x: x)
+    assert all(torch.equal(mixture.counts, torch.zeros(4)) for mixture in mixtures)
+
+
 def test_it_gives_shapes_on_the_meta_device():
     model = moe().to("meta")
     octavo.convert(model, policy=octavo.Policy(min_features=16))

@@ -33,6 +33,8 @@ def test_no_step_of_the_gap_is_excused_and_so_no_rise(count: int) -> None:
 
 
 def test_fluctuation_is_three_deviations_of_noise() -> None:
+    signs = np.where(np.arange(PARTS) % 2, 0.5, -0.5)  # a deviation of 0.5 to the first order, and no trend
+    assert fluctuation(signs) == pytest.approx(1.5, rel=0.02)
     noise = np.random.default_rng(0).normal(0, 0.5, 63 * PARTS)
     assert fluctuation(noise[:PARTS]) == pytest.approx(1.5, rel=0.3)
     assert fluctuation(noise) == pytest.approx(1.5 / math.sqrt(63), rel=0.3)  # the noise of batches averages out

@@ -54,6 +54,25 @@ def assert_close(got: list[Tensor], expected: list[Tensor], tolerance: float = 1
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * b.abs().max().item())
 
 
+def test_the_gradient_of_a_bias_is_summed_in_fp32_over_tokens_and_chunks() -> None:
+    tokens = 600
+    x, weight = torch.randn(tokens, K).bfloat16(), torch.randn(V, K).bfloat16() / 4
+    targets, bias = torch.randint(8, (tokens,)), torch.randn(V).bfloat16()  # most columns have gradients of one sign
+
+    def gradient(dtype: torch.dtype, chunk: int) -> Tensor:
+        leaf = bias.to(dtype, copy=True).requires_grad_()
+        linear_cross_entropy(x, weight, targets, bias=leaf, reduction="sum", chunk=chunk).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    by_token = gradient(torch.float32, 1)  # the sum of one row in BF16 is that row
+    for chunk in (8, 250, tokens):
+        torch.testing.assert_close(gradient(torch.float32, chunk), by_token, rtol=2e-6, atol=1e-4)
+        assert torch.equal(gradient(torch.bfloat16, chunk), gradient(torch.float32, chunk).bfloat16())
+    _, db = exact(x, weight, bias.requires_grad_(), targets, reduction="sum")[::3]
+    torch.testing.assert_close(by_token.double(), db, rtol=2e-3, atol=2e-2)
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 10, 36, 37, 1000])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_it_equals_float64_whatever_the_chunk(chunk: int | None, reduction: str) -> None:

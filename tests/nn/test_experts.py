@@ -18,7 +18,7 @@ from octavo.kernels.experts import route
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.nn import GroupedLinear, reuse_weight_codes
 from octavo.nn.experts import ExpertOptions, ExpertRoles, adopt, experts, unfused_reason
-from octavo.nn.functional import Quantizer
+from octavo.nn.functional import Quantizer, linear
 from octavo.nn.mlp import mlp
 from octavo.nn.telemetry import Telemetry
 from octavo.numerics import sqnr_db
@@ -195,7 +195,7 @@ def test_high_precision_and_back():
 
 
 def test_telemetry_of_both_products():
-    module, given = fp8(), routed(40)
+    module, given = fp8(), routed(8)  # 16 rows: each is sampled
     expected = gradients(module, *given)
     with Telemetry(module) as telemetry:
         found = gradients(module, *given)
@@ -206,9 +206,9 @@ def test_telemetry_of_both_products():
     rows = {(row.layer, row.role): value for row, value in zip(telemetry.rows, values, strict=True)}
     assert {layer for layer, _ in rows} == {"gate_up_gemm", "down_gemm"} and len(rows) == 8
     x, ids, _ = given
-    h = torch.cat([_hidden(module, x[(ids == e).any(1)], e) for e in range(E)])
+    hidden = [_hidden(x[(ids == e).any(1)], module.up[e]) for e in range(E)]
     assert rows["gate_up_gemm", "input"][0] == x.detach().abs().max()
-    assert rows["down_gemm", "input"][0] == pytest.approx(h.abs().max().item(), rel=0.2)
+    assert rows["down_gemm", "input"][0] == pytest.approx(torch.cat(hidden).abs().max().item(), rel=1e-6)
     assert rows["gate_up_gemm", "weight"][0] == module.up.detach().abs().max()
 
 
@@ -338,9 +338,9 @@ def _saved(module):
     return buffer
 
 
-def _hidden(module, x, e):
-    gate, up = (x @ module.up[e].T).chunk(2, dim=-1)
-    return (F.silu(gate) * up).detach()
+def _hidden(x, up):
+    gate, up = linear(x, up, None, load("folded")).detach().chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class _Both(nn.Module):

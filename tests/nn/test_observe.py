@@ -116,6 +116,24 @@ def test_the_first_fault_is_the_first_in_time_not_in_the_model() -> None:
     assert report.rows()[0].non_finite == max(r.non_finite for r in report.rows())
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "just_in_time"])
+def test_an_observed_evaluation_leaves_stored_scales_as_they_are(recipe: str) -> None:
+    model = llama(recipe)
+    train_step(model)
+    stored = {
+        name: layer.scaling_slot.scale_and_amax.data
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear)
+    }
+    assert stored
+    before = {name: values.clone() for name, values in stored.items()}
+    model.layers[0].ffn_norm.register_forward_hook(lambda module, args, y: 100 * y)  # larger than any amax so far
+    with torch.no_grad(), octavo.observed(model) as report:
+        model.eval()(TOKENS)
+    assert row(report, "layers.0.feed_forward.w1", "input").elements > 0
+    assert all(torch.equal(stored[name], values) for name, values in before.items())
+
+
 # Counts
 
 

@@ -711,6 +711,17 @@ def test_a_nan_of_one_expert_is_not_taken_for_the_other_operand(role, counts):
     assert shown == {role}
 
 
+@pytest.mark.parametrize(("ends", "broken"), [([7, 7, 16], [6, 7]), ([0, 8, 16], [0])], ids=["between", "first"])
+def test_an_idle_expert_beside_nan_tokens_has_no_nan_weights(ends, broken):
+    layer, x = GroupedLinear(3, 16, 64, recipe="folded"), torch.randn(16, 16)
+    x[broken] = torch.nan
+    with Telemetry(layer) as telemetry:
+        layer(x, torch.tensor(ends, dtype=torch.int32))
+        _, values = measured(telemetry)
+    assert values["", "weight"][NONFINITE] == 0
+    assert values["", "input"][NONFINITE] == pytest.approx(len(broken) / 16)
+
+
 def test_what_is_not_watched_says_why():
     recipe = {"base": "rowwise", "fprop": {"precision": "bf16"}, "dgrad": {"precision": "bf16"}}
     model = nn.ModuleDict({"wide": Linear(32, 16, recipe=recipe)})

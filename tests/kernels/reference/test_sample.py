@@ -1,5 +1,7 @@
 """Telemetry's sample in NumPy against the same statistics in plain PyTorch, operation by operation."""
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from octavo.kernels.sample import (
     warm_up,
 )
 from octavo.kernels.sample import sample as contract
-from octavo.numerics import E4M3, E5M2, dequantize
+from octavo.numerics import E4M3, E5M2, dequantize, format_named
 
 SQNR = STATS.index("sqnr")
 MOMENTS = [STATS.index(name) for name in ("mean", "variance", "kurtosis")]
@@ -119,6 +121,23 @@ def test_codes_a_fold_of_each_row_and_one_element():
     assert_is_the_definition(SampleInput(torch.zeros(3, 5), torch.ones(3, 1), ROWS, tied=True), 5)
 
 
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_limits_are_where_the_codes_change(format):
+    fmt = format_named(format)
+    kind = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[format]
+    smallest, largest = float(ml_dtypes.finfo(kind).smallest_normal), float(ml_dtypes.finfo(kind).max)
+
+    def around(limit):
+        """The values of the codes of the last number below a limit and of the first above it."""
+        limit = np.float32(limit)
+        return [float(np.nextafter(limit, to, dtype=np.float32).astype(kind)) for to in (0, np.inf)]
+
+    flushed, subnormal, saturated = (around(limit) for limit in limits(fmt))
+    assert flushed == [0.0, float(ml_dtypes.finfo(kind).smallest_subnormal)]
+    assert subnormal[0] < smallest == subnormal[1]
+    assert saturated[0] == largest and not np.isfinite(saturated[1])
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1e30])
 def test_moments_of_any_magnitude(magnitude):
     x = torch.randn(16, 64) * magnitude
@@ -146,6 +165,11 @@ def test_memory_that_was_looked_at_can_still_be_resized(target):
     contract(SampleInput(x, scale if target is ROWS else scale[:1], target, fold, y), new_row())
     for tensor in (x, scale, fold, y):
         tensor.untyped_storage().resize_(0)
+        assert tensor.untyped_storage().nbytes() == 0
+    other = torch.ones(8)
+    other.numpy()
+    with pytest.raises(RuntimeError, match="resizable"):
+        other.untyped_storage().resize_(0)
 
 
 def test_at_rest_nothing_is_read():

@@ -201,7 +201,7 @@ def bytes_of(x):
 @pytest.mark.parametrize(
     ("target", "gated", "cols"),
     [
-        (ROW, True, 70),
+        pytest.param(ROW, True, 70, marks=pytest.mark.gpu),
         (ROW, True, 300),
         (ROW, False, 256),
         (COLUMN, True, 130),
@@ -229,7 +229,7 @@ def test_codes_of_gate_and_up(target, gated, cols, device):
     [
         (ROW, True, 20, 130),
         (ROW, False, 17, 300),
-        (ROW, True, 32, 256),
+        pytest.param(ROW, True, 32, 256, marks=pytest.mark.gpu),
         (QuantSpec("e5m2", "tensor", "float32"), True, 20, 70),
         (QuantSpec("e4m3", "1x128", "power_of_two"), True, 20, 128),
     ],

@@ -65,6 +65,30 @@ def test_gradients_of_an_activation(kind, gated, kept, device):
         assert same(fewer[0][0], made[0][0]) and fewer[1:3] == (None, None)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_stay_within_their_memory(gated, device, monkeypatch):
+    allocate, memory = torch.empty, []
+
+    def guarded(*size, **options):
+        """Return memory that others' follows, 64 rows of it."""
+        shape = torch.Size(size[0] if isinstance(size[0], (tuple, list, torch.Size)) else size)
+        whole = allocate(shape.numel() + 64 * max(shape[1:].numel(), 1), **options)
+        whole.view(torch.uint8).fill_(0x5A)
+        memory.append((whole, shape.numel()))
+        return whole[: shape.numel()].view(shape)
+
+    rows, width = 12, 48
+    ends = torch.tensor([3, 3, rows], device=device).int()
+    dh, gate, up = torch.randn(3, rows, width, device=device)
+    fold, ones = torch.rand(3, 2 * width if gated else width, device=device), torch.ones(rows, 1, device=device)
+    inputs, targets = (dh, gate, up if gated else None), Targets(ROWS, ROWS, ROWS)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", guarded)
+        made = fast.activation_backward("silu", *inputs, ones[:, 0], ends, targets, Factors(fold, ones, ones))
+    assert made[3].shape == (rows,) and any(whole.data_ptr() == made[3].data_ptr() for whole, _ in memory)
+    assert all(bool((whole.view(torch.uint8)[size * whole.element_size() :] == 0x5A).all()) for whole, size in memory)
+
+
 @pytest.mark.parametrize("counts", [[5], [16, 0, 33], [0, 0, 7, 1]], ids=str)
 def test_rows_read_through_their_source(counts, device):
     ends = torch.tensor(counts, device=device).cumsum(0).int()

@@ -9,6 +9,7 @@ from octavo.kernels.triton import grouped as fast
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
 
+ROW = QuantSpec("e4m3", "row", "power_of_two")
 COUNTS = [[5], [16, 0, 33], [0, 0, 7, 1], [70, 3]]
 counts = pytest.mark.parametrize("counts", COUNTS, ids=str)
 
@@ -40,6 +41,16 @@ def test_codes_bit_for_bit(counts, cols, scaling, device):
             if ours is not None:
                 assert torch.equal(ours[1], theirs[1])
                 assert torch.equal(ours[0].view(torch.uint8), theirs[0].view(torch.uint8))
+
+
+def test_ends_may_be_a_row_of_those_of_several_layers(device):
+    """The element before them, the number of tokens of the layer before, is not a start."""
+    ends = ends_of([150, 0, 50], device).repeat(2, 1)[1]
+    x = torch.randn(200, 16, device=device)
+    made, want = (module.quantize_groups(x, ends, ROW, ROW, None, None) for module in (fast, reference))
+    for ours, theirs in zip(made, want, strict=True):
+        assert torch.equal(ours[0].view(torch.uint8), theirs[0].view(torch.uint8))
+        assert torch.equal(ours[1], theirs[1])
 
 
 @counts

@@ -218,6 +218,8 @@ def test_a_step_that_is_skipped_changes_nothing(kind, device):
     assert int(control.clamped) == 0
 
 
-def test_nothing_to_step(device):
-    layout = cases.layout_of("fp8")
-    fast.update([cases.slot(layout, (0, 8), 0, device)], layout, cases.control(1, 1, device), PinnedStaging())
+@pytest.mark.parametrize("shapes", [[(0, 8)], [(0, 8), (3, 200), (0, 8)]], ids=["alone", "beside others"])
+def test_a_parameter_without_elements_is_stepped_over(shapes, device):
+    here, there, counted = both(cases.layout_of("fp8"), shapes, device)
+    assert [cases.different(a, b) for a, b in zip(here, there, strict=True)] == [[]] * len(shapes)
+    assert all(a == b for a, b in counted) and [len(slot.weight) for slot in there] == [rows for rows, _ in shapes]

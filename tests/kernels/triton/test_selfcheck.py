@@ -19,10 +19,20 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def interpreted(device, monkeypatch):
-    """Let the interpreter pass for a GPU, and give it small matrices."""
+    """Let the interpreter pass for a GPU, and give it small matrices, and two cases of each function."""
     if device == "cpu":
         monkeypatch.setattr(selfcheck, "triton_unsupported_reason", lambda device: None)
         monkeypatch.setattr(selfcheck, "SHAPES", ((26, 150),))
+        for kernel, cases in list(KERNELS.items()):
+            monkeypatch.setitem(KERNELS, kernel, lambda cases=cases: ends(cases()))
+
+
+def ends(cases):
+    """Return the first and the last case of each function."""
+    cases = list(cases)
+    first = {case.kernel: case for case in reversed(cases)}
+    last = {case.kernel: case for case in cases}
+    return iter({case.name: case for case in (*first.values(), *last.values())}.values())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -73,7 +83,7 @@ def test_a_wrong_kernel_is_found(kernel, function, change, device, monkeypatch):
 
     monkeypatch.setattr(module, function, wrong)
     cases = list(KERNELS[kernel]())
-    few = [case for case in cases if case.kernel == f"{kernel}.{function}"][:2]
+    few = [case for case in cases if case.kernel == f"{kernel}.{function}"][:1]
     monkeypatch.setitem(KERNELS, kernel, lambda: iter(few))
     rows = check_kernels(device, [kernel])
     assert failures(rows) == [kernel] and not any(row["passed"] for row in rows)

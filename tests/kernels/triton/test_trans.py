@@ -1,8 +1,7 @@
-"""What Triton itself does with transposes of bytes: the fault that `kernels/triton/codes.py` is written around.
+"""Transposes of bytes in Triton, in the form that `kernels/triton/codes.py` uses: 32-bit words.
 
 On an H200 with Triton 3.6, `tl.trans` of an FP8 or uint8 tile of 128 x 128, beside other stores, has given wrong
-bytes, and so has a maximum that hands NaN on, beside transposed FP8 stores. Versions differ. So what the raw forms give
-is recorded, as properties of the test report; the form that the kernels use, 32-bit words, must be right.
+bytes, and so has a maximum that hands NaN on, beside transposed FP8 stores. Versions differ.
 """
 
 import pytest
@@ -13,33 +12,6 @@ tl = pytest.importorskip("triton.language")
 
 WARPS = [4, 8]
 SIDES = [64, 128]
-
-
-@triton.jit
-def _larger_or_nan(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _raw_kernel(x_ptr, lying_ptr, turned_ptr, total, FORM: tl.constexpr, WITH_MAX: tl.constexpr, SIDE: tl.constexpr):
-    """One tile of FP32 as FP8 codes: as it lies, and transposed as FORM says."""
-    rows = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
-    cols = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    x = tl.load(x_ptr + rows[:, None] * total + cols[None, :])
-    if WITH_MAX:  # finite data has a finite maximum: it changes nothing, and must be waited for
-        largest = tl.reduce(tl.reduce(tl.abs(x), 1, _larger_or_nan), 0, _larger_or_nan)
-        x *= tl.where(largest >= 0.0, 1.0, 2.0)
-    codes = x.to(tl.float8e4nv)
-    tl.store(lying_ptr + rows[:, None] * total + cols[None, :], codes)
-    where = cols[:, None] * total + rows[None, :]
-    if FORM == "fp8":
-        tl.store(turned_ptr + where, tl.trans(codes))
-    elif FORM == "uint8":
-        turned = tl.trans(codes.to(tl.uint8, bitcast=True))
-        tl.store(turned_ptr.to(tl.pointer_type(tl.uint8)) + where, turned)
-    else:
-        tl.static_assert(FORM == "fp32")
-        tl.store(turned_ptr + where, tl.trans(x).to(tl.float8e4nv))
 
 
 @triton.jit
@@ -74,26 +46,6 @@ def operands(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def wrong(codes: torch.Tensor, lying: torch.Tensor, turned: torch.Tensor) -> int:
     """How many of the bytes are not those of the codes."""
     return int((lying != codes).sum() + (turned != codes.t()).sum())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("warps", WARPS)
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("with_max", [False, True], ids=["", "beside a maximum"])
-@pytest.mark.parametrize("form", ["uint8", "fp8", "fp32"])
-def test_what_a_raw_transpose_gives_is_recorded(form, with_max, side, warps, device, record_property):
-    codes, lying, turned = operands(device)
-    x = codes.view(torch.float8_e4m3fn).float()
-    memory = (memory.view(torch.float8_e4m3fn) for memory in (lying, turned))
-    grid = 256 // side, 256 // side
-    try:
-        _raw_kernel[grid](x, *memory, 256, FORM=form, WITH_MAX=with_max, SIDE=side, num_warps=warps)
-        found = f"{wrong(codes, lying, turned)} of {2 * codes.numel()} bytes wrong"
-    except Exception as error:  # a version that does not compile it
-        found = f"{type(error).__name__}: {error}"
-    what = f"tl.trans of {form}, {side} x {side}, {warps} warps{', beside a maximum' if with_max else ''}"
-    record_property(f"triton {triton.__version__}: {what}", found)
-    print(f"triton {triton.__version__}: {what}: {found}")
 
 
 @pytest.mark.gpu
