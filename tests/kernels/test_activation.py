@@ -10,8 +10,8 @@ from octavo.kernels.activation import (
     KINDS,
     Factors,
     Targets,
-    activation,
     activate,
+    activation,
     activation_backward,
     activation_backward_plain,
 )

@@ -18,7 +18,7 @@ from octavo.numerics import (
     format_named,
     granularity_named,
 )
-from octavo.recipes import Operand
+from octavo.recipes import Operand, Recipe
 
 _RULES: dict[Scaling, int] = {"float32": 0, "power_of_two": 1, "engine": 2}
 
@@ -56,6 +56,12 @@ class QuantSpec(NamedTuple):
 def spec_of(operand: Operand) -> QuantSpec:
     """Return the quantisation target for an operand of a recipe."""
     return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding, operand.rotation)
+
+
+def second_spec(recipe: Recipe, role: str) -> QuantSpec | None:
+    """Return the target of the second set of codes of `input` or `weight`, or None (`Recipe.second`)."""
+    operand = recipe.second(role)
+    return None if operand is None else spec_of(operand)
 
 
 @cache

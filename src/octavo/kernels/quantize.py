@@ -181,8 +181,8 @@ def quantize_normed(
     Returns:
         The codes, and the scales of the second set, FP32 (M, 1).
     """
-    kinds, arguments = [target, second is not None], (x.detach(), norm, target, second)
-    codes, scale = call("quantize_normed", _quantize_normed, arguments, kinds)
+    arguments = x.detach(), norm, target, second
+    codes, scale = call("quantize_normed", _quantize_normed, arguments, (target, second is not None))
     return codes, scale
 
 
@@ -272,7 +272,8 @@ def _quantize_normed(
 def _quantize_normed_shape(
     x: Tensor, norm: Norm, target: QuantSpec, second: QuantSpec | None
 ) -> tuple[Quantized, Tensor | None]:
-    return empty(target, *x.shape, x.device), second and empty_scale(second, *x.shape, x.device)
+    rows, cols = x.shape
+    return empty(target, rows, cols, x.device), second and empty_scale(second, rows, cols, x.device)
 
 
 def _normed_in_graph(x: Tensor, *_: object) -> bool:

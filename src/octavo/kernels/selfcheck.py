@@ -277,7 +277,7 @@ def _inputs_of_activations() -> Iterator[Case]:
     for (rows, cols), gated, (recipe, ahead, gradient, hidden) in itertools.product(SHAPES, (True, False), recipes):
         cols = cols if recipe == "folded" else -(-cols // 128) * 128
         dh, gate, up = _hidden(rows, cols, gated)
-        h, *codes, _ = activation.activate("silu", gate, up, ahead, INPUTS)
+        h, *codes = activation.activate("silu", gate, up, ahead, INPUTS)[:-1]
         factors = (*_folds(rows, cols * (1 + gated)), h.scale) if recipe == "folded" else (None, None, None)
         operands = "silu", dh, codes[0], codes[1] if gated else None, (gradient, gradient, hidden), factors
         name = f"{recipe} silu{', gated' if gated else ''}, {rows}x{cols}"

@@ -36,7 +36,7 @@ from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo.kernels import ScaleRef
 from octavo.kernels.product import product
-from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
 from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention, renew
@@ -346,11 +346,9 @@ def input_source(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> I
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     normed = attached_norm_source(x) if requantises_exactly(recipe) else None
     if normed is not None:
-        second = recipe.second("input")
+        targets = spec_of(recipe.fprop.input), second_spec(recipe, "input")
         with torch.no_grad():
-            codes, second_scale = kernels.quantize_normed(
-                normed.x, normed.norm, spec_of(recipe.fprop.input), second and spec_of(second)
-            )
+            codes, second_scale = kernels.quantize_normed(normed.x, normed.norm, *targets)
         return InputSource(x_MK, codes.codes, codes.scale, second_scale, normed.x, *normed.norm)
     return InputSource(x_MK) if prequantized is None else InputSource(x_MK, prequantized.codes, prequantized.scale)
 
@@ -381,9 +379,9 @@ def read_input(
         return QuantizedInput(prequantized, saved if needs_weight else SavedInput())
     # Codes of another kernel may come from values before rounding, so that backward could not make them again.
     x = None if keeps_input else prequantized
-    if forward and needs_weight and (second := recipe.second("input")):
-        made = kernels.quantize_rows_twice([x_MK], spec_of(forward), spec_of(second), keeps_codes=not keeps_input)
-        return QuantizedInput(made.first, SavedInput(x_MK if keeps_input else None, made.codes, made.scale))
+    if forward and needs_weight and (second := second_spec(recipe, "input")):
+        both = kernels.quantize_rows_twice([x_MK], spec_of(forward), second, keeps_codes=not keeps_input)
+        return QuantizedInput(both.first, SavedInput(x_MK if keeps_input else None, both.codes, both.scale))
     if recipe.wgrad.is_fp8 and needs_weight and not keeps_input and not recipe.reuses("wgrad.input"):
         # wgrad needs the transpose quantised by itself: from the same read
         made, transposed = quantize_both([x_MK], None if x else forward, recipe.wgrad.input, scale_ref=scale_ref)
@@ -419,8 +417,8 @@ def read_weights(
     if not recipe.fprop.is_fp8:
         return None
     if codes is None or scale is None:
-        second = recipe.second("weight") if needs_input else None
-        return quantize_weights(weights, spec_of(recipe.fprop.weight), second and spec_of(second))
+        second = second_spec(recipe, "weight") if needs_input else None
+        return quantize_weights(weights, spec_of(recipe.fprop.weight), second)
     rows = tuple(weight.shape[0] for weight in weights)
     return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), rows)
 
@@ -527,8 +525,8 @@ def transposed_input(x: SavedInput, recipe: Recipe, after: Tensor) -> Quantized:
     if requantises_exactly(recipe):
         assert x.scale is not None
         norm = None if x.norm_rstd is None or x.norm_weight is None else (x.norm_rstd, x.norm_weight)
-        rows = spec_of(recipe.folded_rows("input"))
-        return kernels.requantize_transposed([x.values], x.scale, rows, after, norm)
+        target = spec_of(recipe.folded_rows("input"))
+        return kernels.requantize_transposed([x.values], x.scale, target, after, norm)
     made = kernels.quantize_transposed(x.values, spec_of(recipe.wgrad.input), after)
     return kernels.without_scale(made) if recipe.folds("wgrad.input") else made
 

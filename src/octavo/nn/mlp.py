@@ -22,7 +22,7 @@ from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activate, activation_backward
-from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn.attached_codes import renew
 from octavo.nn.functional import (
@@ -210,9 +210,8 @@ def activated(
     That is gate and up, as tensors or as codes and scales, and the scale of h's codes by row, which wgrad folds.
     """
     gate, up = before[0], before[1] if len(before) > 1 else None
-    second = outer.second("input")
-    target = spec_of(outer.fprop.input)
-    result = activate(kind, gate, up, target, keeps_inputs=keeps_codes, second=second and spec_of(second))
+    second = second_spec(outer, "input")
+    result = activate(kind, gate, up, spec_of(outer.fprop.input), keeps_inputs=keeps_codes, second=second)
     scale = result.hidden.scale if result.second_scale is None else result.second_scale
     inputs = [tensor for quantized in result.inputs for tensor in quantized[:2]] if keeps_codes else before
     return result.hidden, inputs, scale

@@ -71,8 +71,8 @@ def quantize_weights(weights: Sequence[Tensor], target: QuantSpec, second: Quant
         return WeightCodes(tuple(codes_of(weight, target) for weight in weights), rows)
     matrices = [as_matrix(weight.detach()) for weight in weights]
     if second is not None:
-        first, *rest = kernels.quantize_rows_twice(matrices, target, second, not codes_follow(weights, second))
-        return WeightCodes((first,), rows, (rest[0], rest[1]))
+        first, codes, scale = kernels.quantize_rows_twice(matrices, target, second, not codes_follow(weights, second))
+        return WeightCodes((first,), rows, (codes, scale))
     if target.rounding == "nearest":
         return WeightCodes((kernels.quantize_stack(matrices, target),), rows)
     return WeightCodes((kernels.quantize_matrix(torch.cat(matrices), target),), rows)

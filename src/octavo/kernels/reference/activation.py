@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ def activate(
     target: QuantSpec,
     inputs: QuantSpec | None = None,
     second: QuantSpec | None = None,
-) -> list[Quantized | Tensor | None]:
+) -> list[Any]:
     """See `octavo.kernels.activation.activate`: h, gate and up if there are `inputs`, and the scales of `second`."""
     h = _hidden(kind, gate, up)
     kept = [quantize_pair([x], inputs, None)[0] for x in (gate, up) if x is not None and inputs is not None]

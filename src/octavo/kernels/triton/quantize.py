@@ -123,7 +123,7 @@ def quantize_normed(
 ) -> tuple[Quantized, Tensor | None]:
     """See `octavo.kernels.quantize.quantize_normed`."""
     rows = as_laid_out(contiguous_rows(x))
-    scale = None if second is None else empty_scale(second, *x.shape, x.device)
+    scale = None if second is None else empty_scale(second, x.shape[0], x.shape[1], x.device)
     return _quantize_rows(rows, target, norm[1].contiguous(), norm[0].contiguous(), second, scale), scale
 
 
