@@ -187,9 +187,7 @@ def _linked(draw: Random) -> Outcome:
         ended = run(["train", "run.toml", "--overwrite", "--steps", "1", "--device", "cpu"])
         if ended.code:
             return "refused" if "link" in ended.error else "unclear"
-        return right(
-            not folder.is_symlink() and {path.name for path in (place / "run/checkpoints").iterdir()} == {"step-000001"}
-        )
+        return right([path.name for path in (place / "run/checkpoints").iterdir()] == ["step-000001"])
 
 
 def _state(**changed: Any) -> None:
@@ -244,6 +242,7 @@ for _value in ("NaN", "-1e-3", "1e400"):
 
 
 _EVAL = "eval served --data text.txt --tokens 64 --device cpu"
+_START = "train run.toml --start-from served --steps 1 --out other --device cpu"
 
 for _target in ("../outside.safetensors", "{place}/outside.safetensors", "served/../../outside.safetensors"):
 
@@ -252,10 +251,10 @@ for _target in ("../outside.safetensors", "{place}/outside.safetensors", "served
         with _work() as place:
             weights = Path("served/model.safetensors")
             names = load_file(weights)
-            shutil.copy(weights, "outside.safetensors")
+            weights.rename("outside.safetensors")
             index = {"weight_map": dict.fromkeys(names, target.format(place=place))}
             Path("served/model.safetensors.index.json").write_text(json.dumps(index))
-            return _refused(_EVAL, "weight_map", "model.safetensors.index.json")
+            return _refused(_START, "weight_map", "model.safetensors.index.json")
 
 
 for _file, _command in (
