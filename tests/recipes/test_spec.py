@@ -242,3 +242,46 @@ def test_the_kept_scale_of_each_role():
         )
         is None
     )
+
+
+INTEGER = Operand(format="int8", rotation=256, scaling="float32")
+
+
+@pytest.mark.parametrize(
+    ("fprop", "message"),
+    [
+        ({"input": INTEGER}, "no hardware multiplies INT8 by FP8. Give both operands format = 'int8'"),
+        ({"input": INTEGER, "weight": dataclasses.replace(INTEGER, rotation=64)}, "rotated by 256 and 64"),
+        ({"input": dataclasses.replace(INTEGER, rotation=128)} | {"weight": dataclasses.replace(INTEGER, rotation=128)},
+         r"rotation = 128: it is one of \(4, 16, 64, 256, 1024\)"),
+        (dict.fromkeys(("input", "weight"), Operand(granularity="1x128", rotation=64)), "a rotated operand has one"),
+        (dict.fromkeys(("input", "weight"), Operand(format="int8", granularity="1x128")), "INT8 has one scale per"),
+        (dict.fromkeys(("input", "weight"), Operand(format="int8", granularity="tensor", scale_from="delayed")),
+         "INT8 has the scale of its own maximum"),
+    ],
+    ids=["mixed", "two rotations", "no size", "tiles rotated", "tiles of INT8", "stored"],
+)  # fmt: skip
+def test_integer_and_rotated_operands(fprop, message):
+    refused(message, fprop=Fprop(**fprop))
+
+
+def test_a_second_set_of_codes_for_backward():
+    recipe = load("rotated")
+    assert recipe.second("input") == recipe.second("weight") == recipe.folded_rows("input") == ROW
+    assert recipe.folds("wgrad.input") and recipe.folds("dgrad.weight") and not recipe.reuses("wgrad.input")
+    folded = load("folded")
+    assert folded.second("input") is None and folded.folded_rows("input") == ROW
+    in_fp8 = recipe.with_fprop_in_fp8()
+    assert dataclasses.replace(in_fp8, name="folded") == folded and folded.with_fprop_in_fp8() is None
+    assert recipe.has_integer_fprop and not folded.has_integer_fprop
+
+
+def test_rotated_codes_are_never_those_of_a_transpose():
+    rotated = Operand(rotation=64)
+    recipe = Recipe(
+        name="mine", fprop=Fprop(input=rotated, weight=rotated), wgrad=Wgrad(grad_output=rotated, input=rotated)
+    )
+    assert not recipe.reuses("wgrad.input")
+    with pytest.raises(ConfigError, match="is 'column'"):
+        Recipe(name="mine", fprop=Fprop(input=rotated, weight=Operand(rotation=64, rounding="stochastic")),
+               dgrad=Dgrad(weight=COLUMN))  # fmt: skip

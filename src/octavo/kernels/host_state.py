@@ -17,9 +17,13 @@ What else a process keeps are registries and caches, which change no result (`te
     conversion.autocast_mode._blocks               open `octavo.autocast` blocks of a thread
     conversion.apply._disabled                     open `octavo.disabled` blocks per module
     _util.collector._capturing                     the lock of the thread that captures a CUDA graph
+    _util.optimizer_steps._callbacks, _inner       what runs after the outermost optimizer's step; steps within it
+    nn.seal._marking                               a lock around the seal of a tensor
+    nn.weight_notes._KINDS                         kinds of notes on weights
     nn.adopted._CLASSES, _util.compiler, kernels.operator, distributed.checkpoint    classes, traces, operators, groups
 
-Three hooks run after every optimizer step: those of nn.shared, nn.scaling_state and nn.telemetry.
+Two hooks run after every optimizer step: that of nn.shared, and `_util.optimizer_steps` for nn.scaling_state and
+nn.telemetry.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def _nothing_to_store(model: nn.Module) -> OctavoError:
         return ConfigError("export: no linear layer is in FP8. Call octavo.convert first, or use the format 'plain'.")
     name, reason = next(iter(unstored.items()))
     return UnsupportedError(
-        f"export: the model is in FP8, but inference engines can read none of its {len(unstored)} layers, such as "
+        "export: the model is in FP8, but inference engines can read no layer of it, such as "
         f"'{name}': {reason}. Use the format 'plain', which stores values."
     )
 

@@ -269,3 +269,19 @@ def test_the_operators_run_in_triton_on_a_gpu():
         contract.activation_backward("silu", dh, *codes, contract.Targets(ROW, ROW, ROW))
     assert not ledger.fallbacks
     check(got, reference.activate("silu", gate, up, ROW)[0], allowed=30)
+
+
+@pytest.mark.parametrize("keeps_inputs", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_rotated_codes_and_the_scales_of_a_second_set(gated, keeps_inputs, device):
+    _, gate, up = inputs(device, 5, 192, gated)
+    gate[3, 5] = torch.nan
+    target = QuantSpec("int8", "row", "float32", "nearest", 64)
+    kept = INPUTS if keeps_inputs else None
+    got = fused.activate("relu2", gate, up, target, kept, ROW)
+    want = reference.activate("relu2", gate, up, target, kept, ROW)
+    assert torch.equal(got[0].codes, want[0].codes) and torch.equal(got[-1], want[-1])
+    torch.testing.assert_close(got[0].scale, want[0].scale, rtol=0, atol=0, equal_nan=True)
+    assert len(got) == len(want) == 2 + (1 + gated) * keeps_inputs
+    for one, other in zip(got[1:-1], want[1:-1], strict=True):
+        assert torch.equal(bytes_of(one.codes), bytes_of(other.codes))

@@ -125,3 +125,25 @@ def test_every_bf16_value_of_a_binade_rounds_as_it_should(device):
 def test_what_no_kernel_has_is_refused():
     assert triton_quantize.unsupported_reason(ROW, None) is None
     assert "1x32" in triton_quantize.unsupported_reason(QuantSpec("e4m3", "1x32", "power_of_two"))
+
+
+@pytest.mark.parametrize("format", ["int8", "e4m3"])
+@pytest.mark.parametrize(("cols", "rotation"), [(256, 256), (192, 256), (200, 16), (300, 0)])
+def test_rotated_and_integer_rows_are_the_specifications(cols, rotation, format, device):
+    x = hard(24, cols, device)
+    for scaling in ("float32", "power_of_two"):
+        target = QuantSpec(format, "row", scaling, "nearest", rotation)
+        expected, _ = reference.quantize_pair([x], target, None)
+        got, _ = triton_quantize.quantize_pair([x], target, None)
+        assert torch.equal(got.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        torch.testing.assert_close(got.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+        parts, _ = triton_quantize.quantize_pair([x[:, :100], x[:, 100:]], target, None)
+        assert torch.equal(parts.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+
+
+def test_what_needs_whole_rows_is_refused_elsewhere():
+    rotated = QuantSpec("int8", "row", "float32", "nearest", 256)
+    assert triton_quantize.unsupported_reason(rotated, None, cols=32768) is None
+    assert "more than 32768" in triton_quantize.unsupported_reason(rotated, None, cols=32769)
+    for targets in ((rotated, ROW), (None, rotated._replace(granularity="tensor"))):
+        assert "without those of the transpose" in triton_quantize.unsupported_reason(*targets)

@@ -65,3 +65,30 @@ def test_rows_of_a_norm_and_the_same_codes_again_from_its_input(cols, rows, dtyp
     again = kernels.requantize_transposed([x], found.scale, target, found.codes, (rstd, weight))
     for codes in (contract.codes, again.codes.t()):
         assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("keeps_codes", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_sets_of_codes_from_one_read(count, keeps_codes, device):
+    matrices = [torch.randn(rows, 192, device=device).bfloat16() for rows in (9, 4, 6)[:count]]
+    matrices[0][2, 3], matrices[0][4] = torch.nan, 0.0
+    first, second = QuantSpec("int8", "row", "float32", "nearest", 256), QuantSpec("e4m3", "row", "power_of_two")
+    codes, others, scale = triton_weights.quantize_rows_of(matrices, first, second, keeps_codes)
+    stack = torch.cat(matrices)
+    wanted, rows = (quantize(stack, t.fmt, t.tile, t.scaling, rotation=t.rotation) for t in (first, second))
+    assert torch.equal(codes.codes, wanted.codes) and torch.equal(scale, rows.scale)
+    torch.testing.assert_close(codes.scale, wanted.scale, rtol=0, atol=0, equal_nan=True)
+    assert (others is not None) == keeps_codes
+    if keeps_codes:
+        assert torch.equal(others.view(torch.uint8), rows.codes.view(torch.uint8))
+
+
+def test_normed_rows_with_the_scales_of_a_second_set(device):
+    x, weight = torch.randn(7, 128, device=device).bfloat16(), torch.randn(128, device=device)
+    rstd = torch.rsqrt(x.float().square().mean(1) + 1e-6)
+    targets = QuantSpec("int8", "row", "float32", "nearest", 64), QuantSpec("e4m3", "row", "power_of_two")
+    codes, scale = triton_quantize.quantize_normed(x, (rstd, weight), *targets)
+    normed = x.float() * rstd[:, None] * weight
+    wanted, rows = (quantize(normed, t.fmt, t.tile, t.scaling, rotation=t.rotation) for t in targets)
+    assert torch.equal(codes.codes, wanted.codes) and torch.equal(codes.scale, wanted.scale)
+    assert torch.equal(scale, rows.scale)
