@@ -35,11 +35,14 @@ SHAPES: tuple[Shape, ...] = (
 
 ENERGY_S = 0.5
 """Seconds of calls per energy measurement, which span a few updates of the GPU's counter."""
+INT8_ROWS = "INT8 row"
+"""Operands in INT8; all others are E4M3."""
 OPERANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tensor": ("tensor", "tensor", ("slow", "fast")),
     "row": ("row", "row", ("slow", "fast")),
     "1x128 x 128x128": ("1x128", "128x128", ("slow",)),
     "1x128 x 1x128": ("1x128", "1x128", ("slow",)),
+    INT8_ROWS: ("row", "row", ("exact",)),
 }
 """Scale granularities of the operands, and the accumulation modes to time."""
 
@@ -110,7 +113,7 @@ def _calls(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], Tensor
     a_MK, b_NK = normal(shape, device)
     yield {"shape": name, "kernel": BF16, "operands": BF16, "accumulate": "slow"}, lambda: a_MK @ b_NK.t()
     for scales, (left, right, accumulations) in OPERANDS.items():
-        a, b = quantized(shape, (left, right), device)
+        a, b = quantized(shape, (left, right), device, "int8" if scales == INT8_ROWS else "e4m3")
         for kernel in KERNELS:
             if kernel.unsupported_reason(a, b) is not None or (kernel.name == "reference" and device == "cuda"):
                 continue

@@ -108,10 +108,12 @@ def normal(shape: Shape, device: str) -> tuple[Tensor, Tensor]:
     return matrix(m), matrix(n)
 
 
-def quantized(shape: Shape, granularities: Iterable[str], device: str) -> tuple[Quantized, Quantized]:
-    """Return the same A and B as E4M3 codes, each with scales of its granularity."""
+def quantized(
+    shape: Shape, granularities: Iterable[str], device: str, format: str = "e4m3"
+) -> tuple[Quantized, Quantized]:
+    """Return the same A and B as codes of a format, each with scales of its granularity."""
     a, b = (
-        kernels.quantize(matrix, "e4m3", granularity)
+        kernels.quantize(matrix, format, granularity)
         for matrix, granularity in zip(normal(shape, device), granularities, strict=True)
     )
     return a, b
