@@ -65,18 +65,18 @@ def kept_bytes(recipe: Recipe, shape: Shape) -> int:
     """Return the bytes of its input that a layer saves for backward."""
     if not recipe.wgrad.is_fp8:
         return BF16 * shape.m * shape.k
-    if recipe.reuses("wgrad.input"):
-        return quantised_bytes(recipe.fprop.input, *shape.of("input"))
+    if recipe.reuses("wgrad.input") or recipe.second("input"):
+        return quantised_bytes(recipe.folded_rows("input"), *shape.of("input"))
     return quantised_bytes(recipe.wgrad.input, shape.k, shape.m)
 
 
 def kept_weight_bytes(recipe: Recipe, shape: Shape) -> int:
     """Return the bytes of weight codes that a layer saves for backward, besides the weight itself.
 
-    They are the codes of fprop if dgrad reads them; otherwise backward reads the weight again.
+    They are the codes of fprop or the second set if dgrad reads them; otherwise backward reads the weight again.
     """
-    reuses = recipe.reuses("dgrad.weight")
-    return quantised_bytes(recipe.fprop.weight, *shape.of("weight")) if reuses else 0
+    kept = recipe.reuses("dgrad.weight") or recipe.second("weight")
+    return quantised_bytes(recipe.folded_rows("weight"), *shape.of("weight")) if kept else 0
 
 
 def quantised_bytes(operand: Operand, rows: int, cols: int) -> int:
@@ -90,11 +90,15 @@ def _input_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:
     if recipe.wgrad.is_fp8 and not reuses:
         made.append("wgrad.input")
     yield from _quantise(recipe, "input", made, "forward", shape)
-    if reuses:
+    if reuses or recipe.second("input"):
         yield _transpose(recipe, "wgrad.input", "fprop.input", shape)
 
 
 def _weight_passes(recipe: Recipe, shape: Shape) -> Iterator[Pass]:
+    if recipe.second("weight"):
+        yield from _quantise(recipe, "weight", ["fprop.weight", "dgrad.weight"], "forward", shape)
+        yield _transpose(recipe, "dgrad.weight", "fprop.weight", shape)
+        return
     used: tuple[tuple[str, When], ...] = (("fprop", "forward"), ("dgrad", "backward"))
     for gemm, when in used:
         name = f"{gemm}.weight"
@@ -166,7 +170,7 @@ def _tile_in(name: str, operand: Operand) -> Granularity:
 
 def _is_single_read(tiles: Sequence[Granularity]) -> bool:
     """Return whether a single read gives the amax of each tile before its codes are written."""
-    if len(tiles) == 1 and tiles[0] == PER_ROW:
+    if all(tile == PER_ROW for tile in tiles):
         return True
     return all(tile.rows and tile.cols and max(tile.rows, tile.cols) <= _SIDE for tile in tiles)
 

@@ -67,6 +67,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         for name in (
             "quantize_matrix",
             "quantize_pair",
+            "quantize_rows_twice",
             "quantize_with_scale",
             "quantize_stack",
             "transpose_quantized",
@@ -84,6 +85,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     def quantize_pair(sources, rows, columns, *folds):
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
         return of["quantize_pair"](sources, rows, columns, *folds)
+
+    def quantize_rows_twice(matrices, first, second, keeps_codes):
+        seen.append(("quantise", matrix[tuple(matrices[0].shape)], made(first, second)))
+        return of["quantize_rows_twice"](matrices, first, second, keeps_codes)
 
     def quantize_with_scale(sources, scale_ref, rows, columns):
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
@@ -105,6 +110,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     for spy in (
         quantize_matrix,
         quantize_pair,
+        quantize_rows_twice,
         quantize_with_scale,
         quantize_stack,
         transpose_quantized,
@@ -115,7 +121,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
 
 def foreseen(recipe: Recipe, one: Pass) -> Seen:
-    made = tuple(str(spec_of(operand_of(recipe, name))) for name in one.made)
+    operands = [operand_of(recipe, name) for name in one.made]
+    twice = one.matrix != "grad_output" and recipe.second(one.matrix) is not None
+    made = tuple(str(spec_of(operand.as_rows if twice else operand)) for operand in operands)
     return one.how, one.matrix, made if one.how == "quantise" else ()
 
 

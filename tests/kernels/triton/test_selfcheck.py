@@ -62,7 +62,7 @@ WRONG = {
         "transpose",
         lambda made: made.clone().view(torch.uint8).roll(1).view(made.dtype),
     ),
-    "a scale": ("activation", "activation", lambda made: made._replace(scale=made.scale * 2)),
+    "a scale": ("activation", "activate", lambda made: [made[0]._replace(scale=made[0].scale * 2), *made[1:]]),
     "one result of three": ("activation", "activation_backward", lambda made: (made[0], None, made[2])),
     "the dtype": ("activation", "activation_backward_plain", lambda made: tuple(d.float() for d in made)),
     "half a percent": ("norm", "backward", lambda made: (made[0] * 1.02, *made[1:])),
