@@ -327,7 +327,7 @@ def _linear_cross_entropy_shape(
     return [x_MK.new_empty(x_MK.shape[0], dtype=torch.float32), *gradients]
 
 
-_GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scaling", "rounding")
+_GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scaling", "rounding", "rotation")
 
 
 def _to_text(recipe: Recipe) -> str:
@@ -345,7 +345,7 @@ def _to_text(recipe: Recipe) -> str:
     for name, operands in OPERANDS.items():
         gemm = recipe.gemm(name)
         words += [getattr(gemm, field) for field in _GEMM]
-        words += [getattr(getattr(gemm, operand), field) for operand in operands for field in _OPERAND]
+        words += [str(getattr(getattr(gemm, operand), field)) for operand in operands for field in _OPERAND]
     return " ".join(words)
 
 
@@ -358,7 +358,7 @@ def _from_text(text: str) -> Recipe:
     """Return the recipe of a text by `_to_text`, or the preset of that name."""
     if text in _PRESETS:
         return load(text)
-    words = iter(text.split())
+    words = (int(word) if word.isdecimal() else word for word in text.split())
     made: dict[str, Any] = {"name": "head"}
     for name, operands in OPERANDS.items():
         made[name] = {field: next(words) for field in _GEMM}
