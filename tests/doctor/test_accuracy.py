@@ -162,7 +162,7 @@ Try = Callable[..., Trial]
 CODES = 128 * 64 + 64 * 128 + 32 * 64
 
 
-@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise", "block"])
+@pytest.mark.parametrize("recipe", ["folded", "rotated", "rowwise", "tensorwise", "block"])
 def test_what_is_trained_is_what_is_served(attempt: Try, recipe: str) -> None:
     finding = run_check(serving, attempt(recipe=recipe)).finding
     assert finding.verdict == "ok" and finding.numbers["codes"] == CODES, finding

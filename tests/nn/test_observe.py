@@ -184,6 +184,23 @@ def test_counts_are_those_of_numpy(recipe: str) -> None:
         )  # fmt: skip
 
 
+def test_rotated_codes_are_compared_with_rotated_values() -> None:
+    """No INT8 code saturates, a NaN counts once, and a gradient is multiplied by the scales of the second set."""
+    x, dy, weight = wide(16, 64, 0), wide(16, 32, 1), wide(32, 64, 2)
+    x[:, 3], x[2, 5] = 100.0, torch.nan
+    reports = {}
+    for recipe in ("rotated", "folded"):
+        layer = Linear(64, 32, bias=False, recipe=recipe)
+        layer.weight.data.copy_(weight)
+        with octavo.observed(layer) as reports[recipe]:
+            layer(x.clone().requires_grad_()).backward(dy)
+    for role in ("input", "weight"):
+        seen = row(reports["rotated"], "", role)
+        assert (seen.saturated, seen.non_finite) == (0, int(role == "input"))
+    assert row(reports["rotated"], "", "grad_output") == row(reports["folded"], "", "grad_output")
+    assert row(reports["folded"], "", "grad_output").flushed > 0
+
+
 def test_without_a_gradient_of_the_input_wgrads_operand_is_counted() -> None:
     layer = Linear(48, 32, bias=False, recipe="folded")
     x, dy = wide(16, 48, 0), wide(16, 32, 1)

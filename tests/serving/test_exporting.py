@@ -298,6 +298,9 @@ def test_other_models_and_formats_are_refused(make_llama, tmp_path):
         export(make_llama(), tmp_path / "out", "fp8")
     with pytest.raises(UnsupportedError, match=r"by 1x32.* Use the format 'plain'"):
         export(make_llama("mxfp8"), tmp_path / "out")
+    rotated = {"base": "rowwise", "fprop": {role: {"rotation": 16} for role in ("input", "weight")}}
+    with pytest.raises(UnsupportedError, match=r"weight is rotated by 16.* Use the format 'plain'"):
+        export(make_llama(rotated), tmp_path / "out")
     with pytest.raises(ConfigError, match="no linear layer is in FP8"):
         export(make_llama("bf16"), tmp_path / "out")
     with pytest.raises(UnsupportedError, match="no engine supports a Sequential"):

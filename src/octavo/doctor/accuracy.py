@@ -207,7 +207,7 @@ def _served(weights: list[Tensor], target: QuantSpec, dtype: torch.dtype | None)
         return join_rows(own)
     stack = torch.cat([as_matrix(weight.detach()) for weight in weights])
     stack = stack if dtype is None else stack.to(dtype)
-    return specified(stack, target.fmt, target.tile, target.scaling)
+    return specified(stack, target.fmt, target.tile, target.scaling, rotation=target.rotation)
 
 
 def _count(one: Tensor, other: Tensor) -> int:

@@ -358,7 +358,7 @@ def _from_text(text: str) -> Recipe:
     """Return the recipe of a text by `_to_text`, or the preset of that name."""
     if text in _PRESETS:
         return load(text)
-    words = iter(text.split())
+    words = (int(word) if word.isdecimal() else word for word in text.split())
     made: dict[str, Any] = {"name": "head"}
     for name, operands in OPERANDS.items():
         made[name] = {field: next(words) for field in _GEMM}

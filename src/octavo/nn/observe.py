@@ -21,7 +21,7 @@ from octavo._util.terminal import columns
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ScaleRef
 from octavo.kernels.patches import unfold
-from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.kernels.sample import limits
 from octavo.nn.conv import Conv1d, Conv2d, as_images, window_of
 from octavo.nn.fp8_weights import values
@@ -29,6 +29,7 @@ from octavo.nn.functional import scale_ref_of
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import Linear
 from octavo.nn.modules import hooked
+from octavo.nn.telemetry_ops import rotated
 from octavo.numerics import PER_TENSOR, Quantized, format_of, tile_amax
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
 
@@ -115,10 +116,12 @@ class Observation:
                 return
             x, recipe = args[0] if args else kwargs["input"], layer.recipe
             runs = _gemms_that_run(x, layer.weight)
-            input8 = self._look(tally, layer, "input", _input_matrix(layer, x), runs)
-            weight8 = self._look(tally, layer, "weight", _weight_matrix(layer), runs)
+            x_MK, weight_NK = _input_matrix(layer, x), _weight_matrix(layer)
+            input8 = self._look(tally, layer, "input", x_MK, runs)
+            weight8 = self._look(tally, layer, "weight", weight_NK, runs)
             if y.requires_grad:
-                fold = _fold(recipe, runs, input8, weight8)
+                second = _second(recipe, "input", x_MK) or input8, _second(recipe, "weight", weight_NK) or weight8
+                fold = _fold(recipe, runs, *second)
 
                 def watch_gradient(dy: Tensor) -> None:
                     self._look(tally, layer, "grad_output", _output_matrix(layer, dy), runs, fold)
@@ -177,7 +180,8 @@ class _Tally:
             made = kernels.quantize(read, *target)
         else:
             made = cast(Quantized, kernels.quantize_with_scale([read.contiguous()], scale_ref, target, None)[0])
-        lost, row = count_lost(read, made), ROLES.index(role)
+        lost, row = count_lost(rotated(read, target), made), ROLES.index(role)
+        lost[2] = (~read.isfinite()).sum()  # a rotation spreads one over its block
         self.amax[row] = torch.maximum(self.amax[row], tile_amax(x, PER_TENSOR).view(()))
         self.lost[row] += lost
         is_first = (self.first[row] == 0) & (lost[2] > 0)
@@ -267,6 +271,12 @@ def _reader(recipe: Recipe, role: str, runs: set[str]) -> tuple[str, bool] | Non
     """Return the first GEMM that runs and reads a role in FP8, and whether it reads it transposed."""
     readers = ((gemm, way) for gemm, way in _READERS[role] if gemm in runs and recipe.gemm(gemm).is_fp8)
     return next(readers, None)
+
+
+def _second(recipe: Recipe, role: str, x: Tensor) -> Quantized | None:
+    """Return the second set of codes of `input` or `weight`, if a backward GEMM reads one."""
+    target = second_spec(recipe, role)
+    return None if target is None else kernels.quantize(x.detach(), *target)
 
 
 def _fold(recipe: Recipe, runs: set[str], input8: Quantized | None, weight8: Quantized | None) -> Tensor | None:

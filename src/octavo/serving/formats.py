@@ -39,6 +39,8 @@ def _compressed_reason(layer: ServedLayer) -> str | None:
     for role, operand, known in operands:
         if operand.format != "e4m3":
             return f"its {role} is {operand.format.upper()}, but the format requires E4M3"
+        if operand.rotation:
+            return f"its {role} is rotated by {operand.rotation}, and engines rotate nothing"
         if operand.granularity not in known:
             return f"its {role} has scales by {operand.granularity}, but the format supports {', '.join(known)}"
     return None
