@@ -343,7 +343,7 @@ def _by_dcp(model: nn.Module, path: Path) -> dict[str, Tensor]:
 
 def _by_torch(model: nn.Module, path: Path) -> dict[str, Tensor]:
     torch.save(model.state_dict(), path / "m.pt")
-    loaded: dict[str, Tensor] = torch.load(path / "m.pt")
+    loaded: dict[str, Tensor] = torch.load(path / "m.pt", weights_only=True)
     return loaded
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -323,7 +322,6 @@ LORA: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "assign": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True) and model,
     "a new Parameter": _with_new_weight,
-    "pickled": lambda model: pickle.loads(pickle.dumps(model)),  # noqa: S301  made here
     "dtype and back": lambda model: model.double().float(),
 }
 

@@ -182,7 +182,8 @@ def test_written_bytes_count_codes_and_scales():
 def test_each_operand_in_fp8_is_made_once():
     for recipe in map(load, names()):
         made = Counter(name for one in passes(recipe, SHAPE) for name in one.made)
-        assert set(made.values()) <= {1}
+        # codes of a second set are made by row in forward, and transposed in backward
+        assert set(made.values()) <= ({1, 2} if recipe.second("input") else {1})
         assert {f"{gemm}.{role}" for gemm, *_ in recipe.gemms() for role in roles(gemm)} <= set(made)
 
 

@@ -478,3 +478,28 @@ def test_a_name_is_no_model():
 def test_a_bare_layer_is_the_model_itself():
     plan = make_plan(nn.Linear(64, 64))
     assert str(plan).splitlines()[1].startswith("the model itself  64 x 64") and plan.layers[0].name == ""
+
+
+def test_layers_that_cannot_rotate_compute_fprop_in_fp8():
+    model = nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 100), nn.Linear(100, 64), nn.Conv2d(64, 64, 3))
+    made = make_plan(model, "rotated", policy=Policy(min_gain=0))
+    rows = {row.name: row for row in made.layers}
+    assert [rows[name].recipe for name in "0123"] == ["rotated", "rotated", *["rotated, fprop in FP8"] * 2]
+    assert rows["0"].reason == "" and rows["0"].kernels.startswith("int8 / ")
+    assert rows["1"].reason == "rotated by blocks of 64, the largest that divides 384"
+    assert rows["2"].reason == "fprop in FP8: no rotation by 16 or more divides 100 features"
+    assert rows["3"].reason == "fprop in FP8: only linear layers rotate their inputs"
+    assert made.recipes["2"] is made.recipes["3"]  # layers of one recipe are computed together
+    convert(model, "rotated", policy=Policy(min_gain=0))
+    twin = nn.Sequential(*(nn.Linear(100, 64) for _ in range(1)))
+    twin.load_state_dict({"0.weight": model[2].weight.detach(), "0.bias": model[2].bias.detach()})
+    convert(twin, "folded", policy=Policy(min_gain=0))
+    x = torch.randn(7, 100)
+    assert torch.equal(model[2](x), twin[0](x))
+
+
+@pytest.mark.parametrize(("gpu", "kernel"), [("h200", "int8"), ("h100", "int8"), ("l40s", "scaled_mm.row")])
+def test_devices_without_the_integer_gemm_compute_fprop_in_fp8(gpu, kernel):
+    row = make_plan(nn.Linear(256, 256), "rotated", policy=Policy(min_gain=0), device=gpu).layers[0]
+    assert row.kernels.startswith(kernel)
+    assert ("loads by TMA" in row.reason) == (kernel != "int8")

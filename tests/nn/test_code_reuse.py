@@ -66,6 +66,25 @@ def test_a_write_inside_the_block_is_seen_after_it():
     assert not torch.equal(model(x.clone()), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["folded", "rotated"])
+def test_backward_reads_the_reused_codes_too(recipe, dtype):
+    """Also where codes of a second set would follow from the weights and their scales."""
+    layer, x = Linear(64, 48, dtype=dtype, recipe=recipe), torch.randn(5, 64, dtype=dtype)
+
+    def gradient():
+        leaf = x.clone().requires_grad_()
+        layer(leaf).float().square().sum().backward()
+        return leaf.grad
+
+    before = gradient()
+    with reuse_weight_codes(layer):
+        assert torch.equal(gradient(), before)
+        layer.weight.data.mul_(-3.0)
+        assert torch.equal(gradient(), before)
+    assert not torch.equal(gradient(), before)
+
+
 def test_codes_of_a_group_are_not_read_by_one_layer_nor_those_of_one_by_a_group():
     model, x = net("folded"), torch.randn(5, 32)
     expected = model(x.clone())

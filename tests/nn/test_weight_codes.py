@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import Policy, kernels
+from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.operator import pack
 from octavo.nn import Conv2d, GroupedLinear, Linear, reuse_weight_codes
@@ -256,7 +257,13 @@ def gathered_for_each_call(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise"])
+def test_a_scale_in_common_with_weights_that_are_not_there_is_refused():
+    model = gathered_for_each_call(net("tensorwise"))
+    with pytest.raises(UnsupportedError, match=r"has scales in common with the layers .* not here"):
+        model(torch.randn(5, 32))
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "rotated"])
 def test_weights_that_are_there_while_their_layer_computes(recipe):
     """All at one address: what a layer finds there belongs to it alone."""
     model, twin = net(recipe), net(recipe)

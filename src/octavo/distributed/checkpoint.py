@@ -85,6 +85,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
         shard.scale.copy_(codes[f"{name}.scale"])
     if (scaling_state := scales(model)) is not None:
         scaling_state.load_state_dict(state["scales"])
+        scaling_state.is_held = optimizer is not None  # which will step, maybe after steps of others
     if optimizer is not None:
         optimizer.load_state_dict(unflatten(state["optimizer"], settings["optimizer"]))
     extra: dict[str, Any] = settings["extra"]

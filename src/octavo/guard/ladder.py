@@ -61,7 +61,8 @@ class Ladder:
         if not own.is_fp8:
             return [own]
         finer = [recipe for recipe in map(load, ("folded", "block")) if _coarseness(recipe) < _coarseness(own)]
-        return [own, *([] if is_flushed else _wider(own)), *finer, load("bf16")]
+        fp8 = own.with_fprop_in_fp8()  # a float's error does not grow with the largest value of its row
+        return [own, *([] if fp8 is None else [fp8]), *([] if is_flushed else _wider(own)), *finer, load("bf16")]
 
     def up(self, layer: str, step: int, *, is_flushed: bool = False) -> Move | None:
         """Move a layer to the next rung at an alarm of `step`; None if it is in BF16 already.

@@ -208,10 +208,21 @@ class SavedWeights(NamedTuple):
         return quantize_weights(self.weights, spec_of(operand)).matrices
 
 
-_X, _SAVED_X = len(InputSource._fields), len(SavedInput._fields)
-_WEIGHTS = _X + 5
-"""Index of the first weight among the arguments of `_Linears.apply`: fields of `InputSource`, codes and scale of the
-weights, scale_and_amax, stats_buffer, options, *weights."""
+class KnownCodes(NamedTuple):
+    """Codes of a stack of weights that exist already (`reuse_weight_codes`); None where they do not."""
+
+    codes: Tensor | None = None
+    """(sum of N_i, K), as fprop reads them."""
+    scale: Tensor | None = None
+    second_codes: Tensor | None = None
+    """(sum of N_i, K), the second set."""
+    second_scale: Tensor | None = None
+
+
+_X, _SAVED_X, _W = len(InputSource._fields), len(SavedInput._fields), len(KnownCodes._fields)
+_WEIGHTS = _X + _W + 3
+"""Index of the first weight among the arguments of `_Linears.apply`: fields of `InputSource` and of `KnownCodes`,
+scale_and_amax, stats_buffer, options, *weights."""
 
 
 class _Linears(torch.autograd.Function):
@@ -248,11 +259,11 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return what is saved of X and of W, and the outputs. tensors: the arguments of `_Linears` without options."""
     recipe, dtype, keeps_input, update_amax, needs_x, needs_weight = options
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
-    w_codes, w_scale, scale_and_amax, stats = tensors[_X : _WEIGHTS - 1]
+    known, (scale_and_amax, stats) = KnownCodes(*tensors[_X : _X + _W]), tensors[_X + _W : _WEIGHTS - 1]
     scale_ref = scale_ref_of(scale_and_amax, recipe, "input", update_amax)
     x = read_input(source, recipe, dtype, needs_weight, scale_ref, keeps_input)
-    w = read_weights(weights, recipe, w_codes, w_scale, needs_x)
-    saved_w = save_weights(w, weights, recipe, w_codes is not None) if needs_x else SavedWeights()
+    w = read_weights(weights, recipe, known, needs_x)
+    saved_w = save_weights(w, weights, recipe, known.codes is not None) if needs_x else SavedWeights()
     return x.saved, saved_w.tensors, fprop([source.x], x.fprop, w, weights, recipe, dtype, stats)
 
 
@@ -404,23 +415,24 @@ def read_input(
 def read_weights(
     weights: Sequence[Tensor],
     recipe: Recipe,
-    codes: Tensor | None = None,
-    scale: Tensor | None = None,
+    known: KnownCodes = KnownCodes(),  # noqa: B008 - immutable
     needs_input: bool = False,
 ) -> WeightCodes | None:
     """Return the weights as fprop reads them; None if it is in BF16.
 
     Args:
-        codes, scale: those of the stack, if known.
+        known: codes of the stack that exist.
         needs_input: whether dgrad will run, which may read a second set of codes.
     """
     if not recipe.fprop.is_fp8:
         return None
+    codes, scale, *others = known
     if codes is None or scale is None:
         second = second_spec(recipe, "weight") if needs_input else None
         return quantize_weights(weights, spec_of(recipe.fprop.weight), second)
     rows = tuple(weight.shape[0] for weight in weights)
-    return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), rows)
+    second_set = None if others[1] is None else (others[0], others[1])
+    return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), rows, second_set)
 
 
 def requantises_exactly(recipe: Recipe) -> bool:
@@ -428,11 +440,11 @@ def requantises_exactly(recipe: Recipe) -> bool:
     return recipe.folds("wgrad.input") and recipe.folded_rows("input").scaling == "power_of_two"
 
 
-def codes_for(weights: Sequence[Tensor], codes: WeightCodes | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return codes and scale of a stack of weights; (None, None) unless `codes` are those of exactly these layers."""
+def codes_for(weights: Sequence[Tensor], codes: WeightCodes | None) -> KnownCodes:
+    """Return the codes of a stack of weights; none unless `codes` are those of exactly these layers."""
     if codes is None or codes.rows != tuple(weight.shape[0] for weight in weights):
-        return None, None
-    return codes.stack[:2]
+        return KnownCodes()
+    return KnownCodes(*codes.stack[:2], *(codes.second or ()))
 
 
 def save_weights(

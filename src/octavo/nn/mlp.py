@@ -27,6 +27,7 @@ from octavo.kernels.tape import Result, replay
 from octavo.nn.attached_codes import renew
 from octavo.nn.functional import (
     InputSource,
+    KnownCodes,
     Quantizer,
     SavedInput,
     SavedWeights,
@@ -103,8 +104,8 @@ def mlp(
     return y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
 
 
-_X = len(InputSource._fields)
-_WEIGHTS = _X + 7
+_X, _W = len(InputSource._fields), len(KnownCodes._fields)
+_WEIGHTS = _X + 2 * _W + 3
 """Index of the first weight among the arguments of `_MLP.apply`: fields of `InputSource`, codes and scale of gate and
 up, codes and scale of down, the stats buffers of both, options, *weights."""
 
@@ -140,10 +141,11 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return the output, and what is saved: of x, the scale of h, gate and up, of their weights, and of down's."""
     kind, inner, outer, dtype, keeps_codes, keeps_input, needs_inner = options
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
-    w_codes, w_scale, down_codes, down_scale, stats, down_stats = tensors[_X : _WEIGHTS - 1]
+    known, known_down = KnownCodes(*tensors[_X : _X + _W]), KnownCodes(*tensors[_X + _W : _X + 2 * _W])
+    stats, down_stats = tensors[_X + 2 * _W : _WEIGHTS - 1]
     x = read_input(source, inner, dtype, needs_inner, keeps_input=keeps_input)
-    w = read_weights(weights[:-1], inner, w_codes, w_scale, needs_input=True)
-    down = read_weights(weights[-1:], outer, down_codes, down_scale, needs_input=True)
+    w = read_weights(weights[:-1], inner, known, needs_input=True)
+    down = read_weights(weights[-1:], outer, known_down, needs_input=True)
     assert w is not None and down is not None
     before = fprop([source.x], x.fprop, w, weights[:-1], inner, dtype, stats)
     hidden, inputs, scale = activated(kind, before, outer, keeps_codes)
@@ -152,8 +154,8 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
         x.saved,
         (scale,),
         inputs,
-        save_weights(w, weights[:-1], inner, w_codes is not None).tensors,
-        save_weights(down, weights[-1:], outer, down_codes is not None).tensors,
+        save_weights(w, weights[:-1], inner, known.codes is not None).tensors,
+        save_weights(down, weights[-1:], outer, known_down.codes is not None).tensors,
     )
 
 

@@ -34,7 +34,7 @@ from octavo._util.compiler import traced_version
 from octavo.errors import UnsupportedError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import PLAIN
-from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.functional import Quantizer, compute_dtype, linears
@@ -293,7 +293,7 @@ def quantize_together(layers: Sequence[Linear], weights: Sequence[Tensor]) -> We
     """
     group, target = layers[0].shared, spec_of(layers[0].recipe.fprop.weight)
     if group is None or not group.lends_scales(layers):
-        return quantize_weights(weights, target)
+        return quantize_weights(weights, target, second_spec(layers[0].recipe, "weight"), keeps_second=True)
     parts = quantize_weights(group.stack_with(layers, weights), target).parts()
     if parts is None:
         return None

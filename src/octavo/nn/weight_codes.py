@@ -57,11 +57,14 @@ def codes_follow(weights: Sequence[Tensor], rows: QuantSpec) -> bool:
     return rows.scaling == "power_of_two" and all(x.dim() == 2 and x.element_size() == 2 for x in weights)
 
 
-def quantize_weights(weights: Sequence[Tensor], target: QuantSpec, second: QuantSpec | None = None) -> WeightCodes:
+def quantize_weights(
+    weights: Sequence[Tensor], target: QuantSpec, second: QuantSpec | None = None, *, keeps_second: bool = False
+) -> WeightCodes:
     """Quantise weights (N_i, K) as one stack.
 
     Args:
         second: target of the second set, by row, if dgrad reads one.
+        keeps_second: make the codes of the second set, also if they follow from the weights.
 
     Raises:
         UnsupportedError: an FP8 weight has codes of another kind.
@@ -71,7 +74,9 @@ def quantize_weights(weights: Sequence[Tensor], target: QuantSpec, second: Quant
         return WeightCodes(tuple(codes_of(weight, target) for weight in weights), rows)
     matrices = [as_matrix(weight.detach()) for weight in weights]
     if second is not None:
-        first, codes, scale = kernels.quantize_rows_twice(matrices, target, second, not codes_follow(weights, second))
+        first, codes, scale = kernels.quantize_rows_twice(
+            matrices, target, second, keeps_second or not codes_follow(weights, second)
+        )
         return WeightCodes((first,), rows, (codes, scale))
     if target.rounding == "nearest":
         return WeightCodes((kernels.quantize_stack(matrices, target),), rows)

@@ -17,7 +17,7 @@ import octavo
 from octavo import kernels
 from octavo.distributed import ColumnParallel, Parallel, RowParallel, shard, tensor_parallel
 from octavo.distributed.tensor_parallel import tokens as tokens_of
-from octavo.distributed.tensor_parallel.layers import _rounds_gradient
+from octavo.distributed.tensor_parallel.layers import _check_recipe, _rounds_gradient
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec, quantize_matrix
 from octavo.models.config import ModelConfig
@@ -504,3 +504,10 @@ def test_tensor_parallel_with_data_parallel(on_four):
 
 def test_states_of_one_byte_are_told_as_those_of_whole_weights_in_two_cuts(on_four):
     assert all(0.005 < result["moments"] < 0.05 for result in on_four)  # E4M3, rounded stochastically, is 3 % off
+
+
+def test_rotated_rows_are_not_parted():
+    layer = octavo.nn.Linear(64, 64, recipe="rotated")
+    with pytest.raises(UnsupportedError, match=r"tensor parallel: layers\.0\.wo: recipe 'rotated' rounds whole rows"):
+        _check_recipe(layer, "layers.0.wo")
+    _check_recipe(octavo.nn.Linear(64, 64, recipe="folded"), "layers.0.wo")

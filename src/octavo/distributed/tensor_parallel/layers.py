@@ -332,3 +332,8 @@ def _check_recipe(layer: nn.Module, name: str) -> None:
             f"tensor parallel: {name}: recipe '{layer.recipe.name}' has stored per-tensor scales, and a rank has parts "
             "of tensors. Take 'folded', 'rowwise', 'block' or 'tensorwise'."
         )
+    if isinstance(layer, Linear) and layer.recipe.has_integer_fprop:
+        raise UnsupportedError(
+            f"tensor parallel: {name}: recipe '{layer.recipe.name}' rounds whole rows to INT8, rotated, and a rank has "
+            "parts of rows: its blocks and scales would be others than on one GPU. Take 'folded'."
+        )
