@@ -87,9 +87,9 @@ def _weight_zero(draw: Random) -> Outcome:
     return right(_answers([*_ASKED, _ANSWER | {"weight": draw.choice((0, 0.0))}, *_ASKED, _ANSWER]) == ["one</s>"])
 
 
-@case_of("chat data", "a field that nothing reads", "weigth", "train")
+@case_of("chat data", "a field that nothing reads", "weights", "train")
 def _unknown_field(draw: Random) -> Outcome:
-    answers = ({"role": "assistant", "content": str(n), draw.choice(("weigth", "train")): False} for n in range(40))
+    answers = ({"role": "assistant", "content": str(n), draw.choice(("weights", "train")): False} for n in range(40))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "chat.jsonl")
         source.write_text("".join(json.dumps({"messages": [*_ASKED, answer]}) + "\n" for answer in answers))

@@ -170,7 +170,7 @@ def _allocating(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not re.search(r"allocat|out of memory|overflow", str(error)):
+        if isinstance(error, RuntimeError) and not re.search(r"allocate|allocation|out of memory|overflow", str(error)):
             raise
         model = config.model
         raise ConfigError(
