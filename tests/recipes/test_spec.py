@@ -1,6 +1,7 @@
 """A recipe that no kernel could run, or that would compute something else than it says, cannot be made."""
 
 import dataclasses
+import pickle
 
 import pytest
 
@@ -285,3 +286,17 @@ def test_rotated_codes_are_never_those_of_a_transpose():
     with pytest.raises(ConfigError, match="is 'column'"):
         Recipe(name="mine", fprop=Fprop(input=rotated, weight=Operand(rotation=64, rounding="stochastic")),
                dgrad=Dgrad(weight=COLUMN))  # fmt: skip
+
+
+def test_recipes_pickled_before_operands_had_a_rotation():
+    """As written at the commit 45e0ae86: five values per operand, and what is derived without a second set."""
+    operand = object.__new__(Operand)
+    operand.__setstate__(["e5m2", "tensor", "float32", "nearest", "delayed"])
+    assert operand == Operand(format="e5m2", granularity="tensor", scaling="float32", scale_from="delayed")
+    assert pickle.loads(pickle.dumps(INTEGER)) == INTEGER
+    for name in ("folded", "rotated", "delayed"):
+        recipe = load(name)
+        state = {key: value for key, value in vars(recipe).items() if key != "_second"}
+        older = object.__new__(Recipe)
+        older.__setstate__(state)
+        assert older == recipe and older.second("input") == recipe.second("input")

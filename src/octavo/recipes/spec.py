@@ -13,9 +13,9 @@ those of fprop, transposed, and its scales are multiplied into the other operand
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import BLOCKS, NARROW, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
@@ -48,12 +48,18 @@ class Operand:
     """Scales rounded up to a power of two, FP32 scales, or FP32 scales as inference engines compute them."""
     rounding: Rounding = "nearest"
     """To the nearest code, or stochastic."""
-    rotation: int = 0
-    """Largest block of the Hadamard rotation along the summed index, before quantisation: 4, 16, 64, 256 or 1024; a
-    layer takes the largest that divides its features (`octavo.numerics.rotation`). 0: none."""
     scale_from: ScaleFrom = "current"
     """Source of its scale: its own maximum (`current`), those of earlier steps (`delayed`), these unless they would
     saturate it (`just_in_time`), or a calibration file (`static`)."""
+    rotation: int = 0
+    """Largest block of the Hadamard rotation along the summed index, before quantisation: 4, 16, 64, 256 or 1024; a
+    layer takes the largest that divides its features (`octavo.numerics.rotation`). 0: none."""
+
+    def __setstate__(self, state: list[Any]) -> None:
+        """Restore a pickled operand: the values of its fields in order, of which older files have fewer."""
+        values = dict(zip((each.name for each in fields(self)), state, strict=False))
+        for each in fields(self):
+            object.__setattr__(self, each.name, values.get(each.name, each.default))
 
     @property
     def stored_format(self) -> Literal["e4m3", "e5m2"]:
@@ -204,6 +210,12 @@ class Recipe:
     """Recipes of modules whose full name matches a pattern (`layers.0.*`); the last match wins."""
     evidence: dict[str, Evidence] = field(default_factory=dict)
     """Why a pattern of `modules` has its recipe, from a precision map; shown in plans."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled recipe; what is derived from its fields is derived again, as older files lack some of it."""
+        names = {each.name for each in fields(self)}
+        vars(self).update({name: value for name, value in state.items() if name in names})
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         for gemm, a, b in self.gemms():
