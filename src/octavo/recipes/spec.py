@@ -212,7 +212,7 @@ class Recipe:
     """Why a pattern of `modules` has its recipe, from a precision map; shown in plans."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled recipe; what is derived from its fields is derived again, as older files lack some of it."""
+        """Restore a pickled recipe. What is derived from its fields is derived again: older files lack some of it."""
         names = {each.name for each in fields(self)}
         vars(self).update({name: value for name, value in state.items() if name in names})
         self.__post_init__()
