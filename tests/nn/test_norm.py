@@ -715,7 +715,7 @@ def _compiled_step(model, x, dy):
     return size, [inputs.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-def _norm_and_reader(monkeypatch, shortest):
+def _norm_and_reader(monkeypatch, shortest, recipe="folded"):
     """Return a norm and a layer that reads it, compiled as on a GPU, where codes of rows above `shortest` follow."""
     monkeypatch.setattr(norm, "on_gpu", lambda x: True)
     monkeypatch.setattr(norm, "COMPILED_ROW", shortest)
@@ -724,7 +724,7 @@ def _norm_and_reader(monkeypatch, shortest):
     model = nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 32, bias=False)).to(torch.bfloat16)
     with torch.no_grad():
         model[0].weight.copy_(1 + 0.3 * torch.randn(64))
-    octavo.convert(model, policy=octavo.Policy(min_gain=0.0))
+    octavo.convert(model, recipe, policy=octavo.Policy(min_gain=0.0))
     x = torch.randn(256, 64).to(torch.bfloat16) * 2 ** torch.randn(256, 1)
     return model, x.to(torch.bfloat16), torch.randn(256, 32).to(torch.bfloat16)
 
@@ -741,6 +741,21 @@ def test_compiled_readers_of_a_norm_make_their_codes_of_its_input_and_again_in_b
     h = quantize(dy.float().t() * codes.scale.t(), E4M3, PER_ROW)
     exact = dequantize(h).double() @ codes.codes.double()
     assert sqnr_db(exact, dw.double()) > 45  # the very codes; what is left is BF16's rounding
+
+
+def test_compiled_readers_that_rotate_keep_no_codes_of_a_norm_even_of_short_rows(monkeypatch):
+    size = {}
+    for recipe in ("folded", "rotated"):
+        model, x, dy = _norm_and_reader(monkeypatch, 0 if recipe == "folded" else 1024, recipe)
+        size[recipe], gradients = _compiled_step(model, x, dy)
+        assert all(gradient.isfinite().all() for gradient in gradients)
+    assert size["rotated"] == size["folded"]
+
+
+def test_eager_norms_leave_rotated_codes_to_their_readers(monkeypatch):
+    model, x, _ = _norm_and_reader(monkeypatch, 0, "rotated")
+    assert not model[0]._writes_codes(x.device)
+    assert torch.equal(model(x), model[1](model[0](x).clone()))
 
 
 def test_compiled_evaluations_read_the_codes_of_eager_ones(monkeypatch):

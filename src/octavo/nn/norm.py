@@ -75,7 +75,7 @@ class Norm(Recognised):
         x: Tensor = args[0]
         x_MD = x.reshape(-1, x.shape[-1])
         eps = self._eps(x)
-        target = None if torch.compiler.is_compiling() or not _gains(x.device) else self.target
+        target = self.target if self._writes_codes(x.device) else None
         keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
         refuse_transforms()
         y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, target, self.is_centred, keeps_codes)  # type: ignore[no-untyped-call]
@@ -119,13 +119,20 @@ class Norm(Recognised):
         # Whether autocast runs a norm in FP32 depends on its class, the version and the device. FP32 input stays FP32.
         return x.dtype in _DTYPES if autocast_dtype(x.device.type) is None else x.dtype == torch.float32
 
+    def _writes_codes(self, device: torch.device) -> bool:
+        """Return whether the codes for the reader are written with y."""
+        if self.target is None or torch.compiler.is_compiling() or not _gains(device):
+            return False
+        return norm.unsupported_reason(self.target) is None
+
     def _is_recomputed(self, x: Any) -> bool:
         """Return whether compiled readers of y make their codes of x, which backward saves."""
         if not (torch.compiler.is_compiling() and self.enabled and is_plain(x)):
             return False
         if self.is_centred or self.weight is None or self.target is None or self.input_format == "fp8":
             return False
-        is_long = COMPILED_ROW < x.shape[-1] <= LONGEST_NORM  # shorter rows are quantised where they are computed
+        # Inductor quantises shorter rows where it computes them, and again in backward; it cannot rotate them.
+        is_long = (0 if self.target.rotation else COMPILED_ROW) < x.shape[-1] <= LONGEST_NORM
         known = is_long and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
         return known and self.is_as_recognised()
 
@@ -168,9 +175,11 @@ def adopts(module: nn.Module) -> bool:
 def adopt(module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16") -> None:
     """Turn a module that `adopts` takes into a `Norm`, in place. It remains an instance of its class.
 
-    If the target needs the maximum of all of y (`tensor`), the reader quantises: only y is written.
+    If the target needs the maximum of all of y (`tensor`), the reader quantises: only y is written. So it is in eager
+    mode, if the target rotates; compiled readers then quantise the norm of x in one pass.
     """
-    target = None if target is None or norm.unsupported_reason(target) else target
+    if target is not None and norm.unsupported_reason(target._replace(rotation=0)):
+        target = None
     Norm.take(module, target=target, enabled=True, input_format=input_format)
 
 
