@@ -367,6 +367,7 @@ class Study:
             "seed": seed,
             "text": text.digest,
             "machine": self.machine,
+            "package": results.package_digest(),
         }
         losses = lane.losses
         if not bool(losses.isfinite().all()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import math
 import re
@@ -274,6 +275,20 @@ def versions() -> dict[str, str]:
     from octavo.monitor import system
 
     return {name: version for name, version in system.versions().items() if version is not None}
+
+
+@cache
+def package_digest() -> str:
+    """Return 12 hexadecimal digits of SHA-256 over the package's Python files, by path: which code made a row.
+
+    A copy without version control has it too, and so has a tree with changes that no commit holds.
+    """
+    import octavo
+
+    root, digest = Path(octavo.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def hardware(device_name: str = "auto") -> str:
