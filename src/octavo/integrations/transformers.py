@@ -7,12 +7,17 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from octavo.conversion import Plan, Policy, convert
+from octavo.conversion import Compiled, Plan, Policy, compile_blocks, convert
+from octavo.errors import ConfigError
+from octavo.integrations.full_masks import FullMarks, FullMaskDropper, mark_full_masks
 from octavo.integrations.recipe_switch import RecipeSwitch
 from octavo.kernels import record
 from octavo.kernels.ledger import Ledger
+from octavo.nn import reuse_weight_codes_per_step
+from octavo.nn.step_codes import StepCodes
 from octavo.recipes import RecipeLike
 
 
@@ -29,10 +34,20 @@ class OctavoCallback(TrainerCallback):
 
     With `last_share` the last steps run by another recipe; a resumed run infers that from its step. A change that is
     impossible raises when training starts. Compiled code is compiled once more.
+
+    With `compile` the repeated blocks are compiled (`octavo.compile`), in place of `torch_compile`. With either one, the
+    attention mask of a batch is left out where it masks nothing, which is checked on the host while the batch is
+    collated; batches that are padded or packed keep theirs. From the end of training on the model has its own attention.
+
+    With `gradient_accumulation_steps` weights are quantised once per optimizer step
+    (`octavo.nn.reuse_weight_codes_per_step`), which takes memory for the codes: not with `Policy(memory="low")`, nor
+    with `torch_compile` or DeepSpeed.
     """
 
     plan: Plan | None = None
     """Conversion plan."""
+    compiled: Compiled | None = None
+    """What was compiled."""
 
     def __init__(
         self,
@@ -43,24 +58,38 @@ class OctavoCallback(TrainerCallback):
         count: bool | None = None,
         last_share: float = 0.0,
         last_recipe: RecipeLike = "rowwise_bf16_fprop",
+        compile: bool = False,
     ) -> None:
         """Take what `octavo.convert` takes, and options of a run.
 
         Args:
             count: whether GEMMs are counted; by default without `torch_compile`.
             last_share: share of the steps, at the end, by `last_recipe`: by default with fprop in BF16.
+            compile: whether the repeated blocks are compiled.
 
         Raises:
             ConfigError: `last_share` is not between 0 and 1.
         """
         self.recipe, self.policy, self.strict, self.count = recipe, policy, strict, count
         self.switch = RecipeSwitch(last_share, last_recipe)
+        self.compile = compile
         self._ledger: Ledger | None = None
         self._recording = ExitStack()
         self._converted: nn.Module | None = None
+        self._marks: FullMarks | None = None
+        self._codes: StepCodes | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Convert the model."""
+        """Convert the model, and compile it.
+
+        Raises:
+            ConfigError: `compile` and `torch_compile`.
+        """
+        if self.compile and args.torch_compile:
+            raise ConfigError(
+                "OctavoCallback: compile compiles the blocks of the model, and torch_compile all of it. Leave out "
+                "TrainingArguments(torch_compile): blocks take less time to compile."
+            )
         if (model := given.get("model")) is not None:
             self._convert(model, args, self.recipe)
 
@@ -74,12 +103,18 @@ class OctavoCallback(TrainerCallback):
             UnsupportedError: the device cannot run it, or the model is sharded so that its recipe cannot change.
         """
         model: nn.Module = given["model"]
+        self._close()  # of a training that failed
         self._recording.close()  # of a step that failed, as with auto_find_batch_size, or that was not logged
         self._ledger = None
         if self.switch.last_share:
             self.switch.rehearse(model, self.recipe, partial(self._convert, model, args))
         elif all(module is not self._converted for module in model.modules()):  # FSDP1 passes its wrapper here
             self._convert(model, args, self.recipe)
+        if self.compile or args.torch_compile:
+            self._leave_out_masks(model, given.get("train_dataloader"))
+        is_low = self.policy is not None and self.policy.memory == "low"
+        if args.gradient_accumulation_steps > 1 and not (is_low or args.torch_compile or args.deepspeed):
+            self._codes = reuse_weight_codes_per_step(model, given["optimizer"])
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -95,8 +130,9 @@ class OctavoCallback(TrainerCallback):
         self._recording.close()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Stop counting, also where a step was not finished."""
+        """Stop counting, also where a step was not finished; the model has its own attention again."""
         self._recording.close()
+        self._close()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Add what ran in FP8 to a log of the loss."""
@@ -114,4 +150,20 @@ class OctavoCallback(TrainerCallback):
     def _convert(self, model: nn.Module, args: TrainingArguments, recipe: RecipeLike) -> Plan:
         self.plan = convert(model, recipe, policy=self.policy, strict=self.strict, device=args.device)
         self._converted = model
+        if self.compile and (self.compiled is None or all(m is not self.compiled.model for m in model.modules())):
+            self.compiled = compile_blocks(model)
         return self.plan
+
+    def _leave_out_masks(self, model: nn.Module, loader: Any) -> None:
+        """Leave out the masks of batches that are neither padded nor packed."""
+        self._marks = mark_full_masks(model)
+        loader = getattr(loader, "base_dataloader", loader)  # Accelerate's contains PyTorch's
+        if self._marks and isinstance(loader, DataLoader) and not isinstance(loader.collate_fn, FullMaskDropper):
+            loader.collate_fn = FullMaskDropper(loader.collate_fn)
+
+    def _close(self) -> None:
+        """Undo what holds for one training only."""
+        for part in (self._marks, self._codes):
+            if part is not None:
+                part.remove()
+        self._marks = self._codes = None
