@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,10 @@ class FullMarks:
     def __init__(self, models: Mapping[PreTrainedModel, RemovableHandle]) -> None:
         self._models = dict(models)
 
-    def __bool__(self) -> bool:
-        return bool(self._models)
+    def covers(self, model: nn.Module) -> bool:
+        """Return whether no mask is as good as a full one to a model: one of transformers or PEFT, marked inside."""
+        base = getattr(model, "get_base_model", lambda: model)()
+        return isinstance(base, PreTrainedModel) and any(m in self._models for m in base.modules())
 
     def remove(self) -> None:
         """Undo `mark_full_masks`."""
@@ -60,13 +62,12 @@ class FullMarks:
 def mark_full_masks(model: nn.Module) -> FullMarks:
     """Have the models of transformers in a model leave out masks that mask nothing, in place.
 
-    Only models whose attention is `sdpa` are changed: no other builds masks for what it need not. What a model computes
-    is the same.
+    Those with no further model inside are changed, which build the masks, if their attention is `sdpa`: no other builds
+    masks for what it need not. What a model computes is the same.
     """
     AttentionInterface.register(NAME, sdpa_attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
-    theirs = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    marked = [m for m in theirs if _takes_masks(m) and m.config._attn_implementation == "sdpa"]
+    marked = [m for m in model.modules() if _builds_masks(m) and m.config._attn_implementation == "sdpa"]
     handles = {m: m.register_forward_pre_hook(_pass_full_mask, with_kwargs=True) for m in marked}
     for each in marked:
         if each.config._attn_implementation == "sdpa":  # several models may share their configuration
@@ -98,7 +99,9 @@ def _is_full(batch: Mapping[str, Any]) -> bool:
     return not any(batch.get(name) is not None for name in _OTHERS[1:]) and bool(mask.all())
 
 
-def _takes_masks(model: nn.Module) -> bool:
+def _builds_masks(model: nn.Module) -> TypeGuard[PreTrainedModel]:
+    if [m for m in model.modules() if isinstance(m, PreTrainedModel)] != [model]:
+        return False
     return {"attention_mask", "position_ids"} <= inspect.signature(model.forward).parameters.keys()
 
 
@@ -113,13 +116,13 @@ def _pass_full_mask(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return args, {**kwargs, "attention_mask": full_mask(tokens.shape[0], tokens.shape[1], tokens.device)}
 
 
-def _mask(*args: Any, attention_mask: Tensor | None = None, **given: Any) -> Tensor | None:
+def _mask(*, attention_mask: Tensor | None = None, **given: Any) -> Tensor | None:
     """Return transformers' mask for its attention `sdpa`; None, as it does, where a full mask leaves it causal."""
     if is_known_to_be_full(attention_mask):
         if _may_be_left_out(**given):
             return None
         attention_mask = None
-    mask: Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **given)
+    mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **given)
     return mask
 
 

@@ -35,9 +35,9 @@ class OctavoCallback(TrainerCallback):
     With `last_share` the last steps run by another recipe; a resumed run infers that from its step. A change that is
     impossible raises when training starts. Compiled code is compiled once more.
 
-    With `compile` the repeated blocks are compiled (`octavo.compile`), in place of `torch_compile`. With either one, the
+    With `compile` the repeated blocks are compiled (`octavo.compile`), in place of `torch_compile`. With either one the
     attention mask of a batch is left out where it masks nothing, which is checked on the host while the batch is
-    collated; batches that are padded or packed keep theirs. From the end of training on the model has its own attention.
+    collated; batches that are padded or packed keep theirs. At the end of training the model's own attention is back.
 
     With `gradient_accumulation_steps` weights are quantised once per optimizer step
     (`octavo.nn.reuse_weight_codes_per_step`), which takes memory for the codes: not with `Policy(memory="low")`, nor
@@ -158,7 +158,7 @@ class OctavoCallback(TrainerCallback):
         """Leave out the masks of batches that are neither padded nor packed."""
         self._marks = mark_full_masks(model)
         loader = getattr(loader, "base_dataloader", loader)  # Accelerate's contains PyTorch's
-        if self._marks and isinstance(loader, DataLoader) and not isinstance(loader.collate_fn, FullMaskDropper):
+        if self._marks.covers(model) and isinstance(loader, DataLoader):
             loader.collate_fn = FullMaskDropper(loader.collate_fn)
 
     def _close(self) -> None:
