@@ -29,7 +29,7 @@ class OctavoCallback(TrainerCallback):
 
     Each log of the loss has three more values: `fp8_layers`; `fp8_gemms`, the FP8 GEMMs of the first step since the
     last log on this rank; and `fp8_fallbacks`, the number of reasons why any of these ran on a slow kernel, which the
-    log of `octavo` names. With `torch_compile` the last two are left out, unless `count=True`: steps that are counted
+    log of `octavo` names. In compiled training the last two are left out, unless `count=True`: steps that are counted
     are a second graph to compile.
 
     With `last_share` the last steps run by another recipe; a resumed run infers that from its step. A change that is
@@ -63,7 +63,7 @@ class OctavoCallback(TrainerCallback):
         """Take what `octavo.convert` takes, and options of a run.
 
         Args:
-            count: whether GEMMs are counted; by default without `torch_compile`.
+            count: whether GEMMs are counted; by default where nothing is compiled.
             last_share: share of the steps, at the end, by `last_recipe`: by default with fprop in BF16.
             compile: whether the repeated blocks are compiled.
 
@@ -122,7 +122,8 @@ class OctavoCallback(TrainerCallback):
         """Begin the last share of the steps; count the GEMMs of this step, if it is the first since the last log."""
         if self.switch.is_due(state.global_step, state.max_steps):
             self._convert(given["model"], args, self.switch.last_recipe)
-        if self._ledger is None and (not args.torch_compile if self.count is None else self.count):
+        is_compiled = self.compile or args.torch_compile
+        if self._ledger is None and (not is_compiled if self.count is None else self.count):
             self._ledger = self._recording.enter_context(record())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
