@@ -29,8 +29,9 @@ def trainer(model: Any, data: Any, out: Path, steps: int, *callbacks: Any, **opt
         "logging_steps": 5, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": True, "disable_tqdm": True,
         "seed": 1, "data_seed": 1, **options,
     }  # fmt: skip
+    held_out = settings.pop("eval_dataset", None)
     arguments = TrainingArguments(output_dir=str(out), **settings)
-    return Trainer(model=model, args=arguments, train_dataset=data, callbacks=list(callbacks))
+    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out, callbacks=list(callbacks))
 
 
 def losses(run: Trainer) -> list[float]:
@@ -97,6 +98,19 @@ def test_blocks_are_compiled_by_one_line_and_full_masks_are_left_out(llama, sequ
     assert run.model.config._attn_implementation == "sdpa"
     with pytest.raises(ConfigError, match="Leave out TrainingArguments"):
         trainer(llama(), sequences, tmp_path, 1, OctavoCallback(compile=True), torch_compile=True)
+
+
+def test_head_and_loss_as_one_train_to_the_same_losses(llama, sequences, tmp_path):
+    options = {"gradient_accumulation_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
+    runs = [
+        trainer(llama(), sequences, tmp_path, 3, OctavoCallback(fuse_loss=fuse), eval_dataset=sequences, **options)
+        for fuse in (False, True)
+    ]
+    for run in runs:
+        run.train()
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=2e-3)
+    evaluated = [[entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry] for run in runs]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=2e-3)
 
 
 class WithMask(torch.utils.data.Dataset):

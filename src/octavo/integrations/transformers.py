@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from octavo.conversion import Compiled, Plan, Policy, compile_blocks, convert
 from octavo.errors import ConfigError
 from octavo.integrations.full_masks import FullMarks, FullMaskDropper, mark_full_masks
+from octavo.integrations.head_loss import fuse_head_and_loss
 from octavo.integrations.recipe_switch import RecipeSwitch
 from octavo.kernels import record
 from octavo.kernels.ledger import Ledger
@@ -59,6 +60,7 @@ class OctavoCallback(TrainerCallback):
         last_share: float = 0.0,
         last_recipe: RecipeLike = "rowwise_bf16_fprop",
         compile: bool = False,
+        fuse_loss: bool = False,
     ) -> None:
         """Take what `octavo.convert` takes, and options of a run.
 
@@ -66,28 +68,32 @@ class OctavoCallback(TrainerCallback):
             count: whether GEMMs are counted; by default where nothing is compiled.
             last_share: share of the steps, at the end, by `last_recipe`: by default with fprop in BF16.
             compile: whether the repeated blocks are compiled.
+            fuse_loss: whether the head computes the loss by chunks of tokens (`fuse_head_and_loss`), so that no logits
+                are kept in training. Not for trainers that read them, as TRL's do.
 
         Raises:
             ConfigError: `last_share` is not between 0 and 1.
         """
         self.recipe, self.policy, self.strict, self.count = recipe, policy, strict, count
         self.switch = RecipeSwitch(last_share, last_recipe)
-        self.compile = compile
+        self.compile, self.fuse_loss = compile, fuse_loss
         self._ledger: Ledger | None = None
         self._recording = ExitStack()
         self._converted: nn.Module | None = None
+        self._prepared: nn.Module | None = None
         self._marks: FullMarks | None = None
         self._codes: StepCodes | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Convert the model, and compile it.
+        """Convert the model, fuse its head and loss, and compile it.
 
         Raises:
-            ConfigError: `compile` and `torch_compile`.
+            ConfigError: `compile` or `fuse_loss` with `torch_compile`.
+            UnsupportedError: `fuse_loss` with a model whose loss is another.
         """
-        if self.compile and args.torch_compile:
+        if (self.compile or self.fuse_loss) and args.torch_compile:
             raise ConfigError(
-                "OctavoCallback: compile compiles the blocks of the model, and torch_compile all of it. Leave out "
+                "OctavoCallback: compile and fuse_loss are for models that are not compiled as a whole. Leave out "
                 "TrainingArguments(torch_compile): blocks take less time to compile."
             )
         if (model := given.get("model")) is not None:
@@ -151,8 +157,12 @@ class OctavoCallback(TrainerCallback):
     def _convert(self, model: nn.Module, args: TrainingArguments, recipe: RecipeLike) -> Plan:
         self.plan = convert(model, recipe, policy=self.policy, strict=self.strict, device=args.device)
         self._converted = model
-        if self.compile and (self.compiled is None or all(m is not self.compiled.model for m in model.modules())):
-            self.compiled = compile_blocks(model)
+        if self._prepared is None or all(module is not self._prepared for module in model.modules()):
+            self._prepared = model
+            if self.fuse_loss:
+                fuse_head_and_loss(model)
+            if self.compile:
+                self.compiled = compile_blocks(model)
         return self.plan
 
     def _leave_out_masks(self, model: nn.Module, loader: Any) -> None:
