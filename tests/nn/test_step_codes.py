@@ -25,8 +25,9 @@ def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int =
     """Return the parameters after some steps of several micro-batches."""
     for step in range(steps):
         for micro_batch in range(MICRO_BATCHES):
-            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(10 * step + micro_batch)).requires_grad_()
-            model(x).square().mean().backward()
+            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(10 * step + micro_batch))
+            x = x.to(next(model.parameters()).device).requires_grad_()
+            model(x.to(next(model.parameters()).dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
@@ -49,6 +50,25 @@ def test_weights_are_quantised_once_per_step_with_the_bits_of_each_forward(recip
     assert made_once == 2 * 6, "six layers, two steps"
     assert made_each == 2 * 6 * MICRO_BATCHES
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * compiled, "with and without codes"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_no_kernel_of_a_step_breaks_the_seals(dtype, fused):
+    """Where weights are sealed, not compared: a kernel that asks for a mutable pointer would have codes made again."""
+
+    def run(reuse: bool) -> tuple[list[torch.Tensor], int]:
+        model = nn.Sequential(net("folded"), net("folded")).to("cuda", dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        if reuse:
+            reuse_weight_codes_per_step(model, optimizer)
+        with kernels.record() as ledger:
+            return accumulated(model, optimizer), ledger.weights
+
+    (expected, _), (got, made) = run(False), run(True)
+    assert made == 2 * 6
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("way", [*WAYS, *EAGER_WAYS])
@@ -111,6 +131,15 @@ def test_copies_and_files_of_the_model_have_none():
         for p in other.parameters():
             p.data.mul_(3.0)
         assert torch.equal(other(x), net("folded", values=other)(x)) and other.out.weight_codes is None
+
+
+def test_a_replica_of_the_model_makes_none():
+    model, x = net("folded"), torch.randn(5, 32)
+    reuse_weight_codes_per_step(model)
+    replica = copy.copy(model)
+    replica.__dict__ = dict(model.__dict__)
+    replica(x)
+    assert model.out.weight_codes is None
 
 
 def test_weights_that_hooks_bring_are_left_alone():

@@ -11,7 +11,8 @@ model adds to the loss, such as that of its router, may stay.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import threading
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,16 +42,22 @@ class Targets(NamedTuple):
     ignored: int
 
 
+class _Running(threading.local):
+    """The forward that runs in this thread; `nn.DataParallel` has one per replica."""
+
+    targets: Targets | None = None
+    """Until the head has read them."""
+    total: tuple[Tensor, Tensor] | None = None
+    """Sum of the losses and number of targets, until the loss function has read them."""
+
+
 class HeadLoss:
     """The loss of a model, computed by its head. `remove()` undoes `fuse_head_and_loss`."""
 
     def __init__(self, model: nn.Module, head: nn.Linear) -> None:
         self.model: Any = model
         self.head = head
-        self.targets: Targets | None = None
-        """Those of the forward that is running, until the head has read them."""
-        self.total: tuple[Tensor, Tensor] | None = None
-        """Sum of the losses and number of targets, until the loss function has read them."""
+        self.running = _Running()
         self._handle: RemovableHandle | None = None
 
     def install(self) -> None:
@@ -97,16 +104,15 @@ class LossHead(Wrapped):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits (..., V); with targets compute the loss, and return (..., 0)."""
-        fused, bias = self.head_loss, self._parameters.get("bias")
-        weight: Any = self._parameters["weight"]
-        targets, fused.targets = fused.targets, None
+        running, weight, bias = self.head_loss.running, cast(Tensor, self.weight), cast(Tensor | None, self.bias)
+        targets, running.targets = running.targets, None
         if targets is None or type(weight) not in PLAIN or input.shape[:-1] != targets.labels.shape:
             logits: Tensor = super().forward(input)
             return logits
         labels = targets.labels.to(input.device)
         options: Any = {"bias": bias, "recipe": recipe_of(self), "ignore_index": targets.ignored, "reduction": "sum"}
         total = linear_cross_entropy(input, weight, labels, **options)
-        fused.total = total, (labels != targets.ignored).sum()
+        running.total = total, (labels != targets.ignored).sum()
         return input.new_empty((*input.shape[:-1], 0))
 
 
@@ -119,14 +125,15 @@ class _NoteTargets:
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.fused is None:
             return
-        self.fused.targets = self.fused.total = None
+        running = self.fused.running
+        running.targets = running.total = None
         labels, ignored = kwargs.get("labels"), kwargs.get("ignore_index", IGNORED)
         if labels is None or not (model.training and torch.is_grad_enabled()):
             return
         shifted = kwargs.get("shift_labels")
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
-        self.fused.targets = Targets(shifted, ignored)
+        running.targets = Targets(shifted, ignored)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _NoteTargets, ()  # a copy of the model has a head and a loss of its own
@@ -139,7 +146,8 @@ class _ReadLoss:
         self.fused = fused
 
     def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **given: Any) -> Tensor:
-        total, self.fused.total = self.fused.total, None
+        running = self.fused.running
+        total, running.total = running.total, None
         if total is None:
             loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, **given)
             return loss

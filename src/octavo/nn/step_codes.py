@@ -98,8 +98,8 @@ class _Hook:
 
 class _BeforeForward(_Hook):
     @run_eagerly
-    def __call__(self, *_: Any) -> None:
-        if self.codes is not None:
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if self.codes is not None and module is self.codes.model:  # no replica of `nn.DataParallel`
             self.codes.check()
 
 
