@@ -1,6 +1,7 @@
 """Blocks that are found and compiled in place, once per class: the same results, in every order with other calls."""
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -187,6 +188,16 @@ def test_families_of_transformers():
     ]
     for family, config, blocks in families:
         assert repeated_blocks(family(config)) == [f"{blocks}.0", f"{blocks}.1"]
+
+
+def test_blocks_of_many_widths_are_all_compiled(graphs):
+    """PyTorch gives up after eight graphs of one class."""
+    widths = [8 * (1 + i // 2) for i in range(20)]
+    blocks = nn.ModuleList(Block(32, width) for width in widths)
+    assert len(compiled(blocks, backend="eager", fullgraph=False).blocks) == 20
+    for block in blocks:
+        block(torch.randn(4, 32))
+    assert graphs() == (10 if "recompile_limit" in inspect.signature(torch.compile).parameters else 8)
 
 
 def test_a_model_without_repeated_blocks_is_compiled_as_a_whole(graphs):

@@ -75,7 +75,7 @@ def test_a_compiled_trainer_compiles_a_graph_per_recipe_and_another_where_its_st
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    compile_blocks = partial(octavo.compile, backend="aot_eager", fullgraph=True)
+    compile_blocks = partial(octavo.compile, backend="eager", fullgraph=True)
     monkeypatch.setattr("octavo.integrations.transformers.compile_blocks", compile_blocks)
 
 
@@ -134,12 +134,9 @@ def test_padded_batches_keep_their_masks_in_compiled_trainers(llama, sequences, 
     data = WithMask(sequences, zeros=5)
     plain = trainer(llama(), data, tmp_path, 2, OctavoCallback(), logging_steps=1)
     blocks = trainer(llama(), data, tmp_path, 2, OctavoCallback(compile=True), logging_steps=1)
-    whole = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    whole = trainer(llama(), data, tmp_path, 2, OctavoCallback(), logging_steps=1, **whole)
-    for run in (plain, blocks, whole):
+    for run in (plain, blocks):
         run.train()
     assert losses(blocks) == pytest.approx(losses(plain), rel=1e-3)
-    assert losses(whole) == pytest.approx(losses(plain), rel=1e-3)
 
 
 @pytest.mark.parametrize(("policy", "made"), [(None, 14), (octavo.Policy(memory="low"), 3 * 14)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,8 +102,9 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     kinds: set[Any] = set()
     for _, children in _levels(model, kinds):
         structures = [_structure(child) for child in children.values()]
+        counts = Counter(structures)
         for child, structure in zip(children.values(), structures, strict=True):
-            if structures.count(structure) > 1 and _is_block(child):
+            if counts[structure] > 1 and _is_block(child):
                 kinds.add(_kind(child))
     blocks = {
         full_name(name, child)
@@ -196,13 +198,11 @@ def _limit(modules: Iterable[nn.Module]) -> dict[str, Any]:
 
 def _beside(model: nn.Module, chosen: Sequence[str]) -> list[str]:
     """Return the full names of the outermost modules with parameters that contain no chosen module, nor are in one."""
-    around = {prefix for name in chosen for prefix in itertools.accumulate(name.split("."), full_name)} | {""}
+    around = {outer for name in chosen for outer in _around(name)} - {*chosen}
     return [
         name
         for name, module in model.named_modules()
-        if name not in around
-        and name.rpartition(".")[0] in around - {*chosen}
-        and any(True for _ in module.parameters())
+        if name and name.rpartition(".")[0] in around and name not in around | {*chosen} and [*module.parameters()]
     ]
 
 
