@@ -1,8 +1,11 @@
 """Train a Qwen3-shaped model with transformers' Trainer: BF16, torchao and Octavo, eager and compiled.
 
-The Trainer runs as for users: `bf16=True`, weights in FP32 under autocast, fused AdamW, `torch_compile` for the whole
-model. Octavo and torchao each convert the model by one call before it. Time is wall time from the end of the warm-up
-to the end of the last step, including the Trainer's work between steps.
+The Trainer runs as for users: `bf16=True`, weights in FP32 under autocast or in BF16 by the model, fused AdamW. Octavo
+and torchao each convert the model by one call before it. Time is wall time from the end of the warm-up to the end of
+the last step, including the Trainer's work between steps.
+
+The mode `torch_compile` compiles the whole model, `blocks` each of its blocks by `octavo.compile`, in every
+implementation, BF16 included, as `OctavoCallback(compile=True)` does.
 
 Under compilation transformers passes attention a mask of all pairs of tokens, since it cannot detect packed sequences
 there, and attention takes several times as long. The mode `torch_compile_causal` has the same attention without the
@@ -33,7 +36,7 @@ from octavo_bench.timing import attempts, beside_first, peak_gib
 
 WARM_UP = 4
 """Untimed first steps, which compile and autotune."""
-MODES = ("eager", "torch_compile", "torch_compile_causal")
+MODES = ("eager", "torch_compile", "torch_compile_causal", "blocks")
 CAUSAL = "sdpa_causal"
 """Name that registers transformers' own attention function without a mask."""
 KIND = Kind(
@@ -70,6 +73,8 @@ class Model:
     vocab: int
     batch: int
     sequence: int
+    weights: str = "fp32"
+    """fp32, which autocast rounds, or bf16."""
 
 
 MODELS = {
@@ -77,10 +82,14 @@ MODELS = {
     for model in (
         Model(name="qwen3-2048", dim=2048, ffn=6144, heads=16, kv_heads=8, head_dim=128, layers=6, vocab=32768,
               batch=4, sequence=4096),
+        Model(name="qwen3-2048-bf16", dim=2048, ffn=6144, heads=16, kv_heads=8, head_dim=128, layers=8, vocab=32768,
+              batch=4, sequence=4096, weights="bf16"),
         Model(name="tiny", dim=64, ffn=128, heads=2, kv_heads=1, head_dim=32, layers=1, vocab=64, batch=2, sequence=32),
+        Model(name="tiny-bf16", dim=64, ffn=128, heads=2, kv_heads=1, head_dim=32, layers=2, vocab=64, batch=2,
+              sequence=32, weights="bf16"),
     )
 }  # fmt: skip
-"""By name: six blocks of Qwen3-1.7B with a small vocabulary; one for tests."""
+"""By name: blocks of Qwen3-1.7B with a small vocabulary; those for tests."""
 
 
 def implementations(tokens: int) -> dict[str, Callable[[nn.Module], object]]:
@@ -147,6 +156,8 @@ def train(model: Any, batch: int, sequence: int, mode: str, *, device: str, step
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    from octavo.integrations.full_masks import mark_full_masks
+
     class Clock(TrainerCallback):
         """Records the end of the warm-up and of training, each synchronised with the device."""
 
@@ -161,6 +172,9 @@ def train(model: Any, batch: int, sequence: int, mode: str, *, device: str, step
     clock = Clock()
     if mode == "torch_compile_causal":
         leave_out_mask(model)
+    if mode == "blocks":
+        mark_full_masks(model)
+        octavo.compile(model)
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
             output_dir=directory,
@@ -169,7 +183,7 @@ def train(model: Any, batch: int, sequence: int, mode: str, *, device: str, step
             learning_rate=1e-4,
             optim="adamw_torch_fused",
             bf16=True,
-            torch_compile=mode != "eager",
+            torch_compile=mode.startswith("torch_compile"),
             use_cpu=device == "cpu",
             logging_strategy="no",
             save_strategy="no",
@@ -206,7 +220,8 @@ def _make(model: Model, device: str) -> Any:
         use_cache=False,
     )
     with torch.device(device):
-        return Qwen3ForCausalLM(config)
+        made = Qwen3ForCausalLM(config)
+    return made.bfloat16() if model.weights == "bf16" else made
 
 
 def leave_out_mask(model: Any) -> None:
@@ -235,14 +250,16 @@ def command(
 
         octavo bench hf
         octavo bench hf --mode eager --only "octavo folded" --write benchmarks/results
+        octavo bench hf --model qwen3-2048-bf16 --mode eager --mode blocks --only "octavo folded"
 
     Parameters
     ----------
     model
-        qwen3-2048 (six blocks of Qwen3-1.7B, 4 x 4,096 tokens) or tiny.
+        qwen3-2048 (six blocks of Qwen3-1.7B, 4 x 4,096 tokens), qwen3-2048-bf16 (eight, with weights in BF16), tiny or
+        tiny-bf16.
     mode
-        eager, torch_compile (the Trainer's option) or torch_compile_causal (the same without an attention mask); all
-        by default.
+        eager, torch_compile (the Trainer's option), torch_compile_causal (the same without an attention mask) or blocks
+        (each compiled by octavo.compile); all by default.
     only
         Implementations to run besides BF16; all by default.
     device

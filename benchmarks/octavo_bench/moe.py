@@ -54,7 +54,7 @@ TRAINER = "4 layers of Qwen3-30B-A3B in the Trainer, 2 x 4096 tokens"
 WITH_HEAD = " + fp8 head"
 MODES = {"trainer": "eager", "compiled": "compiled", "causal": "compiled, no mask"}
 """Names of the Trainer's modes, by part of the benchmark."""
-TRAINER_MODES = dict(zip(MODES, hf.MODES, strict=True))
+TRAINER_MODES = dict(zip(MODES, ("eager", "torch_compile", "torch_compile_causal"), strict=True))
 PARTS = ("layer", *MODES, "parallel")
 STEPS = 8
 KIND = Kind(

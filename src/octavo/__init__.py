@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from octavo._util.compiler import skip_own_guards
     from octavo.calibration import Calibration, calibrate
     from octavo.conversion import Operators, Plan, Policy, autocast, convert, disabled, offload, recompute, revert
+    from octavo.conversion import compile_blocks as compile
     from octavo.conversion import make_plan as plan
     from octavo.monitor.monitor import Monitor
     from octavo.nn.observe import observed
@@ -38,6 +39,7 @@ __all__ = [
     "autocast",
     "calibrate",
     "calibration",
+    "compile",
     "convert",
     "dequantize",
     "disabled",
@@ -61,7 +63,9 @@ __all__ = [
 _HOMES = {
     "_util.compiler": "skip_own_guards",
     "calibration": "Calibration calibrate",
-    "conversion": "Operators Plan Policy autocast convert disabled offload plan=make_plan recompute revert",
+    "conversion": (
+        "Operators Plan Policy autocast compile=compile_blocks convert disabled offload plan=make_plan recompute revert"
+    ),
     "monitor.monitor": "Monitor",
     "nn.observe": "observed",
     "nn.scaling_state": "scales",

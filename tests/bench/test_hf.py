@@ -4,6 +4,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 
+import octavo
 from octavo.errors import ConfigError
 from octavo_bench import hf
 
@@ -14,6 +15,23 @@ def test_the_trainer_trains_each_implementation_on_the_same_tokens() -> None:
     assert rows[0]["ratio_to_bf16"] == 1.0
     assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=0.01) and rows[1]["loss"] != rows[0]["loss"]
     assert "| tiny | eager | octavo folded |" in hf.KIND.markdown(rows)
+
+
+def test_weights_in_bf16_and_blocks_compiled_the_same_way_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    seen: list[tuple[set[torch.dtype], list[str]]] = []
+
+    def compile_blocks(model: torch.nn.Module) -> None:
+        report = octavo.conversion.compile_blocks(model, backend="eager")
+        seen.append(({p.dtype for p in model.parameters()}, [*report.blocks]))
+
+    monkeypatch.setattr(octavo, "compile", compile_blocks, raising=False)
+    rows = [*hf.bench_hf(hf.MODELS["tiny-bf16"], ["octavo folded"], ["eager", "blocks"], device="cpu", steps=2)]
+    assert [(row["mode"], row["implementation"]) for row in rows] == [
+        (mode, name) for mode in ("eager", "blocks") for name in ("bf16", "octavo folded")
+    ]
+    assert seen == [({torch.bfloat16}, ["model.layers.0", "model.layers.1"])] * 2
+    assert rows[2]["loss"] == pytest.approx(rows[0]["loss"], rel=0.01)
 
 
 def test_attention_without_a_mask_is_the_same_attention() -> None:

@@ -1,5 +1,6 @@
 """The Trainer of transformers, as its users call it: with one callback more."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("accelerate", reason="needs accelerate (octavo[clients])")
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import octavo
+from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.integrations.transformers import OctavoCallback
 from octavo.kernels.ledger import is_open
@@ -27,8 +29,9 @@ def trainer(model: Any, data: Any, out: Path, steps: int, *callbacks: Any, **opt
         "logging_steps": 5, "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": True, "disable_tqdm": True,
         "seed": 1, "data_seed": 1, **options,
     }  # fmt: skip
+    held_out = settings.pop("eval_dataset", None)
     arguments = TrainingArguments(output_dir=str(out), **settings)
-    return Trainer(model=model, args=arguments, train_dataset=data, callbacks=list(callbacks))
+    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out, callbacks=list(callbacks))
 
 
 def losses(run: Trainer) -> list[float]:
@@ -67,6 +70,90 @@ def test_a_compiled_trainer_compiles_a_graph_per_recipe_and_another_where_its_st
     assert graphs == 2 and callback.plan.recipe.name == recipe
     logged = [entry for entry in run.state.log_history if "loss" in entry]
     assert all(e["fp8_layers"] == FP8_LAYERS and ("fp8_gemms" in e) == ("count" in options) for e in logged)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    compile_blocks = partial(octavo.compile, backend="eager", fullgraph=True)
+    monkeypatch.setattr("octavo.integrations.transformers.compile_blocks", compile_blocks)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_blocks_are_compiled_by_one_line_and_full_masks_are_left_out(llama, sequences, tmp_path):
+    plain = trainer(llama(), sequences, tmp_path, 3, OctavoCallback(), logging_steps=1)
+    plain.train()
+    masks: list[Any] = []
+    run = trainer(llama(), WithMask(sequences), tmp_path, 3, callback := OctavoCallback(compile=True), logging_steps=1)
+    assert [*callback.compiled.blocks] == ["model.layers.0", "model.layers.1"]
+    run.model.model.register_forward_pre_hook(
+        lambda _, args, given: masks.append(given["attention_mask"]), with_kwargs=True
+    )
+    torch._dynamo.utils.counters.clear()
+    run.train()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert masks == [None] * 3, "dropped where batches are collated"
+    assert "fp8_gemms" not in run.state.log_history[0], "counting would be a second graph"
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-3)
+    assert run.model.config._attn_implementation == "sdpa"
+    with pytest.raises(ConfigError, match="Leave out TrainingArguments"):
+        trainer(llama(), sequences, tmp_path, 1, OctavoCallback(compile=True), torch_compile=True)
+
+
+def test_head_and_loss_as_one_train_to_the_same_losses(llama, sequences, tmp_path):
+    options = {"gradient_accumulation_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3}
+    runs = [
+        trainer(llama(), sequences, tmp_path, 3, OctavoCallback(fuse_loss=fuse), eval_dataset=sequences, **options)
+        for fuse in (False, True)
+    ]
+    for run in runs:
+        run.train()
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=2e-3)
+    evaluated = [[entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry] for run in runs]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=2e-3)
+
+
+class WithMask(torch.utils.data.Dataset):
+    """Sequences with attention masks, of which those of some have zeros."""
+
+    def __init__(self, data: Any, zeros: int = 0) -> None:
+        self.data, self.zeros = data, zeros
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        mask = torch.ones(24, dtype=torch.long)
+        mask[24 - self.zeros * (index % 2) :] = 0
+        return {**self.data[index], "attention_mask": mask}
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_padded_batches_keep_their_masks_in_compiled_trainers(llama, sequences, tmp_path):
+    torch._dynamo.reset()
+    data = WithMask(sequences, zeros=5)
+    plain = trainer(llama(), data, tmp_path, 2, OctavoCallback(), logging_steps=1)
+    blocks = trainer(llama(), data, tmp_path, 2, OctavoCallback(compile=True), logging_steps=1)
+    for run in (plain, blocks):
+        run.train()
+    assert losses(blocks) == pytest.approx(losses(plain), rel=1e-3)
+
+
+@pytest.mark.parametrize(("policy", "made"), [(None, 14), (octavo.Policy(memory="low"), 3 * 14)])
+def test_weights_are_quantised_once_per_step_under_accumulation(policy, made, llama, sequences, tmp_path):
+    """By layer; the results are those of quantising in each micro-batch."""
+    options = {"gradient_accumulation_steps": 3, "logging_steps": 1}
+    run = trainer(llama(), sequences, tmp_path, 2, OctavoCallback(policy=policy), **options)
+    with kernels.record() as ledger:
+        run.train()
+    assert ledger.weights == 2 * made
+    if policy is None:
+        octavo.convert(model := llama())
+        expected = trainer(model, sequences, tmp_path, 2, **options)
+        expected.train()
+        assert losses(run) == losses(expected)
+        assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), model.parameters(), strict=True))
+    assert not run.model._forward_pre_hooks
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(llama, sequences, tmp_path):

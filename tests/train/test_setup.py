@@ -62,7 +62,7 @@ def test_each_block_is_compiled_without_guards_on_own_code(
     compiled: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compiled.append((type(self).__name__, given)))
     lanes(configure, "fp32", run={"compile": "on"})
-    given = {"fullgraph": True, "options": {"guard_filter_fn": octavo.skip_own_guards}}
+    given = {"fullgraph": True, "dynamic": None, "options": {"guard_filter_fn": octavo.skip_own_guards}}
     assert compiled == [("Block", given)] * 2  # one block in FP8, one in BF16
 
 

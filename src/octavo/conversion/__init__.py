@@ -2,6 +2,7 @@
 
 from octavo.conversion.apply import convert, disabled, enable, revert
 from octavo.conversion.autocast_mode import AutocastReport, autocast
+from octavo.conversion.compilation import Compiled, compile_blocks
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.offloading import Offload, offload
 from octavo.conversion.operators import Operators
@@ -12,6 +13,7 @@ from octavo.conversion.recomputation import Cost, Recompute, recompute
 
 __all__ = [
     "AutocastReport",
+    "Compiled",
     "Cost",
     "LayerPlan",
     "Offload",
@@ -20,6 +22,7 @@ __all__ = [
     "Policy",
     "Recompute",
     "autocast",
+    "compile_blocks",
     "convert",
     "disabled",
     "enable",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo.nn.fused import fusion_groups
 from octavo.nn.grouped import GroupedLinear, quantize_experts
 from octavo.nn.linear import Linear
-from octavo.nn.shared import quantize_together
+from octavo.nn.shared import brings_weight, quantize_together
 from octavo.nn.weight_codes import WeightCodes
 
 
@@ -22,10 +22,10 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
 
     For blocks in which no weight is written: an evaluation, generation, the micro-batches of one optimizer step. A
     write inside the block has no effect until its end. Not affected are layers and experts with weights that are
-    sharded or stored in FP8, and layers with stochastic rounding.
+    sharded, stored in FP8 or brought by a hook in each call, and layers with stochastic rounding.
     """
-    layers = [m for m in model.modules() if isinstance(m, Linear) and m.recipe.fprop.is_fp8]
-    experts = [m for m in model.modules() if isinstance(m, GroupedLinear) and m.recipe.fprop.is_fp8]
+    layers = [m for m in quantising_layers(model) if isinstance(m, Linear)]
+    experts = [m for m in quantising_layers(model) if isinstance(m, GroupedLinear)]
     before: list[tuple[Any, Any]] = []
     try:
         with torch.no_grad():
@@ -43,7 +43,19 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
             layer.weight_codes = codes
 
 
+def quantising_layers(model: nn.Module) -> list[Linear | GroupedLinear]:
+    """Return the layers and experts of a model that quantise their weights in each forward."""
+    return [m for m in model.modules() if isinstance(m, Linear | GroupedLinear) and m.recipe.fprop.is_fp8]
+
+
+def weights_of(layer: Linear | GroupedLinear) -> list[Tensor]:
+    """Return the parameters that the weight of a layer, or of experts, consists of."""
+    return layer.parts if isinstance(layer, GroupedLinear) else [layer.weight]
+
+
 def _codes_to_reuse(group: Sequence[Linear]) -> WeightCodes | None:
+    if any(map(brings_weight, group)):
+        return None
     weights: list[Tensor] = [layer.matrix for layer in group]
     rounds_to_nearest = group[0].recipe.fprop.weight.rounding == "nearest"
     same = all(layer.recipe is group[0].recipe for layer in group)
@@ -51,4 +63,5 @@ def _codes_to_reuse(group: Sequence[Linear]) -> WeightCodes | None:
 
 
 def _are_plain(weights: Sequence[Tensor]) -> bool:
-    return all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
+    # Sharded by PyTorch's FSDP1 or in ZeRO-3, a weight is flat or empty.
+    return all(type(w) in (Tensor, nn.Parameter) and w.dim() > 1 and w.numel() and not w.is_meta for w in weights)

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from octavo import recipes
-from octavo._util.compiler import skip_own_guards
 from octavo._util.config_reader import blaming, read_file
-from octavo.conversion import Plan, Policy, convert, make_plan, revert
+from octavo.conversion import Plan, Policy, compile_blocks, convert, make_plan, revert
 from octavo.conversion.layer_plan import Weights
 from octavo.data import (
     CorpusStatistics,
@@ -289,8 +288,7 @@ def _state(
     auto = device.type == "cuda" and not parallel.splits_backward
     compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
     if compiled:
-        for block in model.get_submodule("layers").children():
-            block.compile(fullgraph=True, options={"guard_filter_fn": skip_own_guards})
+        compile_blocks(model, blocks="layers.*", fullgraph=True)
     seed = config.run.seed + ranks.pipeline_rank  # stages must not draw the same rounding bits
     if parallel.pipeline == 1:
         return TrainState(name, model, config.optimizer, seed=seed, ranks=ranks, graphs=graphs)
