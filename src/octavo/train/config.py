@@ -343,6 +343,11 @@ class RunConfig:
             raise ConfigError("run.start_from: needs model.architecture 'llama'.")
 
     @property
+    def separates_text(self) -> bool:
+        """True if documents of text are packed into sequences, and attention does not leave them."""
+        return self.model.documents == "separate" and self.data.format == "text"
+
+    @property
     def tokens(self) -> int:
         """Number of training tokens per model."""
         return self.run.steps * self.run.batch * self.data.sequence

@@ -189,9 +189,10 @@ def _refuse_of_model(config: RunConfig, conflict: _Conflict) -> None:
     """Refuse what a model must not have if its layers are split or in several stages."""
     if config.lora.rank:
         raise conflict("lora.rank", config.lora.rank, "updates of layers are not split", "parallel.shard")
-    if config.data.format == "chat":
+    if config.model.documents == "separate":
         reason = "the mask of documents is made of all tokens, by the model as a whole"
-        raise conflict("data.format", "chat", reason, "parallel.shard")
+        key, value = ("data.format", "chat") if config.data.format == "chat" else ("model.documents", "separate")
+        raise conflict(key, value, reason, "parallel.shard")
 
 
 def _refuse_with_pipeline(config: RunConfig, conflict: _Conflict) -> None:

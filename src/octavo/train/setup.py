@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,11 +107,12 @@ def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFi
             f"model.vocab: {config.model.vocab} is too small for the tokenizer '{data.tokenizer}', which"
             f" needs {tokenizer.vocab}; leave model.vocab out."
         )
-    files = token_files(data, tokenizer)
+    files, separate = token_files(config, tokenizer), separator(config, tokenizer)
     own = run.batch // ranks.parts
-    loader = Loader(files.train, own, data.sequence, run.seed, ranks.part, ranks.parts, source=files.source)
+    about: dict[str, Any] = {"source": files.source, "separate": separate}
+    loader = Loader(files.train, own, data.sequence, run.seed, ranks.part, ranks.parts, **about)
     part = run.batch // run.accumulate
-    heldout = list(heldout_batches(files.heldout, part, data.sequence, run.eval_tokens, source=files.source))
+    heldout = list(heldout_batches(files.heldout, part, data.sequence, run.eval_tokens, **about))
     return loader, heldout, files, corpus_statistics(files, tokenizer), tokenizer.end_of_document
 
 
@@ -119,10 +121,17 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     return load_tokenizer(data.tokenizer, source=data.source, cache_dir=data.cache.expanduser())
 
 
-def token_files(data: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
+def token_files(config: RunConfig, tokenizer: Tokenizer) -> TokenFiles:
     """Return the tokenized text of a run, prepared on first use; see `octavo.data.prepare`."""
+    data = config.data
     chat = ChatFormat.of(data.tokenizer, data.sequence) if data.format == "chat" else None
-    return prepare(data.source, tokenizer, data.cache.expanduser(), data.heldout, chat=chat)
+    begin = tokenizer.begin_of_document if config.separates_text else None
+    return prepare(data.source, tokenizer, data.cache.expanduser(), data.heldout, chat=chat, begin=begin)
+
+
+def separator(config: RunConfig, tokenizer: Tokenizer) -> int | None:
+    """Return the id between documents of text that attention does not leave; None if it may, or files flag them."""
+    return tokenizer.end_of_document if config.separates_text else None
 
 
 def make_states(
