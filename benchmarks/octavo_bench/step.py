@@ -341,8 +341,8 @@ def command(
     workload
         llama-8b-stack (8 layers, 16,384 tokens), llama-70b-stack and 175b-stack (2 layers), llama-1b-stack, 175b and
         llama-1b (with head, loss and optimizer), llama-1b-packed (the same on documents of 512 tokens on average that
-        do not see each other; not by peers), resnet50 (256 images, channels last), tiny, tiny-model, tiny-packed or tiny-resnet;
-        repeatable.
+        do not see each other; not by peers), resnet50 (256 images, channels last), tiny, tiny-model, tiny-packed or
+        tiny-resnet; repeatable.
     only
         Implementations to run besides BF16; all by default.
     device

@@ -85,8 +85,9 @@ class Workload:
     def flops(self) -> int:
         """Model FLOPs of a step: `tokens (6 weights + 6 L D T)`, causal attention at half.
 
-        T is that of the document that a token is in, twice the mean of documents of geometric length. The formula of `octavo.models.flops_per_token`, for a stack without the head. Norms, activations, quantisation
-        and recomputation are not counted.
+        The formula of `octavo.models.flops_per_token`, for a stack without the head. T is that of the document that a
+        token is in, twice the mean of documents of geometric length. Norms, activations, quantisation and recomputation
+        are not counted.
         """
         length = min(2 * self.document or self.sequence, self.sequence)
         return self.tokens * 6 * (self.weights + self.layers * self.dim * length)
@@ -124,7 +125,8 @@ _ALL = (
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
 """By name: blocks of Llama-3-8B and of Llama-3-70B; of GPT-175B's width and parameters, as in FP8-LM (arXiv 2310.18313,
-table 3), alone and with embedding and head; Llama-3.2-1B's blocks, and the whole model, also on packed documents; three for tests."""
+table 3), alone and with embedding and head; Llama-3.2-1B's blocks, and the whole model, also on packed documents; three
+for tests."""
 
 
 class Stack(nn.Module):

@@ -217,7 +217,7 @@ def permutation(seed: int, epoch: int, windows: int) -> NDArray[np.int64]:
 
 
 def gather(tokens: Tokens, windows: NDArray[np.int64], sequence: int, separate: int | None = None) -> Batch:
-    """Return inputs and targets, both (len(windows), T), of the windows with these indices; `separate` as `Loader`'s."""
+    """Return inputs and targets, both (len(windows), T), of the windows with these indices, `separate` or not."""
     positions = windows[:, None] * sequence + np.arange(sequence + 1)
     found = tokens[positions]
     if separate is not None:
