@@ -281,7 +281,7 @@ def _write_tensors(
     if sharded:
         from octavo.distributed import storage
 
-        storage.write(directory / _SHARDED, sharded)
+        storage.write(directory / _SHARDED, sharded, group=ranks.group)
         index = directory / _SHARDED / storage.INDEX
         entries = {**storage.read_index(index.parent), index.name: file_entry(index)}
         files |= {f"{_SHARDED}/{name}": entry for name, entry in entries.items()}

@@ -181,6 +181,9 @@ class LoopConfig:
     """Largest number of held-out tokens per evaluation, rounded up to a sequence."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
+    checkpoint_write: Literal["wait", "background"] = "wait"
+    """`background`: a step waits for a copy in host memory, as large as the checkpoint, which a thread writes while
+    training goes on. An error of the write ends the run in a following step."""
     keep: int = 2
     """Number of checkpoints to keep."""
     price_per_kwh: float = 0.0

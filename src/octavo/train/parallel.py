@@ -77,6 +77,8 @@ class Ranks:
     mesh: DeviceMesh | None = None
     heartbeat: Heartbeat | None = None
     store: Store | None = None
+    group: dist.ProcessGroup | None = None
+    """Process group of `barrier`, `on_first`, `together` and `gather`; None: PyTorch's default."""
 
     @property
     def rank(self) -> int:
@@ -121,15 +123,15 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.count > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Return `action()` of rank 0, on all ranks; all raise its error (`octavo._util.dist.together`)."""
-        return action() if self.count == 1 else cast(T, on_first_rank(action))
+        return action() if self.count == 1 else cast(T, on_first_rank(action, self.group))
 
     def together(self, action: Callable[[], T]) -> T:
         """Return `action()` of this rank; if it raises on any, all raise (`octavo._util.dist.together`)."""
-        return action() if self.count == 1 else together(action)
+        return action() if self.count == 1 else together(action, self.group)
 
     def first_per_host(self, key: str, work: Callable[[], T]) -> T:
         """Return `work()`, run by the first rank of each host before the others, to fill a cache; no time limit."""
@@ -199,7 +201,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on each of them; all ranks call it."""
-        return [value] if self.count == 1 else gather(value)
+        return [value] if self.count == 1 else gather(value, self.group)
 
     @property
     def is_greedy(self) -> bool:
