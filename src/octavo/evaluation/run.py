@@ -64,7 +64,8 @@ class LoadedRun:
         sequence = self.settings.sequence or self.config.data.sequence
         if sequence > longest:
             raise ConfigError(f"--sequence {sequence}: the model's maximum is {longest} tokens (model.sequence).")
-        parts = max(1, self.checkpoint.state.get("ranks", 1) // (parallel.tensor * parallel.pipeline))
+        shared = parallel.tensor * parallel.pipeline * parallel.context
+        parts = max(1, self.checkpoint.state.get("ranks", 1) // shared)
         rows = max(1, self.config.tokens_per_pass(parts) // sequence)
         return SequenceLayout(
             sequence=sequence,

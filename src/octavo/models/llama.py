@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,8 @@ class Llama(nn.Module):
 
     rope_cos: Tensor
     rope_sin: Tensor
+    context: Any = None
+    """Ranks that share the tokens of sequences (`octavo.distributed.context_parallel`)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class Llama(nn.Module):
 
         Args:
             tokens_BT: ids; with `config.documents` separate, `~id` for the first id of a document.
-            targets_BT: the next ids.
+            targets_BT: the next ids. With `context` results are of this rank's tokens.
             by_sequence: return the loss of each sequence, (B,), instead of the mean.
             hits: return also the top-1 accuracy of each sequence, (B, 2).
 
@@ -66,6 +69,11 @@ class Llama(nn.Module):
         """
         length = check_length(tokens_BT, self.config.sequence)
         cos_TE, sin_TE = self.rope_cos[:length], self.rope_sin[:length]
+        if self.context is not None:
+            tokens_BT, cos_TE, sin_TE = (
+                self.context.own(x, dim) for x, dim in ((tokens_BT, 1), (cos_TE, 0), (sin_TE, 0))
+            )
+            targets_BT = None if targets_BT is None else self.context.own(targets_BT)
         mask = None
         if self.config.documents == "separate":
             tokens_BT, position_BT, document_BT = separate_documents(tokens_BT)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
+from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec, ledger
 from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
@@ -44,6 +45,8 @@ class ScaledDotProduct(nn.Module):
     """Quantisation of the saved output; None: it is saved unchanged."""
     shares: bool
     """Whether the reader uses the same codes."""
+    context: Any = None
+    """Ranks with other tokens of the same sequences, over which this attends (`octavo.distributed.Context`)."""
 
     def __init__(self, reader: str, *, causal: bool = True) -> None:
         """Create the attention of a module.
@@ -75,15 +78,10 @@ class ScaledDotProduct(nn.Module):
         B: batch, T: tokens, H: query heads, G: key and value heads, E: channels of a head. A mask
         (`octavo.nn.documents`) replaces the causal one; the output is then saved as in PyTorch.
         """
-        if mask is not None and self.target is not None and not torch.compiler.is_compiling():
-            ledger.fall_back("attention kept its output as it is, not in FP8: it has a mask")
-        if (
-            mask is not None
-            or self.target is None
-            or not self.enabled
-            or not torch.is_grad_enabled()
-            or not _takes(q, k, v)
-        ):
+        outside = "it has a mask" if mask is not None else "it is of several ranks" if self.context is not None else ""
+        if outside and self.target is not None and not torch.compiler.is_compiling():
+            ledger.fall_back(f"attention kept its output as it is, not in FP8: {outside}")
+        if outside or self.target is None or not self.enabled or not torch.is_grad_enabled() or not _takes(q, k, v):
             return self._as_pytorch(q, k, v, mask)
         if (dtype := autocast_dtype(q.device.type)) is not None:
             q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -95,6 +93,11 @@ class ScaledDotProduct(nn.Module):
         return result
 
     def _as_pytorch(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+        if self.context is not None:
+            if mask is not None:
+                raise UnsupportedError("attention over the tokens of several ranks takes no mask.")
+            y_BTHE: Tensor = self.context.attend(q, k, v, self.causal)
+            return y_BTHE.flatten(2)
         grouped = q.shape[2] != k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if mask is None:

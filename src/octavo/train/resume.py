@@ -30,6 +30,8 @@ from octavo.train.train_state import TrainState
 # bits (ranks, parts of a batch). `steps` and `last_share` do through the schedule, but changing them is deliberate.
 FREE = {
     "data.cache",
+    "parallel.attention",
+    "parallel.context",
     "parallel.data",
     "parallel.pipeline",
     "parallel.schedule",

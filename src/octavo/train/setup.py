@@ -206,7 +206,7 @@ def convert_as(
         policy: by default `policy_of`.
         tokens: tokens of a forward pass, which decide what gains from FP8; by default those of the run.
     """
-    policy, tokens = policy or policy_of(config, recipe), tokens or config.tokens_per_pass(ranks.parts)
+    policy, tokens = policy or policy_of(config, recipe), tokens or _tokens_per_pass(config, ranks)
     scales, allow = config.run.scales or None, config.run.allow_reference
     if scales and not _has_stored_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
         scales = None
@@ -232,7 +232,7 @@ def as_planned(
         CheckpointError: a layer that is in FP8 by the plan of the run cannot be here.
         ConfigError: the plan of the run is damaged.
     """
-    policy, tokens = policy_of(config, recipe), config.tokens_per_pass(ranks.parts)
+    policy, tokens = policy_of(config, recipe), _tokens_per_pass(config, ranks)
     if began is None or not (file := began / "plan.json").is_file():
         return policy, tokens
     known = read_file(file)
@@ -250,6 +250,11 @@ def as_planned(
             " the one that it began on, or start a new run with another --out."
         )
     return policy, tokens
+
+
+def _tokens_per_pass(config: RunConfig, ranks: Ranks) -> int:
+    """Return the number of tokens of a forward pass of one rank."""
+    return config.tokens_per_pass(ranks.parts) // ranks.parallel.context
 
 
 def _fp8_layers(plan: Plan) -> set[str]:
@@ -295,7 +300,7 @@ def _state(
     name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks, graphs: Graphs | None
 ) -> TrainState:
     parallel = ranks.parallel
-    auto = device.type == "cuda" and not parallel.splits_backward
+    auto = device.type == "cuda" and not parallel.splits_backward and parallel.context == 1
     compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
     if compiled:
         for block in model.get_submodule("layers").children():
@@ -320,6 +325,8 @@ def replays(config: RunConfig, device: torch.device, ranks: Ranks = SINGLE_PROCE
         against = f"the run is on a {device.type.upper()}"
     elif several and parallel.pipeline > 1:
         against = "the schedule of parallel.pipeline is Python's"
+    elif parallel.context > 1:
+        against = "attention over parallel.context is not captured"
     elif ranks.is_greedy:
         against = "parallel.zero = 'greedy' is not captured"
     if config.run.graph == "on" and against:
