@@ -9,6 +9,7 @@ from typing import Any
 
 import faults
 import pytest
+import torch
 from ranks import Ended, launch
 
 from octavo._util import config_reader
@@ -31,7 +32,7 @@ def make(corpus: Path, tmp_path: Path) -> Configure:
     def configure(name: str, **sections: dict[str, Any]) -> RunConfig:
         run = {"steps": 4, "log_every": 1, "baseline": False, "device": "cpu", "out": str(tmp_path / name)}
         run |= {"eval_tokens": 512, **sections.pop("run", {})}
-        data = {"source": str(corpus), "cache": str(corpus.with_name("cache"))}
+        data = {"source": str(corpus), "cache": str(corpus.with_name("cache")), **sections.pop("data", {})}
         parallel = {"gather": "stored", **sections.pop("parallel", {})}
         return assemble(
             load_preset("tiny", cuda=False), ("test", {"data": data, "run": run, "parallel": parallel, **sections})
@@ -117,3 +118,18 @@ def test_neighbours_have_one_part_of_a_batch() -> None:
     assert parallel.sizes(8) == {"pipeline": 1, "data": 2, "shard": 4, "tensor": 1}
     seen = [Ranks(launch=Launch(rank, 8), parallel=parallel) for rank in range(8)]
     assert [ranks.part for ranks in seen] == [0, 0, 1, 1, 2, 2, 3, 3] and seen[0].parts == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["ring", "gather"])
+def test_two_gpus_train_as_one(attention: str, make: Configure) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run = {"device": "cuda", "compile": "off", "graph": "off", "min_gain": 0.0}
+    sections: dict[str, Any] = {"model": {"dim": 256, "heads": 4, "kv_heads": 2, "ffn": 512}, "data": {"sequence": 256}}
+    shared = make("shared", run=run, parallel={"context": 2, "attention": attention}, **sections)
+    alone = make("alone", run=run, **sections)
+    on_ranks(2, shared)
+    train(alone)
+    assert measured(shared, "loss_fp8") == pytest.approx(measured(alone, "loss_fp8"), rel=2e-3)
+    assert measured(shared, "heldout_loss_fp8") == pytest.approx(measured(alone, "heldout_loss_fp8"), rel=2e-3)
