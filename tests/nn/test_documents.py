@@ -6,6 +6,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
+from octavo.kernels import ledger
 from octavo.nn.documents import attend, block_mask, dense_mask, mask_of
 
 LISTS = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")
@@ -54,15 +55,23 @@ def test_the_dense_mask_is_causal_and_within_documents() -> None:
 
 
 def test_the_cpu_has_the_reference() -> None:
-    assert isinstance(mask_of(rows(8, 0.5), 16), Tensor)
+    assert isinstance(mask_of(rows(128, 0.5), 16), Tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "head_dim"), [(128, 8), (130, 64)])
+def test_what_flex_attention_does_not_take_has_a_dense_mask_aloud(length: int, head_dim: int) -> None:
+    with ledger.record() as seen:
+        assert isinstance(mask_of(rows(length, 0.5).cuda(), head_dim), Tensor)
+    assert any("has a dense mask" in text for text in seen.fallbacks)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_on_a_gpu_are_those_of_the_dense_mask(dtype: torch.dtype) -> None:
-    document_BT = rows(700, 0.01).cuda()
-    inputs = [torch.randn(3, heads, 700, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
-    dy = torch.randn(3, 4, 700, 64, device="cuda", dtype=dtype)
+    document_BT = rows(768, 0.01).cuda()
+    inputs = [torch.randn(3, heads, 768, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
+    dy = torch.randn(3, 4, 768, 64, device="cuda", dtype=dtype)
     results = []
     for mask in (mask_of(document_BT, 64), dense_mask(document_BT)):
         y = attend(*inputs, mask)

@@ -78,10 +78,9 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, attention: Attention
             " a ring cannot tell. Take 'joined'."
         )
     context = Context(mesh, is_ring=attention == "ring" or (attention == "auto" and mesh.device_type == "cuda"))
-    for module in modules:
+    readers: list[Any] = [*modules, *([model] if hasattr(model, "context") else [])]
+    for module in readers:
         module.context = context
-    if hasattr(model, "context"):
-        model.context = context
     return context
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Mask: TypeAlias = Union[Tensor, "BlockMask"]
 """Bool (B, 1, T, T), True where a query (rows) sees a key; or the same as a `BlockMask`."""
 BLOCK = 128
-"""Tokens per block, FlexAttention's default."""
+"""Tokens per block, FlexAttention's default. Rows of other lengths have a dense mask."""
 _LEAST_HEAD = 16
 """Channels per head that FlexAttention's kernels take."""
 
@@ -39,11 +39,15 @@ def mask_of(document_BT: Tensor, head_dim: int) -> Mask:
         document_BT: number of each token's document, not descending along a row.
         head_dim: channels per head of the queries that it is for.
     """
-    if document_BT.device.type == "cuda":
-        if head_dim >= _LEAST_HEAD:
-            return block_mask(document_BT)
-        if not torch.compiler.is_compiling():
-            ledger.fall_back(f"attention of documents has a dense mask: FlexAttention takes no heads of {head_dim}")
+    if document_BT.device.type != "cuda":
+        return dense_mask(document_BT)
+    against = f"FlexAttention takes no heads of {head_dim} channels" if head_dim < _LEAST_HEAD else ""
+    if (length := document_BT.shape[1]) % BLOCK:  # as in decoding, where each length would be compiled
+        against = f"{length} tokens are not a multiple of {BLOCK}"
+    if not against:
+        return block_mask(document_BT)
+    if not torch.compiler.is_compiling():
+        ledger.fall_back(f"attention of documents has a dense mask: {against}")
     return dense_mask(document_BT)
 
 
