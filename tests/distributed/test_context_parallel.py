@@ -93,6 +93,18 @@ def test_a_models_loss_and_gradients_are_those_of_one_process(count: int, recipe
         assert (ours - whole).norm() <= tolerance * whole.norm(), name
 
 
+def of_pytorch(rank: int, count: int) -> bool:
+    """Return whether PyTorch cuts sequences as `Context.own` does, which a ring relies on."""
+    context = context_parallel(Attention(causal=True), init_device_mesh("cpu", (count,)))
+    context.is_ring = True
+    with context.attending(torch.zeros(1, 24, dtype=torch.int64)):
+        return context._is_active and context._is_checked
+
+
+def test_pytorch_gives_ranks_the_same_tokens() -> None:
+    assert ranks.run(of_pytorch, 2) == [True, True]
+
+
 @pytest.fixture
 def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

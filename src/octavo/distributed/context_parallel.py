@@ -91,7 +91,7 @@ class Context:
         self.mesh, self.is_ring = mesh, is_ring
         self.group = mesh.get_group()
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
-        self._is_active = False
+        self._is_active = self._is_checked = False
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's tokens of x, along a dimension of all tokens.
@@ -109,15 +109,25 @@ class Context:
 
     @contextmanager
     def attending(self, tokens_BT: Tensor) -> Iterator[None]:
-        """Send keys and values round, in forward and backward of whole sequences; without a ring, do nothing."""
+        """Send keys and values round, in forward and backward of whole sequences; without a ring, do nothing.
+
+        Raises:
+            UnsupportedError: PyTorch cuts sequences otherwise, as when its load balance was switched off.
+        """
         if not self.is_ring or self._is_active:
             yield
             return
         from torch.distributed.tensor.experimental import context_parallel
 
-        places = torch.empty(tokens_BT.shape[1], 1, device=tokens_BT.device)  # PyTorch cuts sequences as it cuts this
-        with context_parallel(self.mesh, buffers=[places], buffer_seq_dims=[0], no_restore_buffers={places}):
-            self._is_active = True
+        place_T1 = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[:, None]
+        cut = place_T1.clone()  # PyTorch cuts sequences as it cuts this, in place
+        with context_parallel(self.mesh, buffers=[cut], buffer_seq_dims=[0], no_restore_buffers={cut}):
+            if not self._is_checked and not torch.equal(cut, self.own(place_T1, 0)):  # once: it waits for the device
+                raise UnsupportedError(
+                    "context_parallel: this version of PyTorch gives ranks other tokens than octavo does, or its load"
+                    " balance was switched off. Take attention = 'gather'."
+                )
+            self._is_active = self._is_checked = True
             try:
                 yield
             finally:
