@@ -44,7 +44,10 @@ _FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "src")
 
 
 def kills_of_runs(tried: int, seed: int) -> Iterator[Trial]:
-    """Kill runs at random system calls, a third of them again when resumed; yield each trial."""
+    """Kill runs at random system calls, a third of them again when resumed; yield each trial.
+
+    Every other run writes its checkpoints in the background.
+    """
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder, _forks(Path(folder)) as fork:
         place = Path(folder)
         good, calls = _undisturbed(place, fork)
@@ -53,10 +56,12 @@ def kills_of_runs(tried: int, seed: int) -> Iterator[Trial]:
             out = place / "killed"
             shutil.rmtree(out, ignore_errors=True)
             at = [draw.randint(1, calls)] + [draw.randint(1, calls) for _ in range(draw.random() < 1 / 3)]
+            arguments = _train(out, place, *_write(number))
             for nth in at:
-                fork([_train(out, place)], nth=nth, below=str(out))
-            code, said, _ = fork([_train(out, place)])[0]
+                fork([arguments], nth=nth, below=str(out))
+            code, said, _ = fork([arguments])[0]
             about, fault = f"system call {', then '.join(map(str, at))}", _unlike(good, out, code, said)
+            about += f"; {' '.join(_write(number))}" if number % 2 else ""
             yield Trial("run", about, _outcome(fault), fault)
 
 
@@ -72,10 +77,11 @@ def kills_of_ranks(tried: int, seed: int) -> Iterator[Trial]:
             out = place / "struck"
             shutil.rmtree(out, ignore_errors=True)
             since = time.monotonic()
-            ended = fork([_train(out, place)] * 2, fault=(how, rank, step), waits_for=1 - rank)
+            arguments = _train(out, place, *_write(number))
+            ended = fork([arguments] * 2, fault=(how, rank, step), waits_for=1 - rank)
             seconds, (code, said, _) = time.monotonic() - since, ended[1 - rank]
             is_named = f"rank {rank} of 2 is " in said and f"at step {step}." in said
-            again = fork([_train(out, place)] * 2)
+            again = fork([arguments] * 2)
             fault = "does not end" if code in (0, None) else _unlike(good, out, *again[0][:2])
             is_named = is_named and seconds < 30
             about = f"{how} of rank {rank} in step {step}"
@@ -116,7 +122,7 @@ def _stored(run: RunReader) -> dict[str, Any]:
     """Return the events, and the steps and values of the scalars that do not depend on the clock."""
     known = {key: series for key, series in run.scalars().items() if key.startswith(("loss", "gradient", "heldout"))}
     scalars = {key: [series.first.tolist(), series.low.tolist()] for key, series in known.items()}
-    return {**scalars, "events": [(event.step, event.rule, event.text) for event in run.events()]}
+    return {**scalars, "events": sorted((event.step, event.rule, event.text) for event in run.events())}
 
 
 def _untimed(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,8 +138,13 @@ def _undisturbed(place: Path, fork: Any) -> tuple[Path, int]:
     return place / "good", ended[0][2]
 
 
-def _train(out: Path, place: Path) -> list[str]:
-    return ["train", str(place / "run.toml"), "--out", str(out)]
+def _train(out: Path, place: Path, *flags: str) -> list[str]:
+    return ["train", str(place / "run.toml"), *flags, "--out", str(out)]
+
+
+def _write(number: int) -> list[str]:
+    """Return the flags of a trial: every other one writes its checkpoints in the background."""
+    return ["--checkpoint-write", "background"] if number % 2 else []
 
 
 @contextmanager

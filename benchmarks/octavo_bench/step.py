@@ -89,6 +89,7 @@ def _shape(row: Row) -> str:
         return f": {shape['batch']} images of {shape['size']} x {shape['size']} pixels, bottlenecks {shape['depths']}"
     kind = f", vocabulary {shape['vocab']:,}" if shape.get("vocab") else ", no head"
     tokens = f"{shape['batch']} x {shape['sequence']:,} tokens"
+    tokens += f" of packed documents of {shape['document']:,} on average" if shape.get("document") else ""
     sizes = f"dim {shape['dim']:,}, ffn {shape['ffn']:,}, {shape['heads']} heads, {shape['kv_heads']} KV heads"
     return f": {shape['layers']} layers, {sizes}{kind}, {tokens}"
 
@@ -339,8 +340,9 @@ def command(
     ----------
     workload
         llama-8b-stack (8 layers, 16,384 tokens), llama-70b-stack and 175b-stack (2 layers), llama-1b-stack, 175b and
-        llama-1b (with head, loss and optimizer), resnet50 (256 images, channels last), tiny, tiny-model or tiny-resnet;
-        repeatable.
+        llama-1b (with head, loss and optimizer), llama-1b-packed (the same on documents of 512 tokens on average that
+        do not see each other; not by peers), resnet50 (256 images, channels last), tiny, tiny-model, tiny-packed or
+        tiny-resnet; repeatable.
     only
         Implementations to run besides BF16; all by default.
     device

@@ -47,6 +47,8 @@ class Workload:
     """Tokens per sequence."""
     vocab: int = 0
     """Token ids of a whole model; 0 for a stack of blocks."""
+    document: int = 0
+    """Mean tokens of a document, of random length, where documents are packed and kept apart; 0: one per sequence."""
 
     @property
     def tokens(self) -> int:
@@ -64,6 +66,7 @@ class Workload:
             kv_heads=self.kv_heads,
             layers=self.layers,
             sequence=self.sequence,
+            documents="separate" if self.document else "joined",
         )
 
     @property
@@ -82,10 +85,12 @@ class Workload:
     def flops(self) -> int:
         """Model FLOPs of a step: `tokens (6 weights + 6 L D T)`, causal attention at half.
 
-        The formula of `octavo.models.flops_per_token`, for a stack without the head. Norms, activations, quantisation
-        and recomputation are not counted.
+        The formula of `octavo.models.flops_per_token`, for a stack without the head. T is that of the document that a
+        token is in, twice the mean of documents of geometric length. Norms, activations, quantisation and recomputation
+        are not counted.
         """
-        return self.tokens * 6 * (self.weights + self.layers * self.dim * self.sequence)
+        length = min(2 * self.document or self.sequence, self.sequence)
+        return self.tokens * 6 * (self.weights + self.layers * self.dim * length)
 
     def but(self, **fields: int | None) -> Workload:
         """Return this workload with some fields replaced, named `custom`; itself if all are None.
@@ -113,12 +118,15 @@ _ALL = (
     replace(_175B, name="175b", vocab=51200),
     _LLAMA_1B,
     replace(_LLAMA_1B, name="llama-1b", vocab=128256),
+    replace(_LLAMA_1B, name="llama-1b-packed", vocab=128256, document=512),
     _TINY,
     replace(_TINY, name="tiny-model", vocab=256),
+    replace(_TINY, name="tiny-packed", vocab=256, document=12),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
 """By name: blocks of Llama-3-8B and of Llama-3-70B; of GPT-175B's width and parameters, as in FP8-LM (arXiv 2310.18313,
-table 3), alone and with embedding and head; Llama-3.2-1B's blocks, and the whole model; two for tests."""
+table 3), alone and with embedding and head; Llama-3.2-1B's blocks, and the whole model, also on packed documents; three
+for tests."""
 
 
 class Stack(nn.Module):
@@ -219,6 +227,9 @@ def _stack(workload: Workload, model: nn.Module, device: str) -> Training:
 def _whole(workload: Workload, model: nn.Module, device: str, own_optimizer: bool) -> Training:
     shape = (workload.batch, workload.sequence)
     tokens, targets = (torch.randint(workload.vocab, shape, device=device) for _ in range(2))
+    if workload.document:  # the first id of each is flagged
+        starts = torch.rand(shape, device=device) < 1 / workload.document
+        tokens = torch.where(starts, ~tokens, tokens)
     optimizer: torch.optim.Optimizer
     if own_optimizer:
         optimizer = optim.AdamW(model.parameters(), lr=1e-4, states="exact", clip=1.0)

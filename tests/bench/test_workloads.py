@@ -11,7 +11,7 @@ from octavo_bench.implementations import Implementation
 from octavo_bench.workloads import WORKLOADS, build
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-model"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-model", "tiny-packed"])
 def test_a_step_leaves_gradients_and_then_drops_them(name: str) -> None:
     training = build(WORKLOADS[name], Implementation(name="bf16"), "cpu", compile=False)
     assert {parameter.dtype for parameter in training.model.parameters()} == {torch.bfloat16}
@@ -47,7 +47,8 @@ def test_counts_agree_with_the_model(name: str) -> None:
     blocks = workload.layers * sum(n * k for n, k in workload.block_gemms)
     assert workload.weights == blocks + workload.vocab * workload.dim
     if workload.vocab:
-        assert workload.flops == workload.tokens * flops_per_token(workload.config, workload.sequence)
+        length = min(2 * workload.document or workload.sequence, workload.sequence)
+        assert workload.flops == workload.tokens * flops_per_token(workload.config, length)
 
 
 def test_a_field_given_by_hand_makes_it_custom() -> None:
@@ -64,3 +65,9 @@ def test_a_field_given_by_hand_makes_it_custom() -> None:
 def test_impossible_shapes_are_refused(field: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         WORKLOADS["tiny"].but(**field)
+
+
+def test_packed_documents_have_the_length_that_they_say() -> None:
+    workload = WORKLOADS["llama-1b-packed"].but(dim=64, ffn=64, heads=4, kv_heads=2, layers=1, vocab=64)
+    model = build(workload, Implementation(name="bf16"), "cpu", compile=False).model
+    assert model.config.documents == "separate" and workload.document == 512

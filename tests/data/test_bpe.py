@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,9 @@ pytest.importorskip("tokenizers")
 
 from octavo.data import bpe
 from octavo.data.bpe import END_OF_DOCUMENT, BPETokenizer
+from octavo.data.loader import open_tokens
 from octavo.data.tokenizer import load_tokenizer
+from octavo.data.tokens import prepare
 from octavo.errors import ConfigError, DataError
 
 TEXTS = ["def double(value):\n    return 2 * value\n" * 20, "the cat sat on the mat, the end\n" * 20]
@@ -105,3 +109,37 @@ def test_a_large_corpus_is_sampled_evenly() -> None:
     documents = [type("Document", (), {"text": str(i)}) for i in range(12)]
     assert list(bpe._sample(documents, 4 * bpe.SAMPLE_BYTES)) == ["0", "4", "8"]
     assert len(list(bpe._sample(documents, 10))) == 12
+
+
+@pytest.mark.parametrize(("before", "begin"), [("$A", None), ("<s> $A", 0), ("<s> $A </s>", 0), ("<s> <s> $A", None)])
+def test_the_begin_is_what_a_post_processor_puts_before_a_text(before: str, begin: int | None) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER.to_json())
+    backend.add_special_tokens(["<s>", "</s>"])
+    ids = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single=before, special_tokens=ids)
+    assert BPETokenizer(backend).begin_of_document == (None if begin is None else backend.token_to_id("<s>"))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_begin_of_a_tokenizers_settings(tmp_path: Path, adds: bool) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER.to_json())
+    backend.add_special_tokens(["<s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"add_bos_token": adds, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = backend.token_to_id("<s>") if adds else None
+    assert BPETokenizer.load(tmp_path / "tokenizer.json").begin_of_document == expected
+
+
+def test_documents_begin_with_it_where_they_are_separate(tmp_path: Path) -> None:
+    for i, text in enumerate([*TEXTS, "and on", "and off"]):
+        (tmp_path / f"{i}.txt").write_text(text)
+    plain, begun = (prepare(tmp_path, TOKENIZER, tmp_path / ".cache", 0.3, begin=begin) for begin in (None, 5))
+    end, documents = TOKENIZER.end_of_document, []
+    for files in (plain, begun):
+        ids = open_tokens(files.train)
+        documents.append([part.tolist() for part in np.split(ids, np.flatnonzero(ids == end) + 1)[:-1]])
+    assert documents[1] == [[5, *ids] for ids in documents[0]]
+    assert begun.train_tokens == plain.train_tokens + plain.documents

@@ -208,3 +208,28 @@ def test_a_document_that_begins_with_id_0_is_flagged_and_ids_that_are_no_targets
     ids.tofile(tmp_path / "train.u32")
     ((inputs, targets),) = heldout_batches(tmp_path / "train.u32", 1, 4)
     assert inputs.tolist() == [[-1, 5, 0, -8]] and targets.tolist() == [[5, -100, -100, 0]]
+
+
+def test_separate_documents_are_flagged_and_their_first_ids_are_no_targets(tmp_path: Path) -> None:
+    path, end = tmp_path / "train.bin", 9
+    np.array([1, 2, end, 3, end, end, 4, 5, 6, 7, 8], dtype="<u2").tofile(path)
+    inputs_BT, targets_BT = next(heldout_batches(path, 2, 5, separate=end))
+    assert inputs_BT.tolist() == [[~1, 2, end, ~3, end], [~end, ~4, 5, 6, 7]]
+    assert targets_BT.tolist() == [[2, end, -100, end, -100], [-100, 5, 6, 7, 8]]
+    joined = next(heldout_batches(path, 2, 5))  # nothing is padding, and nothing lost
+    assert torch.equal(torch.where(inputs_BT < 0, ~inputs_BT, inputs_BT), joined[0])
+    assert torch.equal(targets_BT[targets_BT >= 0], joined[1][targets_BT >= 0])
+
+
+def test_separate_documents_of_a_wide_vocabulary(tmp_path: Path) -> None:
+    path, end = tmp_path / "train.u32", 70_000
+    np.array([1, end, 70_001, 3], dtype="<u4").tofile(path)
+    inputs_BT, targets_BT = next(heldout_batches(path, 1, 3, separate=end))
+    assert inputs_BT.tolist() == [[~1, end, ~70_001]] and targets_BT.tolist() == [[end, -100, 3]]
+
+
+def test_separate_documents_resume_at_the_next_batch(path: Path) -> None:
+    first, again = (Loader(path, 4, 10, seed=0, separate=7) for _ in range(2))
+    next(first)
+    again.load_state_dict(first.state_dict())
+    assert all(torch.equal(*pair) for pair in zip(next(first), next(again), strict=True))

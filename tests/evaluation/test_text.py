@@ -9,7 +9,8 @@ import torch
 from octavo.data import ByteTokenizer
 from octavo.errors import DataError
 from octavo.evaluation.text import SequenceLayout, heldout_text, trained_on, whole_text
-from octavo.train.config import DataConfig
+from octavo.models.config import ModelConfig
+from octavo.train.config import DataConfig, RunConfig
 
 BYTES = ByteTokenizer()
 
@@ -43,10 +44,24 @@ def test_a_limit_is_reached_by_whole_sequences(tmp_path, limit, sequences):
     assert whole_text(source, BYTES, SequenceLayout(sequence=3, rows=2, limit=limit)).sequences == sequences
 
 
+def run_on(data, **model):
+    return RunConfig(model=ModelConfig(vocab=272, dim=16, layers=1, heads=2, sequence=256, **model), data=data)
+
+
+def test_the_first_ids_of_separate_documents_are_not_scored(tmp_path):
+    source = documents(tmp_path / "text", *(f"text {number}, and so on" for number in range(30)))
+    data = DataConfig(source=source, cache=tmp_path / "cache", heldout=0.3, sequence=64)
+    layout = SequenceLayout(sequence=64, rows=4, separate=BYTES.end_of_document)
+    text, _ = heldout_text(run_on(data, documents="separate"), BYTES, layout)
+    targets_BT = torch.cat([targets for _, targets in text])
+    assert 0 < text.tokens == int((targets_BT >= 0).sum()) < text.sequences * 64
+    assert text.bytes == int(((targets_BT >= 0) & (targets_BT < 256)).sum())
+
+
 def test_what_a_run_holds_out_is_what_it_was_evaluated_on(tmp_path):
     source = documents(tmp_path / "text", *(f"text number {number}, and so on" for number in range(30)))
     data = DataConfig(source=source, cache=tmp_path / "cache", heldout=0.3)
-    text, digest = heldout_text(data, BYTES, SequenceLayout(sequence=8, rows=4))
+    text, digest = heldout_text(run_on(data), BYTES, SequenceLayout(sequence=8, rows=4))
     (folder,) = (tmp_path / "cache").iterdir()
     ids = np.fromfile(folder / "heldout.bin", dtype="<u2")
     assert text.is_heldout and text.sequences == (len(ids) - 1) // 8 and np.array_equal(text.ids, ids)
@@ -60,7 +75,7 @@ def test_too_little_text(tmp_path):
         whole_text(documents(tmp_path / "empty", ""), BYTES, SequenceLayout(sequence=8, rows=4))
     data = DataConfig(source=documents(tmp_path / "few", "abcd", "efgh"), cache=tmp_path / "cache")
     with pytest.raises(DataError, match="5 held-out tokens are fewer"):
-        heldout_text(data, BYTES, SequenceLayout(sequence=8, rows=4))
+        heldout_text(run_on(data), BYTES, SequenceLayout(sequence=8, rows=4))
 
 
 def test_a_run_that_has_not_ended_does_not_say_what_it_read(tmp_path):

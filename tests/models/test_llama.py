@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.models import Llama, ModelConfig, build
+from octavo.models.language_model import separate_documents
 from octavo.models.llama import rotary_tables
 from octavo.nn.rotary import rotate
 
@@ -167,3 +168,54 @@ def test_it_learns() -> None:
         loss.backward()
         optimizer.step()
     assert F.cross_entropy(model(inputs_BT).flatten(0, 1), targets_BT.flatten()) < 0.5
+
+
+def documents_of(lengths: list[int]) -> list[Tensor]:
+    return [torch.randint(0, SMALL["vocab"], (length + 1,)) for length in lengths]
+
+
+def packed(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a row of documents: inputs, the first of each flagged, and targets."""
+    inputs = [torch.cat([~ids[:1], ids[1:-1]]) for ids in documents]
+    return torch.cat(inputs)[None], torch.cat([ids[1:] for ids in documents])[None]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "moe"])
+def test_packed_documents_lose_what_each_loses_alone(architecture: str) -> None:
+    model = build(ModelConfig(**{**SMALL, "sequence": 64}, documents="separate", architecture=architecture), seed=1)
+    documents = documents_of([1, 7, 20, 3, 33])
+    inputs_1T, targets_1T = packed(documents)
+    losses_T = F.cross_entropy(model(inputs_1T)[0], targets_1T[0], reduction="none")
+    for ids, losses in zip(documents, losses_T.split([len(ids) - 1 for ids in documents]), strict=True):
+        alone = F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none")
+        torch.testing.assert_close(losses, alone, rtol=2e-5, atol=2e-6)
+
+
+def test_packed_documents_have_the_gradients_of_each_alone() -> None:
+    model = model_of(sequence=64, documents="separate", kv_heads=2)
+    documents = documents_of([1, 7, 20, 3, 33])
+    model(*packed(documents)).backward()
+    together = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for ids in documents:
+        (model(ids[None, :-1], ids[None, 1:]) * (len(ids) - 1) / 64).backward()
+    for parameter, gradient in zip(model.parameters(), together, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_nothing_of_another_document_is_seen() -> None:
+    model = model_of(sequence=64, documents="separate")
+    documents = documents_of([9, 14, 9])
+    before = model(packed(documents)[0])
+    documents[1] = (documents[1] + 1) % SMALL["vocab"]
+    after = model(packed(documents)[0])
+    assert torch.equal(before[0, :9], after[0, :9]) and torch.equal(before[0, 23:], after[0, 23:])
+    assert not torch.equal(before, after)
+
+
+def test_a_rows_positions_start_anew_in_each_document() -> None:
+    """As ids of one row, bit for bit: what a position rotates by is that of the document's own start."""
+    ids, positions, numbers = separate_documents(torch.tensor([[~5, 6, ~7, ~8, 9], [1, 2, ~3, 4, 5]]))
+    assert ids.tolist() == [[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]]
+    assert positions.tolist() == [[0, 1, 0, 0, 1], [0, 1, 0, 1, 2]]
+    assert numbers.tolist() == [[1, 1, 2, 3, 3], [0, 0, 1, 1, 1]]

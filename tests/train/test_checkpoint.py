@@ -416,3 +416,16 @@ def test_all_ranks_learn_that_one_cannot_write_or_read(tmp_path: Path) -> None:
     assert ["No space left" in text for text in first[:-1]] == [True, True, True, False] and first[3] == "no more"
     assert re.search(r"step-000005/fp8\.rank-1\.safetensors: truncated", first[-1])
     assert names(tmp_path) == ["step-000005"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_any_value_that_is_not_finite_is_noticed_and_no_sum_that_overflows(dtype: torch.dtype) -> None:
+    largest = torch.full((4, 700), torch.finfo(dtype).max).to(dtype)
+    assert checkpoint.first_non_finite({"model.w": largest, "random.cpu": torch.full((1,), torch.nan)}) == ""
+    for faults in ([torch.nan], [torch.inf, -torch.inf], [-torch.inf]):
+        if dtype == torch.float8_e4m3fn:
+            faults = [torch.nan] * len(faults)  # it has no infinities
+        broken = torch.zeros(2800)
+        broken[7 : 7 + len(faults)] = torch.tensor(faults)
+        said = checkpoint.first_non_finite({"model.w": broken.to(dtype).view(4, 700)})
+        assert said == f"{len(faults)} of 2800 values of 'model.w' are NaN or infinite"

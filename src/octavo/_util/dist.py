@@ -32,21 +32,24 @@ def is_first_rank() -> bool:
     return rank == 0
 
 
-def gather(value: T) -> list[T]:
-    """Return the values of all ranks, on each of them; without a process group that of this one. All ranks call it."""
+def gather(value: T, group: Any = None) -> list[T]:
+    """Return the values of all ranks, on each of them; without a process group that of this one. All ranks call it.
+
+    `group` is another process group of all ranks, for a thread whose messages must not mix with those of others.
+    """
     if not in_process_group():
         return [value]
     import torch.distributed as dist
 
     found: list[Any] = [value] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group)
     return found
 
 
-def together(action: Callable[[], T]) -> T:
+def together(action: Callable[[], T], group: Any = None) -> T:
     """Return `action()` of this rank. If it raises on any rank, it raises on all: none waits for one that has failed.
 
-    All ranks call it. The action must not communicate.
+    All ranks call it. The action must not communicate. `group` is as for `gather`.
 
     Raises:
         Exception: the one raised on this rank, else that of the first rank that failed: the same if it is Octavo's or
@@ -57,7 +60,7 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except Exception as raised:
         error = raised
-    failures = gather(_sent(error))
+    failures = gather(_sent(error), group)
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):
@@ -67,12 +70,12 @@ def together(action: Callable[[], T]) -> T:
     return result
 
 
-def on_first_rank(action: Callable[[], T]) -> T | None:
+def on_first_rank(action: Callable[[], T], group: Any = None) -> T | None:
     """Return `action()` of the first rank, on all ranks; all raise its error, see `together`. All ranks call it.
 
     Without a process group other ranks, by `RANK`, get None.
     """
-    return gather(together(action) if is_first_rank() else together(lambda: None))[0]
+    return gather(together(action, group) if is_first_rank() else together(lambda: None, group), group)[0]
 
 
 def _sent(error: Exception | None) -> Exception | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo._util.files import write_text
+from octavo.data.chat_template import begin_token
 from octavo.data.corpus import open_corpus
 from octavo.data.tokenizer import Tokens
 from octavo.errors import ConfigError, DataError
@@ -45,6 +46,7 @@ class BPETokenizer:
         self.vocab = -(-size // 16) * 16
         self.end_of_document: int = found[0][0]
         self.end_token: str = found[0][1]
+        self.begin_of_document = _begin(backend)
         backend.no_truncation()  # a tokenizer's file may say how its model was once called
         backend.no_padding()
         self.fingerprint = hashlib.sha256(backend.to_str().encode()).hexdigest()
@@ -90,7 +92,10 @@ class BPETokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception
             raise DataError(f"{path}: not a tokenizer file ({error}).") from error
-        return cls(backend)
+        tokenizer = cls(backend)
+        if tokenizer.begin_of_document is None and (begin := begin_token(path)) is not None:
+            tokenizer.begin_of_document = backend.token_to_id(begin)
+        return tokenizer
 
     def to_json(self) -> str:
         """Return the content of a `.json` file of the package `tokenizers`."""
@@ -138,6 +143,12 @@ def trained(source: str | Path, vocab: int, cache_dir: Path) -> BPETokenizer:
     tokenizer = BPETokenizer.train(_sample(corpus.documents(), corpus.size), vocab)
     tokenizer.save(path)
     return tokenizer
+
+
+def _begin(backend: Backend) -> int | None:
+    """Return the one id that a tokenizer's post-processor puts before a text; None if it puts none, or several."""
+    text, framed = (backend.encode("a", add_special_tokens=with_more).ids for with_more in (False, True))
+    return framed[0] if framed[1 : 1 + len(text)] == text and framed[: len(text)] != text else None
 
 
 def _pieces(text: str) -> Iterator[str]:

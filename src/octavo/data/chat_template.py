@@ -50,6 +50,17 @@ def read_template(tokenizer: Path) -> tuple[str, dict[str, str]]:
     return template, tokens
 
 
+def begin_token(tokenizer: Path) -> str | None:
+    """Return the token that `tokenizer_config.json` beside a tokenizer's .json file puts before texts, if it does.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    config = tokenizer.with_name("tokenizer_config.json")
+    settings = read_file(config, DataError) if config.is_file() else {}
+    return _tokens(settings).get("bos_token") if settings.get("add_bos_token") is True else None
+
+
 def render(template: str, values: Mapping[str, Any]) -> str:
     """Return the text of a template with these values.
 

@@ -133,17 +133,19 @@ class Side(SideTotals):
             self._stream.write(ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
-def encode_split(corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float) -> SplitTotals:
-    """Write `train.bin` and `heldout.bin` of `corpus` into `folder`.
+def encode_split(
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, begin: int | None = None
+) -> SplitTotals:
+    """Write `train.bin` and `heldout.bin` of `corpus` into `folder`; with `begin`, each document begins with that id.
 
     One pass is enough if the hash leaves documents on both sides. With few documents the limit may have to move, which
     takes a second pass; reading such corpora twice avoids keeping every corpus in memory.
     """
     limit = int(fraction * SPACE)
-    digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, limit)
+    digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, limit, begin)
     moved = threshold(digests, fraction)
     if moved != limit:
-        digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, moved)
+        digests, train, heldout = _pass(corpus, tokenizer, folder, fraction, moved, begin)
     sources = tuple(heldout.sources) if len(heldout.sources) <= MOST_SOURCES else ()
     return SplitTotals.of(train, heldout, digests, heldout_sources=sources, suffix=suffix_of(tokenizer.vocab))
 
@@ -159,10 +161,10 @@ def source_of(document: str) -> str:
     return folder if slash else file if line.isdigit() else ""
 
 
-def encode_all(corpus: Corpus, tokenizer: Tokenizer, limit: int | None = None) -> Tokens:
+def encode_all(corpus: Corpus, tokenizer: Tokenizer, limit: int | None = None, begin: int | None = None) -> Tokens:
     """Return the ids of all documents of `corpus`, each followed by the end of document, without a split.
 
-    With `limit`, stops after the batch of documents that reaches that many ids.
+    With `limit`, stops after the batch of documents that reaches that many ids. `begin` is as for `encode_split`.
 
     Raises:
         DataError: a file cannot be read, or contains no text.
@@ -171,7 +173,7 @@ def encode_all(corpus: Corpus, tokenizer: Tokenizer, limit: int | None = None) -
     count = 0
     for batch in _batches(corpus.documents()):
         ids = tokenizer.encode_batch([document.text for document in batch])
-        found += [_closed(each, tokenizer) for each in ids]
+        found += [_framed(each, tokenizer, begin) for each in ids]
         count += sum(map(len, ids)) + len(ids)
         if limit is not None and count >= limit:
             break
@@ -189,7 +191,7 @@ def unigram_entropy(train: NDArray[np.int64], heldout: NDArray[np.int64]) -> flo
 
 
 def _pass(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, limit: int | None
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, fraction: float, limit: int | None, begin: int | None
 ) -> tuple[array[int], Side, Side]:
     digests = array("Q")
     with (
@@ -202,7 +204,7 @@ def _pass(
             for document, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
                 content, name = document.text.encode(), source_of(document.name)
                 digests.append(digest(content))
-                ids = _closed(ids, tokenizer)
+                ids = _framed(ids, tokenizer, begin)
                 if limit is None:  # equal documents are on both sides
                     cut = tail(len(ids), fraction)
                     head = round(len(content) * min(1, cut / max(1, len(ids) - 1)))  # its end has no bytes
@@ -212,11 +214,14 @@ def _pass(
                     (heldout if digests[-1] < limit else train).add(ids, len(content), name)
             train.flush()
             heldout.flush()
+    for side in (train, heldout) if begin is not None else ():
+        side.counts[begin] = 0  # no target
     return digests, train, heldout
 
 
-def _closed(ids: Tokens, tokenizer: Tokenizer) -> Tokens:
-    return np.append(ids, ids.dtype.type(tokenizer.end_of_document))
+def _framed(ids: Tokens, tokenizer: Tokenizer, begin: int | None) -> Tokens:
+    first = [] if begin is None else [begin]
+    return np.concatenate([np.array(first, ids.dtype), ids, np.array([tokenizer.end_of_document], ids.dtype)])
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -4,6 +4,10 @@ A file of N ids is split into `(N - 1) // T` windows of T + 1 ids that overlap b
 first, and up to T - 1 at the end, is a target exactly once per pass. Windows ignore document ends; the
 end-of-document id marks them.
 
+With `separate`, the id that ends documents, what follows it in a window, and what begins the window, is given as the
+first id of a document, and the id after an end is no target: it belongs to another document. No id is padding, and the
+position needs no more state. A document that a window cuts goes on in another window as a document of its own.
+
 The stream of windows is global: sample n is window `permutation(seed, n // windows)[n % windows]`. In each step rank r
 takes the r-th batch of the next `world * batch` samples. The state is therefore one number, any number of ranks visits
 the same samples, and no window is dropped at the end of a pass.
@@ -54,10 +58,12 @@ class Loader:
         world: int = 1,
         *,
         source: str = "",
+        separate: int | None = None,
     ) -> None:
         """Open `tokens_path`, written by `prepare`, for rank `rank` of `world`; `batch` is per rank.
 
-        `source` is the text that the file was made from, for messages about its length.
+        `source` is the text that the file was made from, for messages about its length. `separate` is the id that ends
+        documents, if attention is not to leave them; None where files flag their first ids, or it may.
 
         Raises:
             DataError: the file is missing or empty, or has less than one batch of all ranks.
@@ -78,7 +84,7 @@ class Loader:
                 f"({world} x {batch} sequences of {sequence}); give more text or a smaller batch or sequence."
             )
         self._batch, self._sequence, self._seed = batch, sequence, seed
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._separate = rank, world, separate
         self._samples = 0
         self._order: tuple[int, NDArray[np.int64]] = (0, permutation(seed, 0, self._windows))
 
@@ -89,7 +95,7 @@ class Loader:
         first = self._samples + self._rank * self._batch
         windows = np.array([self._window(first + i) for i in range(self._batch)])
         self._samples += self._batch * self._world
-        return gather(self._tokens, windows, self._sequence)
+        return gather(self._tokens, windows, self._sequence, self._separate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the settings and the `digest` of the corpus that it depends on, as JSON values."""
@@ -135,11 +141,18 @@ class Loader:
 
 
 def heldout_batches(
-    tokens_path: Path, batch: int, sequence: int, limit_tokens: int | None = None, *, source: str = ""
+    tokens_path: Path,
+    batch: int,
+    sequence: int,
+    limit_tokens: int | None = None,
+    *,
+    source: str = "",
+    separate: int | None = None,
 ) -> Iterator[Batch]:
     """Return the evaluation batches: the file from its beginning, in order, always the same windows for any `batch`.
 
-    The last batch may be smaller. `limit_tokens` stops after the window that reaches it. `source` is as for `Loader`.
+    The last batch may be smaller. `limit_tokens` stops after the window that reaches it. `source` and `separate` are as
+    for `Loader`.
 
     Raises:
         DataError: the file is missing, or shorter than one sequence; raised by the call, not by the first batch.
@@ -158,7 +171,7 @@ def heldout_batches(
     if limit_tokens is not None:
         windows = min(windows, -(-limit_tokens // sequence))
     starts = range(0, windows, batch)
-    return (gather(tokens, np.arange(start, min(start + batch, windows)), sequence) for start in starts)
+    return (gather(tokens, np.arange(start, min(start + batch, windows)), sequence, separate) for start in starts)
 
 
 def open_tokens(path: Path) -> Tokens:
@@ -203,10 +216,12 @@ def permutation(seed: int, epoch: int, windows: int) -> NDArray[np.int64]:
     return np.argsort(words, kind="stable")
 
 
-def gather(tokens: Tokens, windows: NDArray[np.int64], sequence: int) -> Batch:
-    """Return inputs and targets, both (len(windows), T), of the windows with these indices."""
+def gather(tokens: Tokens, windows: NDArray[np.int64], sequence: int, separate: int | None = None) -> Batch:
+    """Return inputs and targets, both (len(windows), T), of the windows with these indices, `separate` or not."""
     positions = windows[:, None] * sequence + np.arange(sequence + 1)
     found = tokens[positions]
+    if separate is not None:
+        return _separated(found.astype(np.int64), separate)
     if found.dtype.itemsize == 2:
         ids = torch.from_numpy(found.astype(np.int64))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -214,3 +229,12 @@ def gather(tokens: Tokens, windows: NDArray[np.int64], sequence: int) -> Batch:
     inputs = np.where(found & FIRST, ~plain, plain)[:, :-1]
     targets = np.where(found & NO_TARGET, IGNORED, plain)[:, 1:]
     return torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy())
+
+
+def _separated(ids: NDArray[np.int64], end: int) -> Batch:
+    """Return inputs and targets of windows (n, T + 1) of unflagged ids, in which `end` ends documents."""
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    ends = inputs == end
+    begins = np.ones_like(ends)
+    begins[:, 1:] = ends[:, :-1]
+    return torch.from_numpy(np.where(begins, ~inputs, inputs)), torch.from_numpy(np.where(ends, IGNORED, targets))

@@ -34,6 +34,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def begin_of_document(self) -> int | None:
+        """The id that the tokenizer puts before a text (BOS); None if it puts none there."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """A text that differs between tokenizers that could give different ids."""
         ...
@@ -61,6 +66,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab = 272
     end_of_document = 256
+    begin_of_document = None
     fingerprint = "bytes-1"
 
     def encode(self, text: str) -> Tokens:

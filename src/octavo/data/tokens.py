@@ -79,12 +79,15 @@ def prepare(
     cache_dir: Path,
     heldout: float = 0.02,
     chat: ChatFormat | None = None,
+    *,
+    begin: int | None = None,
 ) -> TokenFiles:
     """Return the token files of `source`, written to `cache_dir` unless they exist.
 
     `source` is as for `read_corpus`. About the share `heldout` of the documents, selected by a hash of their content,
     is held out; at least one document is on each side, and a single document is split. `chat`: the source has
-    conversations, see `octavo.data.chat`.
+    conversations, see `octavo.data.chat`. `begin`: id that each document begins with, as the tokenizer's
+    `begin_of_document`; a chat template has its own.
 
     Raises:
         DataError: the source cannot be read, or the files cannot be written; no partial files remain.
@@ -95,6 +98,7 @@ def prepare(
     corpus = open_corpus(source)
     listing = corpus.listing_sha256()
     key = f"{VERSION} {listing} {tokenizer.fingerprint} {heldout!r}" + (f" {chat.fingerprint}" if chat else "")
+    key += "" if begin is None else f" begin {begin}"
     directory = cache_dir / _folder_name(corpus, tokenizer, key)
     if (ready := _found(directory)) is not None:
         return ready
@@ -106,7 +110,7 @@ def prepare(
         folder = Path(scratch.name, directory.name)
         folder.mkdir()
         if chat is None:
-            written = encode_split(corpus, tokenizer, folder, heldout)
+            written = encode_split(corpus, tokenizer, folder, heldout, begin)
         else:
             written = encode_chat(corpus, tokenizer, folder, heldout, chat)
         meta = {

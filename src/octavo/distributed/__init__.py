@@ -1,6 +1,7 @@
 """Training on many GPUs, on top of PyTorch's FSDP2, DTensor and pipelining."""
 
 from octavo.distributed.checkpoint import load, save, save_async
+from octavo.distributed.context_parallel import Context, context_parallel
 from octavo.distributed.expert_parallel import expert_parallel, rank_loads
 from octavo.distributed.pipeline import PipelineStage, given_loss
 from octavo.distributed.plans import GatherPlan, LayerPlan, ShardPlan, TensorParallelPlan
@@ -19,6 +20,7 @@ __all__ = [
     "REDUCTIONS",
     "Assignment",
     "ColumnParallel",
+    "Context",
     "GatherPlan",
     "GreedyZeRO",
     "LayerPlan",
@@ -29,6 +31,7 @@ __all__ = [
     "Scheme",
     "ShardPlan",
     "TensorParallelPlan",
+    "context_parallel",
     "expert_parallel",
     "given_loss",
     "greedy_assignment",

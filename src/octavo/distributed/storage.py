@@ -12,7 +12,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from octavo._util.checksums import check_file, check_names, check_regular, file_entry, flush
+from octavo._util.dist import in_process_group
 from octavo.errors import CheckpointError, NonFiniteError, OctavoError
 from octavo.tensor import local, non_finite
 
@@ -39,17 +40,23 @@ FILE_BYTES = 1 << 30
 """Tensors are written into a new file beyond this size: writing takes twice the memory of a file."""
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str] | None = None) -> None:
+def write(
+    folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str] | None = None, group: Any = None
+) -> None:
     """Write tensors into a folder that all ranks share. All ranks call it.
 
     Args:
         texts: contents of further files, by name; the first rank's are written.
+        group: process group of all ranks for its messages; by default PyTorch's.
 
     Raises:
         CheckpointError: a rank could not write.
     """
-    with _errors(folder), warnings.catch_warnings(action="ignore", category=UserWarning):  # about one process
-        state_dict_saver.save(dict(tensors), storage_writer=_Writer(folder, tensors, texts), planner=_SavePlanner())
+    # In one process it warns. Several may write in a thread, whose filter would be that of all threads.
+    quiet = nullcontext() if in_process_group() else warnings.catch_warnings(action="ignore", category=UserWarning)
+    with _errors(folder), quiet:
+        writer = _Writer(folder, tensors, texts)
+        state_dict_saver.save(dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=group)
 
 
 def write_async(folder: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str], group: Any) -> Any:

@@ -19,7 +19,7 @@ from octavo.evaluation.text import EvalText, SequenceLayout, heldout_text, train
 from octavo.train import device as devices
 from octavo.train.evaluate import heldout_scores
 from octavo.train.load_run import find, settings_of, states_of
-from octavo.train.setup import tokenizer_of
+from octavo.train.setup import separator, tokenizer_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class LoadedRun:
         """Return the text to evaluate on, with notes."""
         if self.settings.data:
             return whole_text(self.settings.data, self.tokenizer, self._layout()), []
-        text, now = heldout_text(self.config.data, self.tokenizer, self._layout())
+        text, now = heldout_text(self.config, self.tokenizer, self._layout())
         before = trained_on(self.checkpoint.run)
         changed = f"{text.source} has changed since training: its held-out part may include training text"
         return text, [changed] if before not in ("", now) else []
@@ -64,9 +64,15 @@ class LoadedRun:
         sequence = self.settings.sequence or self.config.data.sequence
         if sequence > longest:
             raise ConfigError(f"--sequence {sequence}: the model's maximum is {longest} tokens (model.sequence).")
-        parts = max(1, self.checkpoint.state.get("ranks", 1) // (parallel.tensor * parallel.pipeline))
+        shared = parallel.tensor * parallel.pipeline * parallel.context
+        parts = max(1, self.checkpoint.state.get("ranks", 1) // shared)
         rows = max(1, self.config.tokens_per_pass(parts) // sequence)
-        return SequenceLayout(sequence=sequence, rows=rows, limit=self.settings.tokens)
+        return SequenceLayout(
+            sequence=sequence,
+            rows=rows,
+            limit=self.settings.tokens,
+            separate=separator(self.config, self.tokenizer),
+        )
 
     def measure(self, text: EvalText, report: Report) -> list[Score]:
         """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline, in BF16 and in FP8.

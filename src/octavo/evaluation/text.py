@@ -15,7 +15,7 @@ from octavo.data.loader import FIRST, Batch, gather, open_tokens
 from octavo.data.statistics import text_bytes
 from octavo.data.tokenizer import Tokenizer, Tokens
 from octavo.errors import DataError
-from octavo.train.config import DataConfig
+from octavo.train.config import RunConfig
 from octavo.train.setup import token_files
 
 
@@ -29,6 +29,8 @@ class SequenceLayout:
     """Sequences per batch, which share a per-tensor scale."""
     limit: int | None = None
     """Number of tokens, rounded up to a sequence; None for all."""
+    separate: int | None = None
+    """Id that ends documents, if attention is not to leave them (`octavo.data.Loader`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +46,13 @@ class EvalText:
     sequences: int
     bytes: int
     """Size of the targets as UTF-8 text; 0 for conversations, of which only answers are targets."""
+    firsts: int = 0
+    """Ids that are no targets: the first of separate documents, after the end of another."""
 
     @property
     def tokens(self) -> int:
         """Number of targets, over which losses are averaged."""
-        return self.sequences * self.layout.sequence
+        return self.sequences * self.layout.sequence - self.firsts
 
     def __len__(self) -> int:
         return -(-self.sequences // self.layout.rows)
@@ -56,17 +60,19 @@ class EvalText:
     def __iter__(self) -> Iterator[Batch]:
         for start in range(0, self.sequences, self.layout.rows):
             windows = np.arange(start, min(start + self.layout.rows, self.sequences))
-            yield gather(self.ids, windows, self.layout.sequence)
+            yield gather(self.ids, windows, self.layout.sequence, self.layout.separate)
 
 
-def heldout_text(data: DataConfig, tokenizer: Tokenizer, layout: SequenceLayout) -> tuple[EvalText, str]:
+def heldout_text(config: RunConfig, tokenizer: Tokenizer, layout: SequenceLayout) -> tuple[EvalText, str]:
     """Return a run's held-out text, and a digest of its whole text.
 
     Raises:
         DataError: the text no longer exists, or less than a sequence is held out.
     """
-    files = token_files(data, tokenizer)
-    return _text(data.source, open_tokens(files.heldout), tokenizer, layout, is_heldout=True), files.content_sha256
+    files = token_files(config, tokenizer)
+    return _text(
+        config.data.source, open_tokens(files.heldout), tokenizer, layout, is_heldout=True
+    ), files.content_sha256
 
 
 def whole_text(source: str, tokenizer: Tokenizer, layout: SequenceLayout) -> EvalText:
@@ -75,8 +81,9 @@ def whole_text(source: str, tokenizer: Tokenizer, layout: SequenceLayout) -> Eva
     Raises:
         DataError: the text is missing, empty, or shorter than a sequence.
     """
+    begin = None if layout.separate is None else tokenizer.begin_of_document
     wanted = None if layout.limit is None else layout.limit + layout.sequence + 1
-    return _text(source, encode_all(open_corpus(source), tokenizer, wanted), tokenizer, layout, is_heldout=False)
+    return _text(source, encode_all(open_corpus(source), tokenizer, wanted, begin), tokenizer, layout, is_heldout=False)
 
 
 def trained_on(run: Path) -> str:
@@ -102,5 +109,15 @@ def _text(source: str, ids: Tokens, tokenizer: Tokenizer, layout: SequenceLayout
     if layout.limit is not None:
         sequences = min(sequences, -(-layout.limit // layout.sequence))
     read = ids[1 : sequences * layout.sequence + 1]
+    if layout.separate is not None:  # the first id of a document is no target
+        read = read[ids[: len(read)] != layout.separate]
     size = 0 if np.any(read >= FIRST) else text_bytes(read, tokenizer)  # flagged: targets are parts of the text
-    return EvalText(source=source, is_heldout=is_heldout, ids=ids, layout=layout, sequences=sequences, bytes=size)
+    return EvalText(
+        source=source,
+        is_heldout=is_heldout,
+        ids=ids,
+        layout=layout,
+        sequences=sequences,
+        bytes=size,
+        firsts=sequences * layout.sequence - len(read),
+    )

@@ -56,7 +56,8 @@ class ModelConfig:
     rope_scaling: dict[str, float] = field(default_factory=dict, hash=False)
     """Llama 3's stretched wavelengths: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings."""
     documents: Literal["joined", "separate"] = "joined"
-    """`separate`: attention does not leave a document (`llama` only). Chat data set it."""
+    """`separate`: attention does not leave a document, and its positions start at 0 (`llama` and `moe` only). Chat data
+    set it; documents of text then begin with the tokenizer's BOS, if it has one."""
     experts: int = 16
     """Number of experts per block (`moe` only)."""
     experts_per_token: int = 2

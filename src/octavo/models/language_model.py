@@ -48,15 +48,15 @@ def check_length(tokens_BT: Tensor, sequence: int) -> int:
     return length
 
 
-def separate_documents(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ids and the attention mask (B,1,T,T) of packed documents: causal, and within a document only.
+def separate_documents(tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, positions and number of each token's document, all int64 (B,T), of packed documents.
 
-    The first id of a document is given as its complement, `~id`, which is negative.
+    The first id of a document is given as its complement, `~id`, which is negative. Its position is 0.
     """
     starts_BT = tokens_BT < 0
-    documents_BT = starts_BT.cumsum(1)
-    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return torch.where(starts_BT, ~tokens_BT, tokens_BT), same_BTT.tril()[:, None]
+    place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+    first_BT = torch.where(starts_BT, place_T, 0).cummax(1).values
+    return torch.where(starts_BT, ~tokens_BT, tokens_BT), place_T - first_BT, starts_BT.cumsum(1)
 
 
 def head_output(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from octavo.models.config import ROPE_SCALING, ModelConfig
 from octavo.models.language_model import check_length, head_output, reset_parameters, separate_documents
 from octavo.nn.attention import ScaledDotProduct
+from octavo.nn.documents import Mask, mask_of
 from octavo.nn.rotary import rotate
 
 
@@ -27,6 +29,8 @@ class Llama(nn.Module):
 
     rope_cos: Tensor
     rope_sin: Tensor
+    context: Any = None
+    """Ranks that share the tokens of sequences (`octavo.distributed.context_parallel`)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -56,7 +60,7 @@ class Llama(nn.Module):
 
         Args:
             tokens_BT: ids; with `config.documents` separate, `~id` for the first id of a document.
-            targets_BT: the next ids.
+            targets_BT: the next ids. With `context` results are of this rank's tokens.
             by_sequence: return the loss of each sequence, (B,), instead of the mean.
             hits: return also the top-1 accuracy of each sequence, (B, 2).
 
@@ -65,19 +69,26 @@ class Llama(nn.Module):
         """
         length = check_length(tokens_BT, self.config.sequence)
         cos_TE, sin_TE = self.rope_cos[:length], self.rope_sin[:length]
-        mask_B1TT = None
+        if self.context is not None:
+            tokens_BT, cos_TE, sin_TE = (
+                self.context.own(x, dim) for x, dim in ((tokens_BT, 1), (cos_TE, 0), (sin_TE, 0))
+            )
+            targets_BT = None if targets_BT is None else self.context.own(targets_BT)
+        mask = None
         if self.config.documents == "separate":
-            tokens_BT, mask_B1TT = separate_documents(tokens_BT)
-        x_BTD, balance = self.run_blocks(self.tok_embeddings(tokens_BT), cos_TE, sin_TE, mask_B1TT)
+            tokens_BT, position_BT, document_BT = separate_documents(tokens_BT)
+            cos_TE, sin_TE = cos_TE[position_BT], sin_TE[position_BT]  # (B,T,E)
+            mask = mask_of(document_BT, self.config.head_dim)
+        x_BTD, balance = self.run_blocks(self.tok_embeddings(tokens_BT), cos_TE, sin_TE, mask)
         output = head_output(self.norm(x_BTD), self.lm_head, targets_BT, by_sequence, hits)
         return output if balance is None or targets_BT is None else output + balance
 
     def run_blocks(
-        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_B1TT: Tensor | None
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask: Mask | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after all blocks, and what joins the loss: nothing here."""
         for block in self.layers:
-            x_BTD = block(x_BTD, cos_TE, sin_TE, mask_B1TT)
+            x_BTD = block(x_BTD, cos_TE, sin_TE, mask)
         return x_BTD, None
 
 
@@ -95,9 +106,9 @@ class Block(nn.Module):
         """Return a new feed-forward."""
         return FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask: Mask | None = None) -> Tensor:
         """Return the residual stream after this block, in the shape and dtype of `x_BTD`."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, mask_B1TT)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, mask)
         y_BTD: Tensor = x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
         return y_BTD
 
@@ -117,12 +128,12 @@ class Attention(nn.Module):
         self.core = ScaledDotProduct("wo")
         self.wo = nn.Linear(q_dim, config.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
-        """Return the attention output, (B,T,D); the mask is True where a query (rows) sees a key."""
+    def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask: Mask | None = None) -> Tensor:
+        """Return the attention output, (B,T,D); the tables are (T,E/2), or (B,T,E/2) by row."""
         q_BTHE = rotate(self.q_norm(self._heads(self.wq(x_BTD))), cos_TE, sin_TE)
         k_BTGE = rotate(self.k_norm(self._heads(self.wk(x_BTD))), cos_TE, sin_TE)
         v_BTGE = self._heads(self.wv(x_BTD))
-        y_BTD: Tensor = self.wo(self.core(q_BTHE, k_BTGE, v_BTGE, mask_B1TT))
+        y_BTD: Tensor = self.wo(self.core(q_BTHE, k_BTGE, v_BTGE, mask))
         return y_BTD
 
     def _heads(self, x_BTD: Tensor) -> Tensor:

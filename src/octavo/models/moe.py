@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from octavo.kernels.experts import route
 from octavo.models.config import ModelConfig
 from octavo.models.llama import Block, FeedForward, Llama
+from octavo.nn.documents import Mask
 from octavo.nn.experts import collect, dispatch
 from octavo.nn.grouped import grouped_linear
 from octavo.nn.operands import no_autocast
@@ -38,12 +39,12 @@ class MoE(Llama):
         return MoEBlock(config)
 
     def run_blocks(
-        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_B1TT: Tensor | None
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask: Mask | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after all blocks, and the balance loss of the model in training."""
         balance = x_BTD.new_zeros((), dtype=torch.float32)
         for block in self.layers:
-            x_BTD, part = block(x_BTD, cos_TE, sin_TE, mask_B1TT)
+            x_BTD, part = block(x_BTD, cos_TE, sin_TE, mask)
             balance = balance + part
         in_loss = self.training and self.config.balance_loss > 0
         return x_BTD, balance * self.config.balance_loss if in_loss else None
@@ -71,10 +72,10 @@ class MoEBlock(Block):
         return Mixture(config)
 
     def forward(  # type: ignore[override]
-        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask_B1TT: Tensor | None = None
+        self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask: Mask | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream after this block, and its balance loss, FP32 ()."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, mask_B1TT)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE, mask)
         y_BTD, balance = self.feed_forward(self.ffn_norm(x_BTD))
         return x_BTD + y_BTD, balance
 

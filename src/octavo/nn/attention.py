@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
+from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec, ledger
 from octavo.kernels.attention import attention, attention_backward
 from octavo.kernels.dispatch import is_plain
 from octavo.kernels.quant_spec import spec_of
+from octavo.nn import documents
 from octavo.nn.attached_codes import attach_codes
+from octavo.nn.documents import Mask
 from octavo.nn.operands import autocast_dtype
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
@@ -42,6 +45,8 @@ class ScaledDotProduct(nn.Module):
     """Quantisation of the saved output; None: it is saved unchanged."""
     shares: bool
     """Whether the reader uses the same codes."""
+    context: Any = None
+    """Ranks with other tokens of the same sequences, over which this attends (`octavo.distributed.Context`)."""
 
     def __init__(self, reader: str, *, causal: bool = True) -> None:
         """Create the attention of a module.
@@ -67,27 +72,17 @@ class ScaledDotProduct(nn.Module):
         self.enabled, self.shares = True, shares_codes(recipe)
         self.target = spec_of(recipe.fprop.input) if self.shares else OWN
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
         """Return (B, T, H E), in q's dtype or autocast's, for q (B, T, H, E), k and v (B, T, G, E), G dividing H.
 
-        B: batch, T: tokens, H: query heads, G: key and value heads, E: channels of a head. A mask (B, 1, T, T), True
-        where a query sees a key, replaces the causal one; the output is then saved as in PyTorch.
+        B: batch, T: tokens, H: query heads, G: key and value heads, E: channels of a head. A mask
+        (`octavo.nn.documents`) replaces the causal one; the output is then saved as in PyTorch.
         """
-        if mask is not None and self.target is not None and not torch.compiler.is_compiling():
-            ledger.fall_back("attention kept its output as it is, not in FP8: it has a mask")
-        if (
-            mask is not None
-            or self.target is None
-            or not self.enabled
-            or not torch.is_grad_enabled()
-            or not _takes(q, k, v)
-        ):
-            grouped = q.shape[2] != k.shape[2]
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            y = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped
-            )
-            return y.transpose(1, 2).flatten(2)
+        outside = "it has a mask" if mask is not None else "it is of several ranks" if self.context is not None else ""
+        if outside and self.target is not None and not torch.compiler.is_compiling():
+            ledger.fall_back(f"attention kept its output as it is, not in FP8: {outside}")
+        if outside or self.target is None or not self.enabled or not torch.is_grad_enabled() or not _takes(q, k, v):
+            return self._as_pytorch(q, k, v, mask)
         if (dtype := autocast_dtype(q.device.type)) is not None:
             q, k, v = (x.to(dtype) for x in (q, k, v))
         refuse_transforms()
@@ -96,6 +91,20 @@ class ScaledDotProduct(nn.Module):
             attach_codes(y_BTD, Quantized(codes, scale, self.target.tile), self.target)
         result: Tensor = y_BTD
         return result
+
+    def _as_pytorch(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+        if self.context is not None:
+            if mask is not None:
+                raise UnsupportedError("attention over the tokens of several ranks takes no mask.")
+            y_BTHE: Tensor = self.context.attend(q, k, v, self.causal)
+            return y_BTHE.flatten(2)
+        grouped = q.shape[2] != k.shape[2]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if mask is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+        else:
+            y = documents.attend(q, k, v, mask)
+        return y.transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this module."""

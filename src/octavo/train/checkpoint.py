@@ -202,11 +202,21 @@ def _read_own(path: Path, ranks: Ranks) -> tuple[dict[str, Any], dict[str, dict[
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
     """Return the name and fault of the first tensor whose part on this rank has a NaN or an infinity; empty if none."""
-    counts = {name: non_finite(tensor) for name, tensor in tensors.items() if _must_be_finite(name)}
-    for name, count in counts.items():  # read after all are queued
-        if int(count):
-            return f"{int(count)} of {local(tensors[name]).numel()} values of '{name}' are NaN or infinite"
+    sums = {name: _sum(tensor) for name, tensor in tensors.items() if _must_be_finite(name)}
+    for name, total in sums.items():  # read after all are queued
+        if not math.isfinite(float(total)) and (count := int(non_finite(tensors[name]))):
+            return f"{count} of {local(tensors[name]).numel()} values of '{name}' are NaN or infinite"
     return ""
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Return a number that is finite only if all values of this rank's part are: counting takes forty times as long.
+
+    A sum of finite values may overflow. That of codes is NaN: it says nothing of their values.
+    """
+    part = local(tensor).detach()
+    is_plain = type(part) is Tensor and part.dtype.itemsize > 1
+    return part.sum() if is_plain else torch.full((), math.nan, device=part.device)
 
 
 def _must_be_finite(name: str) -> bool:
@@ -281,7 +291,7 @@ def _write_tensors(
     if sharded:
         from octavo.distributed import storage
 
-        storage.write(directory / _SHARDED, sharded)
+        storage.write(directory / _SHARDED, sharded, group=ranks.group)
         index = directory / _SHARDED / storage.INDEX
         entries = {**storage.read_index(index.parent), index.name: file_entry(index)}
         files |= {f"{_SHARDED}/{name}": entry for name, entry in entries.items()}

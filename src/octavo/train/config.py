@@ -181,6 +181,9 @@ class LoopConfig:
     """Largest number of held-out tokens per evaluation, rounded up to a sequence."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
+    checkpoint_write: Literal["wait", "background"] = "wait"
+    """`background`: a step waits for a copy in host memory, as large as the checkpoint, which a thread writes while
+    training goes on. An error of the write ends the run in a following step."""
     keep: int = 2
     """Number of checkpoints to keep."""
     price_per_kwh: float = 0.0
@@ -250,7 +253,14 @@ class ParallelConfig:
     data: int = 1
     """Replicas of the model, each sharded over `shard` ranks; a batch is split over all ranks of both."""
     shard: int = 0
-    """Ranks that a replica is sharded over by FSDP2; 0: all ranks divided by `data`, `tensor` and `pipeline`."""
+    """Ranks that a replica is sharded over by FSDP2, with other sequences each; 0: all ranks divided by `data`,
+    `context`, `tensor` and `pipeline`."""
+    context: int = 1
+    """Ranks that share the tokens of each sequence (`octavo.distributed.context_parallel`), for a Llama on sequences
+    longer than a rank's memory; a replica is sharded over them too."""
+    attention: Literal["auto", "ring", "gather"] = "auto"
+    """Attention with `context`: PyTorch's `ring`, on GPUs only, or each rank gathers keys and values; `auto`: `ring` on
+    GPUs."""
     tensor: int = 1
     """Tensor-parallel ranks, which share each layer of a Llama and the tokens of the same part of a batch."""
     pipeline: int = 1
@@ -275,13 +285,16 @@ class ParallelConfig:
     """Seconds without progress after which all ranks stop and name the missing one; must exceed the longest step."""
 
     def __post_init__(self) -> None:
-        _positive("parallel", self, "data", "tensor", "pipeline", "timeout")
+        _positive("parallel", self, "data", "context", "tensor", "pipeline", "timeout")
         _within("parallel", self, "shard", low=0, high=2**31)
 
     def sizes(self, ranks: int) -> dict[str, int]:
-        """Return the size of each dimension of the mesh of a run on `ranks` ranks, from the outermost."""
-        shard = self.shard or max(ranks // (self.data * self.tensor * self.pipeline), 1)
-        return {"pipeline": self.pipeline, "data": self.data, "shard": shard, "tensor": self.tensor}
+        """Return the size of each dimension of the mesh of a run on `ranks` ranks, from the outermost.
+
+        Ranks of `context` are neighbours in the dimension `shard`.
+        """
+        shard = self.shard or max(ranks // (self.data * self.context * self.tensor * self.pipeline), 1)
+        return {"pipeline": self.pipeline, "data": self.data, "shard": shard * self.context, "tensor": self.tensor}
 
     @property
     def reduction(self) -> str:
@@ -296,8 +309,8 @@ class ParallelConfig:
 
     @property
     def splits_model(self) -> bool:
-        """True if a rank has parts of layers, or only some layers."""
-        return self.tensor > 1 or self.pipeline > 1
+        """True if a rank has parts of layers, only some layers, or parts of sequences."""
+        return self.tensor > 1 or self.pipeline > 1 or self.context > 1
 
     @property
     def splits_backward(self) -> bool:
@@ -341,6 +354,11 @@ class RunConfig:
             raise ConfigError("data.format: 'chat' needs model.documents 'separate', its default.")
         if self.run.start_from and self.model.architecture != "llama":
             raise ConfigError("run.start_from: needs model.architecture 'llama'.")
+
+    @property
+    def separates_text(self) -> bool:
+        """True if documents of text are packed into sequences, and attention does not leave them."""
+        return self.model.documents == "separate" and self.data.format == "text"
 
     @property
     def tokens(self) -> int:

@@ -45,7 +45,8 @@ def _by_sequence(state: TrainState, batches: Iterable[Batch], **options: bool) -
     for inputs_BT, targets_BT in batches:  # before any collective, so that pipeline ranks overlap
         # Smaller batches are padded to the first, so that a compiled model compiles once.
         rows = state.ranks.own_rows(len(inputs_BT), len(counts[0]) if counts else 0)
-        own.append(state.loss(upload(inputs_BT[rows], state.device), upload(targets_BT[rows], state.device), **options))
+        values = state.loss(upload(inputs_BT[rows], state.device), upload(targets_BT[rows], state.device), **options)
+        own.append(values if state.context is None else state.context.mean(values))
         counts.append(count_targets(targets_BT, len(targets_BT)))
     state.model.train()
     found = [state.ranks.gather_rows(x.double(), len(count)) for x, count in zip(own, counts, strict=True)]

@@ -77,6 +77,10 @@ class Ranks:
     mesh: DeviceMesh | None = None
     heartbeat: Heartbeat | None = None
     store: Store | None = None
+    context: DeviceMesh | None = None
+    """The ranks that share the tokens of sequences with this one; None if none do."""
+    group: dist.ProcessGroup | None = None
+    """Process group of `barrier`, `on_first`, `together` and `gather`; None: PyTorch's default."""
 
     @property
     def rank(self) -> int:
@@ -90,13 +94,13 @@ class Ranks:
 
     @property
     def parts(self) -> int:
-        """Number of parts that a batch is split into; the ranks of a tensor-parallel or pipeline group share one."""
-        return self.count // (self.parallel.tensor * self.parallel.pipeline)
+        """Number of parts that a batch is split into; ranks that share layers, stages or sequences share one."""
+        return self.count // (self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
 
     @property
     def part(self) -> int:
         """Index of this rank's part."""
-        return self.rank // self.parallel.tensor % self.parts
+        return self.rank // (self.parallel.tensor * self.parallel.context) % self.parts
 
     @property
     def pipeline_rank(self) -> int:
@@ -121,15 +125,15 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.count > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Return `action()` of rank 0, on all ranks; all raise its error (`octavo._util.dist.together`)."""
-        return action() if self.count == 1 else cast(T, on_first_rank(action))
+        return action() if self.count == 1 else cast(T, on_first_rank(action, self.group))
 
     def together(self, action: Callable[[], T]) -> T:
         """Return `action()` of this rank; if it raises on any, all raise (`octavo._util.dist.together`)."""
-        return action() if self.count == 1 else together(action)
+        return action() if self.count == 1 else together(action, self.group)
 
     def first_per_host(self, key: str, work: Callable[[], T]) -> T:
         """Return `work()`, run by the first rank of each host before the others, to fill a cache; no time limit."""
@@ -181,7 +185,8 @@ class Ranks:
         dist.all_gather(everyone, values.contiguous())
         of_stage = self.count // self.parallel.pipeline
         first = of_stage * self.parallel.last
-        return torch.cat(everyone[first : first + of_stage : self.parallel.tensor])[:rows]
+        each = self.parallel.tensor * self.parallel.context
+        return torch.cat(everyone[first : first + of_stage : each])[:rows]
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on all ranks."""
@@ -199,7 +204,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, on each of them; all ranks call it."""
-        return [value] if self.count == 1 else gather(value)
+        return [value] if self.count == 1 else gather(value, self.group)
 
     @property
     def is_greedy(self) -> bool:
@@ -243,11 +248,21 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
         timeout=patient,
     )
     mesh = _mesh(config.parallel, device, launch.ranks)
+    context = _context_mesh(config.parallel.context, device, launch.ranks)
     groups = {*mesh.get_all_groups()} | ({dist.group.WORLD} if dist.group.WORLD is not None else set())
+    groups |= set() if context is None else {context.get_group()}
     beats, store = (PrefixStore(f"{run}/{part}", _connection(patient)) for part in ("beats", "work"))
     host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     with Heartbeat(beats, launch.rank, launch.ranks, timeout=timeout, groups=[*groups], host=host) as heartbeat:
-        yield Ranks(launch=launch, parallel=config.parallel, device=device, mesh=mesh, heartbeat=heartbeat, store=store)
+        yield Ranks(
+            launch=launch,
+            parallel=config.parallel,
+            device=device,
+            mesh=mesh,
+            heartbeat=heartbeat,
+            store=store,
+            context=context,
+        )
         dist.barrier()
     dist.destroy_process_group()  # after an error it could wait for ranks that are gone
 
@@ -273,6 +288,17 @@ def _mesh(parallel: ParallelConfig, device: torch.device, ranks: int) -> DeviceM
 
     sizes = {name: size for name, size in parallel.sizes(ranks).items() if size > 1 or name == "shard"}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _context_mesh(size: int, device: torch.device, ranks: int) -> DeviceMesh | None:
+    """Return the mesh of the neighbours that share sequences with this rank; None if none do."""
+    if size == 1:
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    neighbours = [list(range(first, first + size)) for first in range(0, ranks, size)]
+    group, _ = dist.new_subgroups_by_enumeration(neighbours)
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("context",))
 
 
 def _connection(timeout: timedelta) -> Store:

@@ -29,7 +29,7 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
         raise ConfigError(_wrong_rank_count(parallel, required, ranks))
     if ranks == 1:
         return
-    shards, group = sizes["shard"], parallel.tensor * parallel.pipeline
+    shards, group = sizes["shard"], parallel.tensor * parallel.pipeline * parallel.context
     parts = ranks // group
     if run.batch % (run.accumulate * parts):
         over = f"{parts} ranks" if group == 1 else f"{parts} groups of {group} ranks"
@@ -39,6 +39,7 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
         )
     check_tensor(config, shards)
     check_pipeline(config)
+    check_context(config)
     if run.leaves_recipe and (group > 1 or parallel.zero == "greedy" or run.weights == "fp8"):
         raise ConfigError(
             "run.bf16_first_steps, run.last_share: ranks that share layers, parallel.zero = 'greedy' and FP8 weights on"
@@ -128,8 +129,60 @@ def check_pipeline(config: RunConfig) -> None:
     _refuse_with_pipeline(config, partial(_conflict, f"parallel.pipeline = {ranks}"))
 
 
+def check_context(config: RunConfig) -> None:
+    """Check that the sequences of a run can be shared by `parallel.context` ranks.
+
+    Raises:
+        ConfigError: they cannot; the message names the key to change.
+    """
+    ranks, length = config.parallel.context, config.data.sequence
+    if ranks == 1:
+        if config.parallel.attention != "auto":
+            raise ConfigError(f"parallel.attention: '{config.parallel.attention}' has no effect with context = 1.")
+        return
+    if length % (2 * ranks):
+        raise ConfigError(
+            f"data.sequence: {length} tokens cannot be shared evenly by {ranks} ranks (parallel.context), each with two"
+            f" chunks. Take a multiple of {2 * ranks}."
+        )
+    _refuse_with_context(config, partial(_conflict, f"parallel.context = {ranks}"))
+
+
+def _refuse_with_context(config: RunConfig, conflict: _Conflict) -> None:
+    parallel, run, model = config.parallel, config.run, config.model
+    if model.architecture != "llama":
+        raise conflict("model.architecture", model.architecture, "only a Llama takes its own tokens", "'llama'")
+    if model.documents != "joined":
+        key, value = ("data.format", "chat") if config.data.format == "chat" else ("model.documents", "separate")
+        raise conflict(key, value, "attention over several ranks has no mask of documents", "parallel.shard")
+    for name in ("tensor", "pipeline"):
+        if getattr(parallel, name) > 1:
+            raise conflict(f"parallel.{name}", getattr(parallel, name), "tokens are split already", "1")
+    if parallel.zero != "fsdp":
+        raise conflict("parallel.zero", parallel.zero, "each of its ranks has other sequences", "'fsdp'")
+    if parallel.embedding != "whole":
+        raise conflict("parallel.embedding", parallel.embedding, "rows are sent for whole sequences", "'whole'")
+    if run.compile == "on":
+        raise conflict("run.compile", "on", "the exchange of keys and values is not compiled", "'auto'")
+    if _has_tensor_scales(recipes.load(run.recipe)):
+        reason = "its scale per tensor would be of each rank's tokens, not of the sequence's"
+        raise conflict("run.recipe", run.recipe, reason, "'folded', 'rowwise', 'block' or 'delayed'")
+
+
+def _has_tensor_scales(recipe: recipes.Recipe) -> bool:
+    """Return True if an operand that is of tokens has one scale, of the tokens that are there."""
+    of_tokens = [recipe.fprop.input, recipe.dgrad.grad_output, recipe.wgrad.grad_output, recipe.wgrad.input]
+    gemms = [recipe.fprop, recipe.dgrad, recipe.wgrad, recipe.wgrad]
+    own = any(
+        gemm.is_fp8 and operand.granularity == "tensor" and operand.scale_from == "current"
+        for gemm, operand in zip(gemms, of_tokens, strict=True)
+    )
+    return own or any(map(_has_tensor_scales, recipe.modules.values()))
+
+
 def _wrong_rank_count(parallel: ParallelConfig, required: int, started: int) -> str:
     asked = f"data = {parallel.data}, shard = {parallel.shard or 'all others'}"
+    asked += f", context = {parallel.context}" if parallel.context > 1 else ""
     asked += f", tensor = {parallel.tensor}" if parallel.tensor > 1 else ""
     asked += f", pipeline = {parallel.pipeline}" if parallel.pipeline > 1 else ""
     return (
@@ -189,9 +242,10 @@ def _refuse_of_model(config: RunConfig, conflict: _Conflict) -> None:
     """Refuse what a model must not have if its layers are split or in several stages."""
     if config.lora.rank:
         raise conflict("lora.rank", config.lora.rank, "updates of layers are not split", "parallel.shard")
-    if config.data.format == "chat":
+    if config.model.documents == "separate":
         reason = "the mask of documents is made of all tokens, by the model as a whole"
-        raise conflict("data.format", "chat", reason, "parallel.shard")
+        key, value = ("data.format", "chat") if config.data.format == "chat" else ("model.documents", "separate")
+        raise conflict(key, value, reason, "parallel.shard")
 
 
 def _refuse_with_pipeline(config: RunConfig, conflict: _Conflict) -> None:

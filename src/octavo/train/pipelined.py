@@ -24,6 +24,7 @@ class PipelinedTrainState(TrainState):
 
     def _distribute(self, model: nn.Module) -> None:
         assert isinstance(model, Llama) and self.ranks.pipeline_group is not None  # ensured by `check_pipeline`
+        self.context = None  # refused by `check_pipeline`
         parallel, schedule = self.ranks.parallel, SCHEDULES[self.ranks.parallel.schedule]
         stream = torch.bfloat16 if parallel.gather == "bf16" else model.tok_embeddings.weight.dtype
         places = schedule.places(parallel.pipeline)

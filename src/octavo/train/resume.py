@@ -18,6 +18,7 @@ from octavo.errors import CheckpointError, DivergedError
 from octavo.models.config import ModelConfig
 from octavo.monitor.system import versions
 from octavo.train import checkpoint
+from octavo.train.background import BackgroundWriter
 from octavo.train.config import RunConfig
 from octavo.train.events import Saved
 from octavo.train.guarding import GuardedRun
@@ -29,6 +30,8 @@ from octavo.train.train_state import TrainState
 # bits (ranks, parts of a batch). `steps` and `last_share` do through the schedule, but changing them is deliberate.
 FREE = {
     "data.cache",
+    "parallel.attention",
+    "parallel.context",
     "parallel.data",
     "parallel.pipeline",
     "parallel.schedule",
@@ -36,6 +39,7 @@ FREE = {
     "parallel.timeout",
     "run.accumulate",
     "run.checkpoint_every",
+    "run.checkpoint_write",
     "run.compile",
     "run.device",
     "run.eval_every",
@@ -55,8 +59,8 @@ FREE = {
 }
 
 
-def save_checkpoint(run: GuardedRun, checkpoints: Path) -> None:
-    """Write a checkpoint of a run into the folder `checkpoints`.
+def save_checkpoint(run: GuardedRun, checkpoints: Path, writer: BackgroundWriter | None = None) -> None:
+    """Write a checkpoint of a run into the folder `checkpoints`; with a writer, only copy it for the writer.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -73,6 +77,9 @@ def save_checkpoint(run: GuardedRun, checkpoints: Path) -> None:
         )
     plain = {"config": config_reader.to_dict(config), "versions": versions(), **run.state_dict()}
     named = {**tensors, "random": generator_states()}
+    if writer is not None:
+        writer.save(checkpoints, run.done, named, plain, config.run.keep)
+        return
     path = checkpoint.save(checkpoints, run.done, named, plain, keep=config.run.keep, ranks=ranks)
     run.log.emit(Saved(step=run.done, path=path))
 

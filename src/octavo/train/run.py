@@ -12,10 +12,11 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.conversion import enable
-from octavo.errors import DivergedError, Interrupted, RunError
+from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
 from octavo.train import checkpoint, events
+from octavo.train.background import BackgroundWriter
 from octavo.train.calibrate import recalibration_events
 from octavo.train.config import RunConfig
 from octavo.train.device import gc_frozen
@@ -76,6 +77,8 @@ class Trainer(GuardedRun):
         self._locked = locked
         self._signals = StopSignals(prints=self.ranks.is_first, heartbeat=self.ranks.heartbeat)
         self._resumed: checkpoint.Checkpoint | None = None
+        in_background = self.config.run.checkpoint_write == "background"
+        self._writer = BackgroundWriter(self.ranks) if in_background else None
 
     def resume(self) -> None:
         """Load the newest checkpoint; errors as `load_checkpoint`."""
@@ -101,6 +104,7 @@ class Trainer(GuardedRun):
                 for state in self.setup.states:
                     state.drop_graph()
                 heldout = self._evaluate()
+            self._end_write(wait=True)
             self._save_scales()
             return self.log.finish(heldout)
 
@@ -108,11 +112,13 @@ class Trainer(GuardedRun):
     def _closing(self) -> Iterator[None]:
         """Record what was measured and close the log after the block; an error of the block is the one that is raised.
 
-        A full disk, for example, fails again when files are closed.
+        A full disk, for example, fails again when files are closed. A checkpoint that is being written is completed.
         """
         try:
             yield
         except BaseException:
+            if self._writer is not None:
+                self._writer.close(self.config.parallel.timeout)
             with suppress(Exception):
                 self._close()
             raise
@@ -137,6 +143,7 @@ class Trainer(GuardedRun):
     def _step(self) -> None:
         """Make a step, then check, log, save and evaluate as far as each is due."""
         run = self.config.run
+        self._end_write()
         self.guard.before()
         lr = self.guard.lr(self._learning_rate())
         if not self._apply_schedule():
@@ -163,9 +170,10 @@ class Trainer(GuardedRun):
             self.log.log_step(self.done, metrics, watch, lr, batch_BT)
         if save:
             self._check_directory()
-            self._save(self.checkpoints)
+            self._save(self.checkpoints, self._writer)
             self._owes_checkpoint = False
         if stop:
+            self._end_write(wait=True)
             raise Interrupted(stop)
         if evaluate:
             self._evaluate()
@@ -242,7 +250,9 @@ class Trainer(GuardedRun):
         if not any(self.ranks.gather(self._locked is not None and not self._locked.is_there())):
             return
         out = self.ranks.broadcast(rescue_path(self.directory))
-        self._save(out / "checkpoints")
+        if self._writer is not None:
+            self._writer.close(self.config.parallel.timeout)  # its checkpoint went with the directory
+        self._save(out / "checkpoints", writer=None)
         if self.ranks.is_first:
             self.log.rescue(out)
         raise RunError(
@@ -276,6 +286,31 @@ class Trainer(GuardedRun):
             text = f"the held-out loss has stopped falling: the learning rate is {after:.3g} in place of {before:.3g}"
             self.log.emit(GuardEvent(self.done, "info", "schedule", text, action="learning rate halved"))
 
-    def _save(self, checkpoints: Path) -> None:
+    def _save(self, checkpoints: Path, writer: BackgroundWriter | None) -> None:
+        if writer is not None:
+            self._end_write(wait=True)
         self._collect_telemetry(wait=True)  # what was measured before a checkpoint is recorded before it
-        save_checkpoint(self, checkpoints)
+        save_checkpoint(self, checkpoints, writer)
+
+    def _end_write(self, *, wait: bool = False) -> None:
+        """Emit that the checkpoint in the background is written, if it is; with `wait`, once it is.
+
+        Raises:
+            CheckpointError: it could not be written.
+            RunError: the directory of the run was removed.
+        """
+        if self._writer is None:
+            return
+        try:
+            written = self._writer.wait() if wait else self._writer.ended()
+        except CheckpointError:
+            self._check_directory()
+            raise
+        if written is not None:
+            self.log.emit(events.Saved(step=written.step, path=written.path))
+
+    def emit(self, event: GuardEvent) -> None:
+        """Emit an event; before a rollback, which removes checkpoints, one that is being written is completed."""
+        if event.back_to is not None:
+            self._end_write(wait=True)
+        super().emit(event)

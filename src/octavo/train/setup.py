@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,11 +106,12 @@ def _text(config: RunConfig, ranks: Ranks) -> tuple[Loader, list[Batch], TokenFi
             f"model.vocab: {config.model.vocab} is too small for the tokenizer '{data.tokenizer}', which"
             f" needs {tokenizer.vocab}; leave model.vocab out."
         )
-    files = token_files(data, tokenizer)
+    files, separate = token_files(config, tokenizer), separator(config, tokenizer)
     own = run.batch // ranks.parts
-    loader = Loader(files.train, own, data.sequence, run.seed, ranks.part, ranks.parts, source=files.source)
+    about: dict[str, Any] = {"source": files.source, "separate": separate}
+    loader = Loader(files.train, own, data.sequence, run.seed, ranks.part, ranks.parts, **about)
     part = run.batch // run.accumulate
-    heldout = list(heldout_batches(files.heldout, part, data.sequence, run.eval_tokens, source=files.source))
+    heldout = list(heldout_batches(files.heldout, part, data.sequence, run.eval_tokens, **about))
     return loader, heldout, files, corpus_statistics(files, tokenizer), tokenizer.end_of_document
 
 
@@ -118,10 +120,17 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     return load_tokenizer(data.tokenizer, source=data.source, cache_dir=data.cache.expanduser())
 
 
-def token_files(data: DataConfig, tokenizer: Tokenizer) -> TokenFiles:
+def token_files(config: RunConfig, tokenizer: Tokenizer) -> TokenFiles:
     """Return the tokenized text of a run, prepared on first use; see `octavo.data.prepare`."""
+    data = config.data
     chat = ChatFormat.of(data.tokenizer, data.sequence) if data.format == "chat" else None
-    return prepare(data.source, tokenizer, data.cache.expanduser(), data.heldout, chat=chat)
+    begin = tokenizer.begin_of_document if config.separates_text else None
+    return prepare(data.source, tokenizer, data.cache.expanduser(), data.heldout, chat=chat, begin=begin)
+
+
+def separator(config: RunConfig, tokenizer: Tokenizer) -> int | None:
+    """Return the id between documents of text that attention does not leave; None if it may, or files flag them."""
+    return tokenizer.end_of_document if config.separates_text else None
 
 
 def make_states(
@@ -196,7 +205,7 @@ def convert_as(
         policy: by default `policy_of`.
         tokens: tokens of a forward pass, which decide what gains from FP8; by default those of the run.
     """
-    policy, tokens = policy or policy_of(config, recipe), tokens or config.tokens_per_pass(ranks.parts)
+    policy, tokens = policy or policy_of(config, recipe), tokens or _tokens_per_pass(config, ranks)
     scales, allow = config.run.scales or None, config.run.allow_reference
     if scales and not _has_stored_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
         scales = None
@@ -222,7 +231,7 @@ def as_planned(
         CheckpointError: a layer that is in FP8 by the plan of the run cannot be here.
         ConfigError: the plan of the run is damaged.
     """
-    policy, tokens = policy_of(config, recipe), config.tokens_per_pass(ranks.parts)
+    policy, tokens = policy_of(config, recipe), _tokens_per_pass(config, ranks)
     if began is None or not (file := began / "plan.json").is_file():
         return policy, tokens
     known = read_file(file)
@@ -240,6 +249,11 @@ def as_planned(
             " the one that it began on, or start a new run with another --out."
         )
     return policy, tokens
+
+
+def _tokens_per_pass(config: RunConfig, ranks: Ranks) -> int:
+    """Return the number of tokens of a forward pass of one rank."""
+    return config.tokens_per_pass(ranks.parts) // ranks.parallel.context
 
 
 def _fp8_layers(plan: Plan) -> set[str]:
@@ -285,7 +299,7 @@ def _state(
     name: str, model: nn.Module, config: RunConfig, device: torch.device, ranks: Ranks, graphs: Graphs | None
 ) -> TrainState:
     parallel = ranks.parallel
-    auto = device.type == "cuda" and not parallel.splits_backward
+    auto = device.type == "cuda" and not parallel.splits_backward and parallel.context == 1
     compiled = {"on": True, "off": False, "auto": auto}[config.run.compile]
     if compiled:
         compile_blocks(model, blocks="layers.*", fullgraph=True)
@@ -309,6 +323,8 @@ def replays(config: RunConfig, device: torch.device, ranks: Ranks = SINGLE_PROCE
         against = f"the run is on a {device.type.upper()}"
     elif several and parallel.pipeline > 1:
         against = "the schedule of parallel.pipeline is Python's"
+    elif parallel.context > 1:
+        against = "attention over parallel.context is not captured"
     elif ranks.is_greedy:
         against = "parallel.zero = 'greedy' is not captured"
     if config.run.graph == "on" and against:

@@ -15,7 +15,7 @@ from octavo.train.parallel_checks import two_level_sizes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from octavo.distributed import Scheme, ShardPlan, TensorParallelPlan
+    from octavo.distributed import Context, Scheme, ShardPlan, TensorParallelPlan
 
 _TWO_LEVEL_DIMS = ("copies", "hosts", "ranks", "tensor")
 """Mesh dimensions for a two-level reduction, which is over `hosts` and `ranks`."""
@@ -36,6 +36,15 @@ def shard_tp(ranks: Ranks, model: nn.Module, *, sequence: bool = True) -> Tensor
     from octavo.distributed import tensor_parallel
 
     return tensor_parallel(model, ranks.mesh["tensor"], sequence=sequence)
+
+
+def share_tokens(ranks: Ranks, model: nn.Module) -> Context | None:
+    """Let ranks share the tokens of sequences, in place; return how, None without `parallel.context`."""
+    if ranks.context is None:
+        return None
+    from octavo.distributed import context_parallel
+
+    return context_parallel(model, ranks.context, attention=ranks.parallel.attention)
 
 
 def make_reduction(ranks: Ranks) -> Scheme | None:

@@ -27,7 +27,7 @@ from octavo.train.loss_scale import LossScale
 from octavo.train.parallel import SINGLE_PROCESS, Ranks, whole
 from octavo.train.param_groups import groups_of, make_optimizer, value_of
 from octavo.train.replay import Graphs
-from octavo.train.sharding import make_reduction, shard_model, shard_tp
+from octavo.train.sharding import make_reduction, shard_model, shard_tp, share_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class TrainState:
         """Split and shard a converted model; keep this rank's part as `model`."""
         self.model = model
         self.pipeline: dict[str, Any] | None = None
+        self.context = share_tokens(self.ranks, model)
         self.tensor_plan = shard_tp(self.ranks, model)
         self.reduction = make_reduction(self.ranks)
         self.shard_plan = shard_model(self.ranks, model, self.reduction)
@@ -160,7 +161,7 @@ class TrainState:
             is_scaled: backward starts from the loss times the loss scale.
         """
         loss = torch.zeros((), device=self.device)
-        with self._accumulating(parts):
+        with self._accumulating(parts), self._attending(inputs_BT):
             shares = self.shares(targets_BT, parts)
             halves = inputs_BT.chunk(parts), targets_BT.chunk(parts)
             for index, (inputs, targets) in enumerate(zip(*halves, strict=True)):
@@ -190,6 +191,10 @@ class TrainState:
             return self.optimizer.accumulating()
         return nullcontext()
 
+    def _attending(self, inputs_BT: Tensor) -> AbstractContextManager[None]:
+        """Return the block in which attention is over the tokens of other ranks; it may be within another."""
+        return nullcontext() if self.context is None else self.context.attending(inputs_BT)
+
     def _clip(self) -> Tensor:
         """Clip the groups with a limit of their own, then all gradients; return the global norm before both."""
         norm = self._norm(self._gradients())
@@ -205,8 +210,11 @@ class TrainState:
         return nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor, **options: bool) -> Tensor:
-        """Return the model's mean loss in nats per token, shape (); `by_sequence` and `hits` go to the model."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+        """Return the model's mean loss in nats per token, shape (); `by_sequence` and `hits` go to the model.
+
+        With `parallel.context` it is the mean over this rank's tokens.
+        """
+        with self._attending(inputs_BT), torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             loss: Tensor = self.model(inputs_BT, targets_BT, **options)
         return loss
 

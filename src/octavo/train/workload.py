@@ -21,7 +21,7 @@ from octavo.data.loader import Loader
 from octavo.errors import ConfigError, DataError, UnsupportedError
 from octavo.models import build
 from octavo.train.config import RunConfig, assemble, load_file
-from octavo.train.setup import token_files, tokenizer_of
+from octavo.train.setup import separator, token_files, tokenizer_of
 
 Step = Callable[[], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -181,8 +181,9 @@ def _of_run(config: RunConfig, name: str) -> Workload:
     data, run = config.data, config.run
 
     def batches() -> Iterator[Any]:
-        files = token_files(data, tokenizer_of(data))
-        return iter(Loader(files.train, run.batch, data.sequence, run.seed, source=files.source))
+        tokenizer = tokenizer_of(data)
+        files, separate = token_files(config, tokenizer), separator(config, tokenizer)
+        return iter(Loader(files.train, run.batch, data.sequence, run.seed, source=files.source, separate=separate))
 
     return Workload(
         name=name,
