@@ -20,6 +20,7 @@ from octavo.conversion.mlps import find_mlps
 from octavo.conversion.plan import Plan, commonest_reason
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import device_unsupported_reason
+from octavo.conversion.roles import find_roles
 from octavo.conversion.unconverted import find_unconverted
 from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
@@ -73,10 +74,12 @@ def make_plan(
     recipes = {name: recipe.for_layer(name) for name in names}
     in_fp8 = {name: why for name in names if (why := _no_integer_fprop(recipes[name], layers.get(name), where))}
     recipes = _with_fprop_in_fp8(recipes, in_fp8)
+    roles = find_roles(model)
     planner = LayerPlanner(
-        model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where, in_fp8=in_fp8
-    )
-    rows = plan_weights(model, layers, planner.layers(layers, mlps), recipes, policy.weights)
+        model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where, roles=roles,
+        in_fp8=in_fp8,
+    )  # fmt: skip
+    rows = plan_weights(model, layers, planner.layers(layers), recipes, policy.weights)
     expert_rows = list(planner.experts(experts))
     ordered = _in_order_of(model, [*rows, *expert_rows])
     read = {id(layer.weight) for layer in layers.values()}
@@ -89,7 +92,7 @@ def make_plan(
         recipes={row.name: recipes[row.name] for row in ordered if row.is_fp8},
         experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
         policy=policy,
-        unconverted=tuple(find_unconverted(model, read, policy.min_features)),
+        unconverted=tuple(find_unconverted(model, read, policy.min_features, roles)),
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
     return _with_patterns(plan, model, mlps)

@@ -23,8 +23,8 @@ from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
 from octavo.kernels.devices import H200, Rates
 from octavo.kernels.dispatch import rates
-from octavo.nn import Conv1d, Conv2d, Linear
-from octavo.nn.linear import is_transposed
+from octavo.nn import Conv1d, Conv2d
+from octavo.nn.linear import LinearLayer, is_transposed
 from octavo.nn.modules import hooked
 from octavo.train.timing import busy, kernels_of, synchronize
 
@@ -72,7 +72,7 @@ def fallback(trial: Trial) -> Finding:
     )
 
 
-Layer = Linear | Conv1d | Conv2d
+Layer = LinearLayer | Conv1d | Conv2d
 
 
 def _known_rates(trial: Trial) -> str:
@@ -124,12 +124,12 @@ def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
 
 def _matrix(layer: Layer) -> Tensor:
     """Return the weight with output features first."""
-    return layer.matrix if isinstance(layer, Linear) else layer.weight
+    return layer.matrix if isinstance(layer, LinearLayer) else layer.weight
 
 
 def _shape_row(name: str, layer: Layer, tokens: int, known: Rates) -> dict[str, Any]:
     out, features = _matrix(layer).shape[0], math.prod(_matrix(layer).shape[1:])
-    taps = 0 if isinstance(layer, Linear) else math.prod(layer.kernel_size)
+    taps = 0 if isinstance(layer, LinearLayer) else math.prod(layer.kernel_size)
     gain = predicted_gain(layer.recipe, out, features, tokens, taps, rates=known)
     operands = (operand for _, a, b in layer.recipe.gemms() for operand in (a, b))
     multiple = 16 if all(operand.granularity in ("tensor", "row", "column") for operand in operands) else 128

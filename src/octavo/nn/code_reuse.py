@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo.nn.fused import fusion_groups
 from octavo.nn.grouped import GroupedLinear, quantize_experts
-from octavo.nn.linear import Linear
+from octavo.nn.linear import LinearLayer
 from octavo.nn.shared import quantize_together
 from octavo.nn.weight_codes import WeightCodes
 
@@ -24,7 +24,7 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
     write inside the block has no effect until its end. Not affected are layers and experts with weights that are
     sharded or stored in FP8, and layers with stochastic rounding.
     """
-    layers = [m for m in model.modules() if isinstance(m, Linear) and m.recipe.fprop.is_fp8]
+    layers = [m for m in model.modules() if isinstance(m, LinearLayer) and m.recipe.fprop.is_fp8]
     experts = [m for m in model.modules() if isinstance(m, GroupedLinear) and m.recipe.fprop.is_fp8]
     before: list[tuple[Any, Any]] = []
     try:
@@ -43,7 +43,7 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
             layer.weight_codes = codes
 
 
-def _codes_to_reuse(group: Sequence[Linear]) -> WeightCodes | None:
+def _codes_to_reuse(group: Sequence[LinearLayer]) -> WeightCodes | None:
     weights: list[Tensor] = [layer.matrix for layer in group]
     rounds_to_nearest = group[0].recipe.fprop.weight.rounding == "nearest"
     same = all(layer.recipe is group[0].recipe for layer in group)

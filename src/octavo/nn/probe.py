@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.nn.adopted import is_taken, own_class
 from octavo.nn.modules import OF_EVERY_MODULE, is_position
-from octavo.nn.recognised import Recognised, functions_of, names_in
+from octavo.nn.recognised import Recognised, functions_of, names_in, parts_of
 from octavo.nn.side_effects import CONTAINERS, NUMBERS_AND_STRINGS, Conduct, Operations, numpy_state, state_of
 
 CALLS = 3
@@ -97,7 +97,7 @@ def is_as_its_class(module: nn.Module) -> bool:
     Writes to such a tensor could not be noticed later. Nor may there be `__slots__`, which copies lack. Linear layers
     may have both. A module that prints is not recognised either: its replacement would not, and copies would.
     """
-    parts = [each for each in module.modules() if not isinstance(each, nn.Linear)]
+    parts = parts_of(module)
     holds_tensors = any(isinstance(value, Tensor) for each in parts for value in vars(each).values())
     has_slots = any(vars(base).get("__slots__") for each in parts for base in type(each).__mro__)
     if "forward" in vars(module) or holds_tensors or has_slots:
@@ -226,10 +226,10 @@ def _passes(probe: nn.Module, formula: Callable[..., Tensor], trial: _Trial, con
             y = type(probe).forward(probe, x)  # without the hooks of `__call__`
     except Exception:  # it needs more than one tensor
         return trial.may_fail
-    if not _is_plain(y, x.shape, trial.dtype) or operations.breaks(conduct, y, x, differentiates):
-        return False
     with torch.set_grad_enabled(differentiates):
         expected = formula(probe, x)
+    if not _is_plain(y, expected.shape, trial.dtype) or operations.breaks(conduct, y, x, differentiates):
+        return False
     if not _agree(y.detach(), expected.detach(), trial.tolerance) or y.requires_grad != differentiates:
         return False
     if differentiates and not trial.may_fail and not _gradients_agree(y, expected, [x, *probe.parameters()]):

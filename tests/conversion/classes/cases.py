@@ -156,7 +156,8 @@ def _others() -> list[Case]:
         "text_config": {**SIZES, "max_position_embeddings": 32}, "vision_config": IMAGES, "projection_dim": 64,
     }  # fmt: skip
     llava = {
-        "text_config": {**GROUPED, "model_type": "llama"}, "vision_config": {**IMAGES, "model_type": "clip_vision_model"},
+        "text_config": {**GROUPED, "model_type": "llama"},
+        "vision_config": {**IMAGES, "model_type": "clip_vision_model"},
         "image_token_index": 95, "vision_feature_layer": -1,
     }  # fmt: skip
     segformer = {
@@ -216,7 +217,8 @@ def _timm() -> list[Case]:
         Case("timm swin", "timm", make("swin_tiny_patch4_window7_224", **swin), image(), {"head.fc.weight": HEAD}),
         Case("timm beit", "timm", make("beit_base_patch16_224", **small), image(),
              {**head, "*.qkv.weight": "Attention reads"}),
-        Case("timm eva02", "timm", make("eva02_tiny_patch14_224", **small), image(), head),
+        Case("timm eva02", "timm", make("eva02_tiny_patch14_224", **small), image(),
+             {**head, "*.qkv.weight": "EvaAttention reads"}),
         Case("timm convnext", "timm", make("convnext_tiny", **nets), image(64), {"head.fc.weight": HEAD}),
         Case("timm mixer", "timm", make("mixer_s32_224", img_size=64, num_classes=40), image(64), head),
     ]  # fmt: skip

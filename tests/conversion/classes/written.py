@@ -1,4 +1,4 @@
-"""Models in the manner of popular repositories, written from scratch: nanoGPT, nanochat, modded-nanogpt, torchtitan, ..."""
+"""Models in the manner of popular repositories, written from scratch: nanoGPT, nanochat, modded-nanogpt and others."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Speedrun(nn.Module):
         return self.lm_head(rms(x))
 
 
-# --- torchtitan: blocks in a dictionary, a head called `output`, an attention gate called `gate` ------------------------
+# --- torchtitan: blocks in a dictionary, a head called `output`, an attention gate called `gate` ---
 
 
 class GatedAttention(nn.Module):
@@ -244,7 +244,7 @@ class TitanMixture(Titan):
         super().__init__(mixture=True)
 
 
-# --- images: attention of PyTorch, as in open_clip and torchvision; parents that read the weights of their children -----
+# --- images: attention of PyTorch, as in open_clip and torchvision; parents that read the weights of their children ---
 
 
 class TorchBlock(nn.Module):
