@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion.autocast_mode import keep, suspended
+from octavo.conversion.first_step import watch_first_step
 from octavo.conversion.fusion_patterns import FusionPattern, reader_of
 from octavo.conversion.plan import Plan
 from octavo.conversion.planner import FAST_PATH, layers_of, make_plan
@@ -96,6 +97,7 @@ def convert(
     stored = attach_scaling_state({name: module for name, module in layers.items() if is_adopted(module)}, model)
     if stored is not None and calibrated is not None:
         stored.start_from(calibrated)
+    watch_first_step(model, [layers[name] for name in plan.recipes if name in layers])
     return plan
 
 

@@ -94,7 +94,8 @@ def _inside_blocks(model: nn.Module) -> set[int]:
     found: set[int] = set()
     for module in model.modules():
         elements = [child for child in module.children() if any(True for _ in child.children())]
-        elements = [child for child in elements if not isinstance(child, _CONTAINERS)]
+        if not isinstance(module, nn.ModuleList):
+            elements = [child for child in elements if not isinstance(child, _CONTAINERS)]
         of_one_class = len({_class_of(child) for child in module.children()}) == 1
         repeats = len({_class_of(child) for child in elements}) < len(elements)
         if isinstance(module, nn.ModuleList) or (isinstance(module, _CONTAINERS) and (of_one_class or repeats)):

@@ -23,6 +23,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.ledger import warn_once
 from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.calibration_file import check
+from octavo.nn.first_call import AWAITS_CALL
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import linears
 from octavo.nn.operands import layer_of
@@ -52,7 +53,7 @@ class LinearLayer(Adopted):
     out_features: int
     fields: tuple[str, ...] = (
         "recipe", "enabled", "shared", "keeps_input", "scaling_state", "scaling_slot", "reads_codes", "weight_codes",
-        "stats_slot",
+        "stats_slot", AWAITS_CALL,
     )  # fmt: skip
     recipe: Recipe
     enabled: bool
