@@ -260,7 +260,7 @@ def test_experts_that_drop_something_are_none(make):
     model = nn.ModuleDict({"experts": make()})
     plan = octavo.convert(model)
     assert plan.fp8_layers == 0 and not isinstance(model["experts"], Experts)
-    assert "no mixture of experts that is known" in plan.unconverted[0].reason
+    assert "is not recognised as experts" in plan.unconverted[0].reason
 
 
 @pytest.mark.parametrize("kind", [Interleaved, Biased, Ungated, OfTwo])
@@ -295,7 +295,7 @@ def test_what_stays_in_bf16_says_why():
     model = nn.ModuleDict({"a": Other(), "b": Titan(dim=40), "c": Titan(), "d": Titan(dim=16), "e": Titan()})
     plan = octavo.plan(model, policy=octavo.Policy(keep=["c"]), device="h200")
     reasons = {row.name.partition(".")[0]: row.reason for row in plan.layers}
-    assert "a" not in reasons and "no mixture of experts that is known" in plan.unconverted[0].reason
+    assert "a" not in reasons and "is not recognised as experts" in plan.unconverted[0].reason
     assert "grouped FP8 GEMMs take multiples of 16" in reasons["b"]
     assert reasons["c"] == "kept by the policy" and reasons["d"] == "fewer than 32 features"
     assert [row.kernels for row in plan.layers if row.is_fp8] == [" / ".join(["grouped_gemm"] * 3)] * 2

@@ -16,6 +16,7 @@ from octavo.conversion.fusion_patterns import reader_of
 from octavo.conversion.gain import EXPERTS_FROM, predicted_gain, predicted_gain_of_experts
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy
+from octavo.conversion.refusals import device_unsupported_reason
 from octavo.conversion.unconverted import active_share
 from octavo.conversion.unfit import find_unfit
 from octavo.conversion.weights import Layer
@@ -116,9 +117,15 @@ class LayerPlanner:
             names.append(name)
             if name in EMULATED:
                 note = "emulated: no faster than BF16"
-            if name == "reference" and self.device.type == "cuda":
+            if name == "reference" and self._has_no_fp8:
+                note = "by the reference: no FP8 on this GPU"
+            elif name == "reference" and self.device.type == "cuda":
                 note = f"{gemm} falls back: {'; '.join(f'{kernel}: {why}' for kernel, why in refused.items())}"
         return names, note
+
+    @cached_property
+    def _has_no_fp8(self) -> bool:
+        return device_unsupported_reason(self.device) is not None
 
     @cached_property
     def _gemm_kernel(self) -> Callable[..., tuple[str, dict[str, str]]]:

@@ -58,7 +58,7 @@ def computes(
         calls: number of calls in each mode; gradients are compared in the second.
         conduct: what else a call does; by default, anything that leaves no trace.
     """
-    with _as_written():
+    with as_written():
         trials = [_Trial(draw(), call, tolerance) for call in range(calls)]
         trials += [_Trial(draw(*shape), 1, tolerance, may_fail=True) for shape in conduct.shapes]
         trials += [_Trial(draw().bfloat16(), 0, _ROUNDED, may_fail=True)] * conduct.in_bf16
@@ -175,7 +175,7 @@ def _moved(probe: nn.Module, call: int) -> nn.Module:
 
 
 @contextmanager
-def _as_written() -> Iterator[None]:
+def as_written() -> Iterator[None]:
     """Run modules as they are written, on real tensors on the CPU, and restore the random states at the end."""
     states = random.getstate(), numpy_state()
     try:
