@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import nn
 
 from octavo.conversion.policy import SAVED, Policy
+from octavo.conversion.roles import inside_blocks
 from octavo.conversion.shared_inputs import find_shared
 from octavo.kernels.norm import unsupported_reason as norm_unsupported_reason
 from octavo.kernels.quant_spec import spec_of
@@ -87,11 +88,12 @@ def find_patterns(
     targets = [spec_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
     makes_codes = any(norm_unsupported_reason(target) is None for target in targets)
     form = judge_once(form_of)
+    blocks = inside_blocks(model)
     last = max((place for place, (name, _) in enumerate(model.named_modules()) if name in recipes), default=-1)
     for place, (name, module) in enumerate(model.named_modules()):
         if (kind := form(module)) is not None:
-            if _width(module) in widths:  # behind all layers in FP8, as before a head, nothing reads its codes
-                codes = makes_codes and place < last
+            if _width(module) in widths:  # behind all blocks and layers in FP8, as before a head, nothing reads codes
+                codes = makes_codes and (place < last or id(module) in blocks)
                 saves = saved.norm_inputs
                 found.append(FusionPattern(name=name, kind="norm", makes_codes=codes, saved=saves, form=kind))
         elif isinstance(module, ScaledDotProduct):

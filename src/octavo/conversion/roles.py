@@ -44,7 +44,7 @@ def find_roles(model: nn.Module) -> dict[int, str]:
 
 def find_heads(model: nn.Module) -> set[int]:
     """Return the `id` of each output head and of each module inside one; see `find_roles`."""
-    blocks = _inside_blocks(model)
+    blocks = inside_blocks(model)
     found = {id(part) for module in model.modules() for head in _declared(module) for part in head.modules()}
     found |= {id(layer) for module in model.modules() for layer in _outside_base_model(module, blocks)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -89,7 +89,7 @@ def _is_base_model(module: nn.Module) -> bool:
     return isinstance(prefix, str) and bool(prefix) and not hasattr(module, prefix)
 
 
-def _inside_blocks(model: nn.Module) -> set[int]:
+def inside_blocks(model: nn.Module) -> set[int]:
     """Return the `id` of each module in a block: an element, with layers inside, of a container of its like."""
     found: set[int] = set()
     for module in model.modules():

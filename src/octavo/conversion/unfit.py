@@ -62,8 +62,8 @@ def _uses(node: ast.AST, owner: str, module: nn.Module) -> Iterator[tuple[str, s
     """Yield (child, attribute) for each `self.child.attribute` in code that may run, ("child", "") for `self.child`."""
     if isinstance(node, ast.If | ast.IfExp) and (value := _value_of(node.test, owner, module)) is not _UNDECIDED:
         taken = node.body if value else node.orelse
-        for part in taken if isinstance(taken, list) else [taken]:
-            yield from _uses(part, owner, module)
+        for statement in taken if isinstance(taken, list) else [taken]:
+            yield from _uses(statement, owner, module)
         return
     if isinstance(node, ast.Attribute):
         if (child := _child_of(node.value, owner)) is not None:

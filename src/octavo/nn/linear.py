@@ -178,7 +178,7 @@ class RecognisedLinear(Recognised, Linear):
     def _in_high_precision(self, x: Tensor) -> Tensor:
         if isinstance(self.weight, FP8Tensor):  # which its own forward cannot read
             return super()._in_high_precision(x)
-        return cast(Tensor, type(self).parent_forward(self, x))
+        return type(self).parent_forward(self, x)
 
     def is_as_converted(self) -> bool:
         """Return whether the layer's attributes and code are those that were recognised; warn if they are not."""

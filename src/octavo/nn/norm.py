@@ -178,14 +178,17 @@ def adopts(module: nn.Module) -> bool:
     return form_of(module) is not None
 
 
-def adopt(module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16", form: str = "") -> None:
+def adopt(
+    module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16", form: str | None = None
+) -> None:
     """Turn a module that `adopts` takes into a `Norm`, in place. It remains an instance of its class.
 
     If the target needs the maximum of all of y (`tensor`), the reader quantises: only y is written.
 
     Args:
-        form: the result of `form_of`.
+        form: the result of `form_of`, if it is known.
     """
+    form = (form_of(module) or "") if form is None else form
     target = None if target is None or norm.unsupported_reason(target) else target
     Norm.take(module, target=target, enabled=True, input_format=input_format, form=form)
 
