@@ -1,4 +1,4 @@
-"""A few of the sixty classes of models: exactly what should runs in FP8, and nothing else. `classes/measure.py` has all."""
+"""Some of the sixty classes of models: exactly what should runs in FP8. `classes/measure.py` has all of them."""
 
 import sys
 from pathlib import Path

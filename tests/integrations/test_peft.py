@@ -96,7 +96,7 @@ def test_a_merge_into_fp8_weights_is_refused_and_the_way_named_there_loses_nothi
 
 
 def test_gpt2_merges_what_it_computed():
-    """Its layers are `Conv1D` of transformers, (K, N): PEFT adds the transposed update to those, unlike an nn.Linear's."""
+    """Its layers are `Conv1D` of transformers, (K, N), to which PEFT adds the transposed update."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 96, "n_positions": 32}

@@ -52,7 +52,7 @@ def make_plan(
     Args:
         model: any module; on the meta device too.
         recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
-        policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
+        policy: what stays in BF16; the default keeps heads, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
         device: where it will run; by default the model's device. GPUs of `octavo.kernels.devices.GPUS` need not be
             present.

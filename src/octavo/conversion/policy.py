@@ -65,7 +65,7 @@ class Policy:
     """Layers that stay in BF16 in addition to the defaults: name pattern -> reason, or patterns alone. `*` matches
     anything, dots included. Each must match a module of the model."""
     keep_defaults: bool = True
-    """Whether heads, embeddings and routers stay in BF16 (`octavo.conversion.policy.DEFAULTS`)."""
+    """Whether heads and routers stay in BF16 (`octavo.conversion.policy.DEFAULTS`)."""
     min_features: int = 32
     """A layer with fewer input or output features stays in BF16."""
     min_gain: float = 1.0
