@@ -203,7 +203,7 @@ def test_subclasses_are_left_alone_and_the_plan_says_why():
     model = nn.Sequential(Lora(64, 64), nn.Linear(64, 64))
     plan = convert(model)
     assert type(model[0]) is Lora and type(model[1]) is Linear
-    assert plan.layers[0].reason == "Lora is a subclass of nn.Linear with a forward of its own"
+    assert plan.layers[0].reason == "Lora, a subclass of nn.Linear, computes more than a linear layer"
 
 
 class Named(nn.Linear):

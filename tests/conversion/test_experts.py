@@ -260,7 +260,7 @@ def test_experts_that_drop_something_are_none(make):
     model = nn.ModuleDict({"experts": make()})
     plan = octavo.convert(model)
     assert plan.fp8_layers == 0 and not isinstance(model["experts"], Experts)
-    assert "no mixture of experts that is known" in plan.unconverted[0].reason
+    assert "is not recognised as experts" in plan.unconverted[0].reason
 
 
 @pytest.mark.parametrize("kind", [Interleaved, Biased, Ungated, OfTwo])
@@ -295,7 +295,7 @@ def test_what_stays_in_bf16_says_why():
     model = nn.ModuleDict({"a": Other(), "b": Titan(dim=40), "c": Titan(), "d": Titan(dim=16), "e": Titan()})
     plan = octavo.plan(model, policy=octavo.Policy(keep=["c"]), device="h200")
     reasons = {row.name.partition(".")[0]: row.reason for row in plan.layers}
-    assert "a" not in reasons and "no mixture of experts that is known" in plan.unconverted[0].reason
+    assert "a" not in reasons and "is not recognised as experts" in plan.unconverted[0].reason
     assert "grouped FP8 GEMMs take multiples of 16" in reasons["b"]
     assert reasons["c"] == "kept by the policy" and reasons["d"] == "fewer than 32 features"
     assert [row.kernels for row in plan.layers if row.is_fp8] == [" / ".join(["grouped_gemm"] * 3)] * 2
@@ -390,3 +390,40 @@ def test_products_can_be_switched_one_by_one():
             with switch.using({name: ("fprop",)}):
                 assert 20 < octavo.numerics.sqnr_db(wide, model(tokens)) < 80
         assert torch.equal(wide, model(tokens))
+
+
+class EqualGroups(nn.Module):
+    """Llama 4's: rows alone, as many for each expert."""
+
+    def __init__(self, experts=4, dim=32, hidden=48, factor=1.0):
+        super().__init__()
+        self.num_experts, self.hidden_size, self.factor = experts, dim, factor
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, dim, 2 * hidden) / 6)
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, dim) / 7)
+
+    def forward(self, hidden_states):
+        x = hidden_states.view(self.num_experts, -1, self.hidden_size)
+        gate, up = torch.bmm(x, self.gate_up_proj).chunk(2, dim=-1)
+        return self.factor * torch.bmm(up * F.silu(gate), self.down_proj).view(-1, self.hidden_size)
+
+
+def test_experts_that_are_given_as_many_rows_each():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(EqualGroups()), torch.randn(24, 32)
+    expected = model(x)
+    plan = octavo.convert(model)
+    assert plan.fp8_layers == 2 and plan.layers[0].reason == "fused: sort, gate, up, silu, down, sum"
+    assert sqnr_db(expected, model(x)) > 25
+    with octavo.disabled(model):
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        model(torch.randn(23, 32))
+    assert octavo.revert(model) == 2 and torch.equal(model(x), expected)
+    assert not find_experts(nn.Sequential(EqualGroups(factor=1.01)))
+
+
+def test_128_experts_with_biases_and_a_gate_of_their_own():
+    """gpt-oss-120b: in a row of a weight's gradient, sums may cancel."""
+    gpt_oss = importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = gpt_oss.GptOssConfig(**{**SIZES, "num_local_experts": 128, "head_dim": 16})
+    assert list(find_experts(nn.Sequential(gpt_oss.GptOssExperts(config)))) == ["0"]

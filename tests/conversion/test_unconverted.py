@@ -56,8 +56,8 @@ class Experts(nn.Module):
     ("module", "reason", "active"),
     [
         (Packed(), "Packed holds quantised weights already", 1.0),
-        (Experts(), "matrices of Experts in one tensor", 0.25),
-        (nn.Bilinear(64, 64, 64), "matrices of Bilinear", 1.0),
+        (Experts(), "Experts multiplies by its matrices itself", 0.25),
+        (nn.Bilinear(64, 64, 64), "Bilinear multiplies by its matrices itself", 1.0),
     ],
     ids=lambda value: type(value).__name__,
 )

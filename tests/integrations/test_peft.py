@@ -93,3 +93,24 @@ def test_a_merge_into_fp8_weights_is_refused_and_the_way_named_there_loses_nothi
     assert all(type(p) is nn.Parameter for p in merged.parameters())
     torch.testing.assert_close(logits(merged, sequences), before, rtol=1e-4, atol=1e-5)
     assert octavo.convert(merged).fp8_layers == FP8_LAYERS
+
+
+def test_gpt2_merges_what_it_computed():
+    """Its layers are `Conv1D` of transformers, (K, N), to which PEFT adds the transposed update."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 96, "n_positions": 32}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    assert octavo.convert(model).fp8_layers == 8
+    settings = LoraConfig(r=8, lora_alpha=32, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    wrapped, ids = get_peft_model(model, settings).eval(), torch.arange(48).reshape(2, 24) * 7 % 96
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:  # zero at first
+            torch.nn.init.normal_(parameter, std=0.1)
+    with torch.no_grad():
+        expected = wrapped(ids).logits
+        with wrapped.disable_adapter():
+            base = wrapped(ids).logits
+        merged = wrapped.merge_and_unload()(ids).logits
+    moved = (expected - base).abs().max()
+    assert moved > 0.05 and (merged - expected).abs().max() < 0.1 * moved

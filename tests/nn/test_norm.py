@@ -60,6 +60,26 @@ class Own(nn.RMSNorm):
     """A user's subclass that adds nothing to the arithmetic."""
 
 
+class GemmaRMSNorm(nn.Module):
+    """Gemma's and Qwen3-Next's: 1 + weight, in FP32, and one rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(WIDTH)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * (1 + self.weight.to(wide.dtype))).type_as(x)
+
+
+class TimmLayerNorm(nn.LayerNorm):
+    """A subclass of `nn.LayerNorm` with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
 @pytest.fixture
 def gains(monkeypatch):
     """Say that the kernels gain something here."""
@@ -77,6 +97,8 @@ def modules() -> dict[str, nn.Module]:
         "llama": LlamaRMSNorm(),
         "t5": T5LayerNorm(),
         "own": Own(WIDTH, eps=1e-5),
+        "gemma": GemmaRMSNorm(),
+        "timm": TimmLayerNorm(WIDTH, eps=1e-6),
     }
 
 
@@ -353,7 +375,7 @@ def test_probing_leaves_no_trace():
     assert adopts(module)
     assert torch.equal(module.weight, weight) and torch.equal(torch.get_rng_state(), state)
     with torch.device("meta"):
-        assert adopts(LlamaRMSNorm()) and not adopts(OneMore())
+        assert adopts(LlamaRMSNorm()) and not adopts(TwoMore())
 
 
 class Llama(LlamaRMSNorm):
@@ -363,14 +385,22 @@ class Llama(LlamaRMSNorm):
         return x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + self.variance_epsilon)
 
 
-class OneMore(Llama):
+class TwoMore(Llama):
     def forward(self, x):
-        return (1 + self.weight) * self.normed(x)
+        return (2 + self.weight) * self.normed(x)
 
 
-class Centred(Llama):
+class HalfCentred(Llama):
     def forward(self, x):
-        return self.weight * self.normed(x - x.mean(-1, keepdim=True))
+        return self.weight * self.normed(x - 0.5 * x.mean(-1, keepdim=True))
+
+
+class ScaledLayerNorm(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x):
+        return super().forward(x) * 1.01
 
 
 class EpsOutside(Llama):
@@ -476,7 +506,7 @@ class CountingInAGlobal(Llama):
         return self.weight * self.normed(x)
 
 
-REFUSED = [OneMore, Centred, EpsOutside, AlongAnother, AlwaysFP32, Dropping, TwoResults, TwoInputs]
+REFUSED = [TwoMore, HalfCentred, ScaledLayerNorm, EpsOutside, AlongAnother, AlwaysFP32, Dropping, TwoResults, TwoInputs]
 REFUSED += [WithBias, WithChild, WithoutEps, DroppingInTraining, Counting, StoppingTheStatistics]
 REFUSED += [OtherWithoutBatch, StopsAtNaN, ChangesItsInput, CountingInAGlobal]
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from octavo.calibration.histogram import MagnitudeHistogram
 from octavo.conversion import Policy, disabled, make_plan
 from octavo.errors import ConfigError
-from octavo.nn import Linear, calibration_file
+from octavo.nn import calibration_file
+from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import full_name, hooked
 from octavo.nn.scaling_state import names_by_input
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe, RecipeLike, load
@@ -101,7 +102,7 @@ Layers = tuple[dict[str, Recipe], list[tuple[str, ...]]]
 
 def _own(model: nn.Module) -> Layers | None:
     """Return the layers that store scales already, None if there are none."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.recipe.has_stored_scales}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, LinearLayer) and m.recipe.has_stored_scales}
     return ({name: layer.recipe for name, layer in layers.items()}, names_by_input(layers)) if layers else None
 
 

@@ -155,12 +155,14 @@ def _plan(config: RunConfig, gpu: str | None) -> Plan:
 
 def _show(planned: Plan, json_output: bool) -> None:
     """Print a plan: coloured in a terminal, with reasons on lines of their own where it is narrow; plain in a pipe."""
-    from octavo.conversion.plan import footer, table_rows
+    from octavo.conversion.plan import footer, header, table_rows
 
     screen = console()
     if json_output or not screen.is_terminal:
         say(planned.to_json() if json_output else str(planned))
         return
+    if lines := header(planned):
+        screen.print(*lines, sep="\n", markup=False)
     rows = table_rows(planned)
     lines, reasons = columns(rows), [""] * len(rows)
     if max(map(len, lines)) > screen.width:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion.autocast_mode import keep, suspended
+from octavo.conversion.first_step import watch_first_step
 from octavo.conversion.fusion_patterns import FusionPattern, reader_of
 from octavo.conversion.plan import Plan
 from octavo.conversion.planner import FAST_PATH, layers_of, make_plan
@@ -23,7 +24,7 @@ from octavo.conversion.weights import Layer, check_free, make_plain, store
 from octavo.errors import NonFiniteError
 from octavo.kernels.ledger import warn_once
 from octavo.kernels.quant_spec import spec_of
-from octavo.nn import GroupedLinear, Linear, calibration_file
+from octavo.nn import GroupedLinear, calibration_file
 from octavo.nn.adopted import is_taken
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import AnyConvolution, Conv1d, Conv2d, Convolution
@@ -31,7 +32,7 @@ from octavo.nn.experts import FIRST, SECOND, Experts
 from octavo.nn.experts import adopt as adopt_experts
 from octavo.nn.fp8_weights import values
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse
-from octavo.nn.linear import is_adopted
+from octavo.nn.linear import LinearLayer, is_adopted
 from octavo.nn.modules import full_name
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.operands import LAYERS
@@ -96,6 +97,7 @@ def convert(
     stored = attach_scaling_state({name: module for name, module in layers.items() if is_adopted(module)}, model)
     if stored is not None and calibrated is not None:
         stored.start_from(calibrated)
+    watch_first_step(model, [layers[name] for name in plan.recipes if name in layers])
     return plan
 
 
@@ -114,7 +116,7 @@ def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> Non
         layer = layers[row.name]
         store(layer, row.weight, row.is_fp8)
         keep(layer, None if row.is_fp8 else row.reason)
-        if isinstance(layer, Linear):
+        if isinstance(layer, LinearLayer):
             layer.keeps_input = row.keeps_input
     for pattern in plan.structures:
         _join(model.get_submodule(pattern.name), pattern, plan)
@@ -124,20 +126,20 @@ def _adopt(layer: Layer, recipe: Recipe) -> None:
     if isinstance(layer, AnyConvolution):
         (Conv1d if isinstance(layer, nn.Conv1d) else Conv2d).adopt(layer, recipe)
     else:
-        Linear.adopt(layer, recipe)
+        LinearLayer.adopt(layer, recipe)
 
 
 def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
     """Make the layers of a pattern compute together. Norms quantise for the plan's own recipe."""
     if pattern.kind == "norm":
-        operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 else None
-        adopt(module, None if operand is None else spec_of(operand), pattern.saved)
+        operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 and pattern.makes_codes else None
+        adopt(module, None if operand is None else spec_of(operand), pattern.saved, pattern.form)
         return
     if pattern.kind == "attention":
         core = cast(ScaledDotProduct, module)
         core.keep_codes(plan.recipes[reader_of(pattern.name, core)])
         return
-    layers = [cast(Linear, module.get_submodule(name)) for name in pattern.layers]
+    layers = [cast(LinearLayer, module.get_submodule(name)) for name in pattern.layers]
     inner = layers[:-1] if pattern.kind == "mlp" else layers
     keeps_input = all(layer.keeps_input for layer in inner)
     group = SharedInput(inner)
@@ -160,7 +162,8 @@ def revert(model: nn.Module) -> int:
             is recomputed or offloaded as a block of its own.
     """
     refuse_wrapped(model, _taken(model))
-    ours = [m for m in model.modules() if isinstance(m, nn.Linear) and (is_adopted(m) or not isinstance(m, Linear))]
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    ours = [m for m in linears if is_adopted(m) or not isinstance(m, LinearLayer)]
     check_free([m.weight for m in ours if isinstance(m.weight, FP8Tensor)])
     count = _release(model)
     for module in ours:
@@ -178,18 +181,18 @@ def _release(model: nn.Module) -> int:
         if isinstance(core, ScaledDotProduct):
             core.keep_values()
     for module in _taken(model).values():
-        count += 2 * isinstance(module, Experts) + isinstance(module, Linear | Convolution)
+        count += 2 * isinstance(module, Experts) + isinstance(module, LinearLayer | Convolution)
         module.release()
     return count
 
 
-def _taken(model: nn.Module) -> dict[str, FusedMLP | Norm | Experts | Linear | Convolution]:
+def _taken(model: nn.Module) -> dict[str, FusedMLP | Norm | Experts | LinearLayer | Convolution]:
     """Return the modules whose class `convert` has changed, by their full names."""
-    kinds = FusedMLP | Norm | Experts | Linear | Convolution
+    kinds = FusedMLP | Norm | Experts | LinearLayer | Convolution
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and is_taken(module)}
 
 
-_Switchable = Linear | Convolution | GroupedLinear | Norm | ScaledDotProduct
+_Switchable = LinearLayer | Convolution | GroupedLinear | Norm | ScaledDotProduct
 
 
 def _switchable(model: nn.Module) -> list[_Switchable]:

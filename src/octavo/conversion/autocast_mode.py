@@ -27,6 +27,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.bmm import batched_unsupported_reason
 from octavo.kernels.devices import Rates
 from octavo.kernels.dispatch import rates
+from octavo.nn.first_call import note_weight
 from octavo.nn.functional import compute_dtype
 from octavo.nn.operands import autocast_dtype
 from octavo.nn.weight_notes import WeightNotes
@@ -93,6 +94,8 @@ class autocast(TorchFunctionMode):
             self._note(name, found)
             return func(*args, **kwargs)
         self._note(name, "")
+        if found.weight is not None:
+            note_weight(found.weight)
         return found.compute(self.recipe, compute_dtype(found.tensors[0]))
 
     def _note(self, operator: str, why: str) -> None:

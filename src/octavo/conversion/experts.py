@@ -30,8 +30,9 @@ from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random
 from octavo.nn.side_effects import Conduct
 
 _WIDTH, _HIDDEN, _TOKENS, _PER_TOKEN = 8, 24, 48, 2
-_IDS, _SORTED = 3, 2
-"""Arguments of a forward that takes tokens, experts and weights, and of one that takes sorted rows and counts."""
+_ARGUMENTS = (1, 2, 3)
+"""Number of arguments of a forward that takes sorted rows, as many for each expert; of one that takes sorted rows and
+counts; and of one that takes tokens, experts and weights."""
 Routing = tuple[tuple[int, ...], ...]
 """Experts of each token."""
 
@@ -103,7 +104,7 @@ def _roles_of(module: nn.Module) -> ExpertRoles | None:
         return None
     forward = inspect.unwrap(own_class(module).parent.forward if isinstance(module, Experts) else type(module).forward)
     arguments = tuple(list(inspect.signature(forward).parameters)[1:])
-    if len(arguments) not in (_IDS, _SORTED):
+    if len(arguments) not in _ARGUMENTS:
         return None
     readings = (roles._replace(arguments=arguments) for roles in _readings(module))
     return next((roles for roles in readings if _computes(module, forward, roles)), None)
@@ -146,7 +147,7 @@ class _Call(nn.Module):
         self, experts: nn.Module, forward: Callable[..., Tensor], roles: ExpertRoles, routing: Routing
     ) -> None:
         super().__init__()
-        self.experts, self.call, self.is_sorted = experts, forward, roles.is_sorted
+        self.experts, self.call, self.arguments = experts, forward, len(roles.arguments)
         self.count = cast(Tensor, experts.get_parameter(roles.down)).shape[0]
         self.routing = routing
         shape = len(routing), len(routing[0])
@@ -158,19 +159,23 @@ class _Call(nn.Module):
         return torch.tensor(self.routing)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_sorted:
+        if self.arguments == 1:
+            return self.call(self.experts, x)
+        if self.arguments == 2:
             return self.call(self.experts, x, torch.bincount(self.ids.flatten(), minlength=self.count))
         return self.call(self.experts, x, self.ids, self.weights)
 
 
-def _routings(count: int, per_token: int, is_sorted: bool) -> list[Routing]:
+def _routings(count: int, per_token: int, roles: ExpertRoles) -> list[Routing]:
     """Return experts of each token: the same for all tokens, random ones, and every expert alike."""
+    if roles.has_equal_groups:
+        return [tuple((expert,) for expert in range(count) for _ in range(max(_TOKENS // count, 2)))] * 3
     slots = min(per_token, count)
     same = [range(count - slots, count)] * _TOKENS
     drawn = [random.Random(token).sample(range(count), slots) for token in range(_TOKENS)]
     alike = [[(token * count // _TOKENS + slot) % count for slot in range(slots)] for token in range(_TOKENS)]
     routings = [tuple(map(tuple, routing)) for routing in (same, drawn, alike)]
-    return [tuple(sorted((ids[0],) for ids in routing)) for routing in routings] if is_sorted else routings
+    return [tuple(sorted((ids[0],) for ids in routing)) for routing in routings] if roles.is_sorted else routings
 
 
 def _computes(module: nn.Module, forward: Callable[..., Tensor], roles: ExpertRoles) -> bool:
@@ -178,7 +183,7 @@ def _computes(module: nn.Module, forward: Callable[..., Tensor], roles: ExpertRo
     down = module.get_parameter(roles.down)
     width, hidden = sorted_shape(down, roles)
     gives_mixture = partial(_gives_mixture, module, forward, roles)
-    same, drawn, alike = _routings(down.shape[0], _PER_TOKEN, roles.is_sorted)
+    same, drawn, alike = _routings(down.shape[0], _PER_TOKEN, roles)
     if not gives_mixture([same, drawn, alike]):
         return False
     if not all(gives_mixture([same], widths, 1) for widths in ((width, _HIDDEN), (_WIDTH, hidden))):
@@ -186,7 +191,7 @@ def _computes(module: nn.Module, forward: Callable[..., Tensor], roles: ExpertRo
     if roles.is_sorted:
         return True
     # With one expert per token, all tokens exceed a capacity that they fit in with two. Some modules are for two only.
-    same, _, alike = _routings(down.shape[0], 1, roles.is_sorted)
+    same, _, alike = _routings(down.shape[0], 1, roles)
     return gives_mixture([same], calls=1) or not gives_mixture([alike], calls=1)
 
 
@@ -205,8 +210,9 @@ def _gives_mixture(
         return _Call(_random_copy(module, roles, training, widths), forward, roles, next(turns))
 
     def draw() -> Tensor:
-        scale = torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu").repeat(_TOKENS // 6)
-        return random_tensor(0, _TOKENS, widths[0]) * scale[:, None]
+        tokens = len(routings[0])
+        scale = torch.tensor([1e-2, 1.0, 1.0, 1.0, 30.0, 30.0], device="cpu").repeat(tokens // 6 + 1)[:tokens]
+        return random_tensor(0, tokens, widths[0]) * scale[:, None]
 
     # A loop over experts reads which tokens they have, and multiplies as often as it likes.
     saved = len(routings[0][0]) * (2 if roles.is_gated else 1) * widths[1]
@@ -218,6 +224,10 @@ def _random_copy(module: nn.Module, roles: ExpertRoles, training: bool, widths: 
     """Return a copy of a module with random weights of these widths; all experts share them unless they are tiny."""
     probe = shallow_copy(module, training)
     width, inner = widths
+    if roles.has_equal_groups:  # a forward that is given rows alone divides them by sizes that the module has
+        own = sorted_shape(module.get_parameter(roles.down), roles)
+        sizes = dict(zip(own, widths, strict=True)) | {2 * own[1]: 2 * inner}
+        vars(probe).update({k: sizes[v] for k, v in vars(probe).items() if type(v) is int and v in sizes})
     hidden = 2 * inner if roles.is_gated and len(roles.inner) == 1 else inner
     shapes = dict.fromkeys(roles.inner, (hidden, width)) | {roles.down: (width, inner)}
     count, tensors = module.get_parameter(roles.down).shape[0], {}

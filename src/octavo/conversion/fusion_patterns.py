@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import nn
 
 from octavo.conversion.policy import SAVED, Policy
+from octavo.conversion.roles import inside_blocks
 from octavo.conversion.shared_inputs import find_shared
 from octavo.kernels.norm import unsupported_reason as norm_unsupported_reason
 from octavo.kernels.quant_spec import spec_of
@@ -17,7 +18,7 @@ from octavo.nn.attention import unsupported_reason as attention_unsupported_reas
 from octavo.nn.fused import MLPRoles
 from octavo.nn.mlp import unsupported_reason
 from octavo.nn.modules import full_name
-from octavo.nn.norm import adopts
+from octavo.nn.norm import form_of
 from octavo.nn.probe import judge_once
 from octavo.recipes import Precision, Recipe
 
@@ -34,9 +35,11 @@ class FusionPattern:
     activation: str = ""
     """Activation of an MLP."""
     makes_codes: bool = True
-    """Norms only: whether the norm quantises its rows itself, which needs scales of at most one row."""
+    """Norms only: whether the norm quantises its rows itself, which needs scales of at most one row and a reader."""
     saved: Precision = "bf16"
     """Format of the tensor saved for backward: an MLP's activation inputs, a norm's input, an attention's output."""
+    form: str = ""
+    """Norms only: `octavo.nn.norm.Norm.form`."""
     shares_codes: bool = False
     """Attention only: whether its reader saves the same codes."""
 
@@ -84,11 +87,15 @@ def find_patterns(
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
     targets = [spec_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
     makes_codes = any(norm_unsupported_reason(target) is None for target in targets)
-    is_norm = judge_once(adopts)
-    for name, module in model.named_modules():
-        if is_norm(module):
-            if _width(module) in widths:
-                found.append(FusionPattern(name=name, kind="norm", makes_codes=makes_codes, saved=saved.norm_inputs))
+    form = judge_once(form_of)
+    blocks = inside_blocks(model)
+    last = max((place for place, (name, _) in enumerate(model.named_modules()) if name in recipes), default=-1)
+    for place, (name, module) in enumerate(model.named_modules()):
+        if (kind := form(module)) is not None:
+            if _width(module) in widths:  # behind all blocks and layers in FP8, as before a head, nothing reads codes
+                codes = makes_codes and (place < last or id(module) in blocks)
+                saves = saved.norm_inputs
+                found.append(FusionPattern(name=name, kind="norm", makes_codes=codes, saved=saves, form=kind))
         elif isinstance(module, ScaledDotProduct):
             if saved.attention_output == "fp8":
                 found.append(_attention(name, module, recipes, keep_input))

@@ -15,9 +15,10 @@ from octavo.conversion.experts import FoundExperts, no_grouped_kernel
 from octavo.conversion.fusion_patterns import reader_of
 from octavo.conversion.gain import EXPERTS_FROM, predicted_gain, predicted_gain_of_experts
 from octavo.conversion.layer_plan import LayerPlan
-from octavo.conversion.mlps import find_gates
-from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy, find_heads
+from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy
+from octavo.conversion.refusals import device_unsupported_reason
 from octavo.conversion.unconverted import active_share
+from octavo.conversion.unfit import find_unfit
 from octavo.conversion.weights import Layer
 from octavo.kernels.dispatch import on_gpu, rates
 from octavo.kernels.explain import gemm_kernel
@@ -26,7 +27,6 @@ from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import unsupported_reason_recipe
 from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason
 from octavo.nn.functional import requantises_exactly
-from octavo.nn.fused import MLPRoles
 from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
@@ -45,19 +45,18 @@ class LayerPlanner:
     policy: Policy
     tokens: int
     device: torch.device
+    roles: Mapping[int, str]
+    """`id` of a layer or of its weight -> its role, if that keeps it in BF16 by default."""
     in_fp8: Mapping[str, str] = field(default_factory=dict)
     """Name of a layer whose recipe multiplies INT8 or rotated codes in fprop, and which cannot -> the reason."""
 
-    def layers(self, layers: Mapping[str, Layer], mlps: Mapping[str, MLPRoles]) -> list[LayerPlan]:
+    def layers(self, layers: Mapping[str, Layer]) -> list[LayerPlan]:
         """Return the rows of linear layers and convolutions."""
-        blocks, heads = self.policy.blocks_to_keep(self.model), find_heads(self.model)
-        in_mlps = find_gates(self.model) | {
-            full_name(name, child) for name, roles in mlps.items() for child in (*roles.inner, roles.down)
-        }
+        blocks, unfit = self.policy.blocks_to_keep(self.model), find_unfit(self.model, layers.values())
         rows = []
         for name, layer in layers.items():
-            kept = _reason_of_block(name, blocks)
-            kept = kept or self.policy.reason_to_keep(name, layer, name in in_mlps, id(layer) in heads)
+            role, reason = self.roles.get(id(layer), ""), unfit.get(id(layer), "")
+            kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep(name, layer, role, reason)
             rows.append(self._layer(name, layer, kept))
         return self._without_second_copies(rows)
 
@@ -118,9 +117,15 @@ class LayerPlanner:
             names.append(name)
             if name in EMULATED:
                 note = "emulated: no faster than BF16"
-            if name == "reference" and self.device.type == "cuda":
+            if name == "reference" and self._has_no_fp8:
+                note = "by the reference: no FP8 on this GPU"
+            elif name == "reference" and self.device.type == "cuda":
                 note = f"{gemm} falls back: {'; '.join(f'{kernel}: {why}' for kernel, why in refused.items())}"
         return names, note
+
+    @cached_property
+    def _has_no_fp8(self) -> bool:
+        return device_unsupported_reason(self.device) is not None
 
     @cached_property
     def _gemm_kernel(self) -> Callable[..., tuple[str, dict[str, str]]]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from octavo.kernels.activation import KINDS
 from octavo.kernels.reference.activation import value_and_slope
 from octavo.nn.fused import FusedMLP, MLPRoles
-from octavo.nn.modules import full_name
 from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
 from octavo.nn.side_effects import Conduct
 
@@ -122,20 +121,3 @@ def _formula(probe: nn.Module, roles: MLPRoles, x: Tensor) -> Tensor:
     hidden = value + (inner[0] - inner[0].detach()) * slope  # of this value and this slope, to the bit
     result: Tensor = probe.get_submodule(roles.down)(hidden * inner[1] if len(inner) > 1 else hidden)
     return result
-
-
-def find_gates(model: nn.Module) -> set[str]:
-    """Return full names of linear layers beside one of the transposed shape, as MLPs have them and routers do not.
-
-    This also covers MLPs whose formula `find_mlp` does not know.
-    """
-    found: set[str] = set()
-    for name, module in model.named_modules():
-        layers = {child: layer for child, layer in module.named_children() if isinstance(layer, nn.Linear)}
-        shapes = {(layer.out_features, layer.in_features) for layer in layers.values()}
-        found |= {
-            full_name(name, child)
-            for child, layer in layers.items()
-            if layer.in_features != layer.out_features and (layer.in_features, layer.out_features) in shapes
-        }
-    return found

@@ -35,6 +35,8 @@ class Plan:
     """The policy of this plan."""
     allow_reference: bool = False
     """Whether `convert` was asked to run reference kernels on a GPU."""
+    refused: str = ""
+    """Why the device cannot run FP8, so that `convert` refuses the plan; empty if it can."""
     unapplied: tuple[str, ...] = ()
     """Activations that the policy asks for in FP8 and that are not, a line each with the reason."""
     notes: tuple[str, ...] = ()
@@ -92,7 +94,12 @@ class Plan:
         body = {"recipe": self.recipe.name, "device": self.device, "tokens": self.tokens}
         layers = [asdict(layer) for layer in self.layers]
         structures = [asdict(pattern) for pattern in self.structures]
-        said: dict[str, Any] = {"unapplied": self.unapplied, "notes": self.notes, "parameters": self.parameters}
+        said: dict[str, Any] = {
+            "unapplied": self.unapplied,
+            "notes": self.notes,
+            "refused": self.refused,
+            "parameters": self.parameters,
+        }
         said["unconverted"] = [asdict(weight) for weight in self.unconverted]
         said["choices"] = [choice._asdict() for choice in choices(self.layers, self.device, self.tokens)]
         return json.dumps({**body, "layers": layers, "structures": structures, **said}, indent=1)
@@ -103,7 +110,12 @@ class Plan:
 
 def table(plan: Plan) -> list[str]:
     """Return the lines of `print(plan)`."""
-    return [*columns(table_rows(plan)), "", *footer(plan)]
+    return [*header(plan), *columns(table_rows(plan)), "", *footer(plan)]
+
+
+def header(plan: Plan) -> list[str]:
+    """Return the lines above a plan's table: what keeps all of it from running, if anything."""
+    return [plan.refused, ""] if plan.refused else []
 
 
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -188,9 +200,10 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
     return [(_counted(key[0], names), *key[1:]) for key, names in groups.items()]
 
 
-def commonest_reason(layers: tuple[LayerPlan, ...]) -> str:
-    """Return the most common reason of layers that stay in BF16, with their number."""
+def commonest_reason(layers: tuple[LayerPlan, ...], unconverted: tuple[Unconverted, ...] = ()) -> str:
+    """Return the most common reason of layers that stay in BF16, with their number; of other weights without layers."""
     given = (TOO_SMALL if layer.reason.startswith(TOO_SMALL) else layer.reason for layer in layers if not layer.is_fp8)
     reasons = Counter(given).most_common(1)  # each layer that is too small has its own gain
     alike = [f"{reason} ({count} of {quantity(len(layers), 'layer')})" for reason, count in reasons]
-    return "".join(alike) or "the model has no linear layer and no convolution"
+    others = f"no nn.Linear and no convolution; {unconverted[0].reason}" if unconverted else ""
+    return "".join(alike) or others or "the model has no linear layer and no convolution"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from octavo._util.terminal import quantity
 from octavo.conversion.autocast_mode import suspended
 from octavo.conversion.experts import find_experts
 from octavo.conversion.fusion_patterns import find_patterns
@@ -20,6 +22,7 @@ from octavo.conversion.mlps import find_mlps
 from octavo.conversion.plan import Plan, commonest_reason
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import device_unsupported_reason
+from octavo.conversion.roles import find_roles
 from octavo.conversion.unconverted import find_unconverted
 from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
@@ -49,7 +52,7 @@ def make_plan(
     Args:
         model: any module; on the meta device too.
         recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
-        policy: what stays in BF16; the default keeps heads, embeddings, routers and small layers.
+        policy: what stays in BF16; the default keeps heads, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
         device: where it will run; by default the model's device. GPUs of `octavo.kernels.devices.GPUS` need not be
             present.
@@ -73,10 +76,12 @@ def make_plan(
     recipes = {name: recipe.for_layer(name) for name in names}
     in_fp8 = {name: why for name in names if (why := _no_integer_fprop(recipes[name], layers.get(name), where))}
     recipes = _with_fprop_in_fp8(recipes, in_fp8)
+    roles = find_roles(model)
     planner = LayerPlanner(
-        model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where, in_fp8=in_fp8
-    )
-    rows = plan_weights(model, layers, planner.layers(layers, mlps), recipes, policy.weights)
+        model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where, roles=roles,
+        in_fp8=in_fp8,
+    )  # fmt: skip
+    rows = plan_weights(model, layers, planner.layers(layers), recipes, policy.weights)
     expert_rows = list(planner.experts(experts))
     ordered = _in_order_of(model, [*rows, *expert_rows])
     read = {id(layer.weight) for layer in layers.values()}
@@ -89,9 +94,12 @@ def make_plan(
         recipes={row.name: recipes[row.name] for row in ordered if row.is_fp8},
         experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
         policy=policy,
-        unconverted=tuple(find_unconverted(model, read, policy.min_features)),
+        unconverted=tuple(find_unconverted(model, read, policy.min_features, roles)),
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
+    if (reason := device_unsupported_reason(where)) is not None:
+        why = f"{architecture(where).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
+        plan = replace(plan, refused=why)
     return _with_patterns(plan, model, mlps)
 
 
@@ -211,21 +219,36 @@ def _notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterato
             f"Little will run in FP8: {plan.share:.0%} of the FLOPs of products with weights. The largest weight that "
             f"no layer reads is {largest.name}: {largest.reason}"
         )
-    if reason := device_unsupported_reason(device):
-        yield f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
-    elif on_gpu(device) and dtypes:
+    if on_gpu(device) and dtypes and not plan.refused:
         known = rates(device)
         if known is None:
             yield "No gain is predicted: Octavo has no rates of this GPU. `octavo bench step` measures"
         elif known.derived:
             yield f"Gains are predicted from {known.derived}"
     if not dtypes and (recipe.is_fp8 or recipe.modules):
-        yield f"Nothing will run in FP8: {commonest_reason(rows)}"
+        yield f"Nothing will run in FP8: {commonest_reason(rows, plan.unconverted)}"
+    if dtypes and plan.policy.fuse:
+        yield from _unfused_norms(plan, model)
     if autocast_dtype(device.type) is not None:
         return
     for dtype in (torch.float16, torch.float32):
         if dtype in dtypes and (note := dtype_note(dtype, device.type)) is not None:
             yield f"Weights are {dtype}. Without autocast {note}"
+
+
+def _unfused_norms(plan: Plan, model: nn.Module) -> Iterator[str]:
+    """Yield a line per class of norms that stay as they are, although their width is that of an input in FP8."""
+    fused = {pattern.name for pattern in plan.structures}
+    widths = {row.shape[1] for row in plan.layers if row.is_fp8}
+    kinds: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        kind = type(module)
+        shapes = [tuple(parameter.shape) for parameter in module._parameters.values() if parameter is not None]
+        is_norm = "norm" in kind.__name__.lower() and not kind.__module__.startswith("torch.")
+        if is_norm and name not in fused and shapes and {*shapes} <= {(width,) for width in widths}:
+            kinds[kind.__name__] += 1
+    for kind_name, count in kinds.items():
+        yield f"{quantity(count, 'norm')} of class {kind_name} not fused: not recognised as an RMS norm or a layer norm"
 
 
 def _has_fast_path(module: nn.Module, name: str, plan: Plan) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -18,42 +18,25 @@ from octavo._util.terminal import quantity
 from octavo.conversion.blocks import unwrapped_class
 from octavo.conversion.experts import FoundExperts
 from octavo.conversion.layer_plan import Weights
+from octavo.conversion.roles import HEAD, HEAD_NAMES, ROUTER, ROUTER_NAMES
 from octavo.errors import ConfigError, did_you_mean
-from octavo.nn import Linear
 from octavo.nn.adopted import is_taken
 from octavo.nn.conv import Convolution, unsupported_reason
-from octavo.nn.linear import is_transposed
+from octavo.nn.linear import LinearLayer, is_transposed
 from octavo.nn.modules import blocks_of, unwrapped_name
 from octavo.nn.operands import REAL
 from octavo.recipes import Precision, Recipe
 from octavo.tensor import local
 
-HEAD = "output head: its error goes straight into the loss"
 TOO_SMALL, NO_FP8 = "too small to gain", "the recipe says bf16"
 """Starts of the reasons of layers that another recipe might convert."""
-_ROUTER = "router: a small error sends a token to another expert"
 _FILTERED = "left out by the policy's filter"
 _FILTER = "(name, module), the full name first, and returns whether to convert the layer"
 _GROUPED = 16
 """Grouped FP8 GEMMs take features that are multiples of this."""
 
 
-DEFAULTS = MappingProxyType(
-    {
-        "*lm_head": HEAD,
-        "output": HEAD,
-        "head": HEAD,  # of image models, as are the next two
-        "fc": HEAD,
-        "classifier": HEAD,
-        "*embed*": "embedding",
-        "*router": _ROUTER,
-        "*router.*": _ROUTER,
-        "gate": _ROUTER,
-        "*.gate": _ROUTER,
-        "*.gate.wg": _ROUTER,
-        "*.shared_expert_gate": _ROUTER,
-    }
-)
+DEFAULTS = MappingProxyType(dict.fromkeys(HEAD_NAMES, HEAD) | dict.fromkeys(ROUTER_NAMES, ROUTER))
 """Name patterns of layers that stay in BF16 unless a policy says otherwise, and why."""
 
 
@@ -82,7 +65,7 @@ class Policy:
     """Layers that stay in BF16 in addition to the defaults: name pattern -> reason, or patterns alone. `*` matches
     anything, dots included. Each must match a module of the model."""
     keep_defaults: bool = True
-    """Whether heads, embeddings and routers stay in BF16 (`octavo.conversion.policy.DEFAULTS`)."""
+    """Whether heads and routers stay in BF16 (`octavo.conversion.policy.DEFAULTS`)."""
     min_features: int = 32
     """A layer with fewer input or output features stays in BF16."""
     min_gain: float = 1.0
@@ -192,28 +175,28 @@ class Policy:
                     "`*` matches anything, dots included: '*.up' is the layer 'up' of every block."
                 )
 
-    def reason_to_keep(self, name: str, layer: nn.Module, in_mlp: bool = False, is_head: bool = False) -> str | None:
+    def reason_to_keep(self, name: str, layer: nn.Module, role: str = "", unfit: str = "") -> str | None:
         """Return why this layer stays in BF16, or None.
 
         Args:
-            in_mlp: it belongs to an MLP, whose gate routes nothing.
-            is_head: the model says that it is an output head (`find_heads`).
+            role: what the layer is in its model, if that keeps it there by default (`octavo.conversion.roles`).
+            unfit: why its parent or its own `forward` rules FP8 out (`octavo.conversion.unfit`).
         """
-        if (reason := self._pattern_reason(name, in_mlp)) is not None:
+        if (reason := self._pattern_reason(name)) is not None:
             return reason
-        if is_head and self.keep_defaults:
-            return HEAD
-        if isinstance(layer, Linear | Convolution) and not is_taken(layer):
+        if role and self.keep_defaults:
+            return role
+        if isinstance(layer, LinearLayer | Convolution) and not is_taken(layer):
             ours = layer.parent.__name__
             return f"{type(layer).__name__} is a subclass of octavo.nn.{ours}: it computes as its author wrote it"
         if "forward" in vars(layer) and not is_taken(layer):  # set before the conversion: it calls the plain forward
             return "its instance has a forward of its own, as hooks of other libraries set one"
         if isinstance(layer, nn.Linear) or is_transposed(layer):
-            unfit = self._linear(layer)
+            reason = self._linear(layer)
         else:
-            unfit = self._convolution(layer)
-        if unfit is not None:
-            return unfit
+            reason = self._convolution(layer)
+        if reason or unfit:
+            return reason or unfit
         if is_parametrized(layer):  # removing a parametrization changes the class, and takes Octavo's for its own
             return "one of its parameters is computed by a parametrization"
         if (kind := _foreign_class(weight := cast(Tensor, layer.weight))) is not None:
@@ -247,11 +230,8 @@ class Policy:
                 f"policy: filter failed for '{name}' ({type(error).__name__}: {error}). It takes {_FILTER}."
             ) from error
 
-    def _pattern_reason(self, name: str, in_mlp: bool = False) -> str | None:
-        for pattern, reason in self.patterns.items():
-            if _matches(name, pattern) and not (in_mlp and reason == _ROUTER):
-                return reason
-        return None
+    def _pattern_reason(self, name: str) -> str | None:
+        return next((reason for pattern, reason in self.patterns.items() if _matches(name, pattern)), None)
 
     def keeps_input(self, name: str, recipe: Recipe) -> bool:
         """Return whether a linear layer quantises its input again in backward.
@@ -270,8 +250,6 @@ class Policy:
         return True
 
     def _linear(self, layer: nn.Linear) -> str | None:
-        if unwrapped_class(layer).forward not in (nn.Linear.forward, Linear.forward) and not is_transposed(layer):
-            return f"{type(layer).__name__} is a subclass of nn.Linear with a forward of its own"
         if "weight" not in layer._parameters:
             return "its weight is computed, by a parametrization for example"
         if isinstance(layer, NonDynamicallyQuantizableLinear):
@@ -340,44 +318,6 @@ def _foreign_class(weight: Tensor) -> str | None:
     if kind.__module__.partition(".")[0] in ("torch", "octavo"):
         return None
     return None if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ else kind.__name__
-
-
-def find_heads(model: nn.Module) -> set[int]:
-    """Return the `id` of each output head and of each module inside one, as the model names them.
-
-    These are heads:
-
-    - the layer that `get_output_embeddings()` returns (transformers), or `get_classifier()` (timm);
-    - a layer that shares its weight with an embedding;
-    - outside of the blocks, a layer with the shape of an embedding that has more rows than columns, whatever its name;
-    - in a model of transformers, every layer outside of its base model (`base_model_prefix`), such as classifiers.
-    """
-    found = {id(part) for module in model.modules() for head in _heads_of(module) for part in head.modules()}
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    own = {id(embedding.weight) for embedding in embeddings}
-    # Sizes of the modules, as weights that DeepSpeed's ZeRO-3 has partitioned have none.
-    shapes = {
-        (each.num_embeddings, each.embedding_dim) for each in embeddings if each.num_embeddings > each.embedding_dim
-    }
-    inside = {id(part) for name in blocks_of(model) for part in model.get_submodule(name).modules()}
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            is_vocabulary = (module.out_features, module.in_features) in shapes and id(module) not in inside
-            found |= {id(module)} if is_vocabulary or id(module.weight) in own else set()
-    return found
-
-
-def _heads_of(module: nn.Module) -> Iterator[nn.Module]:
-    for name in ("get_output_embeddings", "get_classifier"):
-        try:
-            head = getattr(module, name, lambda: None)()
-        except (AttributeError, NotImplementedError, TypeError):  # not every model of a library has one
-            continue
-        yield from (part for part in (head if isinstance(head, tuple) else [head]) if isinstance(part, nn.Module))
-    base = getattr(module, getattr(module, "base_model_prefix", None) or " ", None)
-    if isinstance(base, nn.Module):
-        inside = {id(part) for part in base.modules()}
-        yield from (child for child in module.children() if not inside & {id(part) for part in child.modules()})
 
 
 def _among(which: str, count: int) -> str:

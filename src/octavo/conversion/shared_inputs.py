@@ -20,7 +20,7 @@ def find_shared(module: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of linear children of a module that its `forward` calls on the same variable, by group."""
     layers = {name for name, child in module.named_children() if isinstance(child, nn.Linear)}
     forward = getattr(type(module), "parent", type(module)).forward
-    function = _parsed(forward) if len(layers) > 1 and isinstance(forward, Hashable) else None
+    function = parsed(forward) if len(layers) > 1 and isinstance(forward, Hashable) else None
     if function is None or not function.args.args:
         return []
     owner = function.args.args[0].arg
@@ -36,7 +36,7 @@ def find_shared(module: nn.Module) -> list[tuple[str, ...]]:
 
 
 @lru_cache(maxsize=64)
-def _parsed(forward: Callable[..., Any]) -> ast.FunctionDef | None:
+def parsed(forward: Callable[..., Any]) -> ast.FunctionDef | None:
     """Return a parsed `forward` without its decorators; None if there is no source. A model's blocks share one."""
     try:
         source = textwrap.dedent(inspect.getsource(forward))

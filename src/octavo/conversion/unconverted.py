@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -28,12 +28,15 @@ class Unconverted:
         return self.active * math.prod(self.shape)
 
 
-def find_unconverted(model: nn.Module, known: Collection[int], smallest: int) -> Iterator[Unconverted]:
+def find_unconverted(
+    model: nn.Module, known: Collection[int], smallest: int, roles: Mapping[int, str]
+) -> Iterator[Unconverted]:
     """Yield the weights that no planned layer reads. Embedding tables are not multiplied and are left out.
 
     Args:
         known: `id` of the weights that planned layers read.
         smallest: weights with a dimension below this are left out, as layers are (`Policy.min_features`).
+        roles: `id` of the weights of routers, and the reason (`octavo.conversion.roles`).
     """
     seen = set(known)
     for name, module in model.named_modules():
@@ -49,6 +52,7 @@ def find_unconverted(model: nn.Module, known: Collection[int], smallest: int) ->
                 continue
             seen.add(id(tensor))
             reason, active = _reason(module, tensor, len(shape))
+            reason = roles.get(id(tensor), reason)
             yield Unconverted(name=full_name(name, own), shape=tuple(tensor.shape), reason=reason, active=active)
 
 
@@ -66,9 +70,9 @@ def _reason(module: nn.Module, tensor: Tensor, dims: int) -> tuple[str, float]:
     if isinstance(module, nn.RNNBase):
         return f"{kind} multiplies by it itself, step by step", 1.0
     if dims == 3:
-        reason = f"matrices of {kind} in one tensor, whose forward is no mixture of experts that is known: "
-        return f"{reason}octavo.nn.GroupedLinear computes experts in FP8", active_share(module, tensor.shape[0])
-    return f"a parameter of {kind}, whose products are not known", 1.0
+        reason = f"{kind} multiplies by its matrices itself, and is not recognised as experts: octavo.nn.GroupedLinear "
+        return f"{reason}computes those in FP8", active_share(module, tensor.shape[0])
+    return f"{kind} computes with its parameter itself, and only layers are converted: octavo.autocast reaches it", 1.0
 
 
 def active_share(module: nn.Module, experts: int) -> float:

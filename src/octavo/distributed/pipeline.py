@@ -31,8 +31,8 @@ from torch.torch_version import TorchVersion
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec, quantize_matrix
-from octavo.nn import Linear
 from octavo.nn.cross_entropy import count_targets, weighted
+from octavo.nn.linear import LinearLayer
 from octavo.numerics import Quantized, dequantize
 
 Sent = Literal["as is", "bf16", "fp8"]
@@ -98,7 +98,7 @@ class PipelineStage(TorchPipelineStage):
         Raises:
             UnsupportedError: gradients of inputs only, with FP8 layers, before PyTorch 2.13.
         """
-        converted = any(isinstance(module, Linear) for module in self.submod.modules())
+        converted = any(isinstance(module, LinearLayer) for module in self.submod.modules())
         if not full_backward and converted and TorchVersion(torch.__version__) < "2.13":
             raise UnsupportedError(
                 f"PipelineStage: PyTorch {torch.__version__} computes gradients of inputs and weights separately only "

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from octavo._util.terminal import columns
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import spec_of
-from octavo.nn import Linear
-from octavo.nn.linear import is_adopted, is_transposed
+from octavo.nn.linear import LinearLayer, is_adopted, is_transposed
 from octavo.nn.modules import full_name
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor, local
@@ -124,7 +123,7 @@ def uses_of(model: nn.Module) -> list[tuple[nn.Parameter, list[ParameterUse]]]:
 
 def weight_codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], ranks: int) -> QuantSpec | str | None:
     """Return the codes that a weight is sent as, or the reason why its values are; None outside of FP8 layers."""
-    if not any(isinstance(use.module, Linear) and use.attribute == "weight" for use in uses):
+    if not any(isinstance(use.module, LinearLayer) and use.attribute == "weight" for use in uses):
         return None
     others = [use.full_name for use in uses if not (is_adopted(use.module) and use.attribute == "weight")]
     if others:
@@ -134,7 +133,7 @@ def weight_codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], rank
     parameter = local(parameter)  # under tensor parallel, this rank's part
     if isinstance(parameter, FP8Tensor):
         return QuantSpec(parameter.format, parameter.granularity.name, parameter.scaling)
-    recipes = [use.module.recipe for use in uses if isinstance(use.module, Linear)]
+    recipes = [use.module.recipe for use in uses if isinstance(use.module, LinearLayer)]
     reason = next(filter(None, map(_unfit, recipes)), None)
     if reason is not None:
         return reason
@@ -179,7 +178,7 @@ def gather_plan(
 
 def input_codes_or_reason(layer: nn.Module) -> QuantSpec | str:
     """Return the codes in which the input of a column-parallel layer is gathered, or why its values are gathered."""
-    if not isinstance(layer, Linear):
+    if not isinstance(layer, LinearLayer):
         return "the layer runs in BF16"
     recipe, forward = layer.recipe, layer.recipe.fprop.input
     if not recipe.fprop.is_fp8:

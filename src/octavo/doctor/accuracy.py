@@ -18,9 +18,9 @@ from octavo.guard.alarms import percent_above
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import spec_of
 from octavo.monitor.gap import GAP_LIMIT, HARMFUL_GAP
-from octavo.nn import Linear
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.fused import fusion_groups
+from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import full_name
 from octavo.nn.weight_codes import as_matrix, join_rows, quantize_weights
 from octavo.numerics import Quantized, cosine_of, inner_products
@@ -155,7 +155,7 @@ def fast_sums(read: tuple[float, float, int]) -> Finding:
 
 def _code_rows(trial: Trial) -> list[dict[str, Any]]:
     names = {id(module): name for name, module in trial.model.named_modules()}
-    layers = [module for module in trial.model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8]
+    layers = [m for m in trial.model.modules() if isinstance(m, LinearLayer) and m.recipe.fprop.is_fp8]
     with torch.no_grad():
         rows = [_code_row(names[id(group[0])], group) for group in fusion_groups(trial.model, layers)]
     return [row for row in rows if row is not None]
@@ -184,7 +184,7 @@ def serving(rows: list[dict[str, Any]]) -> Finding:
     return ok(seen, rows=rows, codes=codes, differ=0, share_from_bf16=share)
 
 
-def _code_row(name: str, group: list[Linear]) -> dict[str, Any] | None:
+def _code_row(name: str, group: list[LinearLayer]) -> dict[str, Any] | None:
     weights, target = [local(layer.matrix) for layer in group], spec_of(group[0].recipe.fprop.weight)
     is_mixed = has_fp8_weight(weights) and not all(isinstance(weight, FP8Tensor) for weight in weights)
     if target.rounding != "nearest" or is_mixed:

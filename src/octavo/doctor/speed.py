@@ -23,8 +23,9 @@ from octavo.doctor.check import Finding, check, failure, ok, skipped, warning
 from octavo.doctor.subjects import Trial, a_gpu, fp8_layers
 from octavo.kernels.devices import H200, Rates
 from octavo.kernels.dispatch import rates
-from octavo.nn import Conv1d, Conv2d, Linear
-from octavo.nn.linear import is_transposed
+from octavo.nn import Conv1d, Conv2d
+from octavo.nn.first_call import CallNotes, note_calls
+from octavo.nn.linear import LinearLayer, is_transposed
 from octavo.nn.modules import hooked
 from octavo.train.timing import busy, kernels_of, synchronize
 
@@ -67,12 +68,28 @@ def fallback(trial: Trial) -> Finding:
     if not ran:
         remedy = "Call octavo.convert, outside octavo.disabled. Layers whose class was changed since are not FP8."
         return failure(f"{quantity(len(trial.layers), 'layer')} converted, but no GEMM ran in FP8", remedy=remedy)
+    if uncalled := _uncalled(trial):
+        seen = f"{quantity(len(uncalled), 'layer')} in FP8 by the plan not called in a step: {uncalled[0]}"
+        remedy = (
+            "The module around it reads its weight and multiplies by it itself: keep it in BF16, or call the layer."
+        )
+        return warning(seen + and_more(uncalled), remedy=remedy, uncalled=uncalled)
     return ok(
         f"GEMMs per step: {', '.join(f'{count} {kernel}' for kernel, count in ran.items())}", rows=rows, products=ran
     )
 
 
-Layer = Linear | Conv1d | Conv2d
+def _uncalled(trial: Trial) -> list[str]:
+    """Return the names of layers in FP8 that the loss does not call."""
+    notes = CallNotes(trial.layers.values())
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        trial.loss()
+    uncalled = {id(layer) for layer in notes.uncalled}
+    note_calls(notes.uncalled)
+    return [name for name, layer in trial.layers.items() if id(layer) in uncalled and layer.enabled]
+
+
+Layer = LinearLayer | Conv1d | Conv2d
 
 
 def _known_rates(trial: Trial) -> str:
@@ -124,12 +141,12 @@ def _shape_rows(trial: Trial) -> list[dict[str, Any]]:
 
 def _matrix(layer: Layer) -> Tensor:
     """Return the weight with output features first."""
-    return layer.matrix if isinstance(layer, Linear) else layer.weight
+    return layer.matrix if isinstance(layer, LinearLayer) else layer.weight
 
 
 def _shape_row(name: str, layer: Layer, tokens: int, known: Rates) -> dict[str, Any]:
     out, features = _matrix(layer).shape[0], math.prod(_matrix(layer).shape[1:])
-    taps = 0 if isinstance(layer, Linear) else math.prod(layer.kernel_size)
+    taps = 0 if isinstance(layer, LinearLayer) else math.prod(layer.kernel_size)
     gain = predicted_gain(layer.recipe, out, features, tokens, taps, rates=known)
     operands = (operand for _, a, b in layer.recipe.gemms() for operand in (a, b))
     multiple = 16 if all(operand.granularity in ("tensor", "row", "column") for operand in operands) else 128

@@ -15,7 +15,8 @@ from octavo._util.config_reader import to_dict
 from octavo._util.rng import untouched_generators
 from octavo.conversion import convert, disabled
 from octavo.errors import UnsupportedError
-from octavo.nn import Conv1d, Conv2d, Linear
+from octavo.nn import Conv1d, Conv2d
+from octavo.nn.linear import LinearLayer
 from octavo.train import RunConfig, checkpoint, load_run
 from octavo.train.setup import set_up
 from octavo.train.workload import Workload, load_workload, to_device
@@ -55,10 +56,10 @@ class Trial:
         return next(self.model.parameters()).device
 
     @property
-    def layers(self) -> dict[str, Linear | Conv1d | Conv2d]:
+    def layers(self) -> dict[str, LinearLayer | Conv1d | Conv2d]:
         """Layers in FP8, by name."""
         found = self.model.named_modules()
-        return {name: m for name, m in found if isinstance(m, Linear | Conv1d | Conv2d) and m.recipe.is_fp8}
+        return {name: m for name, m in found if isinstance(m, LinearLayer | Conv1d | Conv2d) and m.recipe.is_fp8}
 
     def seeded(self, compute: Callable[[], T]) -> T:
         """Return a result computed with a fixed random seed."""

@@ -15,7 +15,7 @@ from octavo._util.terminal import Report, silent
 from octavo.errors import ConfigError
 from octavo.memory.recorder import Recorder, fake_mode
 from octavo.memory.timeline import KINDS, Allocation, Kind, Timeline, reserved
-from octavo.nn import Linear
+from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import blocks_of
 
 WORKSPACE_OF_CUBLAS = 2 * 32 * 2**20
@@ -212,7 +212,7 @@ class Shards:
 
 
 def _gathered_in_fp8(model: nn.Module) -> set[int]:
-    layers = (module for module in model.modules() if isinstance(module, Linear) and module.recipe.fprop.is_fp8)
+    layers = (module for module in model.modules() if isinstance(module, LinearLayer) and module.recipe.fprop.is_fp8)
     return {id(layer.weight) for layer in layers}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo.nn.fused import fusion_groups
 from octavo.nn.grouped import GroupedLinear, quantize_experts
-from octavo.nn.linear import Linear
+from octavo.nn.linear import LinearLayer
 from octavo.nn.shared import brings_weight, quantize_together
 from octavo.nn.weight_codes import WeightCodes
 
@@ -24,7 +24,7 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
     write inside the block has no effect until its end. Not affected are layers and experts with weights that are
     sharded, stored in FP8 or brought by a hook in each call, and layers with stochastic rounding.
     """
-    layers = [m for m in quantising_layers(model) if isinstance(m, Linear)]
+    layers = [m for m in quantising_layers(model) if isinstance(m, LinearLayer)]
     experts = [m for m in quantising_layers(model) if isinstance(m, GroupedLinear)]
     before: list[tuple[Any, Any]] = []
     try:
@@ -43,17 +43,17 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
             layer.weight_codes = codes
 
 
-def quantising_layers(model: nn.Module) -> list[Linear | GroupedLinear]:
+def quantising_layers(model: nn.Module) -> list[LinearLayer | GroupedLinear]:
     """Return the layers and experts of a model that quantise their weights in each forward."""
-    return [m for m in model.modules() if isinstance(m, Linear | GroupedLinear) and m.recipe.fprop.is_fp8]
+    return [m for m in model.modules() if isinstance(m, LinearLayer | GroupedLinear) and m.recipe.fprop.is_fp8]
 
 
-def weights_of(layer: Linear | GroupedLinear) -> list[Tensor]:
+def weights_of(layer: LinearLayer | GroupedLinear) -> list[Tensor]:
     """Return the parameters that the weight of a layer, or of experts, consists of."""
     return layer.parts if isinstance(layer, GroupedLinear) else [layer.weight]
 
 
-def _codes_to_reuse(group: Sequence[Linear]) -> WeightCodes | None:
+def _codes_to_reuse(group: Sequence[LinearLayer]) -> WeightCodes | None:
     if any(map(brings_weight, group)):
         return None
     weights: list[Tensor] = [layer.matrix for layer in group]

@@ -27,6 +27,7 @@ from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.window import Pair, Window
 from octavo.nn import functional
 from octavo.nn.adopted import Adopted
+from octavo.nn.first_call import AWAITS_CALL
 from octavo.nn.functional import SavedWeights, compute_dtype, quantize_operand
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import StatsSlot, patches_of, stats_buffer_of
@@ -182,7 +183,7 @@ def _high_precision_gradients(
 class Convolution(Adopted):
     """Base of the FP8 convolutions, mixed into PyTorch's class."""
 
-    fields = ("recipe", "enabled", "stats_slot")
+    fields = ("recipe", "enabled", "stats_slot", AWAITS_CALL)
     recipe: Recipe
     enabled: bool
     """False: compute like the parent, for an evaluation in high precision."""

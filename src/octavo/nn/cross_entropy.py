@@ -26,6 +26,7 @@ from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.dispatch import on_gpu
 from octavo.kernels.operator import call, define_packed, unpack
 from octavo.kernels.product import product
+from octavo.nn.first_call import note_weight
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import (
     InputSource,
@@ -96,6 +97,7 @@ def linear_cross_entropy(
     """
     softcap, z_loss, chunk = how = LossOptions(**options)
     _check(x, weight_VK, targets, bias, reduction, how)
+    note_weight(weight_VK)
     dtype = compute_dtype(x)
     x_MK, targets_M = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
     differentiated = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight_VK, bias)]

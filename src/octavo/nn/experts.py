@@ -63,12 +63,17 @@ class ExpertRoles(NamedTuple):
     """Biases of the stack (E, 2 F) and of down (E, D)."""
     arguments: tuple[str, ...] = ("x", "ids", "weights")
     """Names of the arguments of `forward`: tokens, their experts and routing weights; or sorted rows and their number
-    per expert."""
+    per expert; or sorted rows alone, as many for each expert (Llama 4)."""
 
     @property
     def is_sorted(self) -> bool:
         """Whether the module is called with sorted rows."""
-        return len(self.arguments) == 2
+        return len(self.arguments) < 3
+
+    @property
+    def has_equal_groups(self) -> bool:
+        """Whether it is called with as many rows for each expert."""
+        return len(self.arguments) == 1
 
 
 class ExpertOptions(NamedTuple):
@@ -211,20 +216,30 @@ class Experts(Recognised):
                 )
             return cast(Tensor, super().forward(*args, **kwargs))
         given = self._arguments(args, kwargs)
+        if self.expert_roles.has_equal_groups and (given[0].dim() != 2 or len(given[0]) % self.count):
+            return cast(Tensor, super().forward(*args, **kwargs))  # which raises, or knows what is meant
         if self.expert_roles.is_sorted:
-            rows, counts = given
-            order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-            routing = Routing(order, order[:, None], counts.cumsum(0, dtype=torch.int32))
-            return self.compute(rows, routing, None)
+            rows, order = given[0], torch.arange(len(given[0]), dtype=torch.int32, device=given[0].device)
+            if self.expert_roles.has_equal_groups:
+                groups = torch.arange(1, self.count + 1, dtype=torch.int32, device=rows.device)
+                ends = groups * (len(rows) // self.count)
+            else:
+                ends = given[1].cumsum(0, dtype=torch.int32)
+            return self.compute(rows, Routing(order, order[:, None], ends), None)
         if getattr(self, "_is_expert_parallel", False):
             raise UnsupportedError("experts that transformers itself shards over ranks cannot compute in FP8.")
         x, ids, weights = given
         flat, ids = x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1])
-        ids, weights = without_skipped(ids, weights.reshape(ids.shape), self.products[0].parts[0].shape[0])
+        ids, weights = without_skipped(ids, weights.reshape(ids.shape), self.count)
         if self.exchange is not None:
             return self.exchange(self, flat, ids, weights).to(x.dtype).view(x.shape)
-        routing = route(ids, self.products[0].parts[0].shape[0])
+        routing = route(ids, self.count)
         return self.compute(flat, routing, weights).to(x.dtype).view(x.shape)
+
+    @property
+    def count(self) -> int:
+        """E."""
+        return self.products[0].parts[0].shape[0]
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the arguments of a call in the order of `expert_roles.arguments`, each of which must be given once."""

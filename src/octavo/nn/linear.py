@@ -1,12 +1,17 @@
 """`octavo.nn.Linear`: an `nn.Linear` whose GEMMs run in FP8.
 
 Its parameters are the master weights; or its weight is an `FP8Tensor`, and the optimizer keeps the master.
+
+    LinearLayer          what all linear layers in FP8 share
+      Linear             a converted `nn.Linear`, or one that is created in FP8
+        RecognisedLinear a converted subclass of `nn.Linear` whose own `forward` was recognised by its results
+      TransposedLinear   a converted `Conv1D` of transformers: no `nn.Linear`, since its weight is (K, N)
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any, Self, TypeGuard
+from typing import Any, Self, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,34 +21,39 @@ from torch.nn.utils.parametrize import is_parametrized
 from octavo._util.compiler import assume_constant_result
 from octavo.errors import ConfigError
 from octavo.kernels.ledger import warn_once
-from octavo.nn.adopted import Adopted, is_taken
+from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.calibration_file import check
+from octavo.nn.first_call import AWAITS_CALL
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import linears
 from octavo.nn.operands import layer_of
+from octavo.nn.recognised import Recognised
 from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_state
 from octavo.nn.shared import SharedInput, settings_of
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.weight_codes import WeightCodes
 from octavo.recipes import Recipe, RecipeLike, load
+from octavo.tensor import FP8Tensor
 
 _PLACE = "place_in_shared"
 """Key in copies and files of a layer: its place among those of `shared`."""
 
 
-class Linear(Adopted, nn.Linear):
+class LinearLayer(Adopted):
     """A linear layer computed by a recipe.
 
-    Parameters, names, state_dict, hooks and flags are those of `nn.Linear`, so that a layer is converted and reverted
-    by changing its class (`adopt`, `release`); a layer of a subclass of `nn.Linear` remains an instance of it. The
-    weight is quantised in each forward (`octavo.nn.weight_codes`).
+    Parameters, names, state_dict, hooks and flags are those of the parent, so that a layer is converted and reverted by
+    changing its class (`adopt`, `release`); a layer of a subclass of `nn.Linear` remains an instance of it. The weight
+    is quantised in each forward (`octavo.nn.weight_codes`).
     """
 
-    parent = nn.Linear
-    parent_forward = nn.Linear.forward
-    fields = (
+    weight: Tensor
+    bias: Any
+    in_features: int
+    out_features: int
+    fields: tuple[str, ...] = (
         "recipe", "enabled", "shared", "keeps_input", "scaling_state", "scaling_slot", "reads_codes", "weight_codes",
-        "stats_slot",
+        "stats_slot", AWAITS_CALL,
     )  # fmt: skip
     recipe: Recipe
     enabled: bool
@@ -64,30 +74,16 @@ class Linear(Adopted, nn.Linear):
     stats_slot: StatsSlot | None = None
     """Telemetry buffer of this layer, while telemetry is on (`octavo.nn.telemetry`)."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recipe: RecipeLike = "folded",
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.adopt(self, load(recipe))
-        check({"": self.recipe}, None)
-        attach_scaling_state({"": self})
-
     @property
     def matrix(self) -> Tensor:
         """The weight as GEMMs read it, (N, K)."""
         return self.weight
 
     @classmethod
-    def adopt(cls, module: nn.Linear, recipe: Recipe) -> None:
-        """Turn an `nn.Linear` into this class in place; everything attached to it stays."""
-        kind = cls if isinstance(module, nn.Linear) else TransposedLinear
+    def adopt(cls, module: nn.Module, recipe: Recipe) -> None:
+        """Turn a layer of PyTorch's into one of Octavo's in place; everything attached to it stays."""
+        kind: type[LinearLayer] = Linear if has_forward_of_linear(module) else RecognisedLinear
+        kind = kind if isinstance(module, nn.Linear) else TransposedLinear
         none: dict[str, Any] = dict.fromkeys(("shared", "scaling_state", "scaling_slot"))
         kind.take(module, recipe=recipe, enabled=True, keeps_input=False, **none)
 
@@ -99,17 +95,26 @@ class Linear(Adopted, nn.Linear):
         Raises:
             ConfigError: x is no tensor, or its dtype or last dimension does not fit.
         """
-        if type(self).parent.forward is not type(self).parent_forward:
-            _warn_of_patch(type(self).parent.__name__)
-            return super().forward(input)
+        if not self.is_as_converted():
+            return cast(Tensor, super().forward(input))
         if not isinstance(input, Tensor):
             raise ConfigError(f"{layer_of(self.weight)}a linear layer takes a tensor, got {type(input).__name__}.")
         if not self.enabled:
-            weight = self.matrix  # read once: a parametrization may compute another one each time
-            return F.linear(input, values(weight, weight.dtype), self.bias)
+            return self._in_high_precision(input)
         if self.shared is not None:
             return self.shared.output(self, input)
         return linears(input, [self.matrix], [self.bias], *settings_of([self], input))[0]
+
+    def _in_high_precision(self, x: Tensor) -> Tensor:
+        weight = self.matrix  # read once: a parametrization may compute another one each time
+        return F.linear(x, values(weight, weight.dtype), self.bias)
+
+    def is_as_converted(self) -> bool:
+        """Return whether the parent's `forward` is still the one that was converted; warn if it is not."""
+        if type(self).parent.forward is type(self).parent_forward:
+            return True
+        _warn_of_patch(type(self).parent.__name__)
+        return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -140,8 +145,51 @@ def _warn_of_patch(cls: str) -> None:
     warn_once(f"{cls}.forward has changed since octavo.convert. Layers of this class now run it, in high precision")
 
 
-class TransposedLinear(Linear):
-    """A linear layer whose weight is stored as (K, N): `Conv1D` of transformers, as in GPT-2."""
+class Linear(LinearLayer, nn.Linear):
+    """An `nn.Linear` computed by a recipe."""
+
+    parent = nn.Linear
+    parent_forward = nn.Linear.forward
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: RecipeLike = "folded",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.adopt(self, load(recipe))
+        check({"": self.recipe}, None)
+        attach_scaling_state({"": self})
+
+
+class RecognisedLinear(Recognised, Linear):
+    """A subclass of `nn.Linear` with a `forward` of its own that was recognised by its results.
+
+    As all that is recognised it runs its own `forward` once an attribute or its code has changed.
+    """
+
+    fields = (*Recognised.fields, *Linear.fields)
+
+    def _in_high_precision(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, FP8Tensor):  # which its own forward cannot read
+            return super()._in_high_precision(x)
+        return type(self).parent_forward(self, x)
+
+    def is_as_converted(self) -> bool:
+        """Return whether the layer's attributes and code are those that were recognised; warn if they are not."""
+        return self.is_as_recognised()
+
+
+class TransposedLinear(LinearLayer):
+    """A linear layer whose weight is stored as (K, N): `Conv1D` of transformers, as in GPT-2.
+
+    It is no `nn.Linear`: whoever tests for one, as PEFT does when it merges an update, takes the weight for (N, K).
+    """
 
     @property
     def matrix(self) -> Tensor:
@@ -162,6 +210,13 @@ class TransposedLinear(Linear):
         return nn.Module.__repr__(self)
 
 
+def has_forward_of_linear(module: nn.Module) -> bool:
+    """Return whether the `forward` of a module, before its conversion, is that of `nn.Linear`."""
+    kind = own_class(module)
+    forward: Any = kind.parent_forward if is_taken(module) else kind.forward
+    return forward in (nn.Linear.forward, LinearLayer.forward)
+
+
 def is_transposed(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a linear layer whose weight is (K, N), converted or not."""
     if isinstance(module, TransposedLinear):
@@ -172,4 +227,4 @@ def is_transposed(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def is_adopted(module: nn.Module) -> TypeGuard[Linear]:
     """Return whether a module computes as `Linear` does from its parameters, and is of no subclass by a user."""
-    return isinstance(module, Linear) and is_taken(module) and not is_parametrized(module)
+    return isinstance(module, LinearLayer) and is_taken(module) and not is_parametrized(module)

@@ -38,7 +38,7 @@ from octavo.kernels.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.operands import autocast_dtype
-from octavo.nn.probe import CALLS, computes, is_as_its_class, random_tensor, shallow_copy
+from octavo.nn.probe import CALLS, as_written, computes, is_as_its_class, random_tensor, shallow_copy
 from octavo.nn.recognised import Recognised
 from octavo.nn.side_effects import Conduct
 from octavo.numerics import Quantized
@@ -50,7 +50,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Norm(Recognised):
     """Base of converted norms; `adopt` converts a user's norm."""
 
-    fields = (*Recognised.fields, "target", "enabled", "input_format")
+    fields = (*Recognised.fields, "target", "enabled", "input_format", "form")
     weight: Tensor | None
     target: QuantSpec | None
     """Quantisation of y for its reader; None: only y is written."""
@@ -59,11 +59,13 @@ class Norm(Recognised):
     input_format: Precision
     """Format of the input saved for backward: `bf16` unchanged, `fp8` as codes, with a scale per 128 of them."""
     normalized_shape: tuple[int, ...]
+    form: str = ""
+    """`layer`: a layer norm; `offset`: an RMS norm that multiplies by 1 + weight, as Gemma's; otherwise an RMS norm."""
 
     @property
     def is_centred(self) -> bool:
         """Whether it is a layer norm."""
-        return isinstance(self, nn.LayerNorm)
+        return self.form == "layer" or isinstance(self, nn.LayerNorm)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Calls with other arguments go to the parent."""
@@ -99,7 +101,11 @@ class Norm(Recognised):
         return _default_eps(x.dtype, x.device) if eps is None else eps
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return weight and bias; only for a layer norm is `bias` the bias of the formula."""
+        """Return weight and bias of the formula; only a layer norm has the latter."""
+        weight, bias = self._own_parameters()
+        return weight.float() + 1 if self.form == "offset" and weight is not None else weight, bias
+
+    def _own_parameters(self) -> tuple[Tensor | None, Tensor | None]:
         return self.weight, getattr(self, "bias", None) if self.is_centred else None
 
     def _takes(self, x: Any) -> bool:
@@ -110,7 +116,7 @@ class Norm(Recognised):
             return False
         if not self.is_as_recognised():
             return False
-        parameters = [p for p in self._affine() if p is not None]
+        parameters = [p for p in self._own_parameters() if p is not None]
         shape = parameters[0].shape if parameters else self.normalized_shape
         if x.shape[-1:] != shape or not 0 < x.shape[-1] <= norm.LONGEST_ROW:
             return False
@@ -129,7 +135,7 @@ class Norm(Recognised):
         """Return whether compiled readers of y make their codes of x, which backward saves."""
         if not (torch.compiler.is_compiling() and self.enabled and is_plain(x)):
             return False
-        if self.is_centred or self.weight is None or self.target is None or self.input_format == "fp8":
+        if self.is_centred or self.form or self.weight is None or self.target is None or self.input_format == "fp8":
             return False
         # Inductor quantises shorter rows where it computes them, and again in backward; it cannot rotate them.
         is_long = (0 if self.target.rotation else COMPILED_ROW) < x.shape[-1] <= LONGEST_NORM
@@ -154,33 +160,46 @@ class Norm(Recognised):
             )
 
 
-def adopts(module: nn.Module) -> bool:
-    """Return whether `adopt` takes this module: a norm of PyTorch's over one dimension, or a user's RMS norm.
+def form_of(module: nn.Module) -> str | None:
+    """Return the `Norm.form` of a module that `adopt` takes, None of any other.
 
-    The latter is recognised by its behaviour: it has one parameter, `weight` (D,), and an epsilon, and computes the RMS
-    norm of random rows and nothing else, in FP32 and in BF16 (`octavo.nn.probe`). Models of Hugging Face have such
-    classes of their own.
+    It takes norms of PyTorch's over one dimension, and a user's RMS or layer norm. These are recognised by their
+    behaviour: they have a `weight` (D,), a layer norm perhaps a `bias` (D,) too, and an epsilon, and compute the norm
+    of random rows and nothing else, in FP32 and in BF16 (`octavo.nn.probe`). Models of Hugging Face and timm have such
+    classes of their own; Gemma's multiplies by 1 + weight.
     """
     if is_parametrized(module):
-        return False
+        return None
     if isinstance(module, Norm) and module.is_as_recognised():
-        return True
+        return module.form
     kind = own_class(module).parent if isinstance(module, Norm) else type(module)
     if kind in (nn.RMSNorm, nn.LayerNorm):
         norm = cast(nn.RMSNorm, module)
-        return len(norm.normalized_shape) == 1 and isinstance(norm.eps, Real | None)
-    return _is_rms_norm(module)
+        is_taken = len(norm.normalized_shape) == 1 and isinstance(norm.eps, Real | None)
+        return ("layer" if kind is nn.LayerNorm else "") if is_taken else None
+    return _recognised_form(module)
 
 
-def adopt(module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16") -> None:
+def adopts(module: nn.Module) -> bool:
+    """Return whether `adopt` takes this module."""
+    return form_of(module) is not None
+
+
+def adopt(
+    module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16", form: str | None = None
+) -> None:
     """Turn a module that `adopts` takes into a `Norm`, in place. It remains an instance of its class.
 
     If the target needs the maximum of all of y (`tensor`), the reader quantises: only y is written. So it is in eager
     mode, if the target rotates; compiled readers then quantise the norm of x in one pass.
+
+    Args:
+        form: the result of `form_of`, if it is known.
     """
+    form = (form_of(module) or "") if form is None else form
     if target is not None and norm.unsupported_reason(target._replace(rotation=0)):
         target = None
-    Norm.take(module, target=target, enabled=True, input_format=input_format)
+    Norm.take(module, target=target, enabled=True, input_format=input_format, form=form)
 
 
 def _gains(device: torch.device) -> bool:
@@ -210,21 +229,48 @@ def _measured_default_eps(dtype: torch.dtype, device: torch.device) -> float:
     return single if y > 0.5 else torch.finfo(dtype).eps
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
+def _recognised_form(module: nn.Module) -> str | None:
+    """Return the `Norm.form` of a module whose forward is a norm; None if it is none."""
     parameters = dict(module.named_parameters())
-    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or _eps_of(module) is None:
-        return False
-    if not parameters["weight"].numel():  # partitioned by DeepSpeed's ZeRO-3: it cannot run
-        return False
+    if not {"weight"} <= {*parameters} <= {"weight", "bias"} or any(p.dim() != 1 for p in parameters.values()):
+        return None
+    if _eps_of(module) is None or not parameters["weight"].numel():  # partitioned by DeepSpeed's ZeRO-3: it cannot run
+        return None
     if not is_as_its_class(module) or any(True for _ in (*module.children(), *module.buffers())):
-        return False
+        return None
     if not isinstance(module, Norm) and any(hasattr(module, name) for name in Norm.fields):  # they stay the user's
-        return False
-    return _gives_rms_norm(module, torch.float32, 1e-5) and _gives_rms_norm(module, torch.bfloat16, 2e-2)
+        return None
+    form = _likely_form(module)
+    if form is None:
+        return None
+    if "bias" in parameters and form != "layer":
+        return None
+    is_norm = _gives_norm(module, form, torch.float32, 1e-5) and _gives_norm(module, form, torch.bfloat16, 2e-2)
+    return form if is_norm else None
 
 
-def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> bool:
-    """Run the module's forward, with another weight, on rows that eps changes not at all, by half, and very much."""
+@torch.no_grad()
+def _likely_form(module: nn.Module) -> str | None:
+    """Return the form that a module has if it is a norm, by its results for a constant row; None if it cannot run."""
+    results = []
+    for weight in (0.0, 1.0):
+        probe = shallow_copy(module, training=False)
+        width = cast(Tensor, module.weight).shape[0]
+        values = {"weight": torch.full((width,), weight, device="cpu", dtype=torch.float32)}
+        values["bias"] = torch.zeros(width, device="cpu", dtype=torch.float32)
+        named = module._parameters.items()
+        probe._parameters = {k: nn.Parameter(values[k]) if p is not None and k in values else None for k, p in named}
+        try:
+            with as_written():
+                y = type(probe).forward(probe, torch.full((1, width), 2.0, device="cpu", dtype=torch.float32))
+        except Exception:  # it needs more than one tensor
+            return None
+        results.append(isinstance(y, Tensor) and bool((y.abs() > 0.5).all()))
+    return {(False, False): "layer", (True, True): "offset"}.get((results[0], results[1]), "")
+
+
+def _gives_norm(module: nn.Module, form: str, dtype: torch.dtype, tolerance: float) -> bool:
+    """Run the module's forward, with other parameters, on rows that eps changes not at all, by half, and very much."""
     eps, width = cast(float, _eps_of(module)), cast(Tensor, module.weight).shape[0]
 
     def draw(*shape: int) -> Tensor:
@@ -234,13 +280,18 @@ def _gives_rms_norm(module: nn.Module, dtype: torch.dtype, tolerance: float) -> 
 
     def probe(training: bool) -> nn.Module:
         made = shallow_copy(module, training)
-        made._parameters["weight"] = nn.Parameter(random_tensor(1, width).to(dtype))
+        for seed, name in enumerate(("weight", "bias")):
+            if made._parameters.get(name) is not None:
+                made._parameters[name] = nn.Parameter(random_tensor(1 + seed, width).to(dtype))
         return made
 
     def formula(probe: nn.Module, x: Tensor) -> Tensor:
         wide = x.double()
+        wide = wide - wide.mean(-1, keepdim=True) if form == "layer" else wide
         normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return normed * cast(Tensor, probe.weight).double()
+        y = normed * (cast(Tensor, probe.weight).double() + (form == "offset"))
+        bias = probe._parameters.get("bias")
+        return y if bias is None else y + bias.double()
 
     return computes(probe, formula, draw, tolerance, CALLS, Conduct(shapes=((0,), (3,), (1, 1))))
 

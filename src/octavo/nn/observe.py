@@ -27,7 +27,7 @@ from octavo.nn.conv import Conv1d, Conv2d, as_images, window_of
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import scale_ref_of
 from octavo.nn.grouped import GroupedLinear
-from octavo.nn.linear import Linear
+from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import hooked
 from octavo.nn.telemetry_ops import rotated
 from octavo.numerics import PER_TENSOR, Quantized, format_of, tile_amax
@@ -41,7 +41,7 @@ _READERS = {
 }
 """GEMMs that read a role, and whether they read it transposed."""
 
-Layer = Linear | Conv1d | Conv2d
+Layer = LinearLayer | Conv1d | Conv2d
 
 
 class Observed(NamedTuple):
@@ -141,7 +141,7 @@ class Observation:
             return None
         self._counted += 1
         gemm, transposed = reader
-        slot = layer.scaling_slot if isinstance(layer, Linear) and role in STORED_SCALE_ROLES else None
+        slot = layer.scaling_slot if isinstance(layer, LinearLayer) and role in STORED_SCALE_ROLES else None
         scale_ref = None if slot is None else scale_ref_of(slot.scale_and_amax, recipe, role, update_amax=False)
         return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, scale_ref, fold, self._counted)
 
@@ -227,7 +227,7 @@ def observed(model: nn.Module) -> Iterator[Observation]:
     modules = [(n, m) for n, m in model.named_modules() if isinstance(m, Layer | GroupedLinear) and m.recipe.is_fp8]
     layers = {name: module for name, module in modules if isinstance(module, Layer)}
     if not layers:
-        raise ConfigError("octavo.observed: the model has no Linear, Conv1d or Conv2d in FP8. Convert it first.")
+        raise ConfigError("octavo.observed: the model has no LinearLayer, Conv1d or Conv2d in FP8. Convert it first.")
     report = Observation(layers, [name for name, module in modules if isinstance(module, GroupedLinear)])
     hooks = (
         layer.register_forward_hook(report._hook(name), prepend=True, with_kwargs=True)
@@ -291,17 +291,17 @@ def _fold(recipe: Recipe, runs: set[str], input8: Quantized | None, weight8: Qua
 
 def _input_matrix(layer: Layer, x: Tensor) -> Tensor:
     """Return the input (M, K) of a layer's GEMM; for a convolution, its patches."""
-    return _flat(x) if isinstance(layer, Linear) else unfold(_pixels(layer, x), window_of(layer))
+    return _flat(x) if isinstance(layer, LinearLayer) else unfold(_pixels(layer, x), window_of(layer))
 
 
 def _output_matrix(layer: Layer, y: Tensor) -> Tensor:
     """Return the output of a layer, or its gradient, as (M, N)."""
-    return _flat(y if isinstance(layer, Linear) else _pixels(layer, y))
+    return _flat(y if isinstance(layer, LinearLayer) else _pixels(layer, y))
 
 
 def _weight_matrix(layer: Layer) -> Tensor:
     """Return the weight of a layer as (N, K)."""
-    if isinstance(layer, Linear):
+    if isinstance(layer, LinearLayer):
         return values(layer.matrix.detach(), layer.weight.dtype)
     return layer.weight.movedim(1, -1).flatten(1)
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.nn.adopted import is_taken, own_class
 from octavo.nn.modules import OF_EVERY_MODULE, is_position
-from octavo.nn.recognised import Recognised, functions_of, names_in
+from octavo.nn.recognised import Recognised, functions_of, names_in, parts_of
 from octavo.nn.side_effects import CONTAINERS, NUMBERS_AND_STRINGS, Conduct, Operations, numpy_state, state_of
 
 CALLS = 3
@@ -58,7 +58,7 @@ def computes(
         calls: number of calls in each mode; gradients are compared in the second.
         conduct: what else a call does; by default, anything that leaves no trace.
     """
-    with _as_written():
+    with as_written():
         trials = [_Trial(draw(), call, tolerance) for call in range(calls)]
         trials += [_Trial(draw(*shape), 1, tolerance, may_fail=True) for shape in conduct.shapes]
         trials += [_Trial(draw().bfloat16(), 0, _ROUNDED, may_fail=True)] * conduct.in_bf16
@@ -97,7 +97,7 @@ def is_as_its_class(module: nn.Module) -> bool:
     Writes to such a tensor could not be noticed later. Nor may there be `__slots__`, which copies lack. Linear layers
     may have both. A module that prints is not recognised either: its replacement would not, and copies would.
     """
-    parts = [each for each in module.modules() if not isinstance(each, nn.Linear)]
+    parts = parts_of(module)
     holds_tensors = any(isinstance(value, Tensor) for each in parts for value in vars(each).values())
     has_slots = any(vars(base).get("__slots__") for each in parts for base in type(each).__mro__)
     if "forward" in vars(module) or holds_tensors or has_slots:
@@ -175,7 +175,7 @@ def _moved(probe: nn.Module, call: int) -> nn.Module:
 
 
 @contextmanager
-def _as_written() -> Iterator[None]:
+def as_written() -> Iterator[None]:
     """Run modules as they are written, on real tensors on the CPU, and restore the random states at the end."""
     states = random.getstate(), numpy_state()
     try:
@@ -226,10 +226,10 @@ def _passes(probe: nn.Module, formula: Callable[..., Tensor], trial: _Trial, con
             y = type(probe).forward(probe, x)  # without the hooks of `__call__`
     except Exception:  # it needs more than one tensor
         return trial.may_fail
-    if not _is_plain(y, x.shape, trial.dtype) or operations.breaks(conduct, y, x, differentiates):
-        return False
     with torch.set_grad_enabled(differentiates):
         expected = formula(probe, x)
+    if not _is_plain(y, expected.shape, trial.dtype) or operations.breaks(conduct, y, x, differentiates):
+        return False
     if not _agree(y.detach(), expected.detach(), trial.tolerance) or y.requires_grad != differentiates:
         return False
     if differentiates and not trial.may_fail and not _gradients_agree(y, expected, [x, *probe.parameters()]):
@@ -254,11 +254,18 @@ def _is_plain(y: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
 def _gradients_agree(y: Tensor, expected: Tensor, inputs: list[Tensor]) -> bool:
     dy = random_tensor(len(inputs), *y.shape)
     # Of a sum, as PyTorch imports its compiler to compare the shapes of other gradients.
-    found, wanted = (torch.autograd.grad((out * dy).sum(), inputs, allow_unused=True) for out in (y, expected))
-    return all(a is not None and b is not None and _agree(a, b, 1e-4) for a, b in zip(found, wanted, strict=True))
+    got, wanted = (torch.autograd.grad((out * dy).sum(), inputs, allow_unused=True) for out in (y, expected))
+    if any(gradient is None for gradient in (*got, *wanted)):
+        return False
+    # A row of a weight's gradient is a sum over all rows of x: it may cancel, and is compared with its matrix.
+    return _agree(got[0], wanted[0], 1e-4) and all(
+        _agree(a.flatten(-2) if a.dim() > 1 else a, b.flatten(-2) if b.dim() > 1 else b, 1e-4)
+        for a, b in zip(got[1:], wanted[1:], strict=True)
+    )
 
 
 def _agree(y: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Return whether two results are equal, relative to the largest element of a row."""
     bound = tolerance * expected.abs().amax(-1, keepdim=True) + 1e-12
     return bool(((y.to(expected.dtype) - expected).abs() <= bound).all())
 

@@ -161,7 +161,7 @@ def functions_of(module: nn.Module) -> list[FunctionType]:
 
     Followed are methods of its modules and of objects that they hold, functions by their names, and wrapped ones.
     """
-    parts = [part for part in module.modules() if not isinstance(part, nn.Linear)]
+    parts = parts_of(module)
     held = [value for part in parts for value in vars(part).values()]
     kinds = [_kind_of(part) for part in parts]
     kinds += [type(value) for value in held if not isinstance(value, (*_ATOMS, Code))]
@@ -180,6 +180,11 @@ def functions_of(module: nn.Module) -> list[FunctionType]:
         waiting += [*known, *enclosed(function)]
         waiting += [vars(space).get(name) for space in (*files, *classes) for name in names]
     return list(functions)
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all in it that is no linear layer: those are recognised, and checked, by themselves."""
+    return [part for part in module.modules() if part is module or not isinstance(part, nn.Linear)]
 
 
 def _all_names(functions: Iterable[FunctionType]) -> list[str]:

@@ -45,7 +45,7 @@ from octavo.numerics import Quantized
 from octavo.tensor import is_distributed
 
 if TYPE_CHECKING:
-    from octavo.nn.linear import Linear
+    from octavo.nn.linear import LinearLayer as Linear
 
 
 _NAME = "_octavo_outputs"

@@ -31,6 +31,7 @@ from octavo.kernels.reference.activation import value
 from octavo.kernels.sample import SampleInput, is_idle, sample, sampled_rows, sampling_off
 from octavo.kernels.window import Window
 from octavo.nn.attached_codes import is_placeholder
+from octavo.nn.first_call import note_calls
 from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply, split_scale
 from octavo.numerics import Quantized, block_for, dequantize, rotate
@@ -69,6 +70,7 @@ def stats_buffer_of(layers: Sequence[SampledLayer]) -> Tensor | None:
     In eager mode also None in steps that are not measured: they launch, and record, the same kernels as without
     telemetry. Compiled code calls the sampling operators in every step; they check for themselves.
     """
+    note_calls(layers)
     slot = layers[0].stats_slot
     if slot is None or not torch.is_grad_enabled():
         return None

@@ -16,10 +16,10 @@ from octavo.kernels.sample import SampleInput, sample, sampled_rows
 from octavo.nn.conv import Convolution
 from octavo.nn.experts import ExpertLinear
 from octavo.nn.grouped import GroupedLinear
-from octavo.nn.linear import Linear
+from octavo.nn.linear import LinearLayer
 from octavo.tensor import FP8Tensor, local
 
-Layer = Linear | Convolution | GroupedLinear
+Layer = LinearLayer | Convolution | GroupedLinear
 """Layers that can be measured."""
 
 AS_IT_IS = QuantSpec("e5m2", "tensor", "float32")

@@ -22,9 +22,9 @@ from octavo.doctor.check import run_check
 from octavo.doctor.subjects import trial_of
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.monitor.system import SystemProbe
-from octavo.nn import Linear, reuse_weight_codes
+from octavo.nn import reuse_weight_codes
 from octavo.nn.fp8_weights import values
-from octavo.nn.linear import is_transposed
+from octavo.nn.linear import LinearLayer, is_transposed
 from octavo.nn.modules import hooked
 from octavo.train.profile import profile
 from octavo.train.timing import Stopwatch, milliseconds, synchronize, warm_up
@@ -237,11 +237,11 @@ def _errors(model: nn.Module, workload: Workload, found: Measurement) -> None:
 
     def compare(name: str, layer: nn.Module, inputs: tuple[Tensor], named: Mapping[str, Tensor], y: Tensor) -> None:
         x = inputs[0] if inputs else next(iter(named.values()))
-        weight, bias = values(cast(Linear, layer).matrix, torch.float32), cast(Tensor | None, layer.bias)
+        weight, bias = values(cast(LinearLayer, layer).matrix, torch.float32), cast(Tensor | None, layer.bias)
         exact = nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
         found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))
 
-    layers = {name: layer for name, layer in trial.layers.items() if isinstance(layer, Linear)}
+    layers = {name: layer for name, layer in trial.layers.items() if isinstance(layer, LinearLayer)}
     hooks = (each.register_forward_hook(partial(compare, name), with_kwargs=True) for name, each in layers.items())
     with hooked(hooks), torch.no_grad():
         trial.loss()

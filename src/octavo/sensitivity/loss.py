@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.nn import Linear
 from octavo.nn.conv import Convolution
+from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import hooked
 from octavo.sensitivity.precision_switch import Choice, PrecisionSwitch
 from octavo.train.evaluate import standard_error
@@ -131,7 +131,7 @@ def _products(switch: PrecisionSwitch) -> Iterator[dict[str, list[Tensor]]]:
 def _hook(switch: PrecisionSwitch, fprop: Mapping[str, Choice], products: list[Tensor]) -> Callable[..., None]:
     """Return a forward hook that appends g * d of each call; d is the change of the output by `fprop` in FP8."""
 
-    def hook(layer: Linear | Convolution, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+    def hook(layer: LinearLayer | Convolution, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         if not y.requires_grad:
             return
         with switch.using(fprop), torch.no_grad():

@@ -14,9 +14,9 @@ from octavo.conversion.apply import convert, revert
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.policy import Policy, SavedFormats
 from octavo.errors import ConfigError
-from octavo.nn import Linear
 from octavo.nn.conv import Convolution
 from octavo.nn.experts import ExpertLinear
+from octavo.nn.linear import LinearLayer
 from octavo.recipes import GEMMS, Recipe, RecipeLike, load
 
 Choice = tuple[str, ...]
@@ -61,7 +61,7 @@ def alone(gemm: str, offered: Mapping[Choice, Recipe]) -> tuple[Choice, Choice]:
     raise ConfigError(f"{gemm} cannot be measured: no recipe has it in FP8 and is valid without it.")
 
 
-Layer = Linear | Convolution | ExpertLinear
+Layer = LinearLayer | Convolution | ExpertLinear
 
 
 class PrecisionSwitch:

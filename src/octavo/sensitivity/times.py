@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from octavo.conversion.gain import predicted_ms
 from octavo.kernels.devices import H200
-from octavo.nn import Linear
 from octavo.nn.conv import Convolution
 from octavo.nn.experts import ExpertLinear
+from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import hooked
 from octavo.sensitivity.loss import Loss, ReportPasses
 from octavo.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch
@@ -92,7 +92,8 @@ def _noted(name: str, layer: Layer, found: dict[str, Call]) -> Iterator[None]:
 
 def _with_tokens(switch: PrecisionSwitch, found: Mapping[str, Call], tokens: int) -> dict[str, Call]:
     """Return calls with that many rows in linear layers, and proportionally many in experts; others are unchanged."""
-    of_batch = max((call.rows for name, call in found.items() if isinstance(switch.layers[name], Linear)), default=0)
+    linear = [call.rows for name, call in found.items() if isinstance(switch.layers[name], LinearLayer)]
+    of_batch = max(linear, default=0)
 
     def grown(name: str, call: Call) -> Call:
         layer, rows = switch.layers[name], tokens

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import spec_of
-from octavo.nn import GroupedLinear, Linear
+from octavo.nn import GroupedLinear
 from octavo.nn.conv import AnyConvolution, Convolution
 from octavo.nn.experts import ExpertLinear, Experts
 from octavo.nn.fused import fusion_groups
-from octavo.nn.linear import TransposedLinear, is_adopted, is_transposed
+from octavo.nn.linear import LinearLayer, TransposedLinear, is_adopted, is_transposed
 from octavo.nn.modules import unwrapped_name
 from octavo.nn.shared import quantize_together
 from octavo.nn.weight_codes import quantize_weights, split_rows
@@ -118,12 +118,12 @@ def _reason(layer: nn.Module) -> str:
     if isinstance(layer, Convolution | GroupedLinear | TransposedLinear):
         stored = "its weight is stored as (K, N), as GPT-2's: " if isinstance(layer, TransposedLinear) else ""
         return stored + NOT_STORED
-    if isinstance(layer, Linear):
+    if isinstance(layer, LinearLayer):
         return f"recipe '{layer.recipe.name}' computes its fprop in BF16"
     return "trained in high precision"
 
 
-def _served(group: Sequence[Linear], names: dict[int, str]) -> Iterator[ServedLayer]:
+def _served(group: Sequence[LinearLayer], names: dict[int, str]) -> Iterator[ServedLayer]:
     """Yield the layers of a group, quantised together if they are fused, as in training (`quantize_together`)."""
     recipe = group[0].recipe
     if len(group) > 1 and any(layer.recipe is not recipe for layer in group):

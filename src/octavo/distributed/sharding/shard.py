@@ -28,8 +28,8 @@ from octavo.distributed.sharding.embedding import check_rows, send_rows
 from octavo.distributed.sharding.weights import GatherSpec, Memory, UnitCodes, WeightShard
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
-from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
+from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import blocks_of
 from octavo.tensor import FP8Tensor, local
 from octavo.tensor.local import dtensor_like
@@ -205,7 +205,7 @@ def _fused_groups(module: nn.Module) -> list[list[nn.Module]]:
     if isinstance(module, FusedMLP):
         inner = [module.get_submodule(name) for name in module.mlp_roles.inner]
         return [inner, [module.get_submodule(module.mlp_roles.down)]]
-    return [list(module.shared.layers)] if isinstance(module, Linear) and module.shared is not None else []
+    return [list(module.shared.layers)] if isinstance(module, LinearLayer) and module.shared is not None else []
 
 
 def _prepare(

@@ -45,8 +45,8 @@ from octavo.distributed.tensor_parallel.weights import (
 )
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec
-from octavo.nn import Linear
 from octavo.nn.cross_entropy import IGNORED
+from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import full_name
 
 
@@ -306,7 +306,7 @@ def _row(layer: nn.Module, name: str, style: Parallel, attribute: str) -> LayerP
 
 def _target_now(columns: Sequence[nn.Module]) -> QuantSpec | None:
     """Return the codes in which layers currently read their input, or None where they read its values."""
-    if any(isinstance(layer, Linear) and not layer.enabled for layer in columns):
+    if any(isinstance(layer, LinearLayer) and not layer.enabled for layer in columns):
         return None
     found = {input_codes_or_reason(layer) for layer in columns}
     one = found.pop() if len(found) == 1 else None
@@ -318,7 +318,7 @@ def _rounds_gradient(layer: nn.Module) -> bool:
 
     Those of the other operand too: folded, they are multiplied into the gradient.
     """
-    if not isinstance(layer, Linear) or not layer.enabled:
+    if not isinstance(layer, LinearLayer) or not layer.enabled:
         return False
     pairs = [(gradient, other) for name, gradient, other in layer.recipe.gemms() if name != "fprop"]
     kinds = {(gradient.format, gradient.rounding, gradient.scale_from) for gradient, _ in pairs}
@@ -327,12 +327,12 @@ def _rounds_gradient(layer: nn.Module) -> bool:
 
 
 def _check_recipe(layer: nn.Module, name: str) -> None:
-    if isinstance(layer, Linear) and layer.recipe.has_stored_scales:
+    if isinstance(layer, LinearLayer) and layer.recipe.has_stored_scales:
         raise UnsupportedError(
             f"tensor parallel: {name}: recipe '{layer.recipe.name}' has stored per-tensor scales, and a rank has parts "
             "of tensors. Take 'folded', 'rowwise', 'block' or 'tensorwise'."
         )
-    if isinstance(layer, Linear) and layer.recipe.has_integer_fprop:
+    if isinstance(layer, LinearLayer) and layer.recipe.has_integer_fprop:
         raise UnsupportedError(
             f"tensor parallel: {name}: recipe '{layer.recipe.name}' rounds whole rows to INT8, rotated, and a rank has "
             "parts of rows: its blocks and scales would be others than on one GPU. Take 'folded'."
