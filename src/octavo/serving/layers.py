@@ -48,7 +48,10 @@ class ServedLayer:
     def kind(self) -> str:
         """Description of the quantisation."""
         weight, inputs = self.target.granularity, self.input.granularity.replace("row", "token")
-        integer, rotated = self.target.fmt.is_integer, f", rotated by blocks of {self.rotation}" if self.rotation else ""
+        integer, rotated = (
+            self.target.fmt.is_integer,
+            f", rotated by blocks of {self.rotation}" if self.rotation else "",
+        )
         static = "" if self.input_scale is None else ", static"
         return f"{'INT8, ' if integer else ''}weights by {weight}, inputs by {inputs}{static}{rotated}"
 

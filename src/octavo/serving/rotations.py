@@ -39,7 +39,9 @@ def rotate_inputs(model: nn.Module, directory: str | Path) -> nn.Module:
     wanted = {key for key in model.state_dict() if key.rpartition(".")[0].rpartition(".")[2] in _modules(online)}
     matrices = _read(directory, wanted)
     if missing := sorted(wanted - matrices.keys()):
-        raise UnsupportedError(f"{directory}: has no '{missing[0]}', a matrix of its transform_config. Export it again.")
+        raise UnsupportedError(
+            f"{directory}: has no '{missing[0]}', a matrix of its transform_config. Export it again."
+        )
     model.load_state_dict(matrices, strict=False)
     return model
 
