@@ -58,7 +58,13 @@ def alone_and_parallel(rank, ranks_, recipe, skewed, enabled):
 
 @pytest.mark.parametrize(
     ("recipe", "skewed", "enabled"),
-    [("folded", False, True), ("folded", True, True), ("rowwise", False, True), ("folded", False, False)],
+    [
+        ("folded", False, True),
+        ("folded", True, True),
+        ("rowwise", False, True),
+        ("rotated", False, True),
+        ("folded", False, False),
+    ],
 )
 def test_two_ranks_compute_what_one_does(recipe, skewed, enabled):
     for scores, names, loads in ranks.run(alone_and_parallel, 2, recipe, skewed, enabled):

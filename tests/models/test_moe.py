@@ -11,6 +11,7 @@ from octavo import optim
 from octavo.errors import ConfigError
 from octavo.models import ModelConfig, build, count_parameters, flops_per_token
 from octavo.models.moe import Mixture, MoE
+from octavo.nn.experts import Experts
 
 SIZES = {"architecture": "moe", "vocab": 32, "dim": 32, "layers": 2, "heads": 2, "sequence": 16, "experts": 4}
 
@@ -120,11 +121,14 @@ def test_a_block_compiles_whole_before_it_is_converted():
         torch.testing.assert_close(own.grad, other.grad)
 
 
-@pytest.mark.parametrize("states", ["exact", "fp8-min"])
-def test_it_trains_in_fp8_as_in_bf16(states):
+@pytest.mark.parametrize(("recipe", "states"), [("folded", "exact"), ("folded", "fp8-min"), ("rotated", "exact")])
+def test_it_trains_in_fp8_as_in_bf16(recipe, states):
     wide = moe(shared_experts=1, layers=1).bfloat16()
     fp8 = copy.deepcopy(wide)
-    octavo.convert(fp8)
+    octavo.convert(fp8, recipe)
+    assert {
+        product.recipe.name for each in fp8.modules() if isinstance(each, Experts) for product in each.products
+    } == {recipe}
     losses = {}
     for name, model in (("bf16", wide), (states, fp8)):
         optimizer = optim.AdamW(model.parameters(), lr=3e-3, states=states)

@@ -21,7 +21,7 @@ from octavo.nn.experts import ExpertOptions, ExpertRoles, adopt, experts, unfuse
 from octavo.nn.functional import Quantizer, linear
 from octavo.nn.mlp import mlp
 from octavo.nn.telemetry import Telemetry
-from octavo.numerics import sqnr_db
+from octavo.numerics import block_for, rotate, sqnr_db
 from octavo.recipes import load
 
 E, D, H = 5, 48, 32
@@ -72,10 +72,11 @@ def gradients(module, x, ids, weights, dy=None):
 
 @pytest.mark.parametrize("inputs", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 33])
-def test_one_expert_per_token_is_a_loop_of_mlps(tokens, inputs, monkeypatch):
+@pytest.mark.parametrize("recipe", ["folded", "rotated"])
+def test_one_expert_per_token_is_a_loop_of_mlps(recipe, tokens, inputs, monkeypatch):
     monkeypatch.setitem(choose.__globals__, "KERNELS", KERNELS[-1:])  # PyTorch's GEMM sums in another order
-    module, (x, ids, _) = fp8(inputs=inputs), routed(tokens, 1)
-    weights, recipe = torch.ones(tokens, 1), load("folded")
+    module, (x, ids, _) = fp8(recipe=recipe, inputs=inputs), routed(tokens, 1)
+    weights, recipe = torch.ones(tokens, 1), load(recipe)
     dy = torch.randn(tokens, D)
     y, dx, _, d_up, d_down = gradients(module, x, ids, weights, dy)
     quantizer = Quantizer(recipe, torch.float32)
@@ -89,7 +90,7 @@ def test_one_expert_per_token_is_a_loop_of_mlps(tokens, inputs, monkeypatch):
         assert torch.equal(d_up[e], torch.cat([part.grad for part in parts])) and torch.equal(d_down[e], down.grad)
 
 
-@pytest.mark.parametrize("recipe", ["folded", "folded_fast", "rowwise"])
+@pytest.mark.parametrize("recipe", ["folded", "folded_fast", "rowwise", "rotated"])
 @pytest.mark.parametrize("inputs", ["bf16", "fp8"])
 def test_against_float64(recipe, inputs):
     plain, given = Plain(), routed(129)
@@ -120,12 +121,14 @@ def test_a_token_does_not_depend_on_others():
     torch.testing.assert_close(whole[:11], half, rtol=1e-6, atol=1e-6)  # PyTorch's GEMM sums by blocks of rows
 
 
-def test_what_is_kept_for_backward():
-    module, (x, ids, weights) = fp8(), routed(64, 4)
+@pytest.mark.parametrize("recipe", ["folded", "rotated"])
+def test_what_is_kept_for_backward(recipe):
+    module, (x, ids, weights) = fp8(recipe=recipe), routed(64, 4)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         module(x.bfloat16(), ids, weights)
     mine = [t for t in kept if t.shape[:1] not in ((E,), (E * 2 * H,))]
+    assert all(t.dtype != torch.int8 for t in kept)
     codes = [t for t in mine if t.dtype == torch.float8_e4m3fn and t.dim() == 2]
     assert [tuple(t.shape) for t in codes] == [(64, D)]
     assert [tuple(t.shape) for t in mine if t.dtype == torch.bfloat16] == [(64 * 4, 2 * H)]
@@ -139,9 +142,9 @@ def test_weights_are_quantised_once_and_nothing_falls_back():
     assert ledger.weights == 2 and not ledger.fallbacks
 
 
-@pytest.mark.parametrize("inputs", ["bf16", "fp8"])
-def test_compiled_code_computes_the_same(inputs):
-    module, given = fp8(inputs=inputs), routed(21)
+@pytest.mark.parametrize(("recipe", "inputs"), [("folded", "bf16"), ("folded", "fp8"), ("rotated", "bf16")])
+def test_compiled_code_computes_the_same(recipe, inputs):
+    module, given = fp8(recipe=recipe, inputs=inputs), routed(21)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     x, ids, weights = given
     twins = [t.detach().clone().requires_grad_() for t in (x, weights)]
@@ -194,8 +197,9 @@ def test_high_precision_and_back():
     assert type(module) is Plain and not list(module.children())
 
 
-def test_telemetry_of_both_products():
-    module, given = fp8(), routed(8)  # 16 rows: each is sampled
+@pytest.mark.parametrize("recipe", ["folded", "rotated"])
+def test_telemetry_of_both_products(recipe):
+    module, given = fp8(recipe=recipe), routed(8)  # 16 rows: each is sampled
     expected = gradients(module, *given)
     with Telemetry(module) as telemetry:
         found = gradients(module, *given)
@@ -206,10 +210,12 @@ def test_telemetry_of_both_products():
     rows = {(row.layer, row.role): value for row, value in zip(telemetry.rows, values, strict=True)}
     assert {layer for layer, _ in rows} == {"gate_up_gemm", "down_gemm"} and len(rows) == 8
     x, ids, _ = given
-    hidden = [_hidden(x[(ids == e).any(1)], module.up[e]) for e in range(E)]
-    assert rows["gate_up_gemm", "input"][0] == x.detach().abs().max()
-    assert rows["down_gemm", "input"][0] == pytest.approx(torch.cat(hidden).abs().max().item(), rel=1e-6)
-    assert rows["gate_up_gemm", "weight"][0] == module.up.detach().abs().max()
+    hidden = torch.cat([_hidden(x[(ids == e).any(1)], module.up[e], recipe) for e in range(E)])
+    read = {("gate_up_gemm", "input"): x, ("down_gemm", "input"): hidden}
+    read["gate_up_gemm", "weight"] = module.up.flatten(0, 1)
+    for key, values in read.items():
+        block = block_for(values.shape[1], 256) if recipe == "rotated" else 1
+        assert rows[key][0] == pytest.approx(rotate(values.detach(), block).abs().max().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("inputs", ["bf16", "fp8"])
@@ -315,14 +321,16 @@ def test_scales_that_backward_cannot_use_again_are_not_fused():
         recipe = replace(folded, **gemms)
         reason = unfused_reason(ROLES, recipe, recipe)
         assert reason is expected or expected in reason
+    rotated = load("rotated")  # FP32 scales in fprop alone
+    assert unfused_reason(ROLES, rotated, rotated) is None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("inputs", ["bf16", "fp8"])
-def test_on_a_gpu_it_computes_what_the_cpu_computes(inputs):
+@pytest.mark.parametrize(("recipe", "inputs"), [("folded", "bf16"), ("folded", "fp8"), ("rotated", "bf16")])
+def test_on_a_gpu_it_computes_what_the_cpu_computes(recipe, inputs):
     plain, (x, ids, weights) = Plain(width=256, hidden=128).bfloat16(), routed(333, 3)
     x = torch.randn(333, 256).bfloat16()
-    module, twin = fp8(plain, inputs=inputs), fp8(plain, inputs=inputs).cuda()
+    module, twin = fp8(plain, recipe, inputs), fp8(plain, recipe, inputs).cuda()
     dy = torch.randn(333, 256)
     with record() as ledger:
         found = gradients(twin, x.cuda(), ids.cuda(), weights.cuda(), dy.cuda())
@@ -338,8 +346,8 @@ def _saved(module):
     return buffer
 
 
-def _hidden(x, up):
-    gate, up = linear(x, up, None, load("folded")).detach().chunk(2, dim=-1)
+def _hidden(x, up, recipe):
+    gate, up = linear(x, up, None, load(recipe)).detach().chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
@@ -356,7 +364,7 @@ class _Both(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("recipe", ["folded", "rowwise"])  # fused, and product by product
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "rotated"])  # fused, product by product, two sets of codes
 def test_reused_codes_give_the_same_results_and_are_made_once(recipe, mode):
     torch._dynamo.reset()
     model = _Both(recipe)
@@ -373,7 +381,8 @@ def test_reused_codes_give_the_same_results_and_are_made_once(recipe, mode):
     products = *model.experts.products, model.grouped
     with record() as ledger, reuse_weight_codes(model):
         made = ledger.weights
-        assert made == 3 and all(layer.weight_codes is not None for layer in products)
+        assert made == (0 if recipe == "rotated" else 3)  # the pass that makes two sets does not count
+        assert all(layer.weight_codes is not None for layer in products)
         assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
         assert ledger.weights == made, "no weight is quantised for fprop again"
         assert copy.deepcopy(model).grouped.weight_codes is None

@@ -14,10 +14,13 @@ from octavo.nn.grouped import grouped_linear
 from octavo.numerics import sqnr_db
 from octavo.recipes import load
 
-RECIPES = ["folded", "folded_fast", "rowwise", "bf16"]
+RECIPES = ["folded", "folded_fast", "rowwise", "rotated", "bf16"]
 COUNTS = [[40, 25, 31], [0, 17, 0, 70, 1, 0], [64], [0, 0, 0]]
 counts = pytest.mark.parametrize("counts", COUNTS, ids=str)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+INTEGER = {"format": "int8", "rotation": 16, "scaling": "float32"}
+ITS_OWN = {"base": "rowwise", "fprop": {"input": INTEGER, "weight": INTEGER}}
+"""INT8 forward, and backward GEMMs that quantise their operands by themselves."""
 
 
 def ends_of(counts: list[int]) -> torch.Tensor:
@@ -29,7 +32,7 @@ def tokens(counts: list[int], features: int) -> torch.Tensor:
 
 
 @counts
-@every_recipe
+@pytest.mark.parametrize("recipe", [*RECIPES, ITS_OWN], ids=str)
 def test_it_is_a_loop_of_linear_layers(recipe, counts, monkeypatch):
     monkeypatch.setitem(
         choose.__globals__, "KERNELS", KERNELS[-1:]
@@ -118,7 +121,7 @@ def test_a_gemm_in_high_precision_is_exact(gemm):
         assert torch.allclose(ours, theirs, atol=1e-5) == (name == gemm)
 
 
-@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "rotated"])
 def test_a_nan_poisons_its_token_and_the_weight_of_its_expert(recipe):
     counts = [20, 13, 9]
     layer, x = GroupedLinear(3, 48, 32, recipe=recipe), tokens(counts, 48).detach()
@@ -196,7 +199,8 @@ def test_codes_without_scales_are_not_loaded_as_values(strict):
 @pytest.mark.parametrize("recipe", ["tensorwise", "block", "delayed"])
 def test_recipes_that_cannot_be_grouped_name_those_that_can(recipe):
     with pytest.raises(
-        UnsupportedError, match=rf"'{load(recipe).name}': its fprop has .* folded, folded_fast, rowwise and bf16"
+        UnsupportedError,
+        match=rf"'{load(recipe).name}': its fprop has .* folded, folded_fast, rotated, rowwise and bf16",
     ):
         GroupedLinear(2, 32, 32, recipe=recipe)
 

@@ -147,6 +147,7 @@ class LayerPlanner:
         for i, shape in enumerate((found.first, found.second)):
             recipe = given[i] if reasons[i] is None else load("bf16")
             entry = in_map[i]
+            notes = entry.reason if entry else "", self.in_fp8.get(names[i]), _block_note(recipe, shape[1]), how
             yield LayerPlan(
                 name=names[i],
                 kind=f"{found.count} experts",
@@ -157,8 +158,7 @@ class LayerPlanner:
                 precision=_precision(recipe),
                 kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
                 gain=gain,
-                reason=reasons[i]
-                or "; ".join(filter(None, (entry.reason if entry else "", self.in_fp8.get(names[i]), how))),
+                reason=reasons[i] or "; ".join(filter(None, notes)),
                 evidence=entry,
             )
 

@@ -108,12 +108,17 @@ SMALLEST_ROTATION = 16
 
 
 def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device) -> str:
-    """Return why a layer, or None for experts, computes fprop by its recipe's codes in FP8; empty if it does not."""
+    """Return why a layer computes fprop by its recipe's codes in FP8; empty if it does not.
+
+    Args:
+        layer: None for experts, whose features are multiples of `SMALLEST_ROTATION` (`Policy.reason_to_keep_experts`).
+    """
     if not recipe.has_integer_fprop or recipe.with_fprop_in_fp8() is None:
         return ""
-    if not isinstance(layer, nn.Linear):
-        return "fprop in FP8: only linear layers rotate their inputs"
-    if recipe.fprop.input.rotation and block_for(layer.in_features, SMALLEST_ROTATION) < SMALLEST_ROTATION:
+    if layer is not None and not isinstance(layer, nn.Linear):
+        return "fprop in FP8: only linear layers and experts rotate their inputs"
+    narrow = layer is not None and block_for(layer.in_features, SMALLEST_ROTATION) < SMALLEST_ROTATION
+    if layer is not None and recipe.fprop.input.rotation and narrow:
         return f"fprop in FP8: no rotation by {SMALLEST_ROTATION} or more divides {layer.in_features} features"
     reason = unsupported_reason_device(device)
     return f"fprop in FP8: {reason}" if reason else ""

@@ -4,11 +4,12 @@
     expert_parallel(model, mesh)       # each module of experts keeps E / ranks of them here, as DTensors
     ...
 
-Tokens travel as their codes, with their scale and routing weight: a byte per element and eight bytes per row. A token
-is quantised before it is sent, once for all of its experts. No token is dropped and none is padded: ranks first tell
-each other how many rows each expert gets, which the host waits for. Results and gradients travel in the layer's dtype:
-how a gradient is quantised depends on the scales of the expert that it goes to. Computed is what one rank with all
-experts would, and experts' gradients are those of the mean over ranks of their losses.
+Tokens travel as their codes, with their scale and routing weight: a byte per element and eight bytes per row; or two
+bytes and twelve, if backward reads a second set of codes (recipe `rotated`). A token is quantised before it is sent,
+once for all of its experts. No token is dropped and none is padded: ranks first tell each other how many rows each
+expert gets, which the host waits for. Results and gradients travel in the layer's dtype: how a gradient is quantised
+depends on the scales of the expert that it goes to. Computed is what one rank with all experts would, and experts'
+gradients are those of the mean over ranks of their losses.
 
 T: tokens here. S: experts per token. R = T S: rows that are sent. A: rows that arrive. E: experts of all ranks.
 """
@@ -195,11 +196,12 @@ class _ParallelExperts(torch.autograd.Function):
         stats: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         exchange, sizes, sent, (to_token, to_row, ends) = journey
-        codes, scale, sorted_ = _arrive(x, weights, journey, options.recipe)
-        rows = Quantized(codes.view(torch.uint8)[to_token].view(codes.dtype), scale[to_token], PER_ROW)
+        tokens, here, sorted_ = _arrive(x, weights, journey, options.recipe)
+        codes = here.codes.view(torch.uint8)[to_token].view(here.codes.dtype)
+        rows = Quantized(codes, here.scale[to_token], PER_ROW)
         sorted_ = sorted_[to_token]
-        y, saved = forward_rows(rows, sorted_, (first, second), ends, options, (codes, to_token), stats)
-        ctx.save_for_backward(codes, scale, sorted_, *sent[:2], to_token, to_row, ends, *saved.tensors)
+        y, saved = forward_rows(rows, sorted_, (first, second), ends, options, (here.codes, to_token), stats)
+        ctx.save_for_backward(*tokens[:2], sorted_, *sent[:2], to_token, to_row, ends, *saved.tensors)
         ctx.options, ctx.stats, ctx.exchange, ctx.sizes = options, stats, exchange, sizes
         ctx.dtypes = [each.dtype for each in (x, weights, first, second)]
         return combine(exchange.send(y[to_row[:, 0]], sizes.back), sent.place)
@@ -220,10 +222,24 @@ class _ParallelExperts(torch.autograd.Function):
         return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 3
 
 
-def _arrive(x: Tensor, weights: Tensor, journey: Journey, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (A, D), scales (A, 1) and routing weights (A,) of the rows that arrive: one message per rank."""
-    _, rows, sorted_ = quantize_rows(x, weights, journey.sent.place, recipe)
-    beside = torch.stack([rows.scale[:, 0], sorted_], dim=1).view(torch.uint8)
-    arrived = journey.exchange.send(torch.cat([rows.codes.view(torch.uint8), beside], dim=1), journey.sizes)
-    scale, received = arrived[:, -8:].contiguous().view(torch.float32).split(1, dim=1)
-    return arrived[:, :-8].contiguous().view(rows.codes.dtype), scale.contiguous(), received[:, 0].contiguous()
+def _arrive(x: Tensor, weights: Tensor, journey: Journey, recipe: Recipe) -> tuple[Quantized, Quantized, Tensor]:
+    """Return the rows (A, D) that arrive, as wgrad and as fprop read them, and their routing weights (A,).
+
+    One message per rank, with the codes of fprop, those of a second set if there is one, their scales and the weights.
+    """
+    tokens, rows, sorted_ = quantize_rows(x, weights, journey.sent.place, recipe)
+    sets = [rows]
+    if recipe.second("input") is not None:
+        codes = tokens.codes.view(torch.uint8)[journey.sent.source].view(tokens.codes.dtype)
+        sets.append(Quantized(codes, tokens.scale[journey.sent.source], PER_ROW))
+    beside = torch.stack([*(each.scale[:, 0] for each in sets), sorted_], dim=1).view(torch.uint8)
+    message = torch.cat([*(each.codes.view(torch.uint8) for each in sets), beside], dim=1)
+    *parts, numbers = journey.exchange.send(message, journey.sizes).split(
+        [*[x.shape[1]] * len(sets), beside.shape[1]], dim=1
+    )
+    *scales, received = numbers.contiguous().view(torch.float32).split(1, dim=1)
+    arrived = [
+        Quantized(codes.contiguous().view(each.codes.dtype), scale.contiguous(), PER_ROW)
+        for each, codes, scale in zip(sets, parts, scales, strict=True)
+    ]
+    return arrived[-1], arrived[0], received[:, 0].contiguous()

@@ -45,6 +45,8 @@ class Architecture:
     """Reason why Octavo's Triton kernels do not run."""
     grouped: bool = False
     """Whether grouped FP8 GEMMs are supported."""
+    integer: bool = False
+    """Whether INT8 GEMMs are supported, plain and grouped: their kernels load by TMA, and were run."""
     measured: bool = False
     """Whether Octavo was run on this architecture."""
 
@@ -69,7 +71,7 @@ ARCHITECTURES = (
     Architecture(name="Ada", backend="cuda", since=(8, 9), gpus="L40S, RTX 4090",
                  unsupported={"block": _BLOCK, "mx": _MX}),
     Architecture(name="Hopper", backend="cuda", since=(9, 0), gpus="H100, H200", unsupported={"mx": _MX},
-                 grouped=True, measured=True),
+                 grouped=True, integer=True, measured=True),
     Architecture(name="Blackwell", backend="cuda", since=(10, 0), gpus="B200, GB300", unsupported={"block": _BLOCK}),
     Architecture(name="Blackwell, consumer", backend="cuda", since=(12, 0), gpus="RTX 5090, RTX PRO 6000",
                  unsupported={"block": _BLOCK}),

@@ -4,7 +4,7 @@ T: tokens. S: experts per token. R = T S: rows, one per (token, expert) pair, so
 F: hidden width of an expert.
 
     route                 ids (T, S) -> source and destination of each row, and end offsets of the experts
-    quantize_tokens       x (T, D) -> codes of the tokens, and the same codes gathered into sorted rows, in one pass
+    quantize_tokens       x (T, D) -> codes of the tokens, and codes gathered into sorted rows, in one pass
     combine               y (R, D) -> (T, D), FP32 sum over the rows of each token, in a fixed order
     activation_backward   backward of `kernels.activation` for experts, including the routing weights
 
@@ -80,14 +80,20 @@ def _narrowest(largest: int) -> torch.dtype:
     return torch.uint8 if largest < 1 << 8 else torch.int16 if largest < 1 << 15 else torch.int32
 
 
-def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> tuple[Quantized, Quantized]:
-    """Quantise x (T, D), and gather the codes into sorted rows (R, D).
+def quantize_tokens(
+    x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None = None
+) -> tuple[Quantized, Quantized]:
+    """Quantise x (T, D) for wgrad, and gathered into sorted rows for fprop, from one read.
 
     Args:
         place: `Routing.place`.
-        target: one scale per row.
+        target: of fprop, one scale per row.
+        second: of wgrad, one scale per row, if it reads a second set of codes.
+
+    Returns:
+        The codes of the tokens (T, D), as wgrad reads them, and of the rows (R, D), as fprop does.
     """
-    tokens, rows = call("quantize_tokens", _quantize_tokens, (x, place, target), [target, target])
+    tokens, rows = call("quantize_tokens", _quantize_tokens, (x, place, target, second), [second or target, target])
     return tokens, rows
 
 
@@ -150,14 +156,15 @@ def _refused(x: Tensor) -> str | None:
     return None if width <= LONGEST_ROW else f"rows of {width} elements are longer than {LONGEST_ROW}"
 
 
-def _quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
-    like, arguments = x if place.numel() else place, (x, place, target)
+def _quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None) -> list[Quantized]:
+    like, arguments = x if place.numel() else place, (x, place, target, second)
     results: list[Quantized] = run_kernel("experts.quantize_tokens", like, arguments, "quantize_tokens", _refused(x))
     return results
 
 
-def _quantize_tokens_shape(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
-    return [empty(target, rows, x.shape[1], x.device) for rows in (x.shape[0], place.numel())]
+def _quantize_tokens_shape(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None) -> list[Quantized]:
+    sets = (second or target, x.shape[0]), (target, place.numel())
+    return [empty(spec, rows, x.shape[1], x.device) for spec, rows in sets]
 
 
 def _combine(y: Tensor, place: Tensor) -> list[Tensor]:

@@ -13,8 +13,10 @@ Operands of wgrad are transposed, with tokens along K, and *padded*: every group
 least 128 tokens, padding being zero codes, so that no K tile straddles two groups. Group sizes are known on the device
 only, so buffers are sized for the worst case, without a synchronisation.
 
+Operands of fprop may be INT8: their sums are exact (`octavo.kernels.integer`). All others are FP8.
+
 All are custom operators: Triton on a GPU, and PyTorch's grouped GEMM in high precision; `reference/` elsewhere. Inside
-`gemm_by` the FP8 ones are one GEMM per expert, by its accumulator.
+`gemm_by` the eight-bit ones are one GEMM per expert, by its accumulator.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels import ledger
+from octavo.kernels import integer, ledger
 from octavo.kernels.dispatch import architecture, run_kernel, triton_unsupported_reason
 from octavo.kernels.gemm import accumulator_in_use, gemm
 from octavo.kernels.operator import call, define_packed
@@ -43,7 +45,7 @@ ALIGNED = 16
 
 
 class ExpertCodes(NamedTuple):
-    """FP8 weights of experts, in the layout of a grouped GEMM."""
+    """Weights of experts in eight bits, in the layout of a grouped GEMM."""
 
     codes: Tensor
     """(E, R, C), last dimension contiguous."""
@@ -180,7 +182,12 @@ def _grouped_wgrad_shape(a: Padded, b: Tensor, _: Any, ends: Tensor, out_dtype: 
 
 def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:
     """Return why this GPU has no grouped GEMM for codes a (.., C) and b (.., C), or None."""
-    if not (arch := architecture(a.device)).grouped:
+    if a.dtype == torch.int8:
+        if a.shape[-1] > integer.LONGEST:
+            return f"sums over more than {integer.LONGEST:,} products may exceed INT32"
+        if reason := integer.unsupported_reason_device(a.device):
+            return reason
+    elif not (arch := architecture(a.device)).grouped:
         return f"the grouped FP8 GEMM is Hopper's, this is {arch.name}"
     if torch.float8_e5m2 in (a.dtype, b.dtype):
         return "row scales take E4M3 operands only"

@@ -9,7 +9,8 @@ many experts it has, and its codes are copied to the rows of its experts. The ro
 scale of a row of the second GEMM, which then returns weighted rows, and in backward into the factor by which the scales
 of the hidden codes are folded into the gradient. Saved for backward are one byte per element of x (T, D), the inputs of
 the activation (R, 2 F), in BF16 or as codes, and a few numbers per row. Sorted or transposed copies are made where a
-GEMM reads them, as codes, and never saved.
+GEMM reads them, as codes, and never saved. If fprop multiplies INT8, backward reads a second set of codes, in FP8,
+which the same passes make: these are saved.
 
 In other cases - another recipe with row scales, biases, an activation of the module's own - the two GEMMs are computed
 by `GroupedLinear`, and the rest by PyTorch.
@@ -30,9 +31,9 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
 from octavo.kernels.grouped import ExpertCodes, Padded, grouped_wgrad, quantize_groups, transpose_groups
-from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.nn.functional import compute_dtype
-from octavo.nn.grouped import GroupedLinear, Origin, grouped_dgrad_folded, grouped_fprop, quantize_experts
+from octavo.nn.grouped import GroupedLinear, Origin, StackCodes, grouped_dgrad_folded, grouped_fprop, quantize_experts
 from octavo.nn.mlp import activated, gate_and_up
 from octavo.nn.operands import check_dtypes
 from octavo.nn.recognised import Recognised
@@ -95,7 +96,7 @@ def unfused_reason(roles: ExpertRoles, first: Recipe, second: Recipe) -> str | N
         return "two recipes"
     if not (first.folds("dgrad.weight") and first.folds("wgrad.input")):
         return f"recipe '{first.name}' does not fold its scales"
-    if first.fprop.input.scaling == "float32":
+    if first.folded_rows("input").scaling == "float32":
         return f"recipe '{first.name}' has FP32 scales, from which backward would not make the same codes again"
     return None
 
@@ -448,12 +449,12 @@ class LayerState(NamedTuple):
 
     stats: Tensor | None = None
     """Telemetry buffer."""
-    codes: ExpertCodes | None = None
+    codes: StackCodes | None = None
     """Codes of the weight, if they are reused."""
 
 
 class Rows(NamedTuple):
-    """The input of experts in FP8, as backward reads it."""
+    """The input of experts in FP8, as wgrad reads it."""
 
     tokens: Quantized
     """(T, D)."""
@@ -469,7 +470,7 @@ class SavedRows(NamedTuple):
     first: ExpertCodes
     second: ExpertCodes
     hidden_scale: Tensor
-    """FP32 (R, 1), of the hidden activation."""
+    """FP32 (R, 1), of the codes of the hidden activation that wgrad reads."""
     inputs: Sequence[Tensor]
     """The result of the first GEMM (R, 2 F) or (R, F), or codes and scales of gate and up."""
 
@@ -523,13 +524,13 @@ class _Experts(torch.autograd.Function):
 
 
 def quantize_rows(x: Tensor, weights: Tensor, place: Tensor, recipe: Recipe) -> tuple[Quantized, Quantized, Tensor]:
-    """Return the codes of tokens (T, D) and of their sorted rows (R, D), and the rows' routing weights, FP32 (R,).
+    """Return codes of tokens (T, D) for wgrad, of sorted rows (R, D) for fprop, and routing weights of rows, FP32 (R,).
 
     Args:
         weights: (T, S).
         place: as in `Routing`.
     """
-    tokens, rows = quantize_tokens(x, place, spec_of(recipe.fprop.input))
+    tokens, rows = quantize_tokens(x, place, spec_of(recipe.fprop.input), second_spec(recipe, "input"))
     sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
     sorted_[place.flatten()] = weights.flatten().float()
     return tokens, rows, sorted_
@@ -538,7 +539,7 @@ def quantize_rows(x: Tensor, weights: Tensor, place: Tensor, recipe: Recipe) -> 
 def forward_rows(
     rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: ExpertOptions,
     origin: tuple[Tensor, Tensor], stats: Sequence[Tensor | None],
-    known: Sequence[ExpertCodes | None] = (None, None),
+    known: Sequence[StackCodes | None] = (None, None),
 ) -> tuple[Tensor, SavedRows]:  # fmt: skip
     """Return the weighted results (R, D) of sorted rows (R, D), and what backward reads of them.
 
@@ -550,11 +551,11 @@ def forward_rows(
     """
     kind, recipe, dtype, keeps_codes = options
     first, second = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
-    before = grouped_fprop(rows, first, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
-    middle = _halves(before, second.codes.shape[2])
-    hidden, inputs, _ = activated(kind, middle, recipe, keeps_codes)
-    y = grouped_fprop(hidden, second, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)
-    return y, SavedRows(first, second, hidden.scale, inputs if keeps_codes else [before])
+    before = grouped_fprop(rows, first.forward, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
+    middle = _halves(before, second.forward.codes.shape[2])
+    hidden, inputs, hidden_scale = activated(kind, middle, recipe, keeps_codes)
+    y = grouped_fprop(hidden, second.forward, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)
+    return y, SavedRows(first.backward, second.backward, hidden_scale, inputs if keeps_codes else [before])
 
 
 def backward_rows(

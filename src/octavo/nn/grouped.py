@@ -30,7 +30,7 @@ from octavo.kernels.grouped import (
     quantize_groups,
     transpose_groups,
 )
-from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.nn import telemetry_experts
 from octavo.nn.adopted import refuse_bare_codes
 from octavo.nn.functional import SavedOperand, compute_dtype
@@ -52,8 +52,8 @@ class GroupedLinear(nn.Module):
     recipe: Recipe
     enabled: bool
     """False: compute in high precision, for an evaluation."""
-    weight_codes: ExpertCodes | None = None
-    """The weights as fprop reads them, while they are known not to change (`octavo.nn.reuse_weight_codes`)."""
+    weight_codes: StackCodes | None = None
+    """The weights in eight bits, while they are known not to change (`octavo.nn.reuse_weight_codes`)."""
     stats_slot: StatsSlot | None = None
     """Telemetry buffer of the experts, while telemetry is on (`octavo.nn.telemetry`)."""
 
@@ -135,39 +135,60 @@ def grouped_linear(
     ends: Tensor,
     recipe: RecipeLike = _BF16,
     stats: Tensor | None = None,
-    codes: ExpertCodes | None = None,
+    codes: StackCodes | None = None,
 ) -> Tensor:
     """Return y (T, N) for sorted rows x (T, K) and weights (E, N, K): see `GroupedLinear`.
 
     Args:
         ends: int32 (E,), the end of each expert's rows.
         stats: telemetry buffer (`octavo.nn.telemetry_experts`).
-        codes: the weights as fprop reads them, if known.
+        codes: the weights in eight bits, if known.
 
     Raises:
         ConfigError: x or the weights are integers, complex, or FP8 codes without scales.
     """
     check_dtypes(x, weight)
-    arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *(codes or (None, None))
+    made = (None,) * 4 if codes is None else (*codes.forward, *codes.backward)
+    arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *made
     result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
-def quantize_experts(weights: Tensor, recipe: Recipe) -> ExpertCodes:
-    """Return weights (E, N, K) as fprop reads them."""
-    stack = quantize_weights([weights.flatten(0, 1)], spec_of(recipe.fprop.weight)).stack
-    return ExpertCodes(stack.codes.view(weights.shape), stack.scale.view(weights.shape[:2]))
+class StackCodes(NamedTuple):
+    """Weights of experts in eight bits."""
+
+    forward: ExpertCodes
+    """As fprop reads them."""
+    backward: ExpertCodes
+    """As a folded dgrad reads them before the transpose: those of fprop, or a second set."""
+
+
+def quantize_experts(weights: Tensor, recipe: Recipe, needs_input: bool = True) -> StackCodes:
+    """Quantise weights (E, N, K). needs_input: whether dgrad will run, which may read a second set of codes."""
+    second = second_spec(recipe, "weight") if needs_input else None
+    made = quantize_weights([weights.flatten(0, 1)], spec_of(recipe.fprop.weight), second, keeps_second=True)
+    codes, scale, _ = made.stack
+    forward = ExpertCodes(codes.view(weights.shape), scale.view(weights.shape[:2]))
+    if made.second is None:
+        return StackCodes(forward, forward)
+    codes_of_dgrad, scale = made.second
+    assert codes_of_dgrad is not None
+    return StackCodes(forward, ExpertCodes(codes_of_dgrad.view(weights.shape), scale.view(weights.shape[:2])))
 
 
 def unsupported_reason(recipe: Recipe) -> str | None:
     """Return why the GEMMs of a recipe cannot be grouped, or None."""
-    can = "Grouped GEMMs have a scale per row and E4M3 operands: folded, folded_fast, rowwise and bf16 are such recipes"
+    can = (
+        "Grouped GEMMs have a scale per row and E4M3 operands, or INT8 ones in fprop: folded, folded_fast, rotated, "
+        "rowwise and bf16 are such recipes"
+    )
     for gemm, *operands in recipe.gemms():
+        formats = ("e4m3", "int8") if gemm == "fprop" else ("e4m3",)
         for operand in operands:
-            if not (operand.granularity in ("row", "column") and operand.format == "e4m3"):
+            if not (operand.granularity in ("row", "column") and operand.format in formats):
                 return f"its {gemm} has an operand {operand}. {can}"
-            if operand.rotation:
-                return f"its {gemm} has an operand {operand}, only linear layers rotate. {can}"
+            if operand.rotation and gemm != "fprop":
+                return f"its {gemm} has an operand {operand}, only linear layers rotate there. {can}"
             if not operand.is_repeatable:
                 return f"its {gemm} has an operand {operand}, only linear layers round and scale like that. {can}"
     return None
@@ -186,10 +207,13 @@ class _GroupedLinear(torch.autograd.Function):
         if x8 is None:
             ctx.save_for_backward(ends, *saved, weight, None, None)
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
-        w = quantize_experts(weight, recipe) if codes[0] is None else ExpertCodes(*codes)
-        saved_w = SavedOperand(None, *w) if recipe.reuses("dgrad.weight") else SavedOperand(weight)
+        if codes[0] is None:
+            w = quantize_experts(weight, recipe, ctx.needs_input_grad[0])
+        else:
+            w = StackCodes(ExpertCodes(*codes[:2]), ExpertCodes(*codes[2:]))
+        saved_w = SavedOperand(None, *w.backward) if recipe.folds("dgrad.weight") else SavedOperand(weight)
         ctx.save_for_backward(ends, *saved, *saved_w)
-        return grouped_fprop(x8, w, ends, recipe, dtype, Origin([x], weight), stats)
+        return grouped_fprop(x8, w.forward, ends, recipe, dtype, Origin([x], weight), stats)
 
     @staticmethod
     @first_order
@@ -204,20 +228,23 @@ class _GroupedLinear(torch.autograd.Function):
         g, h = _read_gradient(dy, x.scale, fold, ends, recipe, needs_x, needs_weight)
         dx = _dgrad(dy, g, w, fold, ends, ctx).to(ctx.x_dtype) if needs_x else None
         dw = _wgrad(dy, h, x, ends, recipe, dtype).to(ctx.weight_dtype) if needs_weight else None
-        return dx, dw, *(None,) * 6
+        return dx, dw, *(None,) * 8
 
 
 def _read_input(
     x: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype, needs_weight: bool
 ) -> tuple[Quantized | None, SavedOperand]:
-    """Return x as fprop reads it, and as it is saved for wgrad: values, codes of fprop, or its own, padded."""
+    """Return x as fprop reads it, and as it is saved for wgrad: values, codes by row, or its own, padded."""
     rows = spec_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None
+    if rows is not None and needs_weight and (second := second_spec(recipe, "input")):
+        both = kernels.quantize_rows_twice([x], rows, second, keeps_codes=True)
+        return both.first, SavedOperand(codes=both.codes, scale=both.scale)
     reused = recipe.reuses("wgrad.input")
     columns = spec_of(recipe.wgrad.input) if needs_weight and recipe.wgrad.is_fp8 and not reused else None
     x8 = padded = None
     if columns is not None:
-        x8, padded = quantize_groups(x, ends, rows, columns)
-    elif rows is not None:
+        x8, padded = quantize_groups(x, ends, None if recipe.has_integer_fprop else rows, columns)
+    if rows is not None and x8 is None:
         x8 = kernels.quantize(x, *rows)
     if not needs_weight:
         return x8, SavedOperand()
@@ -307,7 +334,7 @@ def grouped_fprop(
 def grouped_dgrad_folded(
     g: Quantized, codes: Tensor, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor | None
 ) -> Tensor:
-    """Return g W (R, K). codes: (E, N, K), those of fprop, whose scales are in g."""
+    """Return g W (R, K). codes: (E, N, K), by row, whose scales are in g."""
     experts, rows, cols = codes.shape
     turned = kernels.transpose(codes.flatten(0, 1), g.codes).view(cols, experts, rows).transpose(0, 1)
     return _grouped_dgrad(g, ExpertCodes(turned, None), ends, options, source, stats)

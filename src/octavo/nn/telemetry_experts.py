@@ -14,7 +14,17 @@ from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import ExpertCodes, grouped_gemm
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
-from octavo.nn.telemetry_ops import ROWS, GemmOptions, Source, ends_of, gradients, sample_input, sampled, sampled_values
+from octavo.nn.telemetry_ops import (
+    ROWS,
+    GemmOptions,
+    Source,
+    ends_of,
+    gradients,
+    rotated,
+    sample_input,
+    sampled,
+    sampled_values,
+)
 from octavo.numerics import Quantized
 
 
@@ -60,13 +70,20 @@ def _fprop(
 ) -> list[Tensor]:  # fmt: skip
     y, rows = grouped_gemm(x if weights is None else weighted(x, weights), w, ends, *options), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
-        stack = Source(*stack)
         sample_input(x, Source(*tokens), _ends_of_tokens(y, ends), rows[0])
         _codes, scale = w
         assert scale is not None
-        matrix, scale = stack.tensors[0].detach().flatten(0, 1), scale.reshape(-1, 1)
-        sample(SampleInput(matrix, scale, stack.target, None, _ends_of_experts(y, ends), tied=True), rows[1])
+        _sample_weights(Source(*stack), scale, _ends_of_experts(y, ends), rows[1])
     return [y]
+
+
+def _sample_weights(stack: Source, scale: Tensor, edges: Tensor, row: Tensor) -> None:
+    """Sample the weights (E, N, K) of a stack, with the scales (E, N) and two results (E N, 2) of each."""
+    matrix, scale, total = stack.tensors[0].detach().flatten(0, 1), scale.reshape(-1, 1), None
+    if stack.target.rotation:
+        total = len(matrix)
+        matrix = rotated(matrix[sampled_rows(total, row)], stack.target)
+    sample(SampleInput(matrix, scale, stack.target, None, edges, tied=True, rows=total), row)
 
 
 def _dgrad(

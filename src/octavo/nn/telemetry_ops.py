@@ -95,7 +95,7 @@ class Source(NamedTuple):
     tensors: Sequence[Tensor]
     """The operand, in one piece or side by side. With `kind` the tensors that it is computed from: for an activation
     gate and up, or up alone; for its gradient that of the hidden activation, then gate and up, each as codes and scale
-    if they are saved so; for patches images (B, H, W, C)."""
+    if they are saved so; for patches images (B, H, W, C); for `ROWS` rows of values, or of the operand's own codes."""
     target: QuantSpec
     """Its quantisation."""
     tied: bool
@@ -104,6 +104,11 @@ class Source(NamedTuple):
     """Activation, by its name in `kernels.activation`, or `patches_of` a window, or `ROWS`."""
     fold: Tensor | None = None
     """FP32 (1, N), factors of a gradient's columns."""
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether its rows exist as codes only, as on the rank of an expert that they were sent to."""
+        return self.kind == ROWS and self.tensors[0].element_size() == 1
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], operand: Operand, kind: str = "", fold: Tensor | None = None) -> Source:
@@ -160,7 +165,7 @@ def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
     tensor, edges, total = source.tensors[0], ends_of(y), len(x.codes)
     if source.kind or source.target.rotation:
         values = sampled_values(source, total, row)
-        sample(SampleInput(values, x.scale, source.target, None, edges, source.tied, total), row)
+        sample(SampleInput(values, x.scale, source.target, None, edges, source.tied, total, source.is_coded), row)
     elif is_placeholder(tensor):
         sample(SampleInput(x.codes, x.scale, source.target, None, edges, is_coded=True), row)
     else:
@@ -176,7 +181,8 @@ def sampled_values(source: Source, total: int, row: Tensor) -> Tensor:
         return unfold_rows(source.tensors[0], window, rows)
     if source.kind == ROWS:
         x, places = source.tensors
-        return x[places[rows]]
+        values = _rows_of(x, places[rows])
+        return values if source.is_coded else rotated(values, source.target)
     tensors = [_rows_of(tensor, rows) for tensor in source.tensors]
     return rotated(hidden(tensors, source.kind) if source.kind else tensors[0].flatten(0, -2), source.target)
 

@@ -63,7 +63,7 @@ class Granularity:
 
     def untile(self, tiles: Tensor, rows: int, cols: int) -> Tensor:
         """Undo `tiles`: return the (rows, cols) matrix without its padding."""
-        return tiles.reshape(tiles.shape[0] * tiles.shape[1], -1)[:rows, :cols]
+        return tiles.flatten(2).flatten(0, 1)[:rows, :cols]
 
     def expand(self, scale: Tensor, rows: int, cols: int) -> Tensor:
         """Return the (rows, cols) matrix of the scale of each element."""

@@ -33,6 +33,19 @@ def test_tokens_are_quantised_once_and_copied(scaling, device):
     assert torch.equal(made[1].scale, made[0].scale[routing.source])
 
 
+@pytest.mark.parametrize("rotation", [0, 64])
+def test_tokens_are_rotated_and_have_a_second_set(rotation, device):
+    x = (torch.randn(9, 192, device=device) * torch.logspace(-3, 3, 9, device=device)[:, None]).bfloat16()
+    x[0, 0], x[3, 1] = torch.nan, torch.inf
+    place = route(torch.randint(5, (9, 3), device=device), 5).place
+    arguments = x, place, QuantSpec("int8", "row", "float32", "nearest", rotation), ROWS
+    made, want = fast.quantize_tokens(*arguments), reference.quantize_tokens(*arguments)
+    for ours, theirs in zip(made, want, strict=True):
+        assert same(ours.codes, theirs.codes) and torch.equal(ours.scale.nan_to_num(9.0), theirs.scale.nan_to_num(9.0))
+    assert same(made[0].codes, reference.quantize_tokens(x, place, ROWS)[0].codes)
+    assert made[1].codes.dtype == torch.int8 and made[1].scale.isnan().sum() == 2 * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_are_summed_in_order(dtype, device):
     y, place = torch.randn(18, 40, device=device, dtype=dtype), torch.randperm(18, device=device).int().view(6, 3)

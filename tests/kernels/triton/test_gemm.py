@@ -1,4 +1,4 @@
-"""The INT8 GEMM in Triton: bit for bit the exact sums times the scales, in ragged sizes."""
+"""Octavo's own GEMM in Triton: of INT8 bit for bit the exact sums times the scales, in ragged sizes; of FP8 as well."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from octavo.kernels.reference.gemm import gemm as reference
 from octavo.numerics import PER_ROW, PER_TENSOR, Quantized
 
 gemm = pytest.importorskip("octavo.kernels.triton.gemm")
+triton, tl = gemm.triton, gemm.tl
 SMALL = gemm.Config(32, 32, 32, warps=4, stages=3)
 
 
@@ -28,9 +29,34 @@ def exact(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
 def test_it_is_the_exact_sums_times_the_scales(dtype, parts, device):
     a, b = operands(70, 48, 80, device)
     config = SMALL._replace(parts=parts) if device == "cpu" else gemm.CONFIG._replace(parts=parts)
-    y = gemm.integer_gemm(a.codes, a.scale, b.codes, b.scale, dtype, config)
+    y = gemm.scaled_gemm(a.codes, a.scale, b.codes, b.scale, dtype, config=config)
     assert torch.equal(y, exact(a, b, dtype))
     assert torch.equal(reference(a, b, dtype), exact(a, b, dtype))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_same_kernel_multiplies_fp8(fast, device):
+    """Sums of small whole numbers are exact with any accumulator."""
+    (a, b), dtype = operands(70, 48, 80, device), torch.bfloat16
+    a, b = (Quantized((x.codes % 5).to(torch.float8_e4m3fn), x.scale, PER_ROW) for x in (a, b))
+    config = SMALL if device == "cpu" else None
+    y = gemm.scaled_gemm(a.codes, a.scale, b.codes, b.scale, dtype, fast=fast, config=config)
+    sums = (a.codes.float().double() @ b.codes.float().double().t()).float()
+    assert torch.equal(y, (sums * a.scale * b.scale.t()).to(dtype))
+
+
+@triton.jit
+def _store_halved(scaled, y, row, col):
+    y.store([row, col], scaled * tl.full((), 0.5, tl.float32))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_function_stores_the_result(parts, device):
+    a, b = operands(70, 48, 80, device)
+    config = SMALL._replace(parts=parts) if device == "cpu" else gemm.CONFIG._replace(parts=parts)
+    arguments = a.codes, a.scale, b.codes, b.scale, torch.float32
+    y = gemm.scaled_gemm(*arguments, epilogue=_store_halved, config=config)
+    assert torch.equal(y, exact(a, b, torch.float32) / 2)
 
 
 @pytest.mark.gpu

@@ -35,6 +35,33 @@ def test_rows_times_the_weight_of_their_group(counts, rows, cols, strided, devic
         assert torch.equal(fast.grouped_gemm(*arguments), reference.grouped_gemm(*arguments))
 
 
+@pytest.mark.parametrize(
+    ("counts", "rows", "cols"),
+    [
+        ([130, 0, 3], 144, 272),
+        pytest.param([0, 1, 0, 1000, 129, 0], 768, 2048, marks=pytest.mark.gpu),
+        pytest.param([4096], 2048, 20_000, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_integer_sums_are_exact(counts, rows, cols, device):
+    ends, total = torch.tensor(counts, device=device).cumsum(0).int(), sum(counts)
+    a, b = (torch.randint(-127, 128, (n, cols), dtype=torch.int8, device=device) for n in (total, len(counts) * rows))
+    a_scale, b_scale = torch.rand(total, 1, device=device), torch.rand(len(counts), rows, device=device)
+    a_scale[-1] = torch.nan  # of a row with a value that is not finite
+    for dtype in (torch.bfloat16, torch.float32):
+        arguments = a, a_scale, b.view(len(counts), rows, cols), b_scale, ends, dtype, False
+        y = fast.grouped_gemm(*arguments)
+        exact = torch.cat([
+            (part.double() @ w.double().t()).float() * s * t
+            for part, s, w, t in zip(
+                a.cpu().split(counts), a_scale.cpu().split(counts), b.cpu().split(rows), b_scale.cpu(), strict=True
+            )
+        ]).to(dtype)  # fmt: skip
+        assert torch.equal(y.cpu().nan_to_num(7.0), exact.nan_to_num(7.0)) and y[-1].isnan().all()
+        assert torch.equal(reference.grouped_gemm(*arguments).nan_to_num(7.0), y.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize(("counts", "rows", "cols"), [([5], 16, 48), ([130, 0, 3], 144, 272)])
 def test_sums_over_the_tokens_of_each_group(counts, rows, cols, device):
     ends, experts = torch.tensor(counts, device=device).cumsum(0).int(), len(counts)

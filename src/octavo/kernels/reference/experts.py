@@ -15,14 +15,14 @@ from octavo.numerics import Quantized, dequantize
 from octavo.numerics.quantize import to_codes
 
 
-def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
+def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None = None) -> list[Quantized]:
     """See `octavo.kernels.experts.quantize_tokens`."""
-    tokens, _ = quantize_pair([x], target, None)
-    assert tokens is not None
+    made, other = (quantize_pair([x], spec, None)[0] for spec in (target, second))
+    assert made is not None
     source = torch.empty(place.numel(), dtype=torch.int64, device=x.device)
     source[place.flatten().long()] = torch.arange(len(x), device=x.device).repeat_interleave(place.shape[1])
-    codes = tokens.codes.view(torch.uint8)[source].view(tokens.codes.dtype)
-    return [tokens, Quantized(codes, tokens.scale[source], tokens.granularity)]
+    codes = made.codes.view(torch.uint8)[source].view(made.codes.dtype)
+    return [other or made, Quantized(codes, made.scale[source], made.granularity)]
 
 
 def combine(y: Tensor, place: Tensor) -> Tensor:

@@ -161,9 +161,8 @@ def integer_codes(x):
 
 
 @triton.jit
-def emit_row(x, codes_ptr, scale_ptr, row, cols, columns, mask, SCALING: tl.constexpr):
-    """Quantise a row held by a program with one scale, and store codes and scale."""
-    FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
+def row_codes(x, FORMAT: tl.constexpr, SCALING: tl.constexpr):
+    """(codes, scale) of a row held by a program, FP32, with one scale."""
     if FORMAT == tl.int8:
         # NaN and infinities are the largest magnitudes as integers: one reduction finds them and the maximum.
         bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
@@ -172,8 +171,15 @@ def emit_row(x, codes_ptr, scale_ptr, row, cols, columns, mask, SCALING: tl.cons
         scale, inverse = tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
     else:
         scale, inverse = scale_of(amax(x, 0), FORMAT, SCALING)
+    return to_codes(x * inverse, FORMAT), scale
+
+
+@triton.jit
+def emit_row(x, codes_ptr, scale_ptr, row, cols, columns, mask, SCALING: tl.constexpr):
+    """Quantise a row held by a program with one scale, and store codes and scale."""
+    codes, scale = row_codes(x, codes_ptr.dtype.element_ty, SCALING)
     tl.store(scale_ptr + row, scale)
-    tl.store(codes_ptr + row * cols + columns, to_codes(x * inverse, FORMAT), mask=mask)
+    tl.store(codes_ptr + row * cols + columns, codes, mask=mask)
 
 
 @triton.jit

@@ -16,12 +16,15 @@ from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import (
     SIDE,
     amax,
+    emit_row,
     factors,
     factors_of_quads,
     finite_magnitude,
     inside,
     load_tile,
     pack,
+    rotate,
+    row_codes,
     scale_of,
     store_words,
     times,
@@ -39,20 +42,21 @@ from octavo.kernels.triton.grouped import (
 )
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Rows, Shape, next_power_of_2, row_warps
-from octavo.numerics import Quantized
+from octavo.numerics import Quantized, block_for
 
 ROWS = Rows(1024, 16)
 COLUMNS = Shape(64, 32, warps=4)
 """Launch shapes of the two passes of the activation's backward."""
 
 
-def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec) -> list[Quantized]:
+def quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None = None) -> list[Quantized]:
     """See `octavo.kernels.experts.quantize_tokens`."""
     x, (tokens, cols) = contiguous_rows(x), x.shape
-    made = [empty(target, rows, cols, x.device) for rows in (tokens, place.numel())]
+    made = [empty(spec, rows, cols, x.device) for spec, rows in ((second or target, tokens), (target, place.numel()))]
     _quantize_kernel[(tokens,)](
         x, x.stride(0), cols, place.contiguous(), *made[0][:2], *made[1][:2],
-        COPIES=place.shape[1], SCALING=target.rule, **_meta(cols),
+        COPIES=place.shape[1], SCALING=target.rule, ROTATION=block_for(cols, target.rotation),
+        SECOND=None if second is None else second.rule, **_meta(cols),
     )  # fmt: skip
     return made
 
@@ -111,23 +115,27 @@ def _meta(cols: int) -> dict[str, object]:
 @Kernel
 @triton.jit
 def _quantize_kernel(
-    x_ptr, stride, total_c, place_ptr, token_codes, token_scale, row_codes, row_scale,
-    COPIES: tl.constexpr, SCALING: tl.constexpr, SIZE: tl.constexpr,
+    x_ptr, stride, total_c, place_ptr, token_codes, token_scale, row_codes_ptr, row_scale,
+    COPIES: tl.constexpr, SCALING: tl.constexpr, ROTATION: tl.constexpr, SECOND: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one token; store its codes in token order, and once per expert that it is routed to."""
-    FORMAT: tl.constexpr = token_codes.dtype.element_ty
+    """Quantise one token; store its codes once per expert that it is routed to, and in token order.
+
+    SECOND: scaling rule of the codes in token order, if they are a second set; None if they are the same.
+    """
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, SIZE)
     mask = cols < total_c
     x = tl.load(x_ptr + token * stride + cols, mask=mask, other=0.0).to(tl.float32)
-    scale, inverse = scale_of(amax(x, 0), FORMAT, SCALING)
-    codes = to_codes(x * inverse, FORMAT)
-    tl.store(token_scale + token, scale)
-    tl.store(token_codes + token * total_c + cols, codes, mask=mask)
+    codes, scale = row_codes(rotate(x, ROTATION), row_codes_ptr.dtype.element_ty, SCALING)
+    if SECOND is not None:
+        emit_row(x, token_codes, token_scale, token, total_c, cols, mask, SECOND)
+    else:
+        tl.store(token_scale + token, scale)
+        tl.store(token_codes + token * total_c + cols, codes, mask=mask)
     for copy in tl.static_range(COPIES):
         row = tl.load(place_ptr + token * COPIES + copy).to(tl.int64)
         tl.store(row_scale + row, scale)
-        tl.store(row_codes + row * total_c + cols, codes, mask=mask)
+        tl.store(row_codes_ptr + row * total_c + cols, codes, mask=mask)
 
 
 @Kernel
