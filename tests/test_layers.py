@@ -59,7 +59,7 @@ REGISTRIES = {
     "_util/collector.py": {"_capturing"},
     "_util/compiler.py": {"_answer", "_serials", "_numbers"},
     "_util/optimizer_steps.py": {"_callbacks", "_inner"},
-    "conversion/apply.py": {"_disabled", "_switching"},
+    "nn/switch.py": {"_open", "_switching"},
     "conversion/autocast_mode.py": {"_blocks"},
     "distributed/checkpoint.py": {"_background_groups"},
     "kernels/host_state.py": {"_state", "_lock"},

@@ -11,7 +11,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 import octavo
+from octavo._util.optimizer_steps import after_outermost_step
 from octavo.nn import Linear
 from octavo.train.timing import synchronize
 from octavo_bench import results
@@ -128,10 +129,8 @@ class Clock:
         self.last, self.steps, self.losses = steps, 0, list[Tensor]()
         self.started = self.ended = 0.0
 
-    def step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Count a step of AdamW, not of its wrapper; synchronise only at the ends of the timed interval."""
-        if not isinstance(optimizer, torch.optim.AdamW):
-            return
+    def step(self, stepped: Sequence[Optimizer]) -> None:
+        """Count a training step, of however many optimizers; synchronise only at the ends of the timed interval."""
         self.steps += 1
         if self.steps in (WARM_UP, self.last):
             synchronize("cuda" if torch.cuda.is_available() else "cpu")
@@ -463,12 +462,12 @@ def one_rank() -> Iterator[None]:
 
 @contextmanager
 def timed(clock: Clock) -> Iterator[None]:
-    """Let a clock count the steps of all optimizers in the context."""
-    handle = register_optimizer_step_post_hook(clock.step)
+    """Let a clock count the outermost optimizer steps in the context."""
+    remove = after_outermost_step(clock.step)
     try:
         yield
     finally:
-        handle.remove()
+        remove()
 
 
 def measure(client: Client, size: Size, device: str, steps: int, resume: bool = True) -> Row:

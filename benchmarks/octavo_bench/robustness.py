@@ -302,10 +302,10 @@ def _names(words: Sequence[str], ended: Ended) -> bool:
     """Return whether an error names one of the words, or the one that is missing."""
     if not ended.code or "\noctavo: error" not in f"\n{ended.error}":
         return True
-    text = ended.error.casefold()
+    text = ended.error.casefold().replace("_", "-")  # a key of a run file has the name of its flag
     flags = [word.lstrip("-").partition("=") for word in words[1:]]
     parts = {*words[1:], *(part for flag, _, value in flags for part in (flag, flag.rpartition(".")[2], value))} - {""}
-    shown = {start.casefold() for part in parts for start in (part[:40], ascii(part)[1:-1][:40])}
+    shown = {start.casefold().replace("_", "-") for part in parts for start in (part[:40], ascii(part)[1:-1][:40])}
     is_missing = any(said in text for said in ("requires", "no run given", " is missing. `octavo ", "argument: ''"))
     return is_missing or any(start in text for start in shown)
 

@@ -23,6 +23,28 @@ def test_time_is_that_of_the_steps_after_the_warm_up(monkeypatch):
     assert clock.steps == clients.WARM_UP + 8 and clock.ms == 2000 / 8
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that steps two others, each of half of the parameters."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.inner = [torch.optim.AdamW([parameter]) for parameter in parameters]
+
+    def step(self, closure=None):
+        for optimizer in self.inner:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Wrapper, torch.optim.AdamW, torch.optim.SGD])
+def test_a_step_of_several_optimizers_is_one(kind):
+    clock, optimizer = clients.Clock(5), kind([nn.Parameter(torch.zeros(1)) for _ in range(2)])
+    with clients.timed(clock):
+        for _ in range(5):
+            optimizer.step()
+    optimizer.step()
+    assert clock.steps == 5
+
+
 def test_a_row_of_a_loop_without_a_library():
     pytest.importorskip("transformers", reason="needs transformers")
     size = clients.Size(dim=128, layers=1, length=8, batch=1, lr=3e-3)

@@ -115,3 +115,24 @@ def test_the_demo_follows_the_device_asked_for() -> None:
 def test_neither_file_nor_preset() -> None:
     with pytest.raises(ConfigError, match=r"--preset \(demo, .*tiny"):
         configure(None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("train --preset tiny --dry-run --run.steps 7.9", "--run.steps: 7.9"),
+        ("train --preset tiny --dry-run --eval-tokens 0.5", "--eval-tokens: 0.5"),
+        ("train --preset tiny --dry-run --run.bf16-blocks 1 1.5", "--run.bf16-blocks: 1.5"),
+        ("calibrate runs --batches=1.5", "--batches: 1.5"),
+        ("localize runs --tokens -1.5e0", "--tokens: -1.5e0"),
+    ],
+)
+def test_a_fraction_is_no_whole_number(command: str, flag: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        app(command, exit_on_error=False, print_error=False)
+    assert str(error.value) == f"{flag} is not a whole number."
+
+
+def test_a_whole_number_may_be_written_as_a_float(capsys: pytest.CaptureFixture[str]) -> None:
+    app("train --preset tiny --dry-run --run.steps 7.0 --lr 0.5", result_action="return_value")
+    assert '"steps": 7,' in (said := capsys.readouterr().out) and '"lr": 0.5,' in said

@@ -27,8 +27,9 @@ from octavo.kernels import dispatch
 from octavo.kernels.devices import architecture_of
 from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
 from octavo.models import ModelConfig, build
-from octavo.nn import Linear
+from octavo.nn import GroupedLinear, Linear
 from octavo.nn.adopted import Adopted
+from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.experts import ExpertLinear, Experts
 from octavo.nn.scaling_state import ScalingState, scales
 from octavo.nn.shared import SharedInput
@@ -420,6 +421,44 @@ def test_disabled_blocks_of_two_threads_end_with_the_last_one(model):
         ended.set()
         assert torch.equal(late.result(60), plain(TOKENS))
     assert torch.equal(model(TOKENS), fp8_result) and not torch.equal(fp8_result, plain(TOKENS))
+
+
+def through_pickle(model):
+    with io.BytesIO() as file:
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, through_pickle])
+@pytest.mark.parametrize("module", ["linear", "convolution", "experts", "attention", "norm"])
+def test_a_copy_made_inside_disabled_is_in_fp8_after_it(module, duplicate):
+    """As the model of which it is a copy; one that was off for good stays off."""
+    if module == "linear":
+        model = nn.Linear(64, 64)
+    elif module == "convolution":
+        model = nn.Conv2d(16, 32, 3)
+    elif module == "experts":
+        model = GroupedLinear(2, 64, 64)
+    elif module == "attention":
+        model = ScaledDotProduct(reader="wo")
+    else:
+        model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64))
+    if module in ("linear", "convolution", "norm"):
+        convert(model, policy=Policy(keep_defaults=False, min_features=16))
+    if module == "norm":
+        model = model[0]
+    assert model.enabled
+    with disabled(model):
+        with disabled(model):
+            inner = duplicate(model)
+        outer = duplicate(model)
+        assert not model.enabled
+    assert model.enabled and inner.enabled and outer.enabled and duplicate(model).enabled
+    enable(model, False)
+    with disabled(model):
+        off = duplicate(model)
+    assert not (model.enabled or off.enabled or duplicate(model).enabled)
 
 
 def test_disabled_leaves_alone_what_was_off_already(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 
 import pytest
@@ -110,6 +111,16 @@ def test_a_run_with_another_tokenizer_is_refused(runs, exported, tmp_path):
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=r"has another tokenizer than .*other, which was not exported from it"):
         evaluate_served(tmp_path / "other", FEW, run=runs / "folded")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(exported, runs, tmp_path, name):
+    shutil.copytree(exported / "plain", tmp_path / "other")
+    (tmp_path / "other" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "other" / name)
+    assert is_served(tmp_path / "other")
+    with pytest.raises((ConfigError, DataError), match=rf"other/{name}: cannot be read|no {name}"):
+        evaluate_served(tmp_path / "other", EvalSettings(data=str(runs / "text")))
 
 
 @pytest.mark.parametrize("missing", ["transformers", "accelerate", "compressed_tensors"])

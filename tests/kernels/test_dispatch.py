@@ -13,8 +13,10 @@ from octavo.kernels.devices import ARCHITECTURES, H100, H200, architecture_of, m
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
     dispatch._triton_unsupported_reason.cache_clear()
+    dispatch.is_triton_off.cache_clear()
     yield
     dispatch._triton_unsupported_reason.cache_clear()
+    dispatch.is_triton_off.cache_clear()
 
 
 def test_a_cpu_runs_the_reference_and_that_is_no_fallback():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import QuantSpec, quantize, record
+from octavo.kernels import QuantSpec, operator, quantize, record
 from octavo.kernels.operator import call, define_packed, pack, unpack
 from octavo.kernels.quant_spec import empty
 from octavo.numerics import Quantized
@@ -85,3 +86,34 @@ def test_a_compiler_looks_inside_where_it_may() -> None:
     assert "octavo" not in compiled("open_toy", False) and "octavo.open_toy" in compiled("open_toy", True)
     with record():
         assert "octavo.open_toy" in compiled("open_toy", False)
+
+
+@pytest.mark.parametrize("change", ["gemm.py", "granularity.py", "OCTAVO_TRITON"])
+def test_the_key_of_compiled_code_knows_what_it_was_compiled_from(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch takes the key of the graph before operators are decomposed."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiled() -> tuple[list[str], Tensor]:
+        graphs: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph.code)
+            return aot_autograd(fw_compiler=lambda graph, _: graph)(graph, inputs)
+
+        torch._dynamo.reset()
+        total = torch.compile(lambda x: toy("open_toy", x, [x], None)[0], backend=backend)(torch.ones(2, 2))
+        return graphs, total
+
+    before, total = compiled()
+    assert before == compiled()[0] and "octavo.open_toy" in before[0]
+    if change == "OCTAVO_TRITON":
+        monkeypatch.setattr(operator, "is_triton_off", lambda: True)
+    else:
+        operator._digest_of_sources.cache_clear()
+        whole = Path.read_bytes
+        monkeypatch.setattr(Path, "read_bytes", lambda path: whole(path) + b"#" * (path.name == change))
+    try:
+        after, again = compiled()
+    finally:
+        operator._digest_of_sources.cache_clear()
+    assert after != before and torch.equal(again, total)

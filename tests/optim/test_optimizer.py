@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -84,6 +85,16 @@ def test_fp32_moments_are_not_bounded_by_max_update():
     optimizer.step()
     assert weight.detach().sub(-1.0).abs().max() < 1e-6
     assert int(optimizer.clamped) == bounded.numel() and (bounded == -0.25).all()
+
+
+@pytest.mark.parametrize("rounded", ["first", "second"])
+def test_one_moment_that_is_not_fp32_is_enough_for_the_bound(rounded):
+    states = replace(TIERS["fp32"], name="mixed", **{rounded: getattr(TIERS["fp8"], rounded)})
+    weight = nn.Parameter(torch.zeros(64, 128))
+    optimizer = AdamW([weight], lr=1.0, weight_decay=0.0, max_update=0.25, states=states, keep=keep_none)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert int(optimizer.clamped) == weight.numel() and (weight == -0.25).all()
 
 
 def test_lion_is_its_own_definition():

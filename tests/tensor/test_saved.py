@@ -95,6 +95,22 @@ def test_each_has_memory_of_its_own_which_is_that_of_its_values():
         assert torch.equal(read, values(model)[name]) and not tensor.is_pinned()
 
 
+def test_distinct_weights_are_not_taken_as_tied():
+    """As safetensors, accelerate and transformers ask. Parameters themselves have no address that could be compared:
+    a kernel that was given that of the codes would read them as values."""
+    model = build()
+    state = model.state_dict()
+    assert safetensors.torch._find_shared_tensors(state) == [{name} for name in state]
+    modeling = pytest.importorskip("accelerate.utils.modeling", reason="needs accelerate")
+    assert modeling.find_tied_parameters(model) == []
+    assert len({modeling.id_tensor_storage(tensor) for tensor in state.values()}) == len(state)
+    parameters = dict(model.named_parameters())
+    assert parameters["0.weight"].data_ptr() == parameters["2.weight"].data_ptr() == 0
+    for question in (modeling.id_tensor_storage, lambda x: safetensors.torch._find_shared_tensors({"x": x})):
+        with pytest.raises(UnsupportedError, match=r"pass the state_dict\(\) of a converted model"):
+            question(parameters["0.weight"])
+
+
 def test_what_is_written_later_is_in_the_file():
     """A state dict shares memory with the weights, in both directions."""
     model = build()

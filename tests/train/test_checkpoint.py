@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 from safetensors import SafetensorError
+from states import write_state
 from torch import Tensor
 
 from octavo._util.checksums import file_entry
@@ -201,12 +202,9 @@ def test_state_that_is_none(tmp_path: Path, content: bytes) -> None:
         checkpoint.load(path)
 
 
-def rewritten(path: Path, digest: bool = True, **changes: Any) -> None:
+def rewritten(path: Path, **changes: Any) -> None:
     """Change values of state.json, and write its checksum anew."""
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    state = {key: value for key, value in {**state, **changes}.items() if key != "sha256"}
-    signed = {**state, "sha256": checkpoint._digest(state)} if digest else state
-    (path / "state.json").write_text(json.dumps(signed), encoding="utf-8")
+    write_state(path, {**json.loads((path / "state.json").read_text(encoding="utf-8")), **changes})
 
 
 @pytest.mark.parametrize("step", [-3, True, 18.7, float("nan"), "5", None, [1]])
@@ -217,14 +215,16 @@ def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
         checkpoint.load(path)
 
 
-def test_a_state_without_its_checksum_is_of_an_earlier_version_and_said_and_checked(tmp_path: Path) -> None:
+def test_a_state_without_its_checksum_is_refused_unless_it_is_of_the_first_format(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    rewritten(path, digest=False)
-    with pytest.warns(UserWarning, match=r"state\.json: has no SHA-256"):
-        assert checkpoint.load(path).step == 1
-    rewritten(path, digest=False, step=-3)
-    with pytest.raises(CheckpointError, match=r"state\.json: damaged .*step -3 is no number of steps"):
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    del state["sha256"]
+    (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged: its SHA-256 is missing"):
         checkpoint.load(path)
+    sizes = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    (path / "state.json").write_text(json.dumps({**state, "format": 1, "files": sizes}), encoding="utf-8")
+    assert checkpoint.load(path).step == 1
 
 
 @pytest.mark.parametrize("step", [5, 6, 99, -5, True, 2.5, float("nan"), None])

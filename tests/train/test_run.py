@@ -11,6 +11,7 @@ import pytest
 import torch
 from reporters import Listener
 from safetensors.torch import load_file, save_file
+from states import write_state
 from torch._dynamo.testing import CompileCounter
 
 from octavo import kernels
@@ -318,8 +319,7 @@ def rewrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, file)
     state = json.loads((file.parent / "state.json").read_text(encoding="utf-8"))
     state["files"][file.name] = file_entry(file)
-    state.pop("sha256", None)
-    (file.parent / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    write_state(file.parent, state)
 
 
 LAST = "rowwise_bf16_fprop"
@@ -457,8 +457,8 @@ def test_a_checkpoint_from_before_a_setting_existed_resumes(configure: Configure
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     for key in ("loss_scale", "clip_per_group", "lr_factors"):
         del state["config"]["optimizer"][key]
-    del state["config"]["run"]["bf16_first_steps"], state["sha256"]
-    (path / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    del state["config"]["run"]["bf16_first_steps"]
+    write_state(path, state)
     with pytest.raises(CheckpointError, match=r"optimizer\.loss_scale is 'none' there and 'dynamic' here"):
         train(configure(run=EVERY_STEP, optimizer={"loss_scale": "dynamic"}), resume=True)
     train(configure(run=EVERY_STEP), resume=True)

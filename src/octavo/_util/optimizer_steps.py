@@ -33,12 +33,16 @@ class _Inner(threading.local):
 _inner = _Inner()
 
 
-def after_outermost_step(callback: Callback) -> None:
+def after_outermost_step(callback: Callback) -> Callable[[], None]:
     """Call back after each outermost optimizer step with all optimizers that stepped in it, the outermost last.
 
     After a step that raises nothing is called.
+
+    Returns:
+        A function that ends this.
     """
     _callbacks.append(callback)
+    return lambda: _callbacks.remove(callback)
 
 
 def _is_inner() -> bool:
@@ -66,7 +70,7 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
     if not _is_inner():
         stepped = _inner.stepped.copy()
         _inner.stepped.clear()
-        for callback in _callbacks:
+        for callback in [*_callbacks]:  # one may end itself
             callback(stepped)
 
 

@@ -12,9 +12,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import get_args
 
 from cyclopts import (
     App,
+    ArgumentCollection,
     CycloptsError,
     MissingArgumentError,
     Parameter,
@@ -27,7 +30,7 @@ from octavo import __version__
 from octavo._util.terminal import printable, say
 from octavo.cli.bench import add_bench
 from octavo.cli.lazy import add_commands
-from octavo.errors import OctavoError, did_you_mean
+from octavo.errors import ConfigError, OctavoError, did_you_mean
 
 HELP = """Train models in FP8.
 
@@ -62,12 +65,28 @@ def _default(value: object) -> str | None:
     return str(value) if value not in (None, False, "", ()) else None
 
 
+def _check_whole(_: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse fractions for whole numbers, which cyclopts rounds without a word."""
+    for argument in arguments:
+        kinds = {argument.hint, *get_args(argument.hint)}
+        for token in argument.tokens if int in kinds and float not in kinds else ():
+            if _is_fraction(token.value):
+                raise ConfigError(f"{token.keyword or argument.name}: {token.value} is not a whole number.")
+
+
+def _is_fraction(text: str) -> bool:
+    with suppress(ValueError):  # no number at all: cyclopts says so
+        return "." in text and not float(text).is_integer()
+    return False
+
+
 app = App(
     name="octavo",
     help=HELP,
     help_format="plaintext",
     version=__version__,
     default_parameter=Parameter(show_default=_default),
+    config=_check_whole,
     suppress_keyboard_interrupt=False,
 )
 add_commands(app, "octavo.cli", COMMANDS)

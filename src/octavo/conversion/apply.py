@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +36,7 @@ from octavo.nn.norm import Norm, adopt
 from octavo.nn.operands import LAYERS
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
+from octavo.nn.switch import switched_off
 from octavo.recipes import Recipe, RecipeLike, load
 from octavo.tensor import FP8Tensor, is_distributed
 
@@ -207,34 +206,16 @@ def enable(model: nn.Module, enabled: bool = True) -> list[_Switchable]:
     return switched
 
 
-_disabled: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Module -> number of open `disabled` blocks, of all threads, for which it is off."""
-_switching = threading.Lock()
-
-
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Compute in the model's own precision inside the block, as for an evaluation beside the FP8 one.
 
     Like `model.eval()`, this is a state of the model and not of a thread: whatever calls it meanwhile sees it, backward
     in autograd's threads included. To evaluate beside a thread that trains, evaluate a copy. Blocks of several threads
-    may overlap; FP8 returns when the last one ends.
+    may overlap; FP8 returns when the last one ends. A copy made inside the block is one of the model outside it.
     """
-    with _switching:
-        modules = [module for module in _switchable(model) if module.enabled or module in _disabled]
-        for module in modules:
-            _disabled[module] = _disabled.get(module, 0) + 1
-            module.enabled = False
-    try:
-        with suspended():
-            yield
-    finally:
-        with _switching:
-            for module in modules:
-                _disabled[module] -= 1
-                if not _disabled[module]:
-                    del _disabled[module]
-                    module.enabled = True
+    with switched_off(_switchable(model)), suspended():
+        yield
 
 
 def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> None:

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo._util.checksums import check_regular
 from octavo._util.config_reader import blaming, read_file, shown
+from octavo._util.files import os_errors
 from octavo._util.terminal import Report, silent
 from octavo.data.bpe import BPETokenizer
 from octavo.data.loader import Batch
@@ -35,7 +37,7 @@ BATCH_TOKENS = 8192
 
 def is_served(directory: Path) -> bool:
     """Return True if a directory contains a model written by `octavo export`."""
-    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+    return (directory / "config.json").exists() and any(directory.glob("*.safetensors"))
 
 
 def evaluate_served(
@@ -134,8 +136,12 @@ def load(directory: Path, device: torch.device) -> nn.Module:
     """Return an exported model loaded by transformers, in its stored dtype.
 
     Raises:
+        ConfigError: a file is a pipe, a device or a broken link.
         UnsupportedError: transformers cannot load it.
     """
+    for path in directory.iterdir():  # transformers would wait for a pipe
+        with os_errors(path, ConfigError, "cannot be read"):
+            check_regular(path)
     transformers = import_module("transformers")
     try:
         with _quiet(transformers.utils.logging):

@@ -83,12 +83,18 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
 def _triton_unsupported_reason(device: torch.device, planning: str | None) -> str | None:
     if device.type != "cuda":
         return f"Triton kernels run on NVIDIA GPUs, this is {device.type}"
-    if os.environ.get("OCTAVO_TRITON") == "0":
+    if is_triton_off():
         return "OCTAVO_TRITON=0 switches Triton kernels off"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     arch = architecture(device)
     return arch.refused or arch.no_triton or None
+
+
+@cache
+def is_triton_off() -> bool:
+    """Return whether `OCTAVO_TRITON=0` switches Triton kernels off. Read once: compiled code has the answer in it."""
+    return os.environ.get("OCTAVO_TRITON") == "0"
 
 
 def runs_triton(x: Tensor) -> bool:

@@ -9,13 +9,16 @@ ledger is open or `gemm_by` names an accumulator, are one opaque call, which rea
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import PLAIN
+from octavo._util.compiler import assume_constant_result
+from octavo.kernels.dispatch import PLAIN, is_triton_off
 from octavo.kernels.host_state import host_state
 from octavo.kernels.quant_spec import QuantSpec, parse_spec
 from octavo.numerics import Quantized, granularity_named
@@ -133,8 +136,7 @@ def call(
     if is_direct(first):
         return run(*arguments)
     tensors, numbers, text = pack(arguments)
-    if not host_state().is_open_to_compilers:
-        text = _OPAQUE + text
+    text = f"code {_code()}|{text}" if host_state().is_open_to_compilers else _OPAQUE + text
     made = iter(getattr(torch.ops.octavo, name)(tensors, numbers, text))
     return [
         Quantized(next(made), next(made), result.tile) if isinstance(result, QuantSpec) else next(made)
@@ -147,6 +149,29 @@ def call(
 _OPAQUE = "opaque|"
 """Prefix of the arguments of a call that no compiler may look into. It is part of the graph, and thus of the key under
 which PyTorch caches compiled code, also on disk: what a process-wide switch says is not."""
+_HEADS = ("opaque", "code")
+"""Kinds of words that describe no argument."""
+
+
+@assume_constant_result
+def _code() -> str:
+    """Return what names the code that an operator is decomposed into: a digest of its sources, and OCTAVO_TRITON.
+
+    PyTorch caches compiled code on disk by the graph before decomposition. Without this, code that another version of
+    Octavo compiled would be found under the key of this one.
+    """
+    return f"{_digest_of_sources()} {'reference' if is_triton_off() else 'triton'}"
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    for folder in ("kernels", "numerics"):
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 _DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16", "float64")}
 
 
@@ -187,8 +212,8 @@ def unpack(tensors: Sequence[Tensor], numbers: Sequence[float], arguments: str) 
 
 @functools.lru_cache(maxsize=4096)
 def _words(arguments: str) -> list[tuple[str, str]]:
-    words = arguments.removeprefix(_OPAQUE).split("|")
-    return [(kind, value) for kind, _, value in (word.partition(" ") for word in words)]
+    words = (word.partition(" ") for word in arguments.split("|"))
+    return [(kind, value) for kind, _, value in words if kind not in _HEADS]
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from octavo.errors import UnsupportedError
+from octavo.nn.switch import Switchable
 from octavo.tensor import FP8Tensor, SavedFP8Tensor, local
 
 _CLASSES: dict[tuple[type[nn.Module], ...], type[Any]] = {}
 """(class of Octavo, class of a module) -> the class derived from both."""
 
 
-class Adopted(nn.Module):
+class Adopted(Switchable):
     """Mixin for the class of a module; it comes before the user's class in the method resolution order."""
 
     parent: type[nn.Module]

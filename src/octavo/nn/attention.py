@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
@@ -26,6 +26,7 @@ from octavo.nn import documents
 from octavo.nn.attached_codes import attach_codes
 from octavo.nn.documents import Mask
 from octavo.nn.operands import autocast_dtype
+from octavo.nn.switch import Switchable
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
 
@@ -33,7 +34,7 @@ OWN = QuantSpec("e4m3", "row", "power_of_two")
 """Format of the saved output if its reader's codes cannot be made in advance."""
 
 
-class ScaledDotProduct(nn.Module):
+class ScaledDotProduct(Switchable):
     """`scaled_dot_product_attention` as a child module, so that a policy finds it and the layer that reads it.
 
     It has no parameters, so that state dicts do not change. Until `keep_codes` is called it is PyTorch's function.

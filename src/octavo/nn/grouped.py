@@ -35,6 +35,7 @@ from octavo.nn import telemetry_experts
 from octavo.nn.adopted import refuse_bare_codes
 from octavo.nn.functional import SavedOperand, compute_dtype
 from octavo.nn.operands import check_dtypes
+from octavo.nn.switch import Switchable
 from octavo.nn.telemetry_ops import GemmOptions, Source, StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import Quantized
@@ -44,7 +45,7 @@ _BF16 = load("bf16")
 """Created once, outside of traced code: Dynamo cannot trace the construction of a recipe."""
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(Switchable):
     """One linear layer per expert, computed by a recipe for all experts at once. It has no bias."""
 
     weight: nn.Parameter

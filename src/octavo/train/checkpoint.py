@@ -359,9 +359,14 @@ def _check_step(step: Any, below: float = math.inf) -> None:
 
 
 def _check_digest(content: dict[str, Any], file: Path, path: Path) -> None:
-    """Compare JSON values with their `sha256`, and remove it; without one, of an earlier version, that is said."""
-    digest = content.pop("sha256", None)
-    if digest is None and content.get("format", FORMAT) > 1:
+    """Compare JSON values with their `sha256`, and remove it.
+
+    State of format 1 and the rollbacks of earlier versions have none.
+    """
+    digest, version = content.pop("sha256", None), content.get("format")
+    if digest is None and version == FORMAT:
+        raise CheckpointError(f"{file}: damaged: its SHA-256 is missing.{_remedy(path)}")
+    if digest is None and version is None:
         warnings.warn(f"{file}: has no SHA-256, so that a change of it would go unnoticed.", stacklevel=2)
     if digest is not None and digest != _digest(content):
         raise CheckpointError(f"{file}: damaged: its content is not that of its SHA-256.{_remedy(path)}")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,54 @@ def test_a_full_disk_is_said_and_costs_only_what_had_no_room(tmp_path: Path) -> 
     run.write_step(100, {"loss": 100.0}, snapshot(100.0))
     run.close()
     assert RunReader(tmp_path).last_step == 100
+
+
+class FailingCommits:
+    """A connection whose next commit fails, as with a disk that is full."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection, self.fails = connection, False
+
+    def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+        if statement == "COMMIT" and self.fails:
+            self.fails = False
+            raise sqlite3.OperationalError("database or disk is full")
+        return self.connection.execute(statement, *values)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.connection, name)
+
+
+def test_what_was_not_committed_can_be_written_again(tmp_path: Path) -> None:
+    """The same file as of a writer whose commits all succeed: snapshots, their spans, rows and what was cut."""
+    files = []
+    for name, failing in (("good", ()), ("bad", ("tensors", 1, schema.SPAN, 20, "more tensors", 25, "cut"))):
+        with RunWriter(tmp_path / name) as run:
+            connection = FailingCommits(run._connection)
+            run._connection = connection  # type: ignore[assignment]
+
+            def write(what: object, call: Callable[[], None], connection=connection, failing=failing) -> None:
+                if what in failing:
+                    connection.fails = True
+                    with pytest.raises(StoreError, match="full"):
+                        call()
+                    assert not connection.fails
+                call()
+
+            write("tensors", lambda run=run: run.set_tensors(ROWS[:1]))
+            for step in range(1, 40):
+                if step == 22:
+                    write("more tensors", lambda run=run: run.set_tensors(ROWS))
+                rows = 1 if step < 22 else 2
+                write(
+                    step, lambda run=run, step=step, rows=rows: run.write_step(step, {}, snapshot(step, rows), t=step)
+                )
+            write("cut", lambda run=run: run.cut(30))
+            run.write_step(31, {}, snapshot(31), t=31)
+        with sqlite3.connect(tmp_path / name / "run.sqlite") as file:
+            tables = ("telemetry", "telemetry_span", "tensors")
+            files.append([file.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in tables])
+    assert len(files[0][0]) == 31 and files[0] == files[1]
 
 
 def test_a_step_of_226_layers_is_written_quickly(tmp_path: Path) -> None:

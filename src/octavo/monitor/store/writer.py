@@ -14,7 +14,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -83,11 +83,12 @@ class RunWriter:
             twice = next(key for key in keys if keys.count(key) > 1)
             raise StoreError(f"{self.path}: the tensor {twice[0]} / {twice[1]} appears twice.")
         with self.batch():
+            rows = dict(self._rows)
             for row, key in zip(named, keys, strict=True):
-                index = self._rows.setdefault(key, len(self._rows))
+                index = rows.setdefault(key, len(rows))
                 values = (index, row.layer, row.role, row.operand, json.dumps(list(row.shape)))
                 self._execute("INSERT OR REPLACE INTO tensors VALUES (?, ?, ?, ?, ?)", values)
-        self._order = np.array([self._rows[key] for key in keys], dtype=np.int64)
+            self._rows, self._order = rows, np.array([rows[key] for key in keys], dtype=np.int64)
 
     # Measurements and events
 
@@ -166,7 +167,7 @@ class RunWriter:
                 if keep_events and table == "events":
                     continue
                 self._execute(f"DELETE FROM {table} WHERE {column} > ?", (keep_until,))
-        self._span, self._last = None, min(self._last, keep_until)
+            self._span, self._last = None, min(self._last, keep_until)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -174,11 +175,13 @@ class RunWriter:
         if not self._closed and self._connection.in_transaction:  # within another batch, which commits
             yield
             return
+        before = self._rows, self._order, self._span, self._last  # each is replaced, never changed in place
         self._execute("BEGIN IMMEDIATE")
         try:
             yield
             self._execute("COMMIT")
         except BaseException:
+            self._rows, self._order, self._span, self._last = before
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
@@ -270,8 +273,8 @@ class RunWriter:
         placed[self._order] = values
         self._execute("INSERT INTO telemetry VALUES (?, ?, ?, ?)", (step, now, 0, placed.tobytes()))
         self._last = step
-        span = self._span = self._span or _Span(step, placed)
-        span.add(step, placed)
+        span = self._span.with_step(step, placed) if self._span else _Span(step, step, 1, placed, placed)
+        self._span = span
         if span.count == schema.SPAN:
             row = (0, span.first, span.last, span.count, span.low.tobytes(), span.high.tobytes())
             self._execute("INSERT INTO telemetry_span VALUES (?, ?, ?, ?, ?, ?)", row)
@@ -284,23 +287,20 @@ class RunWriter:
             raise unusable(self.path, error, "written") from error
 
 
-class _Span:
+class _Span(NamedTuple):
     """Minimum and maximum of the snapshots since the last row of `telemetry_span`."""
 
-    def __init__(self, step: int, values: Floats) -> None:
-        self.first = self.last = step
-        self.count = 0
-        self.low, self.high = values.copy(), values.copy()
+    first: int
+    last: int
+    count: int
+    low: Floats
+    high: Floats
 
-    def add(self, step: int, values: Floats) -> None:
-        if values.shape != self.low.shape:  # tensors were added
-            missing = ((0, len(values) - len(self.low)), (0, 0))
-            self.low = np.pad(self.low, missing, constant_values=np.nan)
-            self.high = np.pad(self.high, missing, constant_values=np.nan)
-        np.fmin(self.low, values, out=self.low)
-        np.fmax(self.high, values, out=self.high)
-        self.last = step
-        self.count += 1
+    def with_step(self, step: int, values: Floats) -> _Span:
+        """Return the span with another snapshot, which may have more tensors."""
+        missing = ((0, len(values) - len(self.low)), (0, 0))
+        low, high = (np.pad(known, missing, constant_values=np.nan) for known in (self.low, self.high))
+        return _Span(self.first, step, self.count + 1, np.fmin(low, values), np.fmax(high, values))
 
 
 def replace_document(directory: str | Path, name: str, content: Mapping[str, Any]) -> None:
