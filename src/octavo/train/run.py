@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo import kernels
-from octavo.conversion import enable
+from octavo.conversion import disabled, enable
 from octavo.errors import DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
@@ -30,6 +30,7 @@ from octavo.train.schedule import learning_rate
 from octavo.train.setup import Setup, set_up
 from octavo.train.sharding import send_tokens
 from octavo.train.stopping import StopSignals
+from octavo.train.summary import HIGH
 from octavo.train.timing import Stopwatch
 from octavo.train.train_state import StepMetrics
 
@@ -266,7 +267,15 @@ class Trainer(GuardedRun):
         by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
         if self.done == self.config.run.steps:
             self.ranks.on_first(lambda: write_json(self.directory / "heldout.json", by_model))
+            by_model |= self._without_fp8()
         return by_model
+
+    def _without_fp8(self) -> dict[str, list[float]]:
+        """Return the held-out losses of the FP8 model's weights in high precision, beside a baseline on one rank."""
+        if len(self.setup.states) < 2 or self.ranks.count > 1:
+            return {}
+        with disabled(self._state.model):
+            return {HIGH: heldout_losses(self._state, self.setup.heldout).tolist()}
 
     def _watch_plateau(self, loss: float) -> None:
         """Note a held-out loss; emit an event if the schedule halves the learning rate because of it."""
