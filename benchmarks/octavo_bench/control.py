@@ -1,7 +1,7 @@
 """`octavo bench control`: by how much two BF16 runs of a preset differ, so that its gap has something to be beside.
 
-A pair forks where the FP8 model of the preset begins to compute in FP8 (`run.bf16_first_steps`): from there one run goes
-on, and one from weights changed by a rounding error (`perturb`), both in BF16 on the same batches.
+A pair forks where the FP8 model of the preset begins to compute in FP8 (`run.bf16_first_steps`): from there one run
+goes on, and one from weights moved by a unit in the last place of BF16 (`lanes.move`), both on the same batches.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from octavo.train.schedule import learning_rate
 from octavo.train.setup import set_up
 from octavo.train.train_state import TrainState
 from octavo_bench.kind import TO_STDOUT, Kind, Output, positive
+from octavo_bench.lanes import ULP_SEED, move
 from octavo_bench.render import Table
 from octavo_bench.results import Row, newest
 
@@ -121,7 +122,7 @@ def pair(config: RunConfig) -> Row:
         state.model.load_state_dict(forked[0])
         state.optimizer.load_state_dict(copy.deepcopy(forked[1]))
         if is_perturbed:
-            perturb(state, run.seed)
+            move(state.parameters.values(), torch.Generator().manual_seed(ULP_SEED + run.seed))
         _advance(state, config, batches, run.bf16_first_steps, run.steps)
         losses.append(heldout_losses(state, setup.heldout))
     first, second = losses
@@ -131,15 +132,6 @@ def pair(config: RunConfig) -> Row:
     row |= {"tokens": config.tokens, "heldout_tokens": sum(x.numel() for x, _ in setup.heldout)}
     gaps = {"gap_percent": 100 * mean / reference, "gap_95_percent": 100 * (half_width or 0.0) / reference}
     return {**row, "heldout_loss": reference, **gaps}
-
-
-def perturb(state: TrainState, seed: int) -> None:
-    """Change a random half of the weights' values by one unit in the last place of FP32."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in state.parameters.values():
-            half = torch.rand(parameter.shape, generator=generator) < 0.5
-            parameter.mul_(1 + half.to(parameter.device) * 2.0**-23)
 
 
 def _advance(state: TrainState, config: RunConfig, batches: Sequence[Batch], first: int, last: int) -> None:

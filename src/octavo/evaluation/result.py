@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -112,7 +113,7 @@ class Evaluation:
         return json.dumps(found, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
-        told = ["", self.verdict] if self.verdict else []
+        told = ["", textwrap.fill(self.verdict, 80)] if self.verdict else []
         return "\n".join([*_about(self), "", *_scores(self.scores), *_differences(self.differences), *told])
 
 
@@ -207,7 +208,7 @@ def _differences(differences: Sequence[LossDifference]) -> Iterator[str]:
     for one in differences:
         pair = f"{one.computed} - {one.reference}"
         yield f"{pair:<25}{_with_error(one.loss, one.loss_error, '+.6f')}"
-    yield "\nPaired by sequence, ± the standard error over this text. Another run would differ by more."
+    yield "\nPaired by sequence, ± the standard error over this text, not over other runs."
 
 
 def _with_error(value: float | None, error: float | None, form: str) -> str:

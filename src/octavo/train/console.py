@@ -74,6 +74,8 @@ class ConsoleReporter:
                 self._start(event)
             case events.Logged():
                 self._log(event)
+            case events.Switched(step=1, recipe="bf16"):
+                self._say("step 1: the FP8 model computes in BF16 at first, so that both models share their start")
             case events.Switched():
                 self._say(f"step {event.step}: the FP8 model switches to recipe '{event.recipe}'")
             case events.Evaluated():

@@ -17,7 +17,6 @@ from octavo.train.evaluate import paired_interval, perplexity
 from octavo.train.events import MODELS, Finished, gap_percent
 from octavo.train.plot import plot
 
-
 HIGH = "high_precision"
 """Name of the FP8 model's weights, computed in high precision."""
 
