@@ -32,7 +32,7 @@ from octavo.train.sharding import send_tokens
 from octavo.train.stopping import StopSignals
 from octavo.train.summary import HIGH
 from octavo.train.timing import Stopwatch
-from octavo.train.train_state import StepMetrics
+from octavo.train.train_state import StepMetrics, TrainState
 
 
 def train(
@@ -253,7 +253,7 @@ class Trainer(GuardedRun):
 
     def _evaluate(self) -> dict[str, list[float]]:
         """Return the held-out loss of each sequence by model."""
-        losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
+        losses = {state.name: self._score(state, events.MODELS[state.name]) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         first = self._state.name
         self.log.log_evaluation(self.done, loss, losses[first])
@@ -275,7 +275,11 @@ class Trainer(GuardedRun):
         if len(self.setup.states) < 2 or self.ranks.count > 1:
             return {}
         with disabled(self._state.model):
-            return {HIGH: heldout_losses(self._state, self.setup.heldout).tolist()}
+            return {HIGH: self._score(self._state, "the same weights without FP8").tolist()}
+
+    def _score(self, state: TrainState, computed: str) -> Tensor:
+        self.log.emit(events.Scoring(step=self.done, computed=computed))
+        return heldout_losses(state, self.setup.heldout)
 
     def _watch_plateau(self, loss: float) -> None:
         """Note a held-out loss; emit an event if the schedule halves the learning rate because of it."""
