@@ -446,12 +446,10 @@ def test_a_model_that_does_not_fit_in_memory_is_said_in_words(octavo: Octavo, tm
     assert done.returncode == 2 and "do not fit in memory" in done.stderr, done.stderr
 
 
-def test_help_breaks_paragraphs_where_the_terminal_ends(
-    octavo: Octavo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    octavo("plan --help")
-    lines = capsys.readouterr().out.splitlines()
+def test_help_breaks_paragraphs_where_the_terminal_ends() -> None:
+    env = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([*COMMAND, "plan", "--help"], capture_output=True, text=True, check=True, env=env)
+    lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     first = next(number for number, line in enumerate(lines) if "FILE  Run file" in line)
     assert lines[first + 1].startswith(

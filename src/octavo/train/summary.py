@@ -33,7 +33,7 @@ def summarise(
 
     A perplexity that is infinite is None, too: JSON has no infinity.
 
-    Speeds are medians over the log, which excludes compilation.
+    Speeds are medians over the log, which excludes compilation, from the step on that the FP8 model leaves BF16.
 
     Args:
         config: the run.
@@ -47,6 +47,7 @@ def summarise(
     means = {model: statistics.fmean(losses) for model, losses in heldout.items()}
     gap = gap_percent(means)
     half_width = None if gap is None else paired_interval(heldout["fp8"], heldout["bf16"])[1]
+    timed = [line for line in history if not config.run.is_bf16(line["step"] - 1)] or history
     found = {model: perplexity(loss) for model, loss in means.items()}
     perplexities = {f"perplexity_{m}": found[m] if math.isfinite(found.get(m, math.inf)) else None for m in MODELS}
     return {
@@ -64,8 +65,8 @@ def summarise(
         **(control_of(config) if gap is not None else {}),
         "unigram_entropy": corpus.get("unigram_entropy"),
         "fp8_gemms_total": sum(facts["fp8_gemms"].values()),
-        "tokens_per_second": _median(history, "tokens_per_second"),
-        **{f"step_milliseconds_{model}": _median(history, f"milliseconds_{model}") for model in MODELS},
+        "tokens_per_second": _median(timed, "tokens_per_second"),
+        **{f"step_milliseconds_{model}": _median(timed, f"milliseconds_{model}") for model in MODELS},
         "energy_cost": None if facts["energy_kwh"] is None else facts["energy_kwh"] * config.run.price_per_kwh or None,
         **memory,
         "corpus": dict(corpus),
@@ -162,8 +163,11 @@ def _step_times(summary: Mapping[str, Any]) -> str:
     """Return the time per step of each model, with the reason where FP8 gains next to nothing on a GPU."""
     times = {model: summary[f"step_milliseconds_{model}"] for model in MODELS}
     shown = ", ".join(f"{MODELS[model]} {ms:.0f} ms" for model, ms in times.items() if ms is not None)
-    gains = None in times.values() or times["fp8"] < LITTLE * times["bf16"]
-    return shown if gains or summary.get("peak_gib") is None else f"{shown} (layers this small gain little)"
+    if None in times.values() or summary.get("peak_gib") is None:  # of one model, or on a CPU
+        return shown
+    ratio = times["bf16"] / times["fp8"]
+    gain = f"FP8 has {ratio:.2f} times the speed of BF16"
+    return f"{shown}: {gain}" if times["fp8"] < LITTLE * times["bf16"] else f"{shown} (layers this small gain little)"
 
 
 LITTLE = 0.95
