@@ -15,24 +15,24 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_first_blocks_are_one_line_to_install_the_example_and_the_two_commands() -> None:
+def test_the_first_blocks_are_one_line_to_install_two_commands_and_the_example() -> None:
     blocks = re.findall(r"^```(?:bash|python)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     assert blocks[0] == 'pip install ".[dashboard,serving]"\n'
-    assert "octavo.convert(model)" in blocks[1]
-    assert blocks[2] == "make demo\nmake test\n"
+    assert [line.split()[1] for line in blocks[1].splitlines()] == ["doctor", "pilot"]
+    assert "octavo.convert(model)" in blocks[2]
+    assert blocks[3] == "make demo\nmake test\n"
 
 
 def test_the_first_screen_has_what_why_install_and_the_example() -> None:
     lines = README.splitlines()
-    assert lines.index("optimizer.step()") < 45
+    assert lines.index("optimizer.step()") < 60
     assert "FP8 training" in lines[2]
 
 
 def test_the_order_of_the_readme() -> None:
     sections = re.findall(r"^## (.*)$", README, re.MULTILINE)
     assert sections == [
-        *("Install", "Convert a model", "See it at work", "Results", "When to use it", "Recipes"),
-        *("Works with", "Limits", "Documentation", "Citation"),
+        *("Start", "Convert a model", "See it at work", "Results", "Recipes", "When not to use it", "Documentation"),
     ]
 
 
@@ -40,8 +40,13 @@ def test_the_order_of_the_readme() -> None:
 def test_each_table_of_results_is_short(name: str) -> None:
     results = README.split(f"<!-- table: readme-{name} -->")[1].split("<!-- end -->")[0]
     rows = [line for line in results.splitlines() if line.startswith("| ") and "---" not in line]
-    assert 2 <= len(rows) <= 1 + 10
-    assert max(map(len, rows)) <= 160
+    assert 2 <= len(rows) <= 12
+    assert max(map(len, rows)) <= 180
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 180 and max(map(len, lines)) <= 300
 
 
 def test_pictures_exist_in_light_and_dark() -> None:
@@ -49,7 +54,6 @@ def test_pictures_exist_in_light_and_dark() -> None:
     assert {Path(name).name for name in found} >= {
         "hero-light.svg",
         "hero-dark.svg",
-        "terminal.svg",
         "dashboard-dark.png",
     }
     assert [name for name in found if not (ROOT / name).is_file()] == []
@@ -85,10 +89,10 @@ def test_a_new_python_is_found_under_another_name(tmp_path: Path) -> None:
     assert asked.returncode == 1 and "'no-such' is not there" in asked.stderr
 
 
-def test_octavo_on_a_model_of_hugging_face_takes_twelve_lines() -> None:
+def test_octavo_on_a_model_of_hugging_face_takes_fifteen_lines() -> None:
     code = re.search(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     assert code is not None and "transformers" in code[1]
-    assert len([line for line in code[1].splitlines() if line.strip()]) <= 12
+    assert len([line for line in code[1].splitlines() if line.strip()]) <= 15
 
 
 def test_extras_are_spelled_so_that_every_shell_takes_them() -> None:

@@ -8,6 +8,7 @@ from octavo.cli.lazy import add_commands
 
 COMMANDS = {
     "demo": "demo:command",
+    "control": "control:command",
     "compare": "compare:command",
     "data-parallel": "data_parallel:command",
     "parity": "parity:command",

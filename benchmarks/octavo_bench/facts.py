@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import octavo
 from octavo import errors, recipes
 from octavo.calibration.scale_policy import FINER, FLUSHED, SATURATED
 from octavo.cli.flags import field_docs
@@ -436,18 +437,38 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def readme_plan() -> str:
-    """Run the README's example up to the plan and return its output."""
+    """Run the README's example up to the plan; return its output with one layer of each shape, and no fused ones."""
     code = re.search(r"^```python\n(.*?\nprint\(octavo\.plan[^\n]*\n)", README.read_text(encoding="utf-8"), re.M | re.S)
     if code is None:
         raise ConfigError(f"{README}: has no example that prints a plan.")
     run = subprocess.run([sys.executable, "-c", code[1]], capture_output=True, text=True, encoding="utf-8")
     if run.returncode:
         raise ConfigError(f"{README}: the example that prints a plan fails:\n{run.stderr.strip()}")
-    return f"```text\n{run.stdout.rstrip()}\n```"
+    shown: list[str] = []
+    shapes: set[str] = set()
+    for line in run.stdout.rstrip().splitlines():
+        shape = re.search(r"\d+ x \d+ ", line)
+        is_left_out = ": fused: " in line or (shape is not None and shape[0] in shapes)
+        shapes |= {shape[0]} if shape else set()
+        shown += [] if is_left_out else [line]
+    return "\n".join(["```text", *shown, "```"])
+
+
+SHOWN_RECIPES = ("folded", "rotated", "folded_fast")
+"""Recipes that README names first."""
+
+
+def readme_recipes() -> str:
+    """Return the recipes of README, the default first."""
+    default = inspect.signature(octavo.convert).parameters["recipe"].default
+    names = sorted(SHOWN_RECIPES, key=lambda name: name != default)
+    rows = [(f"`{name}`" + (", the default" if name == default else ""), recipes.about(name)) for name in names]
+    return table(("recipe", "what it does"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "readme-plan": readme_plan,
+    "readme-recipes": readme_recipes,
     "recipes": preset_table,
     "recipe-aliases": alias_table,
     "recipe-operands": recipe_table,

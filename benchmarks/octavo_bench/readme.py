@@ -26,8 +26,8 @@ STEPS = {
 }
 """Title of each workload shown, and Octavo's fastest implementation."""
 SHARDED = "Llama-3-8B, FSDP2"
-MACHINE = "nvidia-h200"
-"""Machine of all figures except losses, as README says."""
+MACHINE, SECOND = "nvidia-h200", "nvidia-h100-80gb-hbm3"
+"""Machine of all figures that do not name another, as README says; and the one that blocks are shown on besides."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +42,12 @@ class Measured:
     """Runs of the parity study."""
 
     @classmethod
-    def read(cls, directory: Path) -> Measured:
-        """Read the results under a directory."""
-        found = {kind: _on_machine(results.newest(kind, directory)) for kind in ("moe", "hf", "distributed", "memory")}
+    def read(cls, directory: Path, machine: str = MACHINE) -> Measured:
+        """Read the results of a machine under a directory, and the losses of all."""
+        kinds = ("moe", "hf", "distributed", "memory")
+        found = {kind: _on_machine(results.newest(kind, directory), machine) for kind in kinds}
         found["parity"] = results.newest("parity", directory)
-        steps = _on_machine(results.every("step", directory))
+        steps = _on_machine(results.every("step", directory), machine)
         return cls(found=found, steps=steps, pairs=ladder.read_rows(directory))
 
     def rows(self, kind: str, **keys: object) -> list[Row]:
@@ -86,8 +87,8 @@ class Step:
         return min(rows, key=lambda row: float(row["ms"]), default=None)
 
 
-def _on_machine(found: Iterable[Result]) -> list[Result]:
-    return [result for result in found if result.hardware == MACHINE]
+def _on_machine(found: Iterable[Result], machine: str) -> list[Result]:
+    return [result for result in found if result.hardware == machine]
 
 
 def _having(rows: Iterable[Row], keys: Mapping[str, object]) -> list[Row]:
@@ -97,25 +98,42 @@ def _having(rows: Iterable[Row], keys: Mapping[str, object]) -> list[Row]:
 def headline(directory: Path) -> str:
     """Return the gains and costs of FP8, one line each."""
     measured = Measured.read(directory)
-    lines = [_speed(measured), _several(measured), _memory(measured), _accuracy(measured), _costs(measured)]
+    lines = [
+        _speed(measured, Measured.read(directory, SECOND)),
+        _several(measured),
+        _memory(measured),
+        _accuracy(measured),
+        _costs(measured),
+    ]
     return "\n".join(f"- {line}" for line in lines if line)
 
 
-def _speed(measured: Measured) -> str:
-    step = measured.step(BLOCKS, FOLDED)
+def _speed(measured: Measured, second: Measured) -> str:
+    step, other = measured.step(BLOCKS, FOLDED), second.step(BLOCKS, FOLDED)
     if step is None:
         return ""
-    fast, title = step.peer(FAST), STEPS[BLOCKS][0]
+    fast = step.peer(FAST)
     said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16**"
-    said += f", {fast['ratio_to_bf16']:.2f} times with recipe `folded_fast`" if fast else ""
+    said += f", {fast['ratio_to_bf16']:.2f} times with recipe `{_recipe(FAST)}`" if fast else ""
+    said += f": {STEPS[BLOCKS][0]} with BF16 weights, compiled, on one {_machine(MACHINE)}{_beside(step)}"
+    if other:
+        said += f"; {other.own['ratio_to_bf16']:.2f} times on one {_machine(SECOND)}{_beside(other)}"
+    return f"{said}."
+
+
+def _beside(step: Step) -> str:
+    """Return the speeds of the other libraries in the session of a step, in brackets; empty without one."""
     peers = {"torchao": step.peer(TORCHAO), "Transformer Engine": step.engine}
     beside = ", ".join(f"{name} {row['ratio_to_bf16']:.2f}" for name, row in peers.items() if row)
-    return f"{said}: {title}, compiled, on one {_machine(MACHINE)}{f' ({beside})' if beside else ''}."
+    return f" ({beside})" if beside else ""
 
 
 def _several(measured: Measured) -> str:
     own = _fastest_sharded(measured)
-    return f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**: a whole {SHARDED}." if own else ""
+    peer = next((row for row in _sharded_rows(measured) if row["implementation"].startswith(TORCHAO)), None)
+    beside = f" (torchao {peer['ratio_to_bf16']:.2f})" if peer else ""
+    said = own and f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**: a whole {SHARDED}{beside}."
+    return said or ""
 
 
 def _sharded_rows(measured: Measured) -> list[Row]:
@@ -137,13 +155,18 @@ def _accuracy(measured: Measured) -> str:
         (gap, *_), rows = study
         model, tokens = rows[0]["model"], rows[0]["tokens"]
         half = ", in FP8 from half of the run on" if rows[0]["condition"] == "half" else ""
-        return f"{_gap_line(gap.mean, gap.half_width, len(gap.differences), model, tokens)}{half}."
+        return f"{_gap_line(gap.mean, gap.half_width, len(gap.differences), model, tokens)}{half}, {_on(rows)}."
     studies = _pairs(measured)
     if not studies:
         return ""
     model, tokens, pairs = studies[-1]
     interval = over_seeds(_gaps(pairs))
     return f"{_gap_line(interval.mean, interval.half_width, len(pairs), model, tokens)}."
+
+
+def _on(rows: Sequence[Row]) -> str:
+    """Return the machines that runs of the parity study were made on."""
+    return f"on one {' or '.join(sorted({_machine(row['machine']) for row in rows}))}"
 
 
 def _study(measured: Measured) -> tuple[Sequence[ladder.Gap], Sequence[Row]] | None:
@@ -167,10 +190,21 @@ def _memory(measured: Measured) -> str:
     if len(rows) < 2:
         return ""
     least = min(rows, key=lambda row: float(row["peak_gib"]))
-    change = _percent(least["peak_gib"] / rows[0]["peak_gib"])
+    baselines = [f"{_less(least, row)} than {title} ({row['peak_gib']:.1f} GiB)" for title, row in _bf16(measured)]
     what = f"a Llama of {least['parameters'] / 1e9:.1f} B parameters trains in {least['peak_gib']:.1f} GiB"
-    less = f"**{change.removeprefix('-')} less memory**"
-    return f"{less} with weights, optimizer states and saved activations in FP8: {what}."
+    return f"**Memory: {', '.join(baselines)}**: {what}, with weights, optimizer states and saved activations in FP8."
+
+
+def _bf16(measured: Measured) -> Iterator[tuple[str, Row]]:
+    """Yield the BF16 steps of the whole Llama with AdamW, least memory first, each with its name."""
+    step = measured.step(WHOLE, FOLDED)
+    if step and (own := step.peer(BF16)) and "peak_gib" in own:
+        yield "BF16 weights and states", own
+    yield "FP32 masters and states", measured.rows("memory", workload=WHOLE)[0]
+
+
+def _less(own: Row, than: Row) -> str:
+    return f"{_percent(own['peak_gib'] / than['peak_gib']).removeprefix('-')} less"
 
 
 def _costs(measured: Measured) -> str:
@@ -200,49 +234,86 @@ def _tensor_parallel(measured: Measured) -> tuple[Row | None, Row | None]:
 
 def speed(directory: Path) -> str:
     """Return the speed relative to BF16 of the other libraries and of Octavo, one row per workload."""
-    measured = Measured.read(directory)
-    parts = (_steps, _sharded, _tensor, _trainer, _experts, _images)
-    rows = [(name, *map(_times, own[:3]), _times(own[3], how)) for part in parts for name, *own, how in part(measured)]
-    return table(("training step", "torchao", "Transformer Engine", "Octavo", "Octavo at its fastest"), rows)
+    measured, second = Measured.read(directory), Measured.read(directory, SECOND)
+    found = [*_steps(measured, tuple(STEPS)[:1]), *_on_second(second), *_steps(measured, tuple(STEPS)[1:-1])]
+    found += [row for part in (_sharded, _tensor, _trainer, _experts, _images) for row in part(measured)]
+    rows = [
+        (row.name, row.bf16, *map(_times, (row.torchao, row.engine, row.own)), _times(row.fast, row.how))
+        for row in found
+    ]
+    own = f"Octavo `{_recipe(FOLDED)}`"
+    return table(("training step", "BF16", "torchao", "Transformer Engine", own, "Octavo at its fastest"), rows)
 
 
-Speeds = Iterator[tuple[str, Row | None, Row | None, Row | None, Row | None, str]]
-"""Title; steps of torchao, of Transformer Engine, of `folded`, and of the fastest; how the fastest is computed."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """A row of the table: one workload, by everything that was measured in its session."""
+
+    name: str
+    bf16: str
+    """Absolute speed of BF16, with its unit."""
+    torchao: Row | None = None
+    engine: Row | None = None
+    own: Row | None = None
+    fast: Row | None = None
+    how: str = ""
+    """How the fastest is computed."""
 
 
 def _times(row: Row | None, how: str = "") -> str:
     return f"{row['ratio_to_bf16']:.2f} x{how and f', {how}'}" if row else ""
 
 
-def _steps(measured: Measured, workloads: Iterable[str] = tuple(STEPS)[:-1]) -> Speeds:
+def _rate(row: Row | None, key: str = "tokens_per_s", unit: str = "tokens/s") -> str:
+    return f"{row[key]:,.0f} {unit}" if row and key in row else ""
+
+
+def _steps(measured: Measured, workloads: Iterable[str], unit: str = "tokens/s", where: str = "") -> Iterator[Speed]:
     for workload in workloads:
         title, fastest = STEPS[workload]
         own, fast = (measured.step(workload, implementation) for implementation in (FOLDED, fastest))
         if beside := own or fast:
-            how = f"`{_recipe(fastest)}`"
-            shown = own.own if own else None, fast.own if fast else None
-            yield title, beside.peer(TORCHAO), beside.engine, *shown, how
+            yield Speed(
+                name=title + where,
+                bf16=_rate(beside.peer(BF16), unit=unit),
+                torchao=beside.peer(TORCHAO),
+                engine=beside.engine,
+                own=own.own if own else None,
+                fast=fast.own if fast else None,
+                how=f"`{_recipe(fastest)}`",
+            )
 
 
-def _images(measured: Measured) -> Speeds:
-    return _steps(measured, (IMAGES,))
+def _on_second(second: Measured) -> Iterator[Speed]:
+    return _steps(second, (BLOCKS,), where=f", on one {_machine(SECOND)}")
 
 
-def _sharded(measured: Measured) -> Speeds:
+def _images(measured: Measured) -> Iterator[Speed]:
+    return _steps(measured, (IMAGES,), unit="images/s")
+
+
+PER_GPU = "tokens_per_s_per_gpu", "tokens/s per GPU"
+
+
+def _sharded(measured: Measured) -> Iterator[Speed]:
     rows = _having(_sharded_rows(measured), {"layout": "data"})
     own = next((row for row in rows if row["implementation"] == FOLDED), None)
     peer = next((row for row in rows if row["implementation"].startswith(TORCHAO)), None)
+    bf16 = next((row for row in rows if row["implementation"] == BF16), None)
     fast = _fastest_sharded(measured)
     if own and fast:
         how = f"`{_recipe(fast['implementation'])}`" + (", CUDA graph" if "graph" in fast["layout"] else "")
-        yield f"{SHARDED}, {own['ranks']} GPUs", peer, None, own, fast, how
+        name = f"{SHARDED}, {own['ranks']} GPUs"
+        yield Speed(name=name, bf16=_rate(bf16, *PER_GPU), torchao=peer, own=own, fast=fast, how=how)
 
 
-def _tensor(measured: Measured) -> Speeds:
+def _tensor(measured: Measured) -> Iterator[Speed]:
     launched, graph = _tensor_parallel(measured)
     if launched:
+        keys = {"layout": launched["layout"], "ranks": launched["ranks"], "implementation": BF16}
         name = f"{STEPS[BLOCKS][0]}, tensor parallel, {launched['ranks']} GPUs"
-        yield name, None, None, launched, graph, "CUDA graph"
+        bf16, how = _rate(measured.row("distributed", **keys), *PER_GPU), "beside BF16 as a CUDA graph too"
+        yield Speed(name=name, bf16=bf16, own=launched, fast=graph, how=how)
 
 
 TRAINER = "transformers' Trainer, Qwen3-1.7B blocks"
@@ -252,11 +323,12 @@ def _trained(measured: Measured, mode: str, implementation: str) -> Row | None:
     return measured.row("hf", model="qwen3-2048", mode=mode, implementation=implementation)
 
 
-def _trainer(measured: Measured) -> Speeds:
-    for mode, title in {"eager": "eager", "torch_compile": "compiled"}.items():
-        peer, own, fast = (_trained(measured, mode, name) for name in (TORCHAO, FOLDED, FAST))
+def _trainer(measured: Measured) -> Iterator[Speed]:
+    for mode, title in {"torch_compile": "compiled", "eager": "eager"}.items():
+        bf16, peer, own, fast = (_trained(measured, mode, name) for name in (BF16, TORCHAO, FOLDED, FAST))
         if own:
-            yield f"{TRAINER}, {title}", peer, None, own, fast, f"`{_recipe(FAST)}`"
+            rows = {"torchao": peer, "own": own, "fast": fast}
+            yield Speed(name=f"{TRAINER}, {title}", bf16=_rate(bf16), how=f"`{_recipe(FAST)}`", **rows)
 
 
 def _layer_of_experts(measured: Measured) -> Sequence[Row]:
@@ -265,38 +337,40 @@ def _layer_of_experts(measured: Measured) -> Sequence[Row]:
     return max(layers, key=lambda rows: float(rows[0]["kept_mib"]), default=())
 
 
-def _experts(measured: Measured) -> Speeds:
+def _experts(measured: Measured) -> Iterator[Speed]:
     rows = {row["implementation"]: row for row in _layer_of_experts(measured)}
     if own := rows.get(FOLDED):
-        yield f"layer of experts, {own['workload']}", None, None, own, rows.get(FAST), f"`{_recipe(FAST)}`"
+        bf16 = next((row for row in rows.values() if row["ratio_to_bf16"] == 1), None)
+        name, rate = f"layer of experts, {own['workload']}", _rate(bf16, "tflops", "TFLOP/s")
+        yield Speed(name=name, bf16=rate, own=own, fast=rows.get(FAST), how=f"`{_recipe(FAST)}`")
 
 
 def memory(directory: Path) -> str:
     """Return the memory of training in BF16 and with Octavo."""
     measured = Measured.read(directory)
     rows = [row for part in (_sizes, _peaks, _kept) for row in part(measured)]
-    return table(("memory", "BF16", "Octavo", "", "with"), rows)
+    return table(("memory at the peak", "BF16", "Octavo", "change", "with"), rows)
 
 
 def _sizes(measured: Measured) -> Iterator[Sequence[str]]:
-    for workload in (WHOLE, f"largest {WHOLE}"):
-        rows = measured.rows("memory", workload=workload)
-        if not rows:
-            continue
+    rows = measured.rows("memory", workload=WHOLE)
+    if len(rows) > 1:
+        least = rows[-1]
+        name = f"Llama of {least['parameters'] / 1e9:.1f} B parameters, AdamW"
+        for title, row in _bf16(measured):
+            bf16, own, change = _gib(row["peak_gib"], least["peak_gib"])
+            yield name, f"{bf16}, {title}", own, change, f"`{least['implementation']}`"
+    if rows := measured.rows("memory", workload=f"largest {WHOLE}"):
         first, least = rows[0], rows[-1]
-        how = f"`{least['implementation']}`"
-        if "largest" in workload:
-            sizes = (f"{row['parameters'] / 1e9:.1f} B parameters" for row in (first, least))
-            name = f"largest Llama on one {_machine(MACHINE)}"
-            yield name, *sizes, f"{least['parameters'] / first['parameters']:.1f} x", how
-        elif first is not least:
-            name = f"Llama of {first['parameters'] / 1e9:.1f} B parameters, AdamW"
-            yield name, *_gib(first["peak_gib"], least["peak_gib"]), how
+        bf16, own = (f"{row['parameters'] / 1e9:.1f} B parameters" for row in (first, least))
+        more = f"{least['parameters'] / first['parameters']:.1f} x"
+        name = f"largest Llama on one {_machine(MACHINE)}"
+        yield name, f"{bf16}, FP32 masters and states", own, more, f"`{least['implementation']}`"
 
 
 def _peaks(measured: Measured) -> Iterator[Sequence[str]]:
     sharded = {row["implementation"]: row for row in _having(_sharded_rows(measured), {"layout": "data"})}
-    pairs = {TRAINER: [_trained(measured, "eager", name) for name in (BF16, FOLDED)]}
+    pairs = {f"{TRAINER}, eager": [_trained(measured, "eager", name) for name in (BF16, FOLDED)]}
     pairs[f"{SHARDED}, per GPU"] = [*map(sharded.get, (BF16, FOLDED))]
     for name, (bf16, own) in pairs.items():
         if bf16 and own:
@@ -319,7 +393,7 @@ def _gib(bf16: float, own: float) -> tuple[str, str, str]:
 def losses(directory: Path) -> str:
     """Return the losses in BF16 and in FP8."""
     rows = [*_losses(Measured.read(directory))]
-    return table(("loss", "BF16", "Octavo `folded`", "difference", "from"), rows)
+    return table(("loss", "BF16", f"Octavo `{_recipe(FOLDED)}`", "difference", "from"), rows)
 
 
 _REMEDY = {"folded+run.last_share=0.3": "the same, last three tenths with fprop in BF16"}
@@ -333,7 +407,7 @@ def _losses(measured: Measured) -> Iterator[Sequence[str]]:
         for gap in gaps:
             found = [(block[BF16][loss], block[gap.arm][loss]) for block in ladder.blocks(rows) if gap.arm in block]
             change = f"{gap.mean:+z.2f} % ± {gap.half_width:.2f} %"
-            yield _REMEDY.get(gap.arm, name), *_means(found), change, f"{len(gap.differences)} pairs"
+            yield _REMEDY.get(gap.arm, name), *_means(found), change, f"{len(gap.differences)} pairs {_on(rows)}"
     for model, tokens, pairs in _pairs(measured)[-1:]:
         interval, each = over_seeds(_gaps(pairs)), [f"{gap:+z.2f} %" for gap in _gaps(pairs)]
         change = f"{interval.mean:+z.2f} % ± {interval.half_width:.2f} %" if len(pairs) > 2 else ", ".join(each)
@@ -374,7 +448,8 @@ def _recipe(implementation: str) -> str:
 
 
 def _machine(hardware: str) -> str:
-    return hardware.removeprefix("nvidia-").upper()
+    """Return the short name of a GPU: H200 of `nvidia-h200`, H100 of `nvidia-h100-80gb-hbm3`."""
+    return hardware.removeprefix("nvidia-").partition("-")[0].upper()
 
 
 def _parameters(model: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo._util import terminal
-from octavo._util.terminal import printable, say
+from octavo._util.terminal import columns, hanging, printable, say
 
 SOURCES = Path(__file__).parents[2] / "src/octavo"
 EVIL = "a\x1b[2Jb\x9bc\rd\u202ee\x07\x7f\udce9\u2028"
@@ -88,3 +88,11 @@ def test_all_that_commands_print_goes_this_way() -> None:
 @pytest.mark.parametrize(("number", "text"), [(0, "0 layers"), (1, "1 layer"), (1200, "1,200 layers")])
 def test_a_count_and_its_noun(number: int, text: str) -> None:
     assert terminal.quantity(number, "layer") == text
+
+
+def test_columns_wrap_under_the_last_one_in_a_terminal_and_not_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = columns([("first", "one two three four five six"), ("2", "seven")])
+    assert [*hanging(lines)] == lines
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "30")
+    assert [*hanging(lines)] == ["first  one two three four five\n       six", "2      seven"]

@@ -444,3 +444,30 @@ def test_a_model_that_does_not_fit_in_memory_is_said_in_words(octavo: Octavo, tm
     run = ["--source", str(tmp_path), "--out", str(tmp_path / "run"), "--no-baseline"]
     done = octavo("train", "--preset", "tiny", *run, "--dim", str(2**40), "--heads", "2")
     assert done.returncode == 2 and "do not fit in memory" in done.stderr, done.stderr
+
+
+def test_help_breaks_paragraphs_where_the_terminal_ends() -> None:
+    env = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([*COMMAND, "plan", "--help"], capture_output=True, text=True, check=True, env=env)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    first = next(number for number, line in enumerate(lines) if "FILE  Run file" in line)
+    assert lines[first + 1].startswith(
+        "│       your own: a Hugging Face config.json or its directory"
+    )  # as if one line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "doctor {} --recipe foldd",
+        "pilot {} --recipes folded foldd",
+        "plan {} --recipe foldd",
+        "calibrate {} --recipe foldd",
+    ],
+)
+def test_a_recipe_is_checked_before_a_model_is_read(octavo: Octavo, tmp_path: Path, command: str) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("raise SystemExit('read')", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"unknown recipe 'foldd'\. Did you mean 'folded'"):
+        octavo(command.format(own))

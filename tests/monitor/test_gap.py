@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from octavo.monitor.gap import FEWEST, GAP_LIMIT, PARTS, fluctuation
+from octavo.monitor.gap import FEWEST, GAP_LIMIT, PARTS, fluctuation, judge_gap
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DEMOS = ("2026-11-22-amd-epyc-demo", "2026-11-23-amd-epyc-demo", "2026-11-23-nvidia-h200-demo")
@@ -56,3 +56,38 @@ def test_chance_in_a_short_run_is_excused_and_a_true_loss_is_not(name: str) -> N
     growing = np.linspace(0, 6, len(gaps))
     for harm in (lost, growing):
         assert gap + 6 > max(GAP_LIMIT, fluctuation(gaps + harm))
+
+
+def test_one_run_tells_nothing_within_its_noise() -> None:
+    told = {"gap_percent": 0.3, "gap_95_percent": 0.2, "gap_fluctuation_percent": 1.58}
+    within = "One run cannot tell: held-out loss is 0.30 % {} in FP8, and "
+    during = "the gap fluctuated by ± 1.58 % during the run."
+    assert judge_gap(told) == (False, 1.58, within.format("higher") + during)
+    assert judge_gap({**told, "gap_percent": -0.3}).text == within.format("lower") + during
+    between = within.format("higher") + "the gap varies by ± 2.00 % between held-out sequences."
+    assert judge_gap({**told, "gap_95_percent": 2.0}) == (False, 2.0, between)
+
+
+@pytest.mark.parametrize(("gap", "better", "way"), [(2.0, "worse", "higher"), (-2.0, "better", "lower")])
+def test_a_gap_beyond_its_noise_is_one_of_this_run(gap: float, better: str, way: str) -> None:
+    text = (
+        f"In this run FP8 is {better}: held-out loss is 2.00 % {way} in FP8, and the gap fluctuated by ± 1.58 %"
+    )
+    told = {"gap_percent": gap, "gap_95_percent": None, "gap_fluctuation_percent": 1.58}
+    assert judge_gap(told) == (True, 1.58, f"{text} during the run. Other seeds may differ.")
+
+
+def test_pairs_of_bf16_runs_take_the_place_of_the_fluctuation() -> None:
+    control = {"gap_control_percent": 0.02, "gap_control_pairs": 8, "gap_95_percent": 0.01}
+    told = judge_gap({"gap_percent": 0.3, "gap_fluctuation_percent": 1.58, **control})
+    assert told.is_beyond and "two BF16 runs of this preset differ by up to 0.0200 % (95 %, 8 pairs)." in told.text
+    assert judge_gap({"gap_percent": 0.015, **control}).text.startswith("One run cannot tell")
+
+
+def test_a_run_without_an_estimate_of_its_noise_cannot_tell() -> None:
+    """Held-out sequences alone do not say how far another run would be."""
+    for fluctuated in (None, 0.0):
+        found = judge_gap({"gap_percent": 0.014, "gap_95_percent": 0.0041, "gap_fluctuation_percent": fluctuated})
+        assert found.noise is None and not found.is_beyond
+        assert found.text.startswith("One run cannot tell: held-out loss is 0.0140 % higher in FP8, and the run is too")
+    assert judge_gap({"gap_percent": None}).text == judge_gap({}).text == ""

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,15 @@ def say(*texts: object, to_stderr: bool = False) -> None:
     """Print texts, a line each."""
     stream: TextIO = sys.stderr if to_stderr else sys.stdout
     print("\n".join(map(printable, texts)), file=stream, flush=True)
+
+
+def hanging(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines of columns wrapped to the terminal, under their last column; in a pipe as they are."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for line in lines:
+        last = [found.end() for found in re.finditer(r" {2,}", line.rstrip())]
+        indent = last[-1] if last and last[-1] < width - 20 else 4
+        yield textwrap.fill(line, width, subsequent_indent=" " * indent, drop_whitespace=True) if width else line
 
 
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:

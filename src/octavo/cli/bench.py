@@ -35,6 +35,6 @@ def add_bench(app: App) -> None:
         app.command(f"{PACKAGE}.cli:bench", name="bench", help=HELP)
         return
 
-    @app.command(name="bench", help=f"{HELP} {ELSEWHERE}")
+    @app.command(name="bench", help=f"{HELP} {ELSEWHERE}", show=False)
     def elsewhere(*words: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
         raise UnsupportedError(ELSEWHERE)

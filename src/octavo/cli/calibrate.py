@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
 from octavo._util.terminal import progress, quantity, say
-from octavo.cli.flags import COMMON, JsonOutput, Output, Switch, configure, with_flags_of
+from octavo.cli.flags import COMMON, JsonOutput, Output, Switch, check_recipes, configure, with_flags_of
 from octavo.train.config import RunConfig
 
 FILE = "calibration.json"
@@ -82,6 +82,7 @@ def calibrate(
     directory = run if run is not None and run.is_dir() else None
     own = {name: dict(section) for name, section in settings.items()}
     recipe = own.get("run", {}).pop("recipe", None)
+    check_recipes(recipe)
     config = configure(run if directory is None else directory / "config.json", preset, own)
 
     from octavo.calibration import ScalePolicy

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from octavo._util import terminal
 from octavo._util.terminal import say
-from octavo.cli.flags import Switch
+from octavo.cli.flags import Switch, check_recipes
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def doctor(
         raise ConfigError("--report and --json exclude each other.")
     if target is not None and preset is not None:
         raise ConfigError("give only one of TARGET and --preset.")
+    check_recipes(recipe)
     from octavo.doctor.examination import examination
 
     found = examination(target, preset=preset, recipe=recipe, device=device, only=only or (), trace=trace)

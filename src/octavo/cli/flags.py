@@ -176,6 +176,19 @@ def check_given(file: Path) -> None:
         raise ConfigError(f"{file}: contains no config.json, so that it is neither a run nor a model.")
 
 
+def check_recipes(*names: str | None) -> None:
+    """Check recipes named on a command line, before a model or a text is read.
+
+    Raises:
+        ConfigError: there is no such recipe.
+    """
+    from octavo import recipes
+
+    for name in names:
+        if name is not None:
+            recipes.load(name)
+
+
 def _wants_cuda(device: str) -> bool:
     if device != "auto":
         return device.startswith("cuda")

@@ -8,7 +8,7 @@ from typing import Literal
 from cyclopts.types import PositiveInt
 
 from octavo._util.terminal import progress, say
-from octavo.cli.flags import JsonOutput, Output
+from octavo.cli.flags import JsonOutput, Output, check_recipes
 from octavo.errors import ConfigError
 
 
@@ -51,10 +51,11 @@ def localize(
     device
         cuda or cpu; auto uses the GPU if there is one.
     """
-    from octavo.sensitivity.run import Settings, localize_run
-
     if output is not None and output.suffix != ".toml":
         raise ConfigError(f"--output: {output}: a precision map must be a .toml file.")
+    check_recipes(recipe)
+    from octavo.sensitivity.run import Settings, localize_run
+
     given = {} if tokens is None else {"tokens": tokens}
     measure = {"auto": None, "measured": True, "predicted": False}[times]
     settings = Settings(recipe=recipe, budget=budget, device=device, measure=measure, **given)

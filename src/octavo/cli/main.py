@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from cyclopts import (
     App,
@@ -32,12 +33,17 @@ from octavo.cli.bench import add_bench
 from octavo.cli.lazy import add_commands
 from octavo.errors import ConfigError, OctavoError, did_you_mean
 
+if TYPE_CHECKING:
+    from cyclopts.help import DefaultFormatter, HelpPanel
+    from rich.console import Console, ConsoleOptions
+
 HELP = """Train models in FP8.
 
 Start with:
 
-    octavo train --preset demo     train a Llama in FP8 and its BF16 baseline
     octavo doctor                  check this machine
+    octavo pilot config.json       try FP8 on a Hugging Face model
+    octavo train --preset demo     train a Llama in FP8 and its BF16 baseline
 
 `octavo COMMAND --help` explains a command, `--help-all` with every setting.
 Set OCTAVO_DEBUG=1 to see tracebacks.
@@ -80,10 +86,36 @@ def _is_fraction(text: str) -> bool:
     return False
 
 
+class _HelpFormatter:
+    """Prints help as cyclopts does, but lets the terminal, not the source, break the paragraphs of parameters."""
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        from rich.text import Text
+
+        for entry in panel.entries:
+            text = getattr(entry.description, "primary_renderable", None)
+            if isinstance(text, Text):
+                text.plain = re.sub(r"(?<=\S)\n(?=\S)", " ", text.plain)
+        self._plain()(console, options, panel)
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
+        self._plain().render_usage(console, options, usage)
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
+        self._plain().render_description(console, options, description)
+
+    @staticmethod
+    def _plain() -> DefaultFormatter:
+        from cyclopts.help import DefaultFormatter
+
+        return DefaultFormatter()
+
+
 app = App(
     name="octavo",
     help=HELP,
     help_format="plaintext",
+    help_formatter=_HelpFormatter(),
     version=__version__,
     default_parameter=Parameter(show_default=_default),
     config=_check_whole,

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, PositiveInt
 
 from octavo._util.terminal import console, say
-from octavo.cli.flags import JsonOutput, Switch
+from octavo.cli.flags import JsonOutput, Switch, check_recipes
 
 
 @Parameter(name="*")
@@ -65,6 +65,7 @@ def pilot(
     html
         File to write a report with plots to.
     """
+    check_recipes(*recipes or ())
     sizes = batches or BatchFlags()
     from octavo.monitor.dashboard import page
     from octavo.pilot import Settings, load_workload, run_pilot

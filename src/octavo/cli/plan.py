@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts.types import PositiveInt
 
-from octavo._util.terminal import columns, console, progress, quantity, say
-from octavo.cli.flags import COMMON, JsonOutput, Switch, check_given, configure, with_flags_of
+from octavo._util.terminal import columns, console, hanging, progress, quantity, say
+from octavo.cli.flags import COMMON, JsonOutput, Switch, check_given, check_recipes, configure, with_flags_of
 from octavo.errors import ConfigError
 from octavo.train.config import RunConfig
 
@@ -118,6 +118,7 @@ def _plan_own_model(file: Path, gpu: str | None, settings: Mapping[str, Mapping[
     if unknown := [name for name in given if name not in OWN_MODEL]:
         flag = unknown[0].replace("_", "-")
         raise ConfigError(f"--{flag}: is for run files, and {file} is none.")
+    check_recipes(given.get("run.recipe"))
     from octavo.conversion import make_plan
     from octavo.train.device import resolve
     from octavo.train.workload import Shape, build_without_values, load_workload
@@ -240,13 +241,13 @@ def recipes(name: str | None = None, /, *, json_output: JsonOutput = False) -> i
 
     if name is not None:
         recipe = known.load(name)
-        say(json.dumps(config_reader.to_dict(recipe), indent=2) if json_output else known.explain(recipe))
+        explained = hanging(known.explain(recipe).splitlines())
+        say(json.dumps(config_reader.to_dict(recipe), indent=2) if json_output else "\n".join(explained))
     elif json_output:
         say(json.dumps(known.names()))
     else:
-        width = max(map(len, known.names()))
-        for each in known.names():
-            say(f"{each:<{width}}  {known.about(each)}")
-        say(f"\nAliases: {', '.join(f'{alias} = {name}' for alias, name in known.ALIASES.items())}.")
+        say(*hanging(columns([(each, known.about(each)) for each in known.names()])))
+        aliases = ", ".join(f"{alias} = {name}" for alias, name in known.ALIASES.items())
+        say("", *hanging([f"Aliases: {aliases}."]))
         say("`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
     return 0

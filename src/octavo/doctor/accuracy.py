@@ -91,7 +91,8 @@ def drift(read: tuple[float, float, Mapping[str, float]]) -> Finding:
     gap, verdict = _judge_gap(fp8, high)
     if verdict == Verdict.OK and not cosine >= COSINE:
         verdict = Verdict.WARNING
-    seen = f"loss {fp8:.4f} in FP8, {high:.4f} without ({gap:+z.2f} %); lowest gradient cosine {cosine:.3f} ({worst})"
+    seen = f"loss {fp8:.4f} in FP8, {high:.4f} by the same weights without FP8 ({gap:+z.2f} %); lowest gradient"
+    seen += f" cosine {cosine:.3f} ({worst})"
     numbers = {"loss_fp8": fp8, "loss_high": high, "gap_percent": gap, "layer": worst, "cosine": cosine}
     return Finding(verdict, seen, numbers, [{"layer": name, "cosine": value} for name, value in cosines.items()])
 

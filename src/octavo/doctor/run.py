@@ -12,6 +12,7 @@ import numpy as np
 from octavo._util.terminal import and_more, quantity
 from octavo.doctor.check import Finding, Verdict, check, failure, ok, skipped, warning
 from octavo.monitor.dashboard import verdict
+from octavo.monitor.gap import judge_gap
 from octavo.monitor.store import RunReader
 
 
@@ -34,7 +35,8 @@ def loss(run: RunReader) -> Finding:
     """Check that the loss is finite, close to the baseline's and to its own minimum; suggest remedies by evidence."""
     if not run.last_step:
         return skipped("no step yet")
-    found = judge_findings(verdict.of_loss(run), "near its lowest")
+    told = judge_gap(verdict.gap_summary(run)).text
+    found = judge_findings(verdict.of_loss(run), f"near its lowest. {told}".removesuffix(". "))
     return found if found.verdict == Verdict.OK else replace(found, remedy=remedies(run))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +16,10 @@ from octavo import kernels
 from octavo._util.terminal import Report, quantity, reported
 from octavo.data.loader import Batch
 from octavo.evaluation.text import EvalText
+from octavo.guard.alarms import percent_above
+from octavo.monitor.gap import judge_gap
 from octavo.monitor.system import versions
-from octavo.train.evaluate import perplexity, standard_error
+from octavo.train.evaluate import paired_interval, perplexity, standard_error
 
 SERVED, INT8, FP8, BF16, HIGH = "served", "INT8", "FP8", "BF16", "high precision"
 BASELINE, QUANTISED = "BF16 baseline", "BF16 quantised"
@@ -95,6 +99,8 @@ class Evaluation:
     scores: tuple[Score, ...]
     differences: tuple[LossDifference, ...]
     notes: tuple[str, ...] = ()
+    verdict: str = ""
+    """What one run can tell about FP8 beside its BF16 baseline (`judge_gap`); empty without one."""
     versions: dict[str, str | None] = field(default_factory=versions)
 
     @property
@@ -110,13 +116,19 @@ class Evaluation:
         return json.dumps(found, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
-        return "\n".join([*_about(self), "", *_scores(self.scores), *_differences(self.differences)])
+        told = ["", textwrap.fill(self.verdict, 80)] if self.verdict else []
+        return "\n".join([*_about(self), "", *_scores(self.scores), *_differences(self.differences), *told])
 
 
 def evaluation(
-    model: Mapping[str, Any], text: EvalText, device: str, found: Sequence[Score], notes: Sequence[str]
+    model: Mapping[str, Any],
+    text: EvalText,
+    device: str,
+    found: Sequence[Score],
+    notes: Sequence[str],
+    noise: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluation:
-    """Return the evaluation of scores on a text."""
+    """Return the evaluation of scores on a text; `noise` is what `judge_gap` takes of the noise between runs."""
     by_name = {one.computed: one for one in found}
     pairs = [(by_name[a], by_name[b]) for a, b in _COMPARED if a in by_name and b in by_name]
     return Evaluation(
@@ -133,7 +145,20 @@ def evaluation(
         scores=tuple(found),
         differences=tuple(_difference(one, other) for one, other in pairs),
         notes=tuple(notes),
+        verdict=judge_gap({**noise, **gap}).text if (gap := _gap(by_name)) else "",
     )
+
+
+def _gap(scores: Mapping[str, Score]) -> dict[str, float | None]:
+    """Return the gap of FP8 to the BF16 baseline and its interval over sequences, percent; empty without a baseline."""
+    if not {FP8, BASELINE} <= scores.keys():
+        return {}
+    fp8, bf16 = scores[FP8].losses_S, scores[BASELINE].losses_S
+    reference = float(bf16.mean())
+    gap = percent_above(float(fp8.mean()), reference)
+    half_width = paired_interval(fp8.tolist(), bf16.tolist())[1]
+    within = None if gap is None or half_width is None else 100 * half_width / reference
+    return {"gap_percent": gap, "gap_95_percent": within}
 
 
 def mean_and_error(values_S: Tensor) -> tuple[float | None, float | None]:
@@ -175,6 +200,8 @@ def _scores(scores: Sequence[Score]) -> Iterator[str]:
         numbers = f"{surprise:>12}{_number(score.bits_per_byte, '.4f'):>14}{100 * score.accuracy:>9.2f} %"
         yield f"{score.computed:<16}{loss:<18}{numbers}"
     yield "\nLosses are in nats per token, ± their standard error over sequences."
+    if {FP8, HIGH} <= {score.computed for score in scores}:
+        yield f"{HIGH}: the same weights without FP8."
 
 
 def _differences(differences: Sequence[LossDifference]) -> Iterator[str]:
@@ -184,7 +211,7 @@ def _differences(differences: Sequence[LossDifference]) -> Iterator[str]:
     for one in differences:
         pair = f"{one.computed} - {one.reference}"
         yield f"{pair:<25}{_with_error(one.loss, one.loss_error, '+.6f')}"
-    yield "\nPaired by sequence. A difference within two standard errors may be chance."
+    yield "\nPaired by sequence, ± the standard error over this text, not over other runs."
 
 
 def _with_error(value: float | None, error: float | None, form: str) -> str:

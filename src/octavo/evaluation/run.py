@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
+from octavo._util import config_reader
 from octavo._util.terminal import Report, silent
 from octavo.conversion import disabled
 from octavo.data.loader import Batch
@@ -59,6 +61,13 @@ class LoadedRun:
         before = trained_on(self.checkpoint.run)
         changed = f"{text.source} has changed since training: its held-out part may include training text"
         return text, [changed] if before not in ("", now) else []
+
+    def noise(self) -> dict[str, Any]:
+        """Return what the finished run knows of the noise of its gap; empty for an earlier step."""
+        file = self.checkpoint.run / "summary.json"
+        if self.checkpoint.step != self.config.run.steps or not file.is_file():
+            return {}
+        return {key: value for key, value in config_reader.read_file(file).items() if key.startswith("gap_")}
 
     def _layout(self) -> SequenceLayout:
         """Return sequences as in training, in batches as on one rank of the run."""
@@ -145,4 +154,5 @@ def evaluate_run(run: Path, settings: EvalSettings, report: Report = silent) -> 
     loop = loaded.config.run
     recipe = loaded.checkpoint.state["config"]["run"]["recipe"]  # as the run was given it
     model = {"directory": str(run), "step": loaded.checkpoint.step, "recipe": recipe, "weights": loop.weights}
-    return result.evaluation(model, text, devices.describe(devices.resolve(settings.device)), found, notes)
+    device = devices.describe(devices.resolve(settings.device))
+    return result.evaluation(model, text, device, found, notes, loaded.noise() if text.is_heldout else {})

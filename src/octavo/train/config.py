@@ -52,8 +52,8 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 0.1
-    """Learning rate at the last step, as a share of the peak. Guides give 1e-5 to 1e-6: set it to that over `lr`; a
-    tenth, as in Llama and Chinchilla, does not depend on the peak."""
+    """Learning rate at the last step, as a share of the peak. Guides give an absolute rate, such as 1e-5: set this to
+    that over `lr`; a tenth, as in Llama and Chinchilla, does not depend on the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and the second moment; for Lion, of the interpolation and the momentum."""
     momentum: float = 0.95

@@ -74,8 +74,13 @@ class ConsoleReporter:
                 self._start(event)
             case events.Logged():
                 self._log(event)
+            case events.Switched(step=1, recipe="bf16"):
+                self._say("step 1: the FP8 model computes in BF16 at first, so that both models share their start")
             case events.Switched():
                 self._say(f"step {event.step}: the FP8 model switches to recipe '{event.recipe}'")
+            case events.Scoring() if self._live is not None and self._progress is not None:
+                self._progress.update(self._task, completed=event.step, left=f"held-out text: {event.computed}")
+                self._live.update(self._screen())
             case events.Evaluated():
                 losses = "  ".join(f"{model.upper()} {loss:.4f}" for model, loss in event.loss.items())
                 self._say(f"step {event.step}: held-out loss  {losses}")

@@ -130,6 +130,16 @@ class Switched:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Scoring:
+    """A model is about to be scored on held-out text, which takes a while."""
+
+    step: int
+    """Steps made."""
+    computed: str
+    """What is scored: `FP8`, `BF16`, or the FP8 model's weights without FP8."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
     """An evaluation on held-out text."""
 
@@ -186,6 +196,7 @@ Event = (
     | TensorsChanged
     | Switched
     | GuardEvent
+    | Scoring
     | Evaluated
     | Saved
     | Finished

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo import kernels
-from octavo.conversion import enable
+from octavo.conversion import disabled, enable
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.guard import GuardEvent
 from octavo.kernels.transfers import upload
@@ -31,8 +31,9 @@ from octavo.train.schedule import learning_rate
 from octavo.train.setup import Setup, set_up
 from octavo.train.sharding import send_tokens
 from octavo.train.stopping import StopSignals
+from octavo.train.summary import HIGH
 from octavo.train.timing import Stopwatch
-from octavo.train.train_state import StepMetrics
+from octavo.train.train_state import StepMetrics, TrainState
 
 
 def train(
@@ -262,7 +263,7 @@ class Trainer(GuardedRun):
 
     def _evaluate(self) -> dict[str, list[float]]:
         """Return the held-out loss of each sequence by model."""
-        losses = {state.name: heldout_losses(state, self.setup.heldout) for state in self.setup.states}
+        losses = {state.name: self._score(state, events.MODELS[state.name]) for state in self.setup.states}
         loss = {name: float(of_sequence.mean()) for name, of_sequence in losses.items()}
         first = self._state.name
         self.log.log_evaluation(self.done, loss, losses[first])
@@ -276,7 +277,19 @@ class Trainer(GuardedRun):
         by_model = {name: of_sequence.tolist() for name, of_sequence in losses.items()}
         if self.done == self.config.run.steps:
             self.ranks.on_first(lambda: write_json(self.directory / "heldout.json", by_model))
+            by_model |= self._without_fp8()
         return by_model
+
+    def _without_fp8(self) -> dict[str, list[float]]:
+        """Return the held-out losses of the FP8 model's weights in high precision, beside a baseline on one rank."""
+        if len(self.setup.states) < 2 or self.ranks.count > 1:
+            return {}
+        with disabled(self._state.model):
+            return {HIGH: self._score(self._state, "the same weights without FP8").tolist()}
+
+    def _score(self, state: TrainState, computed: str) -> Tensor:
+        self.log.emit(events.Scoring(step=self.done, computed=computed))
+        return heldout_losses(state, self.setup.heldout)
 
     def _watch_plateau(self, loss: float) -> None:
         """Note a held-out loss; emit an event if the schedule halves the learning rate because of it."""

@@ -9,12 +9,16 @@ from typing import Any
 
 from rich.console import Console
 
-from octavo.monitor.gap import fluctuation
+from octavo.monitor.gap import fluctuation, judge_gap
 from octavo.monitor.system import versions
 from octavo.train.config import RunConfig
+from octavo.train.control import control_of
 from octavo.train.evaluate import paired_interval, perplexity
 from octavo.train.events import MODELS, Finished, gap_percent
 from octavo.train.plot import plot
+
+HIGH = "high_precision"
+"""Name of the FP8 model's weights, computed in high precision."""
 
 
 def summarise(
@@ -29,13 +33,13 @@ def summarise(
 
     A perplexity that is infinite is None, too: JSON has no infinity.
 
-    Speeds are medians over the log, which excludes compilation.
+    Speeds are medians over the log, which excludes compilation, from the step on that the FP8 model leaves BF16.
 
     Args:
         config: the run.
         facts: `device`, `parameters`, bytes per parameter of weights and of optimizer states, FP8 GEMMs, fallbacks,
             steps skipped by dynamic loss scaling, accuracy by task, `seconds`, and `energy_kwh` of all GPUs.
-        heldout: by model: held-out loss of each sequence.
+        heldout: by model: held-out loss of each sequence. `HIGH`: of the FP8 model's weights, computed without FP8.
         corpus: facts of the text.
         history: lines of `metrics.jsonl`.
         memory: measured and predicted peak.
@@ -43,6 +47,7 @@ def summarise(
     means = {model: statistics.fmean(losses) for model, losses in heldout.items()}
     gap = gap_percent(means)
     half_width = None if gap is None else paired_interval(heldout["fp8"], heldout["bf16"])[1]
+    timed = [line for line in history if not config.run.is_bf16(line["step"] - 1)] or history
     found = {model: perplexity(loss) for model, loss in means.items()}
     perplexities = {f"perplexity_{m}": found[m] if math.isfinite(found.get(m, math.inf)) else None for m in MODELS}
     return {
@@ -52,14 +57,16 @@ def summarise(
         "optimizer_states": config.optimizer.states,
         "steps": config.run.steps,
         "tokens": config.tokens,
-        **{f"heldout_loss_{model}": means.get(model) for model in MODELS},
+        **{f"heldout_loss_{model}": means.get(model) for model in (*MODELS, HIGH)},
         **perplexities,
         "gap_percent": gap,
         "gap_95_percent": None if half_width is None else 100 * half_width / means["bf16"],
+        "gap_fluctuation_percent": None if gap is None else _fluctuation(history) or None,
+        **(control_of(config) if gap is not None else {}),
         "unigram_entropy": corpus.get("unigram_entropy"),
         "fp8_gemms_total": sum(facts["fp8_gemms"].values()),
-        "tokens_per_second": _median(history, "tokens_per_second"),
-        **{f"step_milliseconds_{model}": _median(history, f"milliseconds_{model}") for model in MODELS},
+        "tokens_per_second": _median(timed, "tokens_per_second"),
+        **{f"step_milliseconds_{model}": _median(timed, f"milliseconds_{model}") for model in MODELS},
         "energy_cost": None if facts["energy_kwh"] is None else facts["energy_kwh"] * config.run.price_per_kwh or None,
         **memory,
         "corpus": dict(corpus),
@@ -97,34 +104,12 @@ def final_report(
     console.print("\nNext", markup=False)
     for purpose, command in commands:
         console.print(f"  {purpose:<20}{program} {command}", markup=False, soft_wrap=True)
-    if said := verdict(event.summary, event.history):
+    if said := judge_gap(event.summary).text:
         console.print(f"\n{said}", style="bold", markup=False, soft_wrap=not console.is_terminal)
 
 
-def verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return one line on the held-out gap and its noise; empty without a BF16 baseline. `history` has the gaps.
-
-    Only a gap beyond its noise, over the steps or over the held-out sequences, is called a difference, and only of this
-    run: one run does not show the spread over seeds.
-    """
-    gap, half_width = summary["gap_percent"], summary.get("gap_95_percent") or 0.0
-    if gap is None:
-        return ""
-    found = f"held-out loss is {_digits(abs(gap))} % {'higher' if gap > 0 else 'lower'} in FP8"
-    over_steps = fluctuation([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
-    if not over_steps:
-        return f"{found[0].upper()}{found[1:]}. The run is too short to say whether that is more than chance."
-    noise = f"± {_digits(max(over_steps, half_width))} %"
-    noise += " during the run" if over_steps >= half_width else " between held-out sequences"
-    if abs(gap) <= max(over_steps, half_width):
-        return f"No difference beyond noise: {found}, and the gap fluctuated by {noise}."
-    better = "better" if gap < 0 else "worse"
-    return f"In this run FP8 is {better}: {found}; the gap fluctuated by only {noise}. Other seeds may differ."
-
-
-def _digits(percent: float) -> str:
-    """Format with two decimal places, or more of a small one."""
-    return f"{percent:.2f}" if percent >= 0.1 or not percent else f"{percent:.4f}"
+def _fluctuation(history: Sequence[Mapping[str, Any]]) -> float:
+    return fluctuation([line["gap_percent"] for line in history if line.get("gap_percent") is not None])
 
 
 def _facts(event: Finished) -> Iterator[tuple[str, str]]:
@@ -135,6 +120,9 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
             surprise = summary[f"perplexity_{model}"]
             told = "infinite" if surprise is None else f"{surprise:.3f}"
             yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {told}"
+    if summary.get(f"heldout_loss_{HIGH}") is not None:
+        same = f"{summary[f'heldout_loss_{HIGH}']:.4f} nats per token: the same weights without FP8"
+        yield "held-out loss", same
     for task, found in summary.get("tasks", {}).items():
         shown = (
             f"{title} {100 * found[m]:.1f} ± {100 * found[f'{m}_error']:.1f} %"
@@ -175,8 +163,11 @@ def _step_times(summary: Mapping[str, Any]) -> str:
     """Return the time per step of each model, with the reason where FP8 gains next to nothing on a GPU."""
     times = {model: summary[f"step_milliseconds_{model}"] for model in MODELS}
     shown = ", ".join(f"{MODELS[model]} {ms:.0f} ms" for model, ms in times.items() if ms is not None)
-    gains = None in times.values() or times["fp8"] < LITTLE * times["bf16"]
-    return shown if gains or summary.get("peak_gib") is None else f"{shown} (layers this small gain little)"
+    if None in times.values() or summary.get("peak_gib") is None:  # of one model, or on a CPU
+        return shown
+    ratio = times["bf16"] / times["fp8"]
+    gain = f"FP8 has {ratio:.2f} times the speed of BF16"
+    return f"{shown}: {gain}" if times["fp8"] < LITTLE * times["bf16"] else f"{shown} (layers this small gain little)"
 
 
 LITTLE = 0.95

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.monitor.dashboard.verdict import SNAPSHOTS, of_precision, verdict
+from octavo.monitor.gap import judge_gap
 from octavo.monitor.store import ROLES, STATS, RunReader, RunWriter, TensorRow
 from octavo.monitor.store.writer import Outcome
 
@@ -130,7 +131,16 @@ def test_the_gap_to_the_baseline(tmp_path: Path, gap: float, level: str) -> None
 def test_the_gap_is_judged_beside_its_own_fluctuation(tmp_path: Path, gap: Losses, level: str) -> None:
     found = verdict(written(tmp_path, gap=gap))
     assert found.level == level, found
-    assert ("within the run's noise of ±" in found.text) == (level == "healthy" and gap(STEPS) > 1)
+
+
+def test_a_finished_run_says_what_its_gap_tells_in_the_words_of_the_terminal(tmp_path: Path) -> None:
+    run = RunWriter(tmp_path)
+    for step in range(1, STEPS + 1):
+        run.write_step(step, {"loss_fp8": falling(step), "loss_bf16": falling(step), "gap_percent": 0.1 * (-1) ** step})
+    summary = {"gap_percent": 0.3, "gap_95_percent": 0.2, "gap_control_percent": 0.4, "gap_control_pairs": 8}
+    run.write_document("summary", summary)
+    run.close("finished")
+    assert verdict(RunReader(tmp_path)).text.endswith(judge_gap(summary).text)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from octavo._util.terminal import and_more, quantity
 from octavo.data.quality import judge
 from octavo.errors import StoreError
 from octavo.guard import GuardConfig
-from octavo.monitor.gap import GAP_LIMIT, HARMFUL_GAP, fluctuation
+from octavo.monitor.gap import GAP_LIMIT, HARMFUL_GAP, fluctuation, judge_gap
 from octavo.monitor.store import RunReader, Series
 
 LEVELS = ("healthy", "watch", "unhealthy", "unknown")
@@ -75,7 +75,8 @@ def verdict(run: RunReader) -> RunVerdict:
     reason = f"{reasons[0]}{and_more(reasons)}." if reasons else ""
     facts = _facts(run)
     facts = f"{facts[0].upper()}{facts[1:]}" if reason else facts
-    return RunVerdict(level, " ".join(part for part in (f"{opening}:", reason, f"{facts}.") if part), found)
+    told = judge_gap(gap_summary(run)).text
+    return RunVerdict(level, " ".join(part for part in (f"{opening}:", reason, f"{facts}.", told) if part), found)
 
 
 def worst_first(findings: Iterable[RunFinding]) -> list[RunFinding]:
@@ -107,11 +108,8 @@ def _facts(run: RunReader) -> str:
     if key is not None:
         parts.append(f"loss {newest(losses[key]):.3f}")
     gap = gap_of(run, losses)
-    if gap is not None:
-        where = " on held-out text" if "gap_percent" in run.summary else ""
-        within = gap > GAP_LIMIT and gap <= (limit := gap_limit(run))
-        noise = f" (within the run's noise of ± {limit:.2f} %)" if within else ""
-        parts.append(f"{abs(gap):.2f} % {'above' if gap >= 0 else 'below'} the BF16 baseline{where}{noise}")
+    if gap is not None and run.summary.get("gap_percent") is None:  # a finished run has a verdict
+        parts.append(f"{abs(gap):.2f} % {'above' if gap >= 0 else 'below'} the BF16 baseline")
     plan = run.plan
     if layers := plan.get("layers"):
         parts.append(f"{len(_fp8_layers(plan))} of {len(layers)} layers in FP8")
@@ -139,10 +137,18 @@ def gap_of(run: RunReader, losses: Mapping[str, Series]) -> float | None:
 def gap_limit(run: RunReader) -> float:
     """Return the limit of the gap in percent: `GAP_LIMIT`, or its noise where that is larger.
 
-    The noise is the fluctuation of the gap over the run, or the interval of the final one over held-out sequences.
+    The noise is that of `judge_gap` once the run has finished, before that the fluctuation of its gap.
     """
+    summary = gap_summary(run)
+    return max(GAP_LIMIT, judge_gap(summary).noise or summary["gap_fluctuation_percent"])
+
+
+def gap_summary(run: RunReader) -> Mapping[str, Any]:
+    """Return the summary of a run with the fluctuation of its gap, which an unfinished run or an old one lacks."""
     series = run.scalar("gap_percent", points=200)
-    return max(GAP_LIMIT, fluctuation((series.low + series.high) / 2), run.summary.get("gap_95_percent") or 0.0)
+    return {"gap_fluctuation_percent": fluctuation((series.low + series.high) / 2)} | {
+        key: value for key, value in run.summary.items() if value is not None
+    }
 
 
 def of_state(run: RunReader) -> Iterator[RunFinding]:
