@@ -133,13 +133,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     has_gpu = torch.cuda.is_available()
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if has_gpu and item.get_closest_marker("covering"):
+        if has_gpu and (item.get_closest_marker("covering") or item.get_closest_marker("slow")):
             item.add_marker("gpu")
         elif not has_gpu and item.get_closest_marker("gpu"):
             item.add_marker(skip)
-    slow = _not_covering(items)
-    for item in slow:
+    for item in _not_covering(items):
         item.add_marker("slow")
+    slow = [item for item in items if item.get_closest_marker("slow")]
     if not (has_gpu or "slow" in config.option.markexpr or config.pluginmanager.hasplugin("compile_only")):
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
