@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may have pytest a
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which reads it then
+
+sys.path.append(str(Path(__file__).parent / "distributed"))
+import judged  # noqa: F401  before octavo.conversion
 
 torch.set_num_threads(min(2, os.cpu_count() or 1, int(os.environ["OMP_NUM_THREADS"])))
 

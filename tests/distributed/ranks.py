@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import judged  # noqa: F401  before octavo.conversion
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,9 +46,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 SOURCES = Path(__file__).parents[2] / "src"
 LAST_WORDS = 3000
 """Characters of a rank's output that are shown."""
-IMPORTED = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
+IMPORTED = ["judged", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
 IMPORTED += ["octavo.distributed", "octavo.models.llama", "octavo.optim", "octavo.cli.train", "octavo.train.run"]
-IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks"]
+IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest"]
 """What ranks have imported when they begin."""
 _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
