@@ -8,6 +8,7 @@ settings and shapes, in each process. Modules of any other class, as those in th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -35,8 +36,8 @@ def judge_once(judge: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     judge_anew = _judge_once(judge)
 
     def judged(module: nn.Module) -> Any:
-        key = _key(module)
-        if key is None or judge.__closure__:
+        key = _key(module) if isinstance(judge, FunctionType) and judge.__closure__ is None else None
+        if key is None:
             return judge_anew(module)
         key = judge.__module__, judge.__qualname__, key
         if key not in _verdicts:
