@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,6 +132,25 @@ def launch(function: Callable[..., None], ranks: int, *arguments: Any, restarts:
 def _launched(file: str, function: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     getattr(_module(file), function)(*arguments)
+
+
+def command(words: Sequence[str], log: str) -> BaseProcess:
+    """Start `octavo` with these words, as a program with its output in a file, in a process that need not import it."""
+    with _server():
+        process = _processes.Process(target=_command, args=([*words], log))
+        process.start()
+    return process
+
+
+def _command(words: list[str], log: str) -> None:
+    from octavo.cli.main import main
+
+    with Path(log).open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    torch.set_num_threads(1)
+    sys.argv = ["octavo", *words]
+    sys.exit(main(words))
 
 
 @contextmanager
