@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may have pytest a
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which reads it then
+
+sys.path.append(str(Path(__file__).parent / "distributed"))
+import judged  # noqa: F401  before octavo.conversion
 
 torch.set_num_threads(min(2, os.cpu_count() or 1, int(os.environ["OMP_NUM_THREADS"])))
 
@@ -133,13 +137,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     has_gpu = torch.cuda.is_available()
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if has_gpu and item.get_closest_marker("covering"):
+        if has_gpu and (item.get_closest_marker("covering") or item.get_closest_marker("slow")):
             item.add_marker("gpu")
         elif not has_gpu and item.get_closest_marker("gpu"):
             item.add_marker(skip)
-    slow = _not_covering(items)
-    for item in slow:
+    for item in _not_covering(items):
         item.add_marker("slow")
+    slow = [item for item in items if item.get_closest_marker("slow")]
     if not (has_gpu or "slow" in config.option.markexpr or config.pluginmanager.hasplugin("compile_only")):
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]

@@ -155,8 +155,7 @@ def _forks(place: Path) -> Iterator[Any]:
         raise ConfigError("kills: need Linux and a C compiler, to build kill_at.c as a preloaded library.")
     library = place / "kill_at.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"], check=True)
-    (place / "text.txt").write_text(TEXT, "utf-8")
-    (place / "run.toml").write_text(_RUN.format(place=place, steps=STEPS, timeout=TIMEOUT), "utf-8")
+    _write_run(place)
     known = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
     known["PYTHONPATH"] = os.pathsep.join(map(str, _FOLDERS))
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -172,6 +171,12 @@ def _forks(place: Path) -> Iterator[Any]:
         yield fork
     finally:
         server.communicate()
+
+
+def _write_run(place: Path) -> None:
+    """Write a run file and its text into a folder."""
+    (place / "text.txt").write_text(TEXT, "utf-8")
+    (place / "run.toml").write_text(_RUN.format(place=place, steps=STEPS, timeout=TIMEOUT), "utf-8")
 
 
 _RUN = """\

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,12 @@ WARM = 3
 """Uncaptured steps before a capture, which compile, autotune, and create the optimizer's state."""
 
 
+@cache  # tables ask 200 times for those of a dozen models
+def _parameters_of(model: ModelConfig) -> int:
+    with torch.device("meta"):
+        return count_parameters(build(model, 0))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     """A size of the ladder: the model and its training settings."""
@@ -76,8 +82,7 @@ class Training:
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        with torch.device("meta"):
-            return count_parameters(build(self.model, 0))
+        return _parameters_of(self.model)
 
     @property
     def active(self) -> int:

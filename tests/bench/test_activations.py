@@ -52,7 +52,7 @@ def test_what_is_kept(options, stack):
     assert saved(stack, x) == activations_bytes + weight_scales(stack)
 
 
-@pytest.mark.parametrize("options", [{}, FP8], ids=str)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), FP8], ids=str)
 def test_what_is_kept_by_compiled_blocks(options, stack, monkeypatch):
     monkeypatch.setattr(norm, "on_gpu", lambda x: True)
     monkeypatch.setattr(norm, "COMPILED_ROW", 0)

@@ -64,7 +64,8 @@ def test_a_resumed_run_that_is_another_is_seen():
 
     size = clients.Size(dim=128, layers=1, length=8, batch=1, lr=3e-3)
     client = clients.Client(library="torch", loop=forgets, lines=1)
-    assert not clients.measure(client, size, "cpu", 4)["resumes"], "it trained from the start again"
+    with torch.compiler.set_stance("force_eager"):  # bits of weights alone are compared
+        assert not clients.measure(client, size, "cpu", 4)["resumes"], "it trained from the start again"
 
 
 def test_a_client_that_is_not_there_is_left_out_unless_it_is_asked_for(monkeypatch):

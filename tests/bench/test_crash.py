@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octavo_bench import crash
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="kill_at.c is compiled")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """What forks runs, for all tests: it imports PyTorch, which takes longer than a test."""
+    with crash._forks(tmp_path_factory.mktemp("server")) as fork:
+        yield fork
+
+
+@pytest.fixture(autouse=True)
+def one_server(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def forks(place: Path) -> Iterator[Any]:
+        crash._write_run(place)
+        yield server
+
+    monkeypatch.setattr(crash, "_forks", forks)
 
 
 def test_runs_that_were_killed_end_in_the_same_bits() -> None:

@@ -285,7 +285,7 @@ def test_every_gpu_that_can_be_planned_for_is_tested():
 @pytest.mark.parametrize("recipe", ["folded", "tensorwise", "block", "mxfp8"])
 def test_what_each_gpu_runs_emulates_and_refuses(gpu, recipe):
     refused, runs = DEVICES[gpu]
-    plan = make_plan(nn.Sequential(nn.Linear(8192, 8192)), recipe, device=gpu, policy=Policy(min_gain=0))
+    plan = make_plan(nn.Sequential(nn.Linear(8192, 8192, device="meta")), recipe, device=gpu, policy=Policy(min_gain=0))
     assert plan.layers[0].kernels == " / ".join(
         [runs.get(recipe) or {"mxfp8": "emulated.1x32"}.get(recipe, "reference")] * 3
     )
@@ -303,13 +303,13 @@ def test_what_each_gpu_runs_emulates_and_refuses(gpu, recipe):
 
 @pytest.mark.parametrize("gpu", DEVICES)
 def test_a_gain_is_predicted_from_the_gpus_own_rates_or_not_at_all(gpu):
-    plan = make_plan(nn.Sequential(nn.Linear(8192, 8192), nn.Linear(64, 64)), device=gpu)
+    plan = make_plan(nn.Sequential(nn.Linear(8192, 8192, device="meta"), nn.Linear(64, 64)), device=gpu)
     gain, small = plan.layers[0].gain, plan.layers[1]
     if gpu not in ("h100", "h200"):
         assert gain is None and small.is_fp8
         assert DEVICES[gpu][0] or plan.notes[0].startswith("No gain is predicted")
         return
-    other = make_plan(nn.Sequential(nn.Linear(8192, 8192)), device="h200").layers[0].gain
+    other = make_plan(nn.Sequential(nn.Linear(8192, 8192, device="meta")), device="h200").layers[0].gain
     assert 1 < gain <= other and (gain == other) == (gpu == "h200") and not small.is_fp8
     assert ("3.35 of 4.8" in "".join(plan.notes)) == (gpu == "h100")
 

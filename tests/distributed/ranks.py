@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import judged  # noqa: F401  before octavo.conversion
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,9 +46,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 SOURCES = Path(__file__).parents[2] / "src"
 LAST_WORDS = 3000
 """Characters of a rank's output that are shown."""
-IMPORTED = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
+IMPORTED = ["judged", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
 IMPORTED += ["octavo.distributed", "octavo.models.llama", "octavo.optim", "octavo.cli.train", "octavo.train.run"]
-IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks"]
+IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest"]
 """What ranks have imported when they begin."""
 _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
@@ -131,6 +132,25 @@ def launch(function: Callable[..., None], ranks: int, *arguments: Any, restarts:
 def _launched(file: str, function: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     getattr(_module(file), function)(*arguments)
+
+
+def command(words: Sequence[str], log: str) -> BaseProcess:
+    """Start `octavo` with these words, as a program with its output in a file, in a process that need not import it."""
+    with _server():
+        process = _processes.Process(target=_command, args=([*words], log))
+        process.start()
+    return process
+
+
+def _command(words: list[str], log: str) -> None:
+    from octavo.cli.main import main
+
+    with Path(log).open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    torch.set_num_threads(1)
+    sys.argv = ["octavo", *words]
+    sys.exit(main(words))
 
 
 @contextmanager

@@ -104,3 +104,23 @@ class MLP(nn.Module):
 def make_mlp() -> Callable[[], nn.Module]:
     """Make an MLP with gate, 32 to 64 features."""
     return MLP
+
+
+@pytest.fixture
+def recompiles() -> Callable[..., bool]:
+    """Return what tells whether compiled code would be traced again for these arguments: a guard of it fails.
+
+    So many changes are tried on code that is compiled once.
+    """
+
+    def would(run: Callable[..., object], *arguments: object) -> bool:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            try:
+                run(*arguments)
+            except RuntimeError as error:
+                if "recompile" not in str(error):
+                    raise
+                return True
+        return False
+
+    return would

@@ -126,7 +126,7 @@ def test_queries_keys_and_values_of_one_layer():
     assert sqnr_db(want["wqkv.weight"], got["wqkv.weight"]) > 25
 
 
-@pytest.mark.parametrize("recipe", ["folded", "block"])
+@pytest.mark.parametrize("recipe", ["folded", pytest.param("block", marks=pytest.mark.slow)])
 def test_compiled_code_keeps_the_codes_once(recipe):
     plain, codes, x = both(recipe)
     eager, _ = results(codes, x)

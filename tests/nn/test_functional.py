@@ -378,7 +378,14 @@ COMPILED += ("only dgrad folded", "only wgrad folded")
 """Every way through forward and backward; formats and scalings are constants of the graph."""
 
 
-@pytest.mark.parametrize("recipe", [RECIPES[name] for name in COMPILED], ids=COMPILED)
+IN_EVERY_RUN = ("folded", "delayed", "block", "folded, wgrad bf16", "rowwise, fprop bf16", "only dgrad folded")
+"""A case for each of: folded, kept and blocks' scales, a GEMM in BF16 in backward and in forward, half a fold."""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(RECIPES[name], id=name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in COMPILED],
+)
 def test_compiled_is_bit_for_bit_eager(recipe):
     x, w, dy = normal(24, 16, 40)
     eager = run(x, w, dy, recipe)

@@ -70,7 +70,9 @@ def test_an_mlp(recipe):
     assert not codes_of_tokens(kept)
 
 
-@pytest.mark.parametrize("recipe", ["folded", "rowwise", "tensorwise", "block"])
+@pytest.mark.parametrize(
+    "recipe", ["folded", "block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rowwise", "tensorwise"))]
+)
 def test_compiled_as_in_eager(recipe):
     torch._dynamo.reset()  # recipes count as recompilations of one function
     x, weights = leaf(40, 136), [leaf(64, 136)]
@@ -180,7 +182,10 @@ def _attend(x, weights, layer, change):
     return layer(change(y.transpose(1, 2).contiguous().reshape(*x.shape[:-1], -1)))
 
 
-@pytest.mark.parametrize(("recipe", "change"), [("folded", "nothing"), ("folded", "times 2"), ("block", "nothing")])
+@pytest.mark.parametrize(
+    ("recipe", "change"),
+    [("folded", "nothing"), ("folded", "times 2"), pytest.param("block", "nothing", marks=pytest.mark.slow)],
+)
 def test_compiled_readers_of_anyone_s_attention_keep_its_output_as_it_does(recipe, change):
     x, weights, layer = leaf(3, 40, 128), [leaf(128, 128) for _ in range(3)], nn.Linear(128, 64).bfloat16()
     leaves = [x, *weights, layer.weight]

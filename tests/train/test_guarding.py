@@ -105,30 +105,29 @@ def row_times_1000(run: Struck) -> None:
     run.weight("layers.1.attention.wo")[1] *= 1000
 
 
+SETTINGS = {
+    "stored scales": {"run": {"recipe": "delayed"}},
+    "master, states and loss scale": {
+        "run": {"weights": "bf16"},
+        "optimizer": {"states": "fp8", "loss_scale": "dynamic"},
+    },
+    "all fp8": {"run": {"weights": "fp8"}, "optimizer": {"states": "fp8-min", "gradients": "fp8"}},
+    "muon": {"optimizer": {"name": "muon"}, "run": {"accumulate": 2}},
+    "last recipe": {"run": {"last_share": 0.4}},  # it goes back from the last recipe to its own
+    "scales end": {"run": {"recipe": "delayed", "last_share": 0.4}},
+    "scales begin": {"run": {"recipe": "tensorwise", "last_share": 0.5, "last_recipe": "delayed"}},
+    "moe": {"model": {"architecture": "moe"}, "run": {"recipe": "delayed"}, "guard": {"shadow_every": 2}},
+    "plateau": {
+        "optimizer": {"lr_schedule": "plateau", "patience": 1, "lr": 1e-9, "warmup": 0.0},
+        "run": {"eval_every": 3},
+    },
+}
+COVERED = ("stored scales", "last recipe", "scales end")  # by "moe" and "scales begin"
+
+
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"run": {"recipe": "delayed"}},
-        {"run": {"weights": "bf16"}, "optimizer": {"states": "fp8", "loss_scale": "dynamic"}},
-        {"run": {"weights": "fp8"}, "optimizer": {"states": "fp8-min", "gradients": "fp8"}},
-        {"optimizer": {"name": "muon"}, "run": {"accumulate": 2}},
-        {"run": {"last_share": 0.4}},  # it goes back from the last recipe to its own
-        {"run": {"recipe": "delayed", "last_share": 0.4}},
-        {"run": {"recipe": "tensorwise", "last_share": 0.5, "last_recipe": "delayed"}},
-        {"model": {"architecture": "moe"}, "run": {"recipe": "delayed"}, "guard": {"shadow_every": 2}},
-        {"optimizer": {"lr_schedule": "plateau", "patience": 1, "lr": 1e-9, "warmup": 0.0}, "run": {"eval_every": 3}},
-    ],
-    ids=[
-        "stored scales",
-        "master, states and loss scale",
-        "all fp8",
-        "muon",
-        "last recipe",
-        "scales end",
-        "scales begin",
-        "moe",
-        "plateau",
-    ],
+    [pytest.param(SETTINGS[name], id=name, marks=pytest.mark.slow if name in COVERED else ()) for name in SETTINGS],
 )
 def test_a_fault_that_does_not_come_back_leaves_no_trace(configure: Configure, tmp_path: Any, settings: Any) -> None:
     plain, _ = carry_out(guarded(configure, str(tmp_path / "plain"), **{k: {**v} for k, v in settings.items()}))
