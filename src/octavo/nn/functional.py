@@ -34,7 +34,9 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
+from octavo._util.compiler import enter_graph, opaque
 from octavo.kernels import ScaleRef
+from octavo.kernels.host_state import host_state
 from octavo.kernels.product import product
 from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.kernels.tape import Result, replay
@@ -112,8 +114,10 @@ def linears(
     check_operands(x, weights[0])
     recipe, keeps_input = quantizer.recipe, quantizer.keeps_input
     source = input_source(x, recipe, prequantized)
-    if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(source.x):
-        keeps_input = True  # attention saves it anyway
+    if torch.compiler.is_compiling():
+        enter_graph(host_state().is_open_to_compilers)
+        if recipe.requantises_exactly and is_output_of_attention(source.x):
+            keeps_input = True  # attention saves it anyway
     update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
     options = recipe, quantizer.dtype, keeps_input, update_amax
     buffers = quantizer.scale_and_amax, quantizer.stats_buffer
@@ -225,6 +229,7 @@ _WEIGHTS = _X + _W + 3
 scale_and_amax, stats_buffer, options, *weights."""
 
 
+@opaque
 class _Linears(torch.autograd.Function):
     """Y_i = X W_i^T. Saves what the required backward GEMMs read: X and W in FP8 wherever they are."""
 
@@ -355,7 +360,7 @@ def quantize_both(
 def input_source(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> InputSource:
     """Return x (..., K) as (M, K), with its known codes."""
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    normed = attached_norm_source(x) if requantises_exactly(recipe) else None
+    normed = attached_norm_source(x) if recipe.requantises_exactly else None
     if normed is not None:
         targets = spec_of(recipe.fprop.input), second_spec(recipe, "input")
         with torch.no_grad():
@@ -433,11 +438,6 @@ def read_weights(
     rows = tuple(weight.shape[0] for weight in weights)
     second_set = None if others[1] is None else (others[0], others[1])
     return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), rows, second_set)
-
-
-def requantises_exactly(recipe: Recipe) -> bool:
-    """Return whether wgrad's codes of an input follow from its values and fprop's scale."""
-    return recipe.folds("wgrad.input") and recipe.folded_rows("input").scaling == "power_of_two"
 
 
 def codes_for(weights: Sequence[Tensor], codes: WeightCodes | None) -> KnownCodes:
@@ -534,7 +534,7 @@ def transposed_input(x: SavedInput, recipe: Recipe, after: Tensor) -> Quantized:
         rows = Quantized(x.codes, x.scale, recipe.folded_rows("input").tile)
         return transpose_codes(rows, recipe.folds("wgrad.input"), after)
     assert x.values is not None
-    if requantises_exactly(recipe):
+    if recipe.requantises_exactly:
         assert x.scale is not None
         norm = None if x.norm_rstd is None or x.norm_weight is None else (x.norm_rstd, x.norm_weight)
         target = spec_of(recipe.folded_rows("input"))

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order
+from octavo._util.compiler import enter_graph, opaque
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activate, activation_backward
+from octavo.kernels.host_state import host_state
 from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn.attached_codes import renew
@@ -88,6 +90,8 @@ def mlp(
     """
     inner, outer = quantizers
     check_operands(x, weights[0])
+    if torch.compiler.is_compiling():
+        enter_graph(host_state().is_open_to_compilers)
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
     options = kind, inner.recipe, outer.recipe, inner.dtype, keeps_codes, inner.keeps_input
     y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
@@ -110,6 +114,7 @@ _WEIGHTS = _X + 2 * _W + 3
 up, codes and scale of down, the stats buffers of both, options, *weights."""
 
 
+@opaque
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor | None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
+from torch.utils._pytree import register_constant
+
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import BLOCKS, NARROW, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
 
@@ -211,6 +213,9 @@ class Recipe:
     evidence: dict[str, Evidence] = field(default_factory=dict)
     """Why a pattern of `modules` has its recipe, from a precision map; shown in plans."""
 
+    def __hash__(self) -> int:  # of the fields that are hashable: equal recipes have equal hashes
+        return hash((self.name, self.fprop, self.dgrad, self.wgrad, self.history))
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled recipe. What is derived from its fields is derived again: older files lack some of it."""
         names = {each.name for each in fields(self)}
@@ -225,6 +230,8 @@ class Recipe:
         object.__setattr__(self, "_stored", dict(self._find_stored()))
         object.__setattr__(self, "_folded", frozenset(self._find_folded()))
         object.__setattr__(self, "_second", dict(self._find_second()))
+        is_exact = self.folds("wgrad.input") and self.folded_rows("input").scaling == "power_of_two"
+        object.__setattr__(self, "_requantises_exactly", is_exact)
         for role in STORED_SCALE_ROLES:
             self._check_one_quantisation(role)
         if nested := next((pattern for pattern, recipe in self.modules.items() if recipe.modules), None):
@@ -304,6 +311,12 @@ class Recipe:
     def folded_rows(self, role: str) -> Operand:
         """Return how the codes that a folded backward GEMM reads of `input` or `weight` were quantised, by rows."""
         return self.second(role) or cast(Operand, getattr(self.fprop, role))
+
+    @property
+    def requantises_exactly(self) -> bool:
+        """Whether wgrad's codes of an input follow from its values and fprop's scale."""
+        is_exact: bool = self.__dict__["_requantises_exactly"]
+        return is_exact
 
     @property
     def has_integer_fprop(self) -> bool:
@@ -420,6 +433,10 @@ class Recipe:
                 f"recipe '{self.name}': {described} must be alike: with a scale that is kept from step to step they "
                 "are one quantisation, read by both GEMMs."
             )
+
+
+register_constant(Recipe)
+"""In compiled code a recipe is one constant with one guard, not a structure with a guard on each field."""
 
 
 def _check_integer_and_rotation(where: str, operand: Operand) -> None:
