@@ -76,7 +76,7 @@ def test_the_forward_and_the_projection_stay_what_they_are(recipe):
     assert torch.equal(got["y"], want["y"]) and torch.equal(got["attention.wo.weight"], want["attention.wo.weight"])
     for name in ("x", "attention.wq.weight", "attention.wk.weight", "attention.wv.weight"):
         assert 20 < sqnr_db(want[name], got[name]) < 80, name
-    if load(recipe).requantises_exactly:  # kept once either way: the output, or codes of it
+    if load(recipe).plan.requantises_exactly:  # kept once either way: the output, or codes of it
         assert much - little == TOKENS * CONFIG.dim
     elif reused_from(load(recipe), "wgrad", "input"):  # the codes are wo's own: the output itself is saved
         assert much - little == 2 * TOKENS * CONFIG.dim

@@ -170,7 +170,7 @@ class LayerPlanner:
             return rows
         cores = {name: core for name, core in self.model.named_modules() if isinstance(core, ScaledDotProduct)}
         readers = {reader_of(name, core) for name, core in cores.items()}
-        readers = {name for name in readers if name in self.recipes and self.recipes[name].requantises_exactly}
+        readers = {name for name in readers if name in self.recipes and self.recipes[name].plan.requantises_exactly}
         return [replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows]
 
 

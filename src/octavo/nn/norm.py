@@ -67,6 +67,8 @@ class Norm(Recognised):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Calls with other arguments go to the parent."""
+        if torch.compiler.is_compiling() and self.input_format != "fp8" and not _is_long(args):
+            return super().forward(*args, **kwargs)  # the compiler fuses it with what reads it
         if not kwargs and len(args) == 1 and self._is_recomputed(args[0]):
             return self._forward_to_recompute(args[0])
         if kwargs or len(args) != 1 or not self._takes(args[0]):
@@ -125,8 +127,7 @@ class Norm(Recognised):
             return False
         if self.is_centred or self.weight is None or self.target is None or self.input_format == "fp8":
             return False
-        is_long = COMPILED_ROW < x.shape[-1] <= LONGEST_NORM  # shorter rows are quantised where they are computed
-        known = is_long and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
+        known = _is_long((x,)) and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
         return known and self.is_as_recognised()
 
     def _forward_to_recompute(self, x: Tensor) -> Tensor:
@@ -145,6 +146,14 @@ class Norm(Recognised):
                 f"a norm kept its input as it is, not in FP8: {type(self).__name__} of {type(args[0]).__name__} "
                 f"{tuple(args[0].shape)} {args[0].dtype}, which its kernels do not compute as it does"
             )
+
+
+def _is_long(args: tuple[Any, ...]) -> bool:
+    """Return whether the rows of the first of these are quantised by a kernel of their own in compiled code.
+
+    Shorter ones are quantised where they are computed.
+    """
+    return len(args) == 1 and isinstance(args[0], Tensor) and COMPILED_ROW < args[0].shape[-1] <= LONGEST_NORM
 
 
 def adopts(module: nn.Module) -> bool:

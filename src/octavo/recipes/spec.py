@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
-from torch.utils._pytree import register_constant
-
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import BLOCKS, NARROW, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
+from octavo.recipes.operands import LinearPlan, plan_of
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -213,8 +212,8 @@ class Recipe:
     evidence: dict[str, Evidence] = field(default_factory=dict)
     """Why a pattern of `modules` has its recipe, from a precision map; shown in plans."""
 
-    def __hash__(self) -> int:  # of the fields that are hashable: equal recipes have equal hashes
-        return hash((self.name, self.fprop, self.dgrad, self.wgrad, self.history))
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled recipe. What is derived from its fields is derived again: older files lack some of it."""
@@ -230,10 +229,9 @@ class Recipe:
         object.__setattr__(self, "_stored", dict(self._find_stored()))
         object.__setattr__(self, "_folded", frozenset(self._find_folded()))
         object.__setattr__(self, "_second", dict(self._find_second()))
-        is_exact = self.folds("wgrad.input") and self.folded_rows("input").scaling == "power_of_two"
-        object.__setattr__(self, "_requantises_exactly", is_exact)
         for role in STORED_SCALE_ROLES:
             self._check_one_quantisation(role)
+        object.__setattr__(self, "_plan", plan_of(self))
         if nested := next((pattern for pattern, recipe in self.modules.items() if recipe.modules), None):
             raise ConfigError(
                 f"recipe '{self.name}': modules.'{nested}': a recipe inside `modules` cannot have `modules` itself. "
@@ -262,11 +260,6 @@ class Recipe:
     def for_layer(self, name: str) -> Recipe:
         """Return the recipe of a layer by its full name: the last match in `modules`, otherwise this one."""
         return next((own for pattern, own in reversed(self.modules.items()) if fnmatchcase(name, pattern)), self)
-
-    def grad_outputs(self, dgrad: bool, wgrad: bool) -> tuple[Operand | None, Operand | None]:
-        """Return how dY is quantised for dgrad, and dY^T for wgrad; None for a GEMM that is in BF16 or not needed."""
-        rows = self.dgrad.grad_output if dgrad and self.dgrad.is_fp8 else None
-        return rows, self.wgrad.grad_output if wgrad and self.wgrad.is_fp8 else None
 
     def reuses(self, operand: str) -> bool:
         """Return whether the codes of an operand, such as `dgrad.weight`, are those of another GEMM, transposed."""
@@ -313,10 +306,10 @@ class Recipe:
         return self.second(role) or cast(Operand, getattr(self.fprop, role))
 
     @property
-    def requantises_exactly(self) -> bool:
-        """Whether wgrad's codes of an input follow from its values and fprop's scale."""
-        is_exact: bool = self.__dict__["_requantises_exactly"]
-        return is_exact
+    def plan(self) -> LinearPlan:
+        """What layers and kernels read of this recipe."""
+        plan: LinearPlan = self.__dict__["_plan"]
+        return plan
 
     @property
     def has_integer_fprop(self) -> bool:
@@ -433,10 +426,6 @@ class Recipe:
                 f"recipe '{self.name}': {described} must be alike: with a scale that is kept from step to step they "
                 "are one quantisation, read by both GEMMs."
             )
-
-
-register_constant(Recipe)
-"""In compiled code a recipe is one constant with one guard, not a structure with a guard on each field."""
 
 
 def _check_integer_and_rotation(where: str, operand: Operand) -> None:
