@@ -71,7 +71,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self.by_group: dict[SharedInput, dict[Any, Any]] = {}
-        """Per group: a `PendingOutput` by the position of its layer; compiled: (output, recipe, state) by layer."""
+        """Per group: a `PendingOutput` by the position of its layer; compiled: (output, plan, state) by layer."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # `torch.load` accepts this type
@@ -257,7 +257,7 @@ def _joins(group: SharedInput, layer: Linear, other: Linear) -> bool:
     """Return whether a layer is computed together with another one of its group."""
     if getattr(layer, "shared", None) is not group:  # reverted or converted by itself since
         return False
-    return layer.enabled and layer.recipe is other.recipe and not brings_weight(layer)
+    return layer.enabled and layer.recipe.plan.key == other.recipe.plan.key and not brings_weight(layer)
 
 
 def _compute(group: SharedInput, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
@@ -286,7 +286,7 @@ def _traced_output(group: SharedInput, layer: Linear, x: Tensor) -> Tensor:
         waiting = Waiting()
         setattr(x, _NAME, waiting)
     pending = waiting.by_group.get(group, {}).pop(layer, None)
-    if pending is not None and pending[1] is layer.recipe and pending[2] == _state(layer, x):
+    if pending is not None and pending[1] == layer.recipe.plan.key and pending[2] == _state(layer, x):
         y: Tensor = pending[0]
         return y
     alive = [None if member is None else member() for member in group._members]
@@ -295,7 +295,7 @@ def _traced_output(group: SharedInput, layer: Linear, x: Tensor) -> Tensor:
         return _compute(group, [layer], x)[0]
     computed = _compute(group, members, x)
     waiting.by_group[group] = {
-        member: (y, member.recipe, _state(member, x)) for member, y in zip(members, computed, strict=True)
+        member: (y, member.recipe.plan.key, _state(member, x)) for member, y in zip(members, computed, strict=True)
     }
     return cast(Tensor, waiting.by_group[group].pop(layer)[0])
 

@@ -75,7 +75,7 @@ class LinearPlan:
 
     key: str
     """All of the plan as text. It stands for the plan in graphs of compilers and in recordings: one constant with one
-    guard, which means the same in every process."""
+    guard, which means the same in every process. Traced code compares keys: that two objects differ is not guarded."""
 
     x: QuantSpec | None
     """X (M, K) as fprop reads it; like `w` None if fprop is not in FP8."""
@@ -125,8 +125,8 @@ class LinearPlan:
 
 
 def plan_of(recipe: Recipe) -> LinearPlan:
-    """Return the plan of a recipe: the same object for all recipes with these GEMMs."""
-    key = repr((recipe.fprop, recipe.dgrad, recipe.wgrad))
+    """Return the plan of a recipe: the same object for all recipes with these GEMMs, and this history of scales."""
+    key = repr((recipe.fprop, recipe.dgrad, recipe.wgrad, recipe.history))
     return _plans.get(key) or _plans.setdefault(key, LinearPlan(recipe, key))
 
 
