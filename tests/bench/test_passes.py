@@ -86,9 +86,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))
         return of["quantize_pair"](sources, rows, columns, *folds)
 
-    def quantize_rows_twice(matrices, first, second, keeps_codes):
+    def quantize_rows_twice(matrices, first, second, keeps_codes, weights=False):
         seen.append(("quantise", matrix[tuple(matrices[0].shape)], made(first, second)))
-        return of["quantize_rows_twice"](matrices, first, second, keeps_codes)
+        return of["quantize_rows_twice"](matrices, first, second, keeps_codes, weights)
 
     def quantize_with_scale(sources, scale_ref, rows, columns):
         seen.append(("quantise", matrix[tuple(sources[0].shape)], made(rows, columns)))

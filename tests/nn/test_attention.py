@@ -15,7 +15,6 @@ from octavo.models.gpt import Attention as GPTAttention
 from octavo.models.llama import Attention, rotary_tables
 from octavo.nn import attention as module
 from octavo.nn.attached_codes import attached_codes
-from octavo.nn.functional import requantises_exactly
 from octavo.numerics import sqnr_db
 from octavo.recipes import load, names, reused_from
 
@@ -77,7 +76,7 @@ def test_the_forward_and_the_projection_stay_what_they_are(recipe):
     assert torch.equal(got["y"], want["y"]) and torch.equal(got["attention.wo.weight"], want["attention.wo.weight"])
     for name in ("x", "attention.wq.weight", "attention.wk.weight", "attention.wv.weight"):
         assert 20 < sqnr_db(want[name], got[name]) < 80, name
-    if requantises_exactly(load(recipe)):  # kept once either way: the output, or codes of it
+    if load(recipe).plan.requantises_exactly:  # kept once either way: the output, or codes of it
         assert much - little == TOKENS * CONFIG.dim
     elif reused_from(load(recipe), "wgrad", "input"):  # the codes are wo's own: the output itself is saved
         assert much - little == 2 * TOKENS * CONFIG.dim

@@ -169,15 +169,15 @@ def test_a_frozen_weight_has_no_gradient():
 def test_plain_and_fp8_weights_share_a_stack(places):
     plain = [nn.Parameter(settled(torch.randn(n, 64))) for n in (48, 32)]
     mixed = [fp8(w) if i in places else w for i, w in enumerate(plain)]
-    x_MK, g, recipe = torch.randn(9, 64), quantize(torch.randn(9, 80)), load("folded")
+    x_MK, g, plan = torch.randn(9, 64), quantize(torch.randn(9, 80)), load("folded").plan
 
     def saved(stack: list[Tensor]) -> SavedWeights:
         return SavedWeights(weights=stack, rows=(48, 32))
 
     for way in (
-        lambda stack: fprop([x_MK], quantize(x_MK), quantize_weights(stack, ROW), stack, recipe, torch.float32),
-        lambda stack: [dgrad([], g, saved(stack), recipe, torch.float32)],
-        lambda stack: [weight_fold(saved(stack), recipe)],
+        lambda stack: fprop([x_MK], quantize(x_MK), quantize_weights(stack, ROW), stack, plan, torch.float32),
+        lambda stack: [dgrad([], g, saved(stack), plan, torch.float32)],
+        lambda stack: [weight_fold(saved(stack), plan)],
         lambda stack: [quantize_weights(stack, ROW).stack.codes.float(), quantize_weights(stack, ROW).stack.scale],
     ):
         for a, b in zip(way(mixed), way(plain), strict=True):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.errors import UnsupportedError
-from octavo.nn.functional import Quantizer, linear, linears, read_weights, requantises_exactly, save_weights
+from octavo.nn.functional import Quantizer, linear, linears, read_weights, save_weights
 from octavo.numerics import dequantize, sqnr_db, sqnr_per_row_db
 from octavo.recipes import Recipe, load
 
@@ -348,10 +348,10 @@ def test_backward_keeps_only_this(name):
 @pytest.mark.parametrize(("recipe", "keeps_codes"), [("folded", False), ("served", True), ("rowwise", False)])
 def test_codes_of_a_bf16_weight_are_kept_where_they_do_not_follow_from_a_scale(recipe, keeps_codes):
     w = torch.randn(N, K, dtype=torch.bfloat16)
-    saved = save_weights(read_weights([w], load(recipe)), [w], load(recipe))
+    saved = save_weights(read_weights([w], load(recipe).plan), [w], load(recipe).plan)
     assert (saved.codes is not None) == keeps_codes != (len(saved.weights) > 0)
     assert (saved.scale is not None) == load(recipe).reuses("dgrad.weight")
-    assert requantises_exactly(load(recipe)) == (recipe == "folded"), "the same rule for the input"
+    assert load(recipe).plan.requantises_exactly == (recipe == "folded"), "the same rule for the input"
 
 
 @every_fp8_preset

@@ -165,7 +165,7 @@ def test_codes_that_a_norm_made_before_it_rounded_are_left_alone(recipe):
     """What backward makes of the rounded input must be what fprop read: else a folded scale may be off by two."""
     x, weight = leaf(40, 136), leaf(64, 136)
     wider = x.detach().float() * 2.01
-    ready = quantize_operand(wider, load(recipe).fprop.input)
+    ready = quantize_operand(wider, load(recipe).plan.x)
 
     def call(given):
         return linears(x, [weight], [None], quantizer(recipe, True), given)[0]

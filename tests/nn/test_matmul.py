@@ -8,7 +8,7 @@ from octavo.errors import ConfigError
 from octavo.nn.functional import linear
 from octavo.nn.matmul import matmul, quantize_batch_both_ways
 from octavo.numerics import sqnr_db
-from octavo.recipes import Operand, load
+from octavo.recipes import QuantSpec, load
 
 RECIPES = ("folded", "rowwise", "block", "tensorwise", "bf16", "rowwise_bf16_fprop", "rowwise_bf16_wgrad")
 
@@ -94,7 +94,8 @@ def test_empty(shapes):
 @pytest.mark.parametrize("sides", [(True, False), (False, True), (True, True)], ids=str)
 def test_stochastic_rounding_has_scales_of_its_own_for_each_matrix(sides):
     x = torch.randn(2, 8, 16) * torch.tensor([1.0, 100.0])[:, None, None]
-    operands = [Operand(rounding="stochastic") if side else None for side in sides]
+    target = QuantSpec("e4m3", "row", "power_of_two", "stochastic")
+    operands = [target if side else None for side in sides]
     for batch, asked, source in zip(quantize_batch_both_ways(x, *operands), sides, (x, x.mT), strict=True):
         assert (batch is None) == (not asked)
         if batch is not None:

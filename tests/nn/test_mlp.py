@@ -534,3 +534,49 @@ def test_on_a_gpu_it_is_what_it_is_on_a_cpu(kind, gated, inner, outer):
     data.inner, data.dy = [w.detach().cuda().requires_grad_() for w in data.inner], data.dy.cuda()
     got = data.results(fused(kind, inner, outer, torch.bfloat16))
     assert all(sqnr_db(a, b.cpu()) > 35 for a, b in zip(expected, got, strict=True))
+
+
+SECOND_SETS = {
+    "no gradients": ((), 0),
+    "x": (("x",), 2),  # dgrad of both
+    "gate and up": (("inner",), 2),  # X, and down for dgrad
+    "down": (("down",), 1),  # down for the gradient of h, whose scales activate finds
+    "all": (("x", "inner", "down"), 3),
+}
+
+
+@pytest.mark.parametrize("needed", SECOND_SETS)
+def test_a_second_set_of_codes_is_made_for_the_gemms_that_run(needed: str, monkeypatch: pytest.MonkeyPatch):
+    leaves, sets = SECOND_SETS[needed]
+    made: list[bool] = []
+    twice = kernels.quantize_rows_twice
+
+    def counted(*args, **kwargs):
+        made.append(True)
+        return twice(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "quantize_rows_twice", counted)
+    case, recipe = Data(), load("rotated")
+    parts = {"x": [case.x], "inner": case.inner, "down": [case.down]}
+    expected = case.results(fused("silu", recipe, recipe))
+    gradients = {id(leaf): leaf.grad.clone() for leaf in case.leaves if leaf.grad is not None}
+    made.clear()
+    for name, tensors in parts.items():
+        for tensor in tensors:
+            tensor.requires_grad_(name in leaves)
+            tensor.grad = None
+    y = fused("silu", recipe, recipe)(case.x, case.inner, case.down, None)
+    assert len(made) == sets
+    assert torch.equal(y if case.bias is None else y + case.bias.to(y.dtype), expected[0])
+    if leaves:
+        y.backward(case.dy.to(y.dtype).reshape(y.shape))
+    for name in leaves:
+        assert all(torch.equal(tensor.grad, gradients[id(tensor)]) for tensor in parts[name])
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rotated"])
+def test_every_weight_is_counted_once(recipe: str):
+    case = Data()
+    with kernels.record() as ledger:
+        case.results(fused("silu", load(recipe), load(recipe)))
+    assert ledger.weights == 3

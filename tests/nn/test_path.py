@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,10 @@ from octavo.nn import Linear
 PACKAGE = str(Path(octavo.__file__).parent)
 FRAMES, FILES = 13, 6
 """The most Python frames, and files of Octavo, between `Linear.forward` and the vendor's GEMM."""
+CALLS, MODULES = 101, 23
+"""The most calls of Octavo's functions, and files, for an eager forward of a layer, without the reference kernels."""
+GUARDS = 3.0
+"""The most guards of a compiled block, beside those of the same block in BF16."""
 LAUNCHES = 95
 """The most kernels of a compiled block, forward and backward. BF16 has 38 to 50, torchao's tensorwise 96."""
 
@@ -84,6 +89,51 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def calls_of(layer: Linear, x: Tensor) -> list[str]:
+    """Return the file of each call of Octavo's functions in a forward, those of the reference kernels left out."""
+    files: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE) and "numerics" not in name:
+            files.append(name)
+
+    sys.setprofile(note)
+    try:
+        layer(x)
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise", "rowwise"])
+def test_a_forward_is_few_calls(recipe):
+    layer, x = Linear(64, 32, recipe=recipe), torch.randn(8, 64, requires_grad=True)
+    layer(x)
+    files = calls_of(layer, x)
+    assert 0 < len(files) <= CALLS and len(set(files)) <= MODULES
+
+
+def guards_of(block: nn.Module) -> int:
+    """Return the number of guards of a compiled block."""
+    seen: list[int] = []
+
+    def count(guards: Sequence[Any]) -> list[bool]:
+        seen.append(len(guards))
+        return [True] * len(guards)
+
+    torch.compile(block, backend="eager", fullgraph=True, options={"guard_filter_fn": count})(torch.randn(2, 8, 64))
+    torch._dynamo.reset()
+    return seen[-1]
+
+
+def test_a_compiled_block_has_few_guards():
+    block = Block(64, 128)
+    plain = guards_of(block)
+    octavo.convert(block, policy=octavo.Policy(min_gain=0.0), tokens=16)
+    assert guards_of(block) <= GUARDS * plain
 
 
 @pytest.mark.gpu

@@ -65,6 +65,35 @@ def assume_constant_result(function: Function) -> Function:
     return function
 
 
+def opaque(function: Function) -> Function:
+    """Mark an autograd Function that Dynamo puts into the graph as one call; AOTAutograd traces what the call does.
+
+    Tracing through its Python would take most of the time to compile a block, and guard on each function, class and
+    field that it reads. A guard is left for nothing but the arguments: what decides how the function computes must be
+    among them, or be read where Dynamo traces. Calls in compiled code come after `enter_graph`.
+
+    Equivalent to `torch.compiler.allow_in_graph`, which would import the compiler.
+    """
+    _opaque.append(function)
+    return function
+
+
+_opaque: list[Callable[..., Any]] = []
+
+
+@assume_constant_result
+def enter_graph(is_open_to_compilers: bool) -> None:
+    """Let Dynamo know what is `opaque`. In compiled code only, before the first call of such a function.
+
+    Args:
+        is_open_to_compilers: that of `host_state()`, which opaque functions read: an argument, so that it is guarded.
+    """
+    from torch.compiler import allow_in_graph
+
+    while _opaque:
+        allow_in_graph(_opaque.pop())
+
+
 def run_eagerly(function: Function) -> Function:
     """Mark a function that Dynamo calls and does not trace. As `torch.compiler.disable`, without the import."""
     marked: Any = function

@@ -26,7 +26,6 @@ from octavo.kernels.gemm import EMULATED
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import unsupported_reason_recipe
 from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason
-from octavo.nn.functional import requantises_exactly
 from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
@@ -176,7 +175,7 @@ class LayerPlanner:
             return rows
         cores = {name: core for name, core in self.model.named_modules() if isinstance(core, ScaledDotProduct)}
         readers = {reader_of(name, core) for name, core in cores.items()}
-        readers = {name for name in readers if name in self.recipes and requantises_exactly(self.recipes[name])}
+        readers = {name for name in readers if name in self.recipes and self.recipes[name].plan.requantises_exactly}
         return [replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows]
 
 

@@ -20,6 +20,7 @@ What else a process keeps are registries and caches, which change no result (`te
     _util.optimizer_steps._callbacks, _inner       what runs after the outermost optimizer's step; steps within it
     nn.seal._marking                               a lock around the seal of a tensor
     nn.weight_notes._KINDS                         kinds of notes on weights
+    recipes.operands._plans                        plans of recipes, by their text
     nn.adopted._CLASSES, _util.compiler, kernels.operator, distributed.checkpoint    classes, traces, operators, groups
 
 Two hooks run after every optimizer step: that of nn.shared, and `_util.optimizer_steps` for nn.scaling_state and

@@ -1,61 +1,27 @@
-"""Quantisation target of a kernel: format, granularity, scaling and rounding."""
+"""Quantisation targets (`QuantSpec`) as kernels use them: as text, and the memory of their codes and scales."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from octavo.numerics import (
-    Format,
-    Granularity,
-    Quantized,
-    Rounding,
-    Scaling,
-    TILE_1x128,
-    format_named,
-    granularity_named,
-)
-from octavo.recipes import Operand, Recipe
+from octavo.numerics import Quantized, Rounding, Scaling, TILE_1x128
+from octavo.recipes import Recipe
+from octavo.recipes.operands import QuantSpec, spec_of
 
-_RULES: dict[Scaling, int] = {"float32": 0, "power_of_two": 1, "engine": 2}
-
-
-class QuantSpec(NamedTuple):
-    """Quantisation target: codes of a format with one scale per tile."""
-
-    format: str
-    granularity: str
-    scaling: Scaling
-    rounding: Rounding = "nearest"
-    """`nearest` for fused kernels."""
-    rotation: int = 0
-    """Largest block of the rotation of each row (`numerics.block_for`); 0: none."""
-
-    @property
-    def fmt(self) -> Format:
-        """The format by name."""
-        return format_named(self.format)
-
-    @property
-    def tile(self) -> Granularity:
-        """The granularity by name."""
-        return granularity_named(self.granularity)
-
-    @property
-    def rule(self) -> int:
-        """Scaling rule as an integer argument of kernels (`octavo.kernels.triton.codes`)."""
-        return _RULES[self.scaling]
-
-    def __str__(self) -> str:
-        return " ".join(map(str, self))
-
-
-def spec_of(operand: Operand) -> QuantSpec:
-    """Return the quantisation target for an operand of a recipe."""
-    return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding, operand.rotation)
+__all__ = [
+    "QuantSpec",
+    "contiguous_rows",
+    "empty",
+    "empty_scale",
+    "laid_out",
+    "parse_spec",
+    "second_spec",
+    "spec_of",
+]
 
 
 def second_spec(recipe: Recipe, role: str) -> QuantSpec | None:

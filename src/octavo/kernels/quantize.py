@@ -154,16 +154,19 @@ class Twice(NamedTuple):
     """FP32 (R, 1), scales of the second set."""
 
 
-def quantize_rows_twice(matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool) -> Twice:
+def quantize_rows_twice(
+    matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool = False
+) -> Twice:
     """Quantise matrices (R_i, C) stacked by rows to two targets with one scale per row, from one read.
 
     Args:
         matrices: FP32, BF16 or FP16.
         first, second: with rounding to nearest; `second` without a rotation.
         keeps_codes: whether to write the codes of the second set, or its scales alone.
+        weights: whether these are weights, which the ledger counts.
     """
     matrices = [matrix.detach() for matrix in matrices]
-    arguments = matrices, first, second, keeps_codes
+    arguments = matrices, first, second, keeps_codes, weights
     results = call("quantize_rows_twice", _quantize_rows_twice, arguments, (first, keeps_codes, True))
     return Twice(*results)
 
@@ -345,8 +348,9 @@ def _quantize_stack(weights: list[Tensor], target: QuantSpec) -> list[Quantized]
 
 
 def _quantize_rows_twice(
-    matrices: list[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool
+    matrices: list[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool
 ) -> tuple[Quantized, Tensor | None, Tensor]:
+    ledger.count_weights(len(matrices) if weights else 0)
     x = matrices[0]
     if x.numel() and x.is_cuda and uses_triton(x, "quantize", _refuses_twice(matrices)):
         from octavo.kernels.triton.weights import STACKED, quantize_rows_of
@@ -368,7 +372,7 @@ def _refuses_twice(matrices: list[Tensor]) -> str | None:
 
 
 def _quantize_rows_twice_shape(
-    matrices: list[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool
+    matrices: list[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool
 ) -> tuple[Quantized, Tensor | None, Tensor]:
     rows, cols, device = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1], matrices[0].device
     codes, scale, _ = empty(second, rows, cols, device)
@@ -400,8 +404,8 @@ def _quantize_stack_shape(weights: list[Tensor], target: QuantSpec) -> list[Quan
 
 def _whole_row(sources: Sequence[Tensor], rows: QuantSpec | None) -> int:
     """Return the length of a row that one program must hold; 0 if none must."""
-    whole = rows is not None and (rows.rotation or rows.fmt.is_integer)
-    return sum(source.shape[1] for source in sources) if whole else 0
+    is_whole = rows is not None and rows.needs_whole_rows
+    return sum(source.shape[1] for source in sources) if is_whole else 0
 
 
 @cache

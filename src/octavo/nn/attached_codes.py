@@ -25,6 +25,7 @@ from octavo._util.compiler import answer, ask_tracer, traced_version
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.nn.seal import Seal
 from octavo.numerics import Quantized
+from octavo.recipes import Recipe
 
 _NAME, _TRACED, _NORM_SOURCE = "_octavo_offer", "_octavo_traced", "_octavo_normed"
 
@@ -110,10 +111,16 @@ def is_placeholder(x: Tensor) -> bool:
     return x.numel() > 1 and not any(x.stride())
 
 
-def attached_codes(x: Tensor, target: QuantSpec) -> Quantized | None:
-    """Return the codes (M, D) attached to x for this target; None if there are none, or x may have been written to."""
+def attached_codes(x: Tensor, wanted: QuantSpec | Recipe) -> Quantized | None:
+    """Return the codes (M, D) attached to x; None if there are none, or x may have been written to.
+
+    Args:
+        wanted: their target, or the recipe of the layer whose fprop reads them.
+    """
     attached = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
-    if not isinstance(attached, AttachedCodes) or attached.target != target:
+    if not isinstance(attached, AttachedCodes):
+        return None
+    if attached.target != (wanted.plan.x if isinstance(wanted, Recipe) else wanted):
         return None
     if isinstance(attached.unwritten, Seal):
         is_valid = attached.owner is not None and attached.owner() is x and attached.unwritten.holds(x)

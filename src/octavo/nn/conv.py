@@ -23,7 +23,6 @@ from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.patches import fold, quantize_patches, unfold
-from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.window import Pair, Window
 from octavo.nn import functional
 from octavo.nn.adopted import Adopted
@@ -32,7 +31,7 @@ from octavo.nn.functional import SavedWeights, compute_dtype, quantize_operand
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import StatsSlot, patches_of, stats_buffer_of
 from octavo.numerics import Quantized
-from octavo.recipes import Operand, Recipe, RecipeLike, load
+from octavo.recipes import QuantSpec, Recipe, RecipeLike, Transposed, load
 
 AnyConvolution = _ConvNd
 """All convolutions of PyTorch, of one to three dimensions, transposed ones included."""
@@ -97,18 +96,19 @@ class _Convolution(torch.autograd.Function):
         x = x.contiguous()
         ctx.set_materialize_grads(False)
         ctx.window, ctx.recipe, ctx.dtype, ctx.stats = window, recipe, dtype, stats
-        if not recipe.fprop.is_fp8:
+        plan = recipe.plan
+        if plan.x is None:
             ctx.save_for_backward(x, weight, None, None, None)
             return _high_precision(x, weight, window, dtype).detach()
-        patches = _quantize(x, window, recipe.fprop.input)
-        w = functional.read_weights([weight], recipe)
+        patches = _quantize(x, window, plan.x)
+        w = functional.read_weights([weight], plan)
         assert w is not None
         saved = SavedWeights()
         if ctx.needs_input_grad[0]:
-            saved = functional.save_weights(w, [weight], recipe)
-        scale = patches.scale if recipe.folds("wgrad.input") else None
+            saved = functional.save_weights(w, [weight], plan)
+        scale = patches.scale if plan.x_back is Transposed.FOLDED else None
         ctx.save_for_backward(x, weight, scale, saved.codes, saved.scale)
-        y_MN = functional.fprop([x], patches, w, [weight], recipe, dtype, stats, patches_of(window))[0]
+        y_MN = functional.fprop([x], patches, w, [weight], plan, dtype, stats, patches_of(window))[0]
         y = y_MN.view(x.shape[0], *window.output(x.shape[1], x.shape[2]), weight.shape[0])
         return y.detach()  # a view made here could not be written to, as `nn.ReLU(inplace=True)` does
 
@@ -121,29 +121,28 @@ class _Convolution(torch.autograd.Function):
         window, recipe, dtype = ctx.window, ctx.recipe, ctx.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dys = [dy.to(dtype).reshape(-1, dy.shape[-1])]
-        by_fp8 = needs_weight and recipe.wgrad.is_fp8
+        plan, by_fp8 = recipe.plan, needs_weight and recipe.wgrad.is_fp8
         w = SavedWeights(w_codes, w_scale, [weight], (weight.shape[0],)) if needs_x else None
-        patches = _quantize(x, window, recipe.wgrad.input, transposed=True, scale=scale) if by_fp8 else None
-        g, h = functional.read_gradient(dys, scale, w, recipe, needs_weight)
+        patches = _quantize(x, window, plan.x_t, transposed=True, scale=scale) if by_fp8 else None
+        g, h = functional.read_gradient(dys, scale, w, plan, needs_weight)
         by_torch = needs_x and g is None, needs_weight and h is None
         dx, dw = _high_precision_gradients(dy, x, weight, window, dtype, by_torch)
         if g is not None and w is not None:
-            dx = fold(functional.dgrad(dys, g, w, recipe, dtype, ctx.stats), window, tuple(x.shape))
+            dx = fold(functional.dgrad(dys, g, w, plan, dtype, ctx.stats), window, tuple(x.shape))
         if patches is not None and h is not None:
-            right = kernels.without_scale(patches) if recipe.folds("wgrad.input") else patches
+            right = kernels.without_scale(patches) if plan.x_back is Transposed.FOLDED else patches
             dw = _like(kernels.gemm(h, right, dtype, recipe.wgrad.accumulate), weight)
         gradients = None if dx is None else dx.to(x.dtype), None if dw is None else dw.to(weight.dtype)
         return *gradients, None, None, None, None
 
 
 def _quantize(
-    x: Tensor, window: Window, operand: Operand, transposed: bool = False, scale: Tensor | None = None
+    x: Tensor, window: Window, target: QuantSpec, transposed: bool = False, scale: Tensor | None = None
 ) -> Quantized:
     """Return the patches of x (B, H, W, C) in FP8, (M, K), or transposed, (K, M). scale: see `quantize_patches`."""
-    if operand.rounding == "stochastic":
+    if target.rounding == "stochastic":
         patches = unfold(x, window)
-        return quantize_operand(patches.t() if transposed else patches, operand)
-    target = spec_of(operand)
+        return quantize_operand(patches.t() if transposed else patches, target)
     rows, columns = quantize_patches(x, window, None if transposed else target, target if transposed else None, scale)
     result = columns if transposed else rows
     assert result is not None

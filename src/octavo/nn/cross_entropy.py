@@ -220,27 +220,27 @@ class _Head:
     """The three GEMMs of the head by its recipe, for one chunk after another."""
 
     def __init__(self, weight_VK: Tensor, recipe: Recipe, dtype: torch.dtype, chunks: int) -> None:
-        self.recipe, self.dtype = recipe, dtype
+        self.recipe, self.plan, self.dtype = recipe, recipe.plan, dtype
         self.weight_VK = weight_VK if recipe.is_fp8 else values(weight_VK, dtype)
         self.dw_VK: Tensor | None = None
         """Sum over the chunks so far, FP32 or in the dtype of the weight."""
         # The sum of two results is rounded once in their own dtype too: the same bits as in FP32, in half the memory.
         self._sum_dtype = dtype if chunks <= 2 and weight_VK.dtype == dtype else torch.float32
-        self._w = read_weights([weight_VK], recipe)
-        self._saved = save_weights(self._w, [weight_VK], recipe, are_codes_kept=True)
+        self._w = read_weights([weight_VK], self.plan)
+        self._saved = save_weights(self._w, [weight_VK], self.plan, are_codes_kept=True)
         self._dgrad_KV: Quantized | None = None
 
     def logits(self, x_MK: Tensor, bias_V: Tensor | None, needs_weight: bool) -> tuple[Tensor, SavedInput]:
         """Return the logits, and x as wgrad reads it."""
         x_MK = x_MK if self.recipe.is_fp8 else x_MK.to(self.dtype)
-        x = read_input(InputSource(x_MK), self.recipe, self.dtype, needs_weight)
-        logits_MV = fprop([x_MK], x.fprop, self._w, [self.weight_VK], self.recipe, self.dtype)[0]
+        x = read_input(InputSource(x_MK), self.plan, self.dtype, needs_weight)
+        logits_MV = fprop([x_MK], x.fprop, self._w, [self.weight_VK], self.plan, self.dtype)[0]
         return logits_MV if bias_V is None else logits_MV.add_(bias_V.to(self.dtype)), x.saved
 
     def gradient(self, d_MV: Tensor, x: SavedInput, needs_x: bool, needs_weight: bool) -> _Gradient:
         """Return the gradient of the logits as the needed GEMMs read it."""
         saved = self._saved if needs_x else None
-        g, h = read_gradient([d_MV], x.scale, saved, self.recipe, needs_weight)
+        g, h = read_gradient([d_MV], x.scale, saved, self.plan, needs_weight)
         are_values_read = (needs_x and g is None) or (needs_weight and h is None)
         return _Gradient(d_MV if are_values_read else None, g, h)
 
@@ -250,15 +250,15 @@ class _Head:
             assert d.values_MV is not None
             return product(d.values_MV, values(self.weight_VK, self.dtype))
         if self._dgrad_KV is None:  # made once for all chunks
-            self._dgrad_KV = transposed_weight(self._saved, self.recipe, d.dgrad.codes)
-        return kernels.gemm(d.dgrad, self._dgrad_KV, self.dtype, self.recipe.dgrad.accumulate)
+            self._dgrad_KV = transposed_weight(self._saved, self.plan, d.dgrad.codes)
+        return kernels.gemm(d.dgrad, self._dgrad_KV, self.dtype, self.plan.accumulate[1])
 
     def add_wgrad(self, d: _Gradient, saved: SavedInput) -> None:
         """Add this chunk's dW to `dw_VK`."""
         total, x = self.dw_VK, saved.values
         if d.wgrad is not None:
-            right = transposed_input(saved, self.recipe, d.wgrad.codes)
-            part = kernels.gemm(d.wgrad, right, self.dtype, self.recipe.wgrad.accumulate)
+            right = transposed_input(saved, self.plan, d.wgrad.codes)
+            part = kernels.gemm(d.wgrad, right, self.dtype, self.plan.accumulate[2])
         else:
             assert x is not None and d.values_MV is not None
             d_VM = d.values_MV.t()

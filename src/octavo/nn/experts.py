@@ -553,7 +553,7 @@ def forward_rows(
     first, second = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
     before = grouped_fprop(rows, first.forward, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
     middle = _halves(before, second.forward.codes.shape[2])
-    hidden, inputs, hidden_scale = activated(kind, middle, recipe, keeps_codes)
+    hidden, inputs, hidden_scale = activated(kind, middle, recipe.plan, keeps_codes)
     y = grouped_fprop(hidden, second.forward, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)
     return y, SavedRows(first.backward, second.backward, hidden_scale, inputs if keeps_codes else [before])
 

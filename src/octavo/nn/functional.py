@@ -34,9 +34,10 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
+from octavo._util.compiler import enter_graph, opaque
 from octavo.kernels import ScaleRef
+from octavo.kernels.host_state import host_state
 from octavo.kernels.product import product
-from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.kernels.tape import Result, replay
 from octavo.nn import telemetry_ops
 from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention, renew
@@ -51,7 +52,7 @@ from octavo.nn.weight_codes import (
     quantize_weights_transposed,
 )
 from octavo.numerics import Quantized
-from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
+from octavo.recipes import LinearPlan, QuantSpec, Recipe, StoredScale, Transposed, plan_by
 
 
 class Quantizer(NamedTuple):
@@ -110,15 +111,17 @@ def linears(
         ConfigError: an input or a weight that PyTorch refuses too (`octavo.nn.operands`).
     """
     check_operands(x, weights[0])
-    recipe, keeps_input = quantizer.recipe, quantizer.keeps_input
-    source = input_source(x, recipe, prequantized)
-    if torch.compiler.is_compiling() and requantises_exactly(recipe) and is_output_of_attention(source.x):
-        keeps_input = True  # attention saves it anyway
+    plan, keeps_input = quantizer.recipe.plan, quantizer.keeps_input
+    x_MK, *source = input_source(x, plan, prequantized)
+    if torch.compiler.is_compiling():
+        enter_graph(host_state().is_open_to_compilers)
+        if plan.requantises_exactly and is_output_of_attention(x_MK):
+            keeps_input = True  # attention saves it anyway
     update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
-    options = recipe, quantizer.dtype, keeps_input, update_amax
+    options = plan.key, quantizer.dtype, keeps_input, update_amax
     buffers = quantizer.scale_and_amax, quantizer.stats_buffer
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
-        *source, *codes_for(weights, codes), *buffers, options, *weights
+        x_MK, *source, *codes_for(weights, codes), *buffers, options, *weights
     )
     if prequantized is not None:
         renew(x)
@@ -200,12 +203,11 @@ class SavedWeights(NamedTuple):
         codes, scale, *weights = tensors
         return cls(codes, scale, weights, rows)
 
-    def quantized(self, recipe: Recipe) -> tuple[Quantized, ...]:
+    def quantized(self, plan: LinearPlan) -> tuple[Quantized, ...]:
         """Return the weights as dgrad reads them, before the transpose: one stack, or one matrix per weight."""
-        operand = recipe.folded_rows("weight")
         if self.codes is not None and self.scale is not None:
-            return (Quantized(self.codes, self.scale, operand.tile),)
-        return quantize_weights(self.weights, spec_of(operand)).matrices
+            return (Quantized(self.codes, self.scale, plan.w_rows.tile),)
+        return quantize_weights(self.weights, plan.w_rows).matrices
 
 
 class KnownCodes(NamedTuple):
@@ -225,6 +227,7 @@ _WEIGHTS = _X + _W + 3
 scale_and_amax, stats_buffer, options, *weights."""
 
 
+@opaque
 class _Linears(torch.autograd.Function):
     """Y_i = X W_i^T. Saves what the required backward GEMMs read: X and W in FP8 wherever they are."""
 
@@ -238,8 +241,8 @@ class _Linears(torch.autograd.Function):
         ctx.save_for_backward(*saved_x, *saved_w)
         ctx.buffers = tensors[-2:]  # not saved tensors: backward writes to them, and hooks may replace those by copies
         rows, dtypes = tuple([w.shape[0] for w in weights]), tuple([w.dtype for w in weights])
-        recipe, dtype, *_ = options
-        ctx.options = recipe, dtype, tensors[0].dtype, rows, dtypes
+        key, dtype, *_ = options
+        ctx.options = key, dtype, tensors[0].dtype, rows, dtypes
         ctx.set_materialize_grads(False)  # an output without a gradient has None, as in PyTorch
         return tuple(outputs)  # type: ignore[arg-type]  # none is None
 
@@ -257,31 +260,33 @@ class _Linears(torch.autograd.Function):
 
 def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return what is saved of X and of W, and the outputs. tensors: the arguments of `_Linears` without options."""
-    recipe, dtype, keeps_input, update_amax, needs_x, needs_weight = options
+    key, dtype, keeps_input, update_amax, needs_x, needs_weight = options
+    plan = plan_by(key)
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
     known, (scale_and_amax, stats) = KnownCodes(*tensors[_X : _X + _W]), tensors[_X + _W : _WEIGHTS - 1]
-    scale_ref = scale_ref_of(scale_and_amax, recipe, "input", update_amax)
-    x = read_input(source, recipe, dtype, needs_weight, scale_ref, keeps_input)
-    w = read_weights(weights, recipe, known, needs_x)
-    saved_w = save_weights(w, weights, recipe, known.codes is not None) if needs_x else SavedWeights()
-    return x.saved, saved_w.tensors, fprop([source.x], x.fprop, w, weights, recipe, dtype, stats)
+    scale_ref = scale_ref_of(scale_and_amax, plan.x_stored, update_amax)
+    x = read_input(source, plan, dtype, needs_weight, scale_ref, keeps_input)
+    w = read_weights(weights, plan, known, needs_x)
+    saved_w = save_weights(w, weights, plan, known.codes is not None) if needs_x else SavedWeights()
+    return x.saved, saved_w.tensors, fprop([source.x], x.fprop, w, weights, plan, dtype, stats)
 
 
 def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return dX, and dW_i. tensors: scale_and_amax, stats_buffer, dY_i, `SavedInput`, tensors of `SavedWeights`."""
-    recipe, dtype, x_dtype, rows, dtypes, needs_x, needs_weights = options
+    key, dtype, x_dtype, rows, dtypes, needs_x, needs_weights = options
+    plan = plan_by(key)
     scale_and_amax, stats, *rest = tensors
     dys, saved = rest[: len(rows)], rest[len(rows) :]
     x = SavedInput(*saved[:_SAVED_X])
     w = SavedWeights.of(saved[_SAVED_X:], rows) if needs_x else None
     needs_weights = tuple([needed and dy is not None for needed, dy in zip(needs_weights, dys, strict=True)])
     sources = with_zeros([None if dy is None else dy.to(dtype) for dy in dys], rows)
-    scale_ref = scale_ref_of(scale_and_amax, recipe, "grad_output")
-    g, h = read_gradient(sources, x.scale, w, recipe, any(needs_weights), scale_ref)
-    dx = None if w is None else dgrad(sources, g, w, recipe, dtype, stats).to(x_dtype)
+    scale_ref = scale_ref_of(scale_and_amax, plan.dy_stored)
+    g, h = read_gradient(sources, x.scale, w, plan, any(needs_weights), scale_ref)
+    dx = None if w is None else dgrad(sources, g, w, plan, dtype, stats).to(x_dtype)
     if not any(needs_weights):
         return (dx,), [None] * len(rows)
-    dws = unstack(wgrad(sources, h, x, recipe, dtype), rows, dtypes)
+    dws = unstack(wgrad(sources, h, x, plan, dtype), rows, dtypes)
     return (dx,), [dw if needed else None for dw, needed in zip(dws, needs_weights, strict=True)]
 
 
@@ -298,36 +303,38 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return dtype
 
 
-def scale_ref_of(scale_and_amax: Tensor | None, recipe: Recipe, role: str, update_amax: bool = True) -> ScaleRef | None:
-    """Return the stored scale of a layer's `input` or `grad_output`; None if it is scaled by its own maximum.
+def scale_ref_of(
+    scale_and_amax: Tensor | None, stored: StoredScale | None, update_amax: bool = True
+) -> ScaleRef | None:
+    """Return the stored scale of a layer's input or grad_output; None if it is scaled by its own maximum.
 
     Args:
         scale_and_amax: see `Quantizer`.
+        stored: `LinearPlan.x_stored` or `dy_stored`.
         update_amax: whether the maximum of this tensor counts for the scale of later steps.
     """
-    operand = None if scale_and_amax is None else recipe.stored_scale(role)
-    if scale_and_amax is None or operand is None:
+    if scale_and_amax is None or stored is None:
         return None
-    return ScaleRef(scale_and_amax, STORED_SCALE_ROLES.index(role), operand.scale_from == "just_in_time", update_amax)
+    return ScaleRef(scale_and_amax, stored.row, stored.is_just_in_time, update_amax)
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------
 
 
-def quantize_operand(x: Tensor, operand: Operand, fold: Tensor | None = None) -> Quantized:
-    """Quantise a matrix for an operand of a recipe, after multiplying `fold` into its columns.
+def quantize_operand(x: Tensor, target: QuantSpec, fold: Tensor | None = None) -> Quantized:
+    """Quantise a matrix to a target of a plan, after multiplying `fold` into its columns.
 
     Args:
         x: (R, C).
         fold: FP32 (1, C), the scales of a folded partner, or None.
     """
-    return kernels.quantize_matrix(x if fold is None else x.float() * fold, spec_of(operand))
+    return kernels.quantize_matrix(x if fold is None else x.float() * fold, target)
 
 
 def quantize_both(
     sources: Sequence[Tensor],
-    rows: Operand | None,
-    columns: Operand | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
     scale_ref: ScaleRef | None = None,
@@ -339,11 +346,10 @@ def quantize_both(
         column_fold: FP32 (R, 1), multiplied in before `columns`.
         scale_ref: stored scale of the matrix, if it has one; there are no folds then.
     """
-    row, column = (None if operand is None else spec_of(operand) for operand in (rows, columns))
     if scale_ref is not None:
-        return kernels.quantize_with_scale(sources, scale_ref, row, column)
-    if all(target is None or target.rounding == "nearest" for target in (row, column)):
-        return kernels.quantize_pair(sources, row, column, row_fold, column_fold)
+        return kernels.quantize_with_scale(sources, scale_ref, rows, columns)
+    if all(target is None or target.rounding == "nearest" for target in (rows, columns)):
+        return kernels.quantize_pair(sources, rows, columns, row_fold, column_fold)
     x = sources[0] if len(sources) == 1 else torch.cat(list(sources), dim=1)
     fold_t = None if column_fold is None else column_fold.t()
     return (
@@ -352,21 +358,23 @@ def quantize_both(
     )
 
 
-def input_source(x: Tensor, recipe: Recipe, prequantized: Quantized | None) -> InputSource:
-    """Return x (..., K) as (M, K), with its known codes."""
+def input_source(
+    x: Tensor, plan: LinearPlan, prequantized: Quantized | None
+) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+    """Return the fields of an `InputSource`: x (..., K) as (M, K), and its known codes."""
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    normed = attached_norm_source(x) if requantises_exactly(recipe) else None
-    if normed is not None:
-        targets = spec_of(recipe.fprop.input), second_spec(recipe, "input")
+    normed = attached_norm_source(x) if plan.requantises_exactly else None
+    if normed is not None and plan.x is not None:
         with torch.no_grad():
-            codes, second_scale = kernels.quantize_normed(normed.x, normed.norm, *targets)
-        return InputSource(x_MK, codes.codes, codes.scale, second_scale, normed.x, *normed.norm)
-    return InputSource(x_MK) if prequantized is None else InputSource(x_MK, prequantized.codes, prequantized.scale)
+            codes, second_scale = kernels.quantize_normed(normed.x, normed.norm, plan.x, plan.x_second)
+        return x_MK, codes.codes, codes.scale, second_scale, normed.x, *normed.norm
+    codes_and_scale = (None, None) if prequantized is None else (prequantized.codes, prequantized.scale)
+    return x_MK, *codes_and_scale, None, None, None, None
 
 
 def read_input(
     source: InputSource,
-    recipe: Recipe,
+    plan: LinearPlan,
     dtype: torch.dtype,
     needs_weight: bool,
     scale_ref: ScaleRef | None = None,
@@ -380,33 +388,32 @@ def read_input(
         scale_ref: stored scale of the input, if it has one.
         keeps_input: save the input itself, and let wgrad quantise it again.
     """
-    x_MK, forward = source.x, recipe.fprop.input if recipe.fprop.is_fp8 else None
-    prequantized = None
-    if forward and source.codes is not None and source.scale is not None:
-        prequantized = Quantized(source.codes, source.scale, forward.tile)
+    x_MK, prequantized = source.x, None
+    if plan.x is not None and source.codes is not None and source.scale is not None:
+        prequantized = Quantized(source.codes, source.scale, plan.x.tile)
     if source.norm_input is not None:
         scale = source.scale if source.second_scale is None else source.second_scale
         saved = SavedInput(source.norm_input, None, scale, source.norm_rstd, source.norm_weight)
         return QuantizedInput(prequantized, saved if needs_weight else SavedInput())
     # Codes of another kernel may come from values before rounding, so that backward could not make them again.
     x = None if keeps_input else prequantized
-    if forward and needs_weight and (second := second_spec(recipe, "input")):
-        both = kernels.quantize_rows_twice([x_MK], spec_of(forward), second, keeps_codes=not keeps_input)
+    if plan.x is not None and plan.x_second is not None and needs_weight:
+        both = kernels.quantize_rows_twice([x_MK], plan.x, plan.x_second, keeps_codes=not keeps_input)
         return QuantizedInput(both.first, SavedInput(x_MK if keeps_input else None, both.codes, both.scale))
-    if recipe.wgrad.is_fp8 and needs_weight and not keeps_input and not recipe.reuses("wgrad.input"):
+    if plan.x_back is Transposed.QUANTIZED and needs_weight and not keeps_input:
         # wgrad needs the transpose quantised by itself: from the same read
-        made, transposed = quantize_both([x_MK], None if x else forward, recipe.wgrad.input, scale_ref=scale_ref)
+        made, transposed = quantize_both([x_MK], None if x else plan.x, plan.x_t, scale_ref=scale_ref)
         assert transposed is not None
         return QuantizedInput(x or made, SavedInput(codes=transposed.codes, scale=transposed.scale))
-    if forward and x is None:
+    if plan.x is not None and x is None:
         stored = scale_ref is not None
-        x = quantize_both([x_MK], forward, None, scale_ref=scale_ref)[0] if stored else quantize_operand(x_MK, forward)
+        x = quantize_both([x_MK], plan.x, None, scale_ref=scale_ref)[0] if stored else quantize_operand(x_MK, plan.x)
     if not needs_weight:
         return QuantizedInput(x, SavedInput())
-    if not recipe.wgrad.is_fp8:
+    if plan.x_back is Transposed.VALUES:
         return QuantizedInput(x, SavedInput(x_MK.to(dtype)))
     if keeps_input:
-        scale = x.scale if x is not None and recipe.folds("wgrad.input") else None
+        scale = x.scale if x is not None and plan.x_back is Transposed.FOLDED else None
         return QuantizedInput(x, SavedInput(x_MK, scale=scale))
     assert x is not None
     return QuantizedInput(x, SavedInput(codes=x.codes, scale=x.scale))
@@ -414,7 +421,7 @@ def read_input(
 
 def read_weights(
     weights: Sequence[Tensor],
-    recipe: Recipe,
+    plan: LinearPlan,
     known: KnownCodes = KnownCodes(),  # noqa: B008 - immutable
     needs_input: bool = False,
 ) -> WeightCodes | None:
@@ -424,31 +431,25 @@ def read_weights(
         known: codes of the stack that exist.
         needs_input: whether dgrad will run, which may read a second set of codes.
     """
-    if not recipe.fprop.is_fp8:
+    if plan.w is None:
         return None
     codes, scale, *others = known
     if codes is None or scale is None:
-        second = second_spec(recipe, "weight") if needs_input else None
-        return quantize_weights(weights, spec_of(recipe.fprop.weight), second)
+        return quantize_weights(weights, plan.w, plan.w_second if needs_input else None)
     rows = tuple(weight.shape[0] for weight in weights)
     second_set = None if others[1] is None else (others[0], others[1])
-    return WeightCodes((Quantized(codes, scale, recipe.fprop.weight.tile),), rows, second_set)
+    return WeightCodes((Quantized(codes, scale, plan.w.tile),), rows, second_set)
 
 
-def requantises_exactly(recipe: Recipe) -> bool:
-    """Return whether wgrad's codes of an input follow from its values and fprop's scale."""
-    return recipe.folds("wgrad.input") and recipe.folded_rows("input").scaling == "power_of_two"
-
-
-def codes_for(weights: Sequence[Tensor], codes: WeightCodes | None) -> KnownCodes:
-    """Return the codes of a stack of weights; none unless `codes` are those of exactly these layers."""
+def codes_for(weights: Sequence[Tensor], codes: WeightCodes | None) -> tuple[Tensor | None, ...]:
+    """Return the fields of `KnownCodes` for weights; None for each unless `codes` are those of exactly these layers."""
     if codes is None or codes.rows != tuple(weight.shape[0] for weight in weights):
-        return KnownCodes()
-    return KnownCodes(*codes.stack[:2], *(codes.second or ()))
+        return None, None, None, None
+    return *codes.stack[:2], *(codes.second or (None, None))
 
 
 def save_weights(
-    w: WeightCodes | None, weights: Sequence[Tensor], recipe: Recipe, are_codes_kept: bool = False
+    w: WeightCodes | None, weights: Sequence[Tensor], plan: LinearPlan, are_codes_kept: bool = False
 ) -> SavedWeights:
     """Return weights as they are saved for dgrad: the codes of fprop if it reuses them, else the weights.
 
@@ -463,9 +464,10 @@ def save_weights(
     if w is not None and w.second is not None:
         codes, scale = w.second
         return SavedWeights(codes, scale, weights if codes is None else (), rows)
-    if w is None or not recipe.reuses("dgrad.weight") or has_fp8_weight(weights):
+    reuses = plan.w_second is None and plan.w_back in (Transposed.CODES, Transposed.FOLDED)
+    if w is None or not reuses or has_fp8_weight(weights):
         return SavedWeights(weights=weights, rows=rows)
-    if recipe.folds("dgrad.weight") and codes_follow(weights, spec_of(recipe.fprop.weight)) and not are_codes_kept:
+    if plan.w_back is Transposed.FOLDED and codes_follow(weights, plan.w_rows) and not are_codes_kept:
         return SavedWeights(None, w.stack.scale, weights, rows)
     return SavedWeights(*w.matrices[0][:2], rows=rows)
 
@@ -474,7 +476,7 @@ def read_gradient(
     dys: Sequence[Tensor],
     input_scale: Tensor | None,
     weight: SavedWeights | None,
-    recipe: Recipe,
+    plan: LinearPlan,
     needs_weight: bool,
     scale_ref: ScaleRef | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -485,38 +487,37 @@ def read_gradient(
         weight: None if dgrad is not needed.
         scale_ref: as for `quantize_both`.
     """
-    rows, columns = recipe.grad_outputs(weight is not None, needs_weight)
+    rows, columns = plan.dy if weight is not None else None, plan.dy_t if needs_weight else None
     if rows is None and columns is None:
         return None, None
-    row_fold = None if weight is None else weight_fold(weight, recipe)
-    column_fold = None if columns is None else input_fold(input_scale, recipe)
+    row_fold = None if weight is None else weight_fold(weight, plan)
+    column_fold = None if columns is None else input_fold(input_scale, plan)
     return quantize_both(dys, rows, columns, row_fold, column_fold, scale_ref)
 
 
-def weight_fold(weight: SavedWeights, recipe: Recipe) -> Tensor | None:
+def weight_fold(weight: SavedWeights, plan: LinearPlan) -> Tensor | None:
     """Return the scales of the weights (1, N) that move into the gradient for dgrad, None if none do."""
-    if not recipe.folds("dgrad.weight"):
+    if plan.w_back is not Transposed.FOLDED:
         return None
     if weight.scale is not None:
         return weight.scale.t()
-    scales = [matrix.scale for matrix in weight.quantized(recipe)]
+    scales = [matrix.scale for matrix in weight.quantized(plan)]
     return (scales[0] if len(scales) == 1 else torch.cat(scales)).t()
 
 
-def input_fold(input_scale: Tensor | None, recipe: Recipe) -> Tensor | None:
+def input_fold(input_scale: Tensor | None, plan: LinearPlan) -> Tensor | None:
     """Return the scales of the input (M, 1) that move into the gradient for wgrad, None if none do."""
-    return input_scale if recipe.folds("wgrad.input") else None
+    return input_scale if plan.x_back is Transposed.FOLDED else None
 
 
-def transposed_weight(weight: SavedWeights, recipe: Recipe, after: Tensor) -> Quantized:
+def transposed_weight(weight: SavedWeights, plan: LinearPlan, after: Tensor) -> Quantized:
     """Return the stack of weights as dgrad reads it, (K, N). after: the gradient that it is multiplied by."""
-    if not recipe.reuses("dgrad.weight") and not recipe.second("weight"):
-        return quantize_weights_transposed(weight.weights, spec_of(recipe.dgrad.weight))
+    if plan.w_back is Transposed.QUANTIZED:
+        return quantize_weights_transposed(weight.weights, plan.w_t)
     if weight.codes is None and weight.scale is not None:
-        rows = spec_of(recipe.folded_rows("weight"))
-        return kernels.requantize_transposed(weight.weights, weight.scale, rows, after)
-    matrices = weight.quantized(recipe)
-    parts = [transpose_codes(matrix, recipe.folds("dgrad.weight"), after) for matrix in matrices]
+        return kernels.requantize_transposed(weight.weights, weight.scale, plan.w_rows, after)
+    matrices = weight.quantized(plan)
+    parts = [transpose_codes(matrix, plan.w_back is Transposed.FOLDED, after) for matrix in matrices]
     if len(parts) == 1:
         return parts[0]
     # Several FP8 weights. Joined after the transposes: otherwise a compiler saves the joined copy for backward.
@@ -526,21 +527,19 @@ def transposed_weight(weight: SavedWeights, recipe: Recipe, after: Tensor) -> Qu
     return Quantized(codes, scale, tile)
 
 
-def transposed_input(x: SavedInput, recipe: Recipe, after: Tensor) -> Quantized:
+def transposed_input(x: SavedInput, plan: LinearPlan, after: Tensor) -> Quantized:
     """Return an input as wgrad reads it, (K, M). after: the gradient that it is multiplied by."""
     if x.codes is not None and x.scale is not None:
-        if not recipe.reuses("wgrad.input") and not recipe.second("input"):
-            return Quantized(x.codes, x.scale, recipe.wgrad.input.tile)
-        rows = Quantized(x.codes, x.scale, recipe.folded_rows("input").tile)
-        return transpose_codes(rows, recipe.folds("wgrad.input"), after)
+        if plan.x_back is Transposed.QUANTIZED:
+            return Quantized(x.codes, x.scale, plan.x_t.tile)
+        return transpose_codes(Quantized(x.codes, x.scale, plan.x_rows.tile), plan.x_back is Transposed.FOLDED, after)
     assert x.values is not None
-    if requantises_exactly(recipe):
+    if plan.requantises_exactly:
         assert x.scale is not None
         norm = None if x.norm_rstd is None or x.norm_weight is None else (x.norm_rstd, x.norm_weight)
-        target = spec_of(recipe.folded_rows("input"))
-        return kernels.requantize_transposed([x.values], x.scale, target, after, norm)
-    made = kernels.quantize_transposed(x.values, spec_of(recipe.wgrad.input), after)
-    return kernels.without_scale(made) if recipe.folds("wgrad.input") else made
+        return kernels.requantize_transposed([x.values], x.scale, plan.x_rows, after, norm)
+    made = kernels.quantize_transposed(x.values, plan.x_t, after)
+    return kernels.without_scale(made) if plan.x_back is Transposed.FOLDED else made
 
 
 def transpose_codes(source: Quantized, folded: bool, after: Tensor) -> Quantized:
@@ -558,7 +557,7 @@ def fprop(
     x: Quantized | None,
     w: WeightCodes | None,
     weights: Sequence[Tensor],
-    recipe: Recipe,
+    plan: LinearPlan,
     dtype: torch.dtype,
     stats: Tensor | None = None,
     kind: str = "",
@@ -569,21 +568,21 @@ def fprop(
         tensors: X (M, K); or with `kind` the tensors that X is computed from (`octavo.nn.telemetry_ops.Source`).
         x: X as fprop reads it; like `w` None if fprop is in BF16.
     """
-    if x is None or w is None:
+    if x is None or w is None or plan.x is None or plan.w is None:
         return [product(tensors[0].to(dtype), values(weight_NK, dtype).t()) for weight_NK in weights]
     if stats is None:
-        return multiply(x, w, dtype, recipe.fprop.accumulate)
-    origin = telemetry_ops.Source.of(tensors, recipe.fprop.input, kind)
-    options = telemetry_ops.GemmOptions(dtype, recipe.fprop.accumulate)
+        return multiply(x, w, dtype, plan.accumulate[0])
+    origin = telemetry_ops.Source(tensors, plan.x, plan.x_stored is None, kind)
+    options = telemetry_ops.GemmOptions(dtype, plan.accumulate[0])
     w = w._replace(second=None)
-    return telemetry_ops.sampled_fprop(x, w, weights, spec_of(recipe.fprop.weight), options, origin, stats)
+    return telemetry_ops.sampled_fprop(x, w, weights, plan.w, options, origin, stats)
 
 
 def dgrad(
     dys: Sequence[Tensor],
     g: Quantized | None,
     weight: SavedWeights,
-    recipe: Recipe,
+    plan: LinearPlan,
     dtype: torch.dtype,
     stats: Tensor | None = None,
     kind: str = "",
@@ -595,24 +594,24 @@ def dgrad(
             (`octavo.nn.telemetry_ops.Source`).
         g: the gradients side by side as dgrad reads them; None if dgrad is in BF16.
     """
-    if g is None:
+    if g is None or plan.dy is None:
         pairs = zip(dys, weight.weights, strict=True)
         parts = [product(dy_MN, values(weight_NK, dtype)) for dy_MN, weight_NK in pairs]
         return sum(parts[1:], start=parts[0])
-    w_KN, accumulate = transposed_weight(weight, recipe, g.codes), recipe.dgrad.accumulate
+    w_KN, accumulate = transposed_weight(weight, plan, g.codes), plan.accumulate[1]
     if stats is None:
         return kernels.gemm(g, w_KN, dtype, accumulate)
-    origin = telemetry_ops.Source.of(dys, recipe.dgrad.grad_output, kind, weight_fold(weight, recipe))
+    origin = telemetry_ops.Source(dys, plan.dy, plan.dy_stored is None, kind, weight_fold(weight, plan))
     options = telemetry_ops.GemmOptions(dtype, accumulate)
     return telemetry_ops.sampled_dgrad(g, w_KN, len(weight.rows), options, origin, stats)
 
 
-def wgrad(dys: Sequence[Tensor], h: Quantized | None, x: SavedInput, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+def wgrad(dys: Sequence[Tensor], h: Quantized | None, x: SavedInput, plan: LinearPlan, dtype: torch.dtype) -> Tensor:
     """Return dW (N, K) of the stack."""
     if h is None:
         assert x.values is not None
         return torch.cat([product(dy_MN.t(), x.values) for dy_MN in dys])
-    return kernels.gemm(h, transposed_input(x, recipe, h.codes), dtype, recipe.wgrad.accumulate)
+    return kernels.gemm(h, transposed_input(x, plan, h.codes), dtype, plan.accumulate[2])
 
 
 def with_zeros(dys: Sequence[Tensor | None], widths: Sequence[int]) -> list[Tensor]:

@@ -30,7 +30,6 @@ from octavo.kernels.grouped import (
     quantize_groups,
     transpose_groups,
 )
-from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.nn import telemetry_experts
 from octavo.nn.adopted import refuse_bare_codes
 from octavo.nn.functional import SavedOperand, compute_dtype
@@ -39,7 +38,7 @@ from octavo.nn.switch import Switchable
 from octavo.nn.telemetry_ops import GemmOptions, Source, StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import Quantized
-from octavo.recipes import Recipe, RecipeLike, load
+from octavo.recipes import Recipe, RecipeLike, Transposed, load
 
 _BF16 = load("bf16")
 """Created once, outside of traced code: Dynamo cannot trace the construction of a recipe."""
@@ -166,8 +165,10 @@ class StackCodes(NamedTuple):
 
 def quantize_experts(weights: Tensor, recipe: Recipe, needs_input: bool = True) -> StackCodes:
     """Quantise weights (E, N, K). needs_input: whether dgrad will run, which may read a second set of codes."""
-    second = second_spec(recipe, "weight") if needs_input else None
-    made = quantize_weights([weights.flatten(0, 1)], spec_of(recipe.fprop.weight), second, keeps_second=True)
+    plan = recipe.plan
+    assert plan.w is not None
+    second = plan.w_second if needs_input else None
+    made = quantize_weights([weights.flatten(0, 1)], plan.w, second, keeps_second=True)
     codes, scale, _ = made.stack
     forward = ExpertCodes(codes.view(weights.shape), scale.view(weights.shape[:2]))
     if made.second is None:
@@ -195,6 +196,9 @@ def unsupported_reason(recipe: Recipe) -> str | None:
     return None
 
 
+_OF_FPROP = (Transposed.CODES, Transposed.FOLDED)
+
+
 class _GroupedLinear(torch.autograd.Function):
     """Saves what wgrad reads of x and dgrad of the weights, in FP8 if possible, and the ends."""
 
@@ -212,7 +216,7 @@ class _GroupedLinear(torch.autograd.Function):
             w = quantize_experts(weight, recipe, ctx.needs_input_grad[0])
         else:
             w = StackCodes(ExpertCodes(*codes[:2]), ExpertCodes(*codes[2:]))
-        saved_w = SavedOperand(None, *w.backward) if recipe.folds("dgrad.weight") else SavedOperand(weight)
+        saved_w = SavedOperand(None, *w.backward) if recipe.plan.w_back in _OF_FPROP else SavedOperand(weight)
         ctx.save_for_backward(ends, *saved, *saved_w)
         return grouped_fprop(x8, w.forward, ends, recipe, dtype, Origin([x], weight), stats)
 
@@ -225,7 +229,7 @@ class _GroupedLinear(torch.autograd.Function):
         x, w = SavedOperand(*saved[:3]), SavedOperand(*saved[3:])
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dy = dy.to(dtype).contiguous()
-        fold = w.scale if recipe.folds("dgrad.weight") else None
+        fold = w.scale if recipe.plan.w_back is Transposed.FOLDED else None
         g, h = _read_gradient(dy, x.scale, fold, ends, recipe, needs_x, needs_weight)
         dx = _dgrad(dy, g, w, fold, ends, ctx).to(ctx.x_dtype) if needs_x else None
         dw = _wgrad(dy, h, x, ends, recipe, dtype).to(ctx.weight_dtype) if needs_weight else None
@@ -236,15 +240,16 @@ def _read_input(
     x: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype, needs_weight: bool
 ) -> tuple[Quantized | None, SavedOperand]:
     """Return x as fprop reads it, and as it is saved for wgrad: values, codes by row, or its own, padded."""
-    rows = spec_of(recipe.fprop.input) if recipe.fprop.is_fp8 else None
-    if rows is not None and needs_weight and (second := second_spec(recipe, "input")):
-        both = kernels.quantize_rows_twice([x], rows, second, keeps_codes=True)
+    plan = recipe.plan
+    rows, reused = plan.x, plan.x_back in _OF_FPROP
+    if rows is not None and plan.x_second is not None and needs_weight:
+        both = kernels.quantize_rows_twice([x], rows, plan.x_second, keeps_codes=True)
         return both.first, SavedOperand(codes=both.codes, scale=both.scale)
-    reused = recipe.reuses("wgrad.input")
-    columns = spec_of(recipe.wgrad.input) if needs_weight and recipe.wgrad.is_fp8 and not reused else None
+    columns = plan.x_t if needs_weight and plan.x_back is Transposed.QUANTIZED else None
     x8 = padded = None
     if columns is not None:
-        x8, padded = quantize_groups(x, ends, None if recipe.has_integer_fprop else rows, columns)
+        in_one_pass = None if rows is None or rows.needs_whole_rows else rows
+        x8, padded = quantize_groups(x, ends, in_one_pass, columns)
     if rows is not None and x8 is None:
         x8 = kernels.quantize(x, *rows)
     if not needs_weight:
@@ -271,12 +276,11 @@ def _read_gradient(
         input_scale: scale of the input in fprop; read if wgrad is folded.
         fold: the scales (E, N) of the weights in fprop, if they move into the gradient.
     """
-    operands = recipe.grad_outputs(needs_x, needs_weight)
-    rows, columns = (None if operand is None else spec_of(operand) for operand in operands)
+    rows, columns = recipe.plan.dy if needs_x else None, recipe.plan.dy_t if needs_weight else None
     if rows is None and columns is None:
         return None, None
     row_fold = None if rows is None else fold
-    column_fold = input_scale if columns is not None and recipe.folds("wgrad.input") else None
+    column_fold = input_scale if columns is not None and recipe.plan.x_back is Transposed.FOLDED else None
     return quantize_groups(dy, ends, rows, columns, row_fold, column_fold)
 
 
@@ -290,7 +294,7 @@ def _dgrad(dy: Tensor, g: Quantized | None, w: SavedOperand, fold: Tensor | None
     if w.codes is not None:
         return grouped_dgrad_folded(g, w.codes, ends, options, source, ctx.stats)
     assert w.values is not None
-    stack = kernels.quantize_matrix(w.values.detach().mT.flatten(0, 1), spec_of(recipe.dgrad.weight))
+    stack = kernels.quantize_matrix(w.values.detach().mT.flatten(0, 1), recipe.plan.w_t)
     turned = ExpertCodes(stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols))
     return _grouped_dgrad(g, turned, ends, options, source, ctx.stats)
 
@@ -300,7 +304,7 @@ def _wgrad(dy: Tensor, h: Padded | None, x: SavedOperand, ends: Tensor, recipe: 
         assert x.values is not None
         return grouped_mm(dy.t(), x.values, ends)
     assert x.codes is not None
-    if recipe.folds("wgrad.input"):
+    if recipe.plan.x_back is Transposed.FOLDED:
         return grouped_wgrad(h, Padded(transpose_groups(x.codes, ends), None), ends, dtype)
     return grouped_wgrad(h, Padded(x.codes, x.scale), ends, dtype)
 

@@ -22,10 +22,9 @@ from octavo.errors import ConfigError
 from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
 from octavo.kernels.product import product
-from octavo.kernels.quant_spec import spec_of
 from octavo.nn import functional
 from octavo.nn.operands import check_dtypes
-from octavo.recipes import Operand, Recipe
+from octavo.recipes import LinearPlan, QuantSpec, Recipe, Transposed
 
 
 def matmul(a: Tensor, b: Tensor, recipe: Recipe, dtype: torch.dtype | None = None) -> Tensor:
@@ -63,8 +62,8 @@ def _multiply(a_BMK: Tensor, b_BKN: Tensor, recipe: Recipe, dtype: torch.dtype) 
 
 def quantize_batch_both_ways(
     x_BRC: Tensor,
-    rows: Operand | None,
-    columns: Operand | None,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
     row_fold: Tensor | None = None,
     column_fold: Tensor | None = None,
 ) -> tuple[Batch | None, Batch | None]:
@@ -74,9 +73,8 @@ def quantize_batch_both_ways(
         row_fold: FP32 (B, 1, C), multiplied in before `rows`.
         column_fold: FP32 (B, R, 1), multiplied in before `columns`.
     """
-    if all(operand is None or operand.rounding == "nearest" for operand in (rows, columns)):
-        targets = [None if operand is None else spec_of(operand) for operand in (rows, columns)]
-        return quantize_batch(x_BRC, targets[0], targets[1], row_fold, column_fold)
+    if all(target is None or target.rounding == "nearest" for target in (rows, columns)):
+        return quantize_batch(x_BRC, rows, columns, row_fold, column_fold)
     folds = [[None] * len(x_BRC) if fold is None else fold.unbind() for fold in (row_fold, column_fold)]
     matrices = zip(x_BRC.unbind(), *folds, strict=True)
     parts = [functional.quantize_both([x], rows, columns, *fold) for x, *fold in matrices]
@@ -89,75 +87,73 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a_BMK: Tensor, b_BKN: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[:2]
-        x, for_b = _read(a_BMK, recipe, "wgrad", "input", needs_b, dtype)
-        w, for_a = _read(b_BKN.transpose(1, 2), recipe, "dgrad", "weight", needs_a, dtype)
+        plan = recipe.plan
+        x, for_b = _read(a_BMK, plan.x, plan.x_t, plan.x_back if needs_b else None, dtype)
+        w, for_a = _read(b_BKN.transpose(1, 2), plan.w, plan.w_t, plan.w_back if needs_a else None, dtype)
         ctx.save_for_backward(*for_a, *for_b)
         ctx.set_materialize_grads(False)
-        ctx.recipe, ctx.dtype, ctx.split, ctx.dtypes = recipe, dtype, len(for_a), (a_BMK.dtype, b_BKN.dtype)
+        ctx.plan, ctx.dtype, ctx.split, ctx.dtypes = plan, dtype, len(for_a), (a_BMK.dtype, b_BKN.dtype)
         if x is None or w is None:
             return product(a_BMK.to(dtype), b_BKN.to(dtype))
-        return bmm(x, w, dtype, recipe.fprop.accumulate)
+        return bmm(x, w, dtype, plan.accumulate[0])
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dc_BMN: Tensor | None) -> tuple[Tensor | None, ...]:
         if dc_BMN is None:
             return (None,) * len(ctx.needs_input_grad)
-        recipe, dc_BMN = ctx.recipe, dc_BMN.to(ctx.dtype)
+        plan, dc_BMN = ctx.plan, dc_BMN.to(ctx.dtype)
         for_a, for_b = ctx.saved_tensors[: ctx.split], ctx.saved_tensors[ctx.split :]
-        g, h = _read_gradient(dc_BMN, for_a, for_b, recipe)
+        g, h = _read_gradient(dc_BMN, for_a, for_b, plan)
         da = db = None
-        if for_a:
-            da = _gradient(dc_BMN, g, for_a, recipe, "dgrad", "weight").to(ctx.dtypes[0])
-        if for_b:
-            db = _gradient(dc_BMN.transpose(1, 2), h, for_b, recipe, "wgrad", "input").to(ctx.dtypes[1])
-        return da, db, None, None
+        if for_a and g is None:
+            da = product(dc_BMN, for_a[0])
+        elif for_a and g is not None:
+            da = bmm(g, _transposed(for_a, plan.w_t, plan.w_back), ctx.dtype, plan.accumulate[1])
+        if for_b and h is None:
+            db = product(dc_BMN.transpose(1, 2), for_b[0]).transpose(1, 2)
+        elif for_b and h is not None:  # the transpose of dC^T A, in the layout of B
+            db = bmm(_transposed(for_b, plan.x_t, plan.x_back), h, ctx.dtype, plan.accumulate[2])
+        gradients = None if da is None else da.to(ctx.dtypes[0]), None if db is None else db.to(ctx.dtypes[1])
+        return *gradients, None, None
 
 
 def _read(
-    x_BRC: Tensor, recipe: Recipe, gemm: str, role: str, needed: bool, dtype: torch.dtype
+    x_BRC: Tensor, target: QuantSpec | None, target_t: QuantSpec, back: Transposed | None, dtype: torch.dtype
 ) -> tuple[Batch | None, tuple[Tensor, ...]]:
-    """Return X as fprop reads it, None in BF16, and what a backward GEMM needs of it, if it is needed.
+    """Return X as fprop reads it, None in BF16, and what a backward GEMM needs of it.
 
     The latter is (x,) in BF16, or codes and scale: those of fprop if they are reused, otherwise of X^T.
+
+    Args:
+        target, target_t: of X, and of X^T where it is quantised by itself.
+        back: how the backward GEMM reads X^T; None if it does not run.
     """
-    forward: Operand | None = getattr(recipe.fprop, role) if recipe.fprop.is_fp8 else None
-    own: Operand | None = None
-    if needed and recipe.gemm(gemm).is_fp8 and not recipe.reuses(f"{gemm}.{role}"):
-        own = getattr(recipe.gemm(gemm), role)
-    x, turned = quantize_batch_both_ways(x_BRC, forward, own) if forward or own else (None, None)
-    if not needed:
+    by_itself = target_t if back is Transposed.QUANTIZED else None
+    x, x_t = quantize_batch_both_ways(x_BRC, target, by_itself) if target or by_itself else (None, None)
+    if back is None:
         return x, ()
-    kept = turned or x
-    if kept is None or not recipe.gemm(gemm).is_fp8:
+    kept = x_t or x
+    if kept is None or back is Transposed.VALUES:
         return x, (x_BRC.to(dtype),)
     return x, (kept.codes, kept.scale)
 
 
 def _read_gradient(
-    dc_BMN: Tensor, for_a: tuple[Tensor, ...], for_b: tuple[Tensor, ...], recipe: Recipe
+    dc_BMN: Tensor, for_a: tuple[Tensor, ...], for_b: tuple[Tensor, ...], plan: LinearPlan
 ) -> tuple[Batch | None, Batch | None]:
     """Return dC as dgrad reads it, and dC^T as wgrad does, with the scales of folded partners; None for BF16."""
-    rows, columns = recipe.grad_outputs(len(for_a) > 0, len(for_b) > 0)
+    rows, columns = plan.dy if for_a else None, plan.dy_t if for_b else None
     if rows is None and columns is None:
         return None, None
-    row_fold = for_a[1].transpose(1, 2) if rows is not None and recipe.folds("dgrad.weight") else None
-    column_fold = for_b[1] if columns is not None and recipe.folds("wgrad.input") else None
+    row_fold = for_a[1].transpose(1, 2) if rows is not None and plan.w_back is Transposed.FOLDED else None
+    column_fold = for_b[1] if columns is not None and plan.x_back is Transposed.FOLDED else None
     return quantize_batch_both_ways(dc_BMN, rows, columns, row_fold, column_fold)
 
 
-def _gradient(
-    dc_BRS: Tensor, dc: Batch | None, kept: tuple[Tensor, ...], recipe: Recipe, gemm: str, role: str
-) -> Tensor:
-    """Return dC X for what was saved of X (B, S, C), as (B, R, C); for wgrad its transpose, in the layout of B."""
-    if dc is None:
-        result = product(dc_BRS, kept[0])
-        return result.transpose(1, 2) if gemm == "wgrad" else result
-    operand: Operand = getattr(recipe.gemm(gemm), role)
-    if recipe.reuses(f"{gemm}.{role}"):
-        x = Batch(kept[0], kept[1], operand.tile.transposed).transposed()
-    else:
-        x = Batch(kept[0], kept[1], operand.tile)
-    x = x.without_scale() if recipe.folds(f"{gemm}.{role}") else x
-    left, right = (x, dc) if gemm == "wgrad" else (dc, x)
-    return bmm(left, right, dc_BRS.dtype, recipe.gemm(gemm).accumulate)
+def _transposed(kept: tuple[Tensor, ...], target_t: QuantSpec, back: Transposed) -> Batch:
+    """Return X^T (B, C, R) as a backward GEMM reads it, from what `_read` returned of X for it."""
+    if back is Transposed.QUANTIZED:
+        return Batch(kept[0], kept[1], target_t.tile)
+    x_t = Batch(kept[0], kept[1], target_t.tile.transposed).transposed()
+    return x_t.without_scale() if back is Transposed.FOLDED else x_t

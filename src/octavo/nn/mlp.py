@@ -20,9 +20,10 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo._util.autograd import first_order
+from octavo._util.compiler import enter_graph, opaque
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activate, activation_backward
-from octavo.kernels.quant_spec import second_spec, spec_of
+from octavo.kernels.host_state import host_state
 from octavo.kernels.tape import Result, replay
 from octavo.nn.attached_codes import renew
 from octavo.nn.functional import (
@@ -48,7 +49,7 @@ from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import check_operands
 from octavo.nn.weight_codes import WeightCodes
 from octavo.numerics import Quantized
-from octavo.recipes import Precision, Recipe
+from octavo.recipes import LinearPlan, Precision, Recipe, Transposed, plan_by
 
 
 def unsupported_reason(inner: Recipe, outer: Recipe) -> str | None:
@@ -87,11 +88,14 @@ def mlp(
             with a power-of-two scale per 128 columns of a token.
     """
     inner, outer = quantizers
+    plan, outer_plan = inner.recipe.plan, outer.recipe.plan
     check_operands(x, weights[0])
+    if torch.compiler.is_compiling():
+        enter_graph(host_state().is_open_to_compilers)
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
-    options = kind, inner.recipe, outer.recipe, inner.dtype, keeps_codes, inner.keeps_input
+    options = kind, plan.key, outer_plan.key, inner.dtype, keeps_codes, inner.keeps_input
     y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
-        *input_source(x, inner.recipe, prequantized),
+        *input_source(x, plan, prequantized),
         *codes_for(weights[:-1], codes[0]),
         *codes_for(weights[-1:], codes[1]),
         inner.stats_buffer,
@@ -110,13 +114,14 @@ _WEIGHTS = _X + 2 * _W + 3
 up, codes and scale of down, the stats buffers of both, options, *weights."""
 
 
+@opaque
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor | None:
         *tensors, options = arguments[:_WEIGHTS]  # see `_Linears`
         weights = arguments[_WEIGHTS:]
-        needs_inner = any(ctx.needs_input_grad[_WEIGHTS:-1])
-        (y_MD,), *saved = replay(_forward, (*options, needs_inner), (*tensors, *weights))
+        needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:-1]), ctx.needs_input_grad[-1]
+        (y_MD,), *saved = replay(_forward, (*options, *needs), (*tensors, *weights))
         ctx.save_for_backward(*(tensor for group in saved for tensor in group))
         ctx.stats = tensors[-2:]
         sizes = tuple([len(group) for group in saved])
@@ -139,29 +144,33 @@ class _MLP(torch.autograd.Function):
 
 def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return the output, and what is saved: of x, the scale of h, gate and up, of their weights, and of down's."""
-    kind, inner, outer, dtype, keeps_codes, keeps_input, needs_inner = options
+    kind, *keys, dtype, keeps_codes, keeps_input, needs_x, needs_inner, needs_down = options
+    inner, outer = map(plan_by, keys)
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
     known, known_down = KnownCodes(*tensors[_X : _X + _W]), KnownCodes(*tensors[_X + _W : _X + 2 * _W])
     stats, down_stats = tensors[_X + 2 * _W : _WEIGHTS - 1]
+    needs_hidden = needs_x or needs_inner
     x = read_input(source, inner, dtype, needs_inner, keeps_input=keeps_input)
-    w = read_weights(weights[:-1], inner, known, needs_input=True)
-    down = read_weights(weights[-1:], outer, known_down, needs_input=True)
+    w = read_weights(weights[:-1], inner, known, needs_x)
+    down = read_weights(weights[-1:], outer, known_down, needs_hidden or needs_down)
     assert w is not None and down is not None
     before = fprop([source.x], x.fprop, w, weights[:-1], inner, dtype, stats)
-    hidden, inputs, scale = activated(kind, before, outer, keeps_codes)
+    hidden, inputs, scale = activated(kind, before, outer, keeps_codes, needs_down)
+    saved_w = save_weights(w, weights[:-1], inner, known.codes is not None) if needs_x else SavedWeights()
     return (
         fprop(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
         x.saved,
         (scale,),
         inputs,
-        save_weights(w, weights[:-1], inner, known.codes is not None).tensors,
+        saved_w.tensors,
         save_weights(down, weights[-1:], outer, known_down.codes is not None).tensors,
     )
 
 
 def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     """Return the gradients of x and of the weights."""
-    kind, inner, outer, dtype, keeps_codes, x_dtype, sizes, rows, dtypes, needs_x, needs_weights = options
+    kind, *keys, dtype, keeps_codes, x_dtype, sizes, rows, dtypes, needs_x, needs_weights = options
+    inner, outer = map(plan_by, keys)
     stats, down_stats, grad_output, *saved = tensors
     saved_x, (hidden_scale,), inputs, saved_w, saved_down = _split(saved, sizes)
     x, w, down = SavedInput(*saved_x), SavedWeights.of(saved_w, rows[:-1]), SavedWeights.of(saved_down, rows[-1:])
@@ -174,8 +183,8 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
         d_hidden,
         *gate_and_up(inputs, keeps_codes),
         Targets(
-            rows=spec_of(inner.dgrad.grad_output) if needs_x else None,
-            columns=spec_of(inner.wgrad.grad_output) if any(needs_inner) else None,
+            rows=inner.dy if needs_x else None,
+            columns=inner.dy_t if any(needs_inner) else None,
             hidden=_hidden_target(outer) if needs_down else None,
         ),
         Factors(
@@ -193,8 +202,9 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
         dws[:-1] = [part if needed else None for part, needed in zip(parts, needs_inner, strict=True)]
     if needs_down:
         assert gradients.hidden is not None and h is not None
-        hidden = kernels.without_scale(gradients.hidden) if outer.folds("wgrad.input") else gradients.hidden
-        dws[-1] = kernels.gemm(h, hidden, dtype, outer.wgrad.accumulate).to(dtypes[-1])
+        is_folded = outer.x_back is Transposed.FOLDED
+        hidden = kernels.without_scale(gradients.hidden) if is_folded else gradients.hidden
+        dws[-1] = kernels.gemm(h, hidden, dtype, outer.accumulate[2]).to(dtypes[-1])
     return (dx,), dws
 
 
@@ -205,15 +215,19 @@ def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor
 
 
 def activated(
-    kind: str, before: Sequence[Tensor], outer: Recipe, keeps_codes: bool
+    kind: str, before: Sequence[Tensor], outer: LinearPlan, keeps_codes: bool, needs_down: bool = True
 ) -> tuple[Quantized, Sequence[Tensor], Tensor]:
     """Return h as down's fprop reads it, and what backward reads.
 
     That is gate and up, as tensors or as codes and scales, and the scale of h's codes by row, which wgrad folds.
+
+    Args:
+        needs_down: whether down's wgrad will run, which may read a second set of codes.
     """
+    assert outer.x is not None
     gate, up = before[0], before[1] if len(before) > 1 else None
-    second = second_spec(outer, "input")
-    result = activate(kind, gate, up, spec_of(outer.fprop.input), keeps_inputs=keeps_codes, second=second)
+    second = outer.x_second if needs_down else None
+    result = activate(kind, gate, up, outer.x, keeps_inputs=keeps_codes, second=second)
     scale = result.hidden.scale if result.second_scale is None else result.second_scale
     inputs = [tensor for quantized in result.inputs for tensor in quantized[:2]] if keeps_codes else before
     return result.hidden, inputs, scale
@@ -227,20 +241,18 @@ def gate_and_up(inputs: Sequence[Tensor], as_codes: bool) -> tuple[Tensor | Quan
     return found[0], found[1] if len(found) > 1 else None
 
 
-def _hidden_target(outer: Recipe) -> QuantSpec:
+def _hidden_target(outer: LinearPlan) -> QuantSpec:
     """Return how the hidden activation, transposed, is quantised for wgrad."""
-    if outer.reuses("wgrad.input") or outer.second("input"):
-        forward = spec_of(outer.folded_rows("input"))
-        return forward._replace(granularity=forward.tile.transposed.name)
-    return spec_of(outer.wgrad.input)
+    if outer.x_back is Transposed.QUANTIZED:
+        return outer.x_t
+    return outer.x_rows._replace(granularity=outer.x_rows.tile.transposed.name)
 
 
-def _scale_gives_codes(outer: Recipe, keeps_codes: bool) -> bool:
+def _scale_gives_codes(outer: LinearPlan, keeps_codes: bool) -> bool:
     """Return whether backward quantises h by the scales of fprop, which are folded into dY: one per row.
 
     Not if 1 / scale is not the factor of fprop: the same scales are then found again from h. But h of rounded inputs
     would get other scales than those that are folded, so that it takes those of fprop in any case.
     """
-    operand = outer.folded_rows("input")
-    rows = outer.reuses("wgrad.input") or outer.second("input") is not None
-    return rows and operand.granularity == "row" and (operand.scaling != "float32" or keeps_codes)
+    rows = outer.x_back is not Transposed.QUANTIZED
+    return rows and outer.x_rows.granularity == "row" and (outer.x_rows.scaling != "float32" or keeps_codes)

@@ -69,6 +69,8 @@ class Norm(Recognised):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Calls with other arguments go to the parent."""
+        if torch.compiler.is_compiling() and self.input_format != "fp8" and not self._is_long(args):
+            return super().forward(*args, **kwargs)  # the compiler fuses it with what reads it
         if not kwargs and len(args) == 1 and self._is_recomputed(args[0]):
             return self._forward_to_recompute(args[0])
         if kwargs or len(args) != 1 or not self._takes(args[0]):
@@ -137,10 +139,18 @@ class Norm(Recognised):
             return False
         if self.is_centred or self.form or self.weight is None or self.target is None or self.input_format == "fp8":
             return False
-        # Inductor quantises shorter rows where it computes them, and again in backward; it cannot rotate them.
-        is_long = (0 if self.target.rotation else COMPILED_ROW) < x.shape[-1] <= LONGEST_NORM
-        known = is_long and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
+        known = self._is_long((x,)) and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
         return known and self.is_as_recognised()
+
+    def _is_long(self, args: tuple[Any, ...]) -> bool:
+        """Return whether the rows of the first of these are quantised by a kernel of their own in compiled code.
+
+        Inductor quantises shorter rows where it computes them, and again in backward; it cannot rotate them.
+        """
+        if len(args) != 1 or not isinstance(args[0], Tensor):
+            return False
+        rotates = self.target is not None and self.target.rotation > 0
+        return (0 if rotates else COMPILED_ROW) < args[0].shape[-1] <= LONGEST_NORM
 
     def _forward_to_recompute(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)

@@ -142,7 +142,8 @@ class Observation:
         self._counted += 1
         gemm, transposed = reader
         slot = layer.scaling_slot if isinstance(layer, LinearLayer) and role in STORED_SCALE_ROLES else None
-        scale_ref = None if slot is None else scale_ref_of(slot.scale_and_amax, recipe, role, update_amax=False)
+        stored = recipe.plan.x_stored if role == "input" else recipe.plan.dy_stored
+        scale_ref = None if slot is None else scale_ref_of(slot.scale_and_amax, stored, update_amax=False)
         return tally.add(role, getattr(recipe.gemm(gemm), role), x, transposed, scale_ref, fold, self._counted)
 
 

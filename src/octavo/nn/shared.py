@@ -34,7 +34,6 @@ from octavo._util.compiler import traced_version
 from octavo.errors import UnsupportedError
 from octavo.kernels import ledger
 from octavo.kernels.dispatch import PLAIN
-from octavo.kernels.quant_spec import second_spec, spec_of
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.functional import Quantizer, compute_dtype, linears
@@ -64,15 +63,15 @@ class PendingOutput(NamedTuple):
         """Return whether the layer would compute the same from x now."""
         if self.state != _state(layer, x):
             return False
-        return torch.compiler.is_compiling() or (self.input.holds(x) and self.parameters.holds(*_on_cpu(layer)))
+        return self.input.holds(x) and self.parameters.holds(*_on_cpu(layer))
 
 
 class Waiting:
     """Outputs of groups for one tensor that no layer has asked for yet. Copies and files of the tensor have none."""
 
     def __init__(self) -> None:
-        self.by_group: dict[SharedInput, dict[int, PendingOutput]] = {}
-        """Per group: outputs by the position of their layers."""
+        self.by_group: dict[SharedInput, dict[Any, Any]] = {}
+        """Per group: a `PendingOutput` by the position of its layer; compiled: (output, plan, state) by layer."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # `torch.load` accepts this type
@@ -161,31 +160,28 @@ class SharedInput:
         Raises:
             UnsupportedError: the layer has scales of the stack, and the weight of another layer is not here.
         """
-        members = {i: m for i, m in enumerate(self._at()) if m is not None and self._joins(m, layer)}
+        if torch.compiler.is_compiling():
+            return _traced_output(self, layer, x)
+        members = {i: m for i, m in enumerate(self._at()) if m is not None and _joins(self, m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
         # None: such a layer, or a copy of a member, such as a replica on another device.
         if position is None or _has_no_version(layer.weight):
-            return self._compute([layer], x)[0]
+            return _compute(self, [layer], x)[0]
         outputs = self._outputs_on(x)
         if position == next(iter(members)):
             outputs.clear()
             outputs.update(self._compute_all(members, x))
         pending = outputs.pop(position, None)
         if pending is None:
-            return self._compute([layer], x)[0]
-        y = pending.output if pending.is_of(layer, x) else self._compute([layer], x)[0]
+            return _compute(self, [layer], x)[0]
+        y = pending.output if pending.is_of(layer, x) else _compute(self, [layer], x)[0]
         if not outputs:
             pending.input.lift()
         return y
 
     def _compute_all(self, members: Mapping[int, Linear], x: Tensor) -> dict[int, PendingOutput]:
         """Return the outputs of these layers, by position, with the proof of what they were computed from."""
-        computed = self._compute(list(members.values()), x)
-        if torch.compiler.is_compiling():
-            return {
-                i: PendingOutput(y, _state(member, x), Unwritten(()), Unwritten(()))
-                for (i, member), y in zip(members.items(), computed, strict=True)
-            }
+        computed = _compute(self, list(members.values()), x)
         x_now = Unwritten.of(x)
         if not x_now.is_provable and len(members) > 1:
             ledger.fall_back(
@@ -197,35 +193,13 @@ class SharedInput:
             for (i, member), y in zip(members.items(), computed, strict=True)
         }
 
-    def _joins(self, layer: Linear, other: Linear) -> bool:
-        """Return whether a layer is computed together with another one of its group."""
-        if getattr(layer, "shared", None) is not self:  # reverted or converted by itself since
-            return False
-        return layer.enabled and layer.recipe is other.recipe and not brings_weight(layer)
-
     def _outputs_on(self, x: Tensor) -> dict[int, PendingOutput]:
         waiting = getattr(x, _NAME, None)
         if not isinstance(waiting, Waiting):
             waiting = Waiting()
             setattr(x, _NAME, waiting)
-        if not torch.compiler.is_compiling():
-            _drop_others(waiting)
+        _drop_others(waiting)
         return waiting.by_group.setdefault(self, {})
-
-    def _compute(self, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
-        quantizer, x_codes, w_codes = settings_of(layers, x)
-        weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
-        if not self.lends_scales(layers):
-            return linears(x, weights, biases, quantizer, x_codes, w_codes)
-        if w_codes is None:
-            w_codes = quantize_together(layers, weights)
-        if w_codes is not None:
-            return linears(x, weights, biases, quantizer, x_codes, w_codes)
-        # A tile of scales spans one of these layers and another: all are computed, with the other's output dropped.
-        stack = self.stack_with(layers, weights)
-        outputs = linears(x, stack, [None] * len(stack), quantizer._replace(stats_buffer=None), x_codes)
-        ys = [outputs[place] for place in self.places_of(layers)]
-        return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
 
     def lends_scales(self, layers: Sequence[Linear]) -> bool:
         """Return whether these layers have scales in common with other layers of the group."""
@@ -279,6 +253,53 @@ class SharedInput:
         return cast(list[int], places)
 
 
+def _joins(group: SharedInput, layer: Linear, other: Linear) -> bool:
+    """Return whether a layer is computed together with another one of its group."""
+    if getattr(layer, "shared", None) is not group:  # reverted or converted by itself since
+        return False
+    return layer.enabled and layer.recipe.plan.key == other.recipe.plan.key and not brings_weight(layer)
+
+
+def _compute(group: SharedInput, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
+    quantizer, x_codes, w_codes = settings_of(layers, x)
+    weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
+    if not group.lends_scales(layers):
+        return linears(x, weights, biases, quantizer, x_codes, w_codes)
+    if w_codes is None:
+        w_codes = quantize_together(layers, weights)
+    if w_codes is not None:
+        return linears(x, weights, biases, quantizer, x_codes, w_codes)
+    # A tile of scales spans one of these layers and another: all are computed, with the other's output dropped.
+    stack = group.stack_with(layers, weights)
+    outputs = linears(x, stack, [None] * len(stack), quantizer._replace(stats_buffer=None), x_codes)
+    ys = [outputs[place] for place in group.places_of(layers)]
+    return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
+
+
+def _traced_output(group: SharedInput, layer: Linear, x: Tensor) -> Tensor:
+    """`SharedInput.output` in compiled code: one function, since each method that is looked up is a guard.
+
+    Nothing changes while code is traced but by the code itself, whose writes `traced_version` counts.
+    """
+    waiting = getattr(x, _NAME, None)
+    if waiting is None:
+        waiting = Waiting()
+        setattr(x, _NAME, waiting)
+    pending = waiting.by_group.get(group, {}).pop(layer, None)
+    if pending is not None and pending[1] == layer.recipe.plan.key and pending[2] == _state(layer, x):
+        y: Tensor = pending[0]
+        return y
+    alive = [None if member is None else member() for member in group._members]
+    members = [member for member in alive if member is not None and _joins(group, member, layer)]
+    if not members or members[0] is not layer:
+        return _compute(group, [layer], x)[0]
+    computed = _compute(group, members, x)
+    waiting.by_group[group] = {
+        member: (y, member.recipe.plan.key, _state(member, x)) for member, y in zip(members, computed, strict=True)
+    }
+    return cast(Tensor, waiting.by_group[group].pop(layer)[0])
+
+
 def quantize_together(layers: Sequence[Linear], weights: Sequence[Tensor]) -> WeightCodes | None:
     """Return weights as fprop reads them, with the scales of the stack of their group, whatever of it is computed.
 
@@ -291,10 +312,11 @@ def quantize_together(layers: Sequence[Linear], weights: Sequence[Tensor]) -> We
     Raises:
         UnsupportedError: see `SharedInput.stack_with`.
     """
-    group, target = layers[0].shared, spec_of(layers[0].recipe.fprop.weight)
+    group, plan = layers[0].shared, layers[0].recipe.plan
+    assert plan.w is not None
     if group is None or not group.lends_scales(layers):
-        return quantize_weights(weights, target, second_spec(layers[0].recipe, "weight"), keeps_second=True)
-    parts = quantize_weights(group.stack_with(layers, weights), target).parts()
+        return quantize_weights(weights, plan.w, plan.w_second, keeps_second=True)
+    parts = quantize_weights(group.stack_with(layers, weights), plan.w).parts()
     if parts is None:
         return None
     places = group.places_of(layers)
@@ -331,7 +353,7 @@ def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantiz
     if slot is not None and first.scaling_state is not None and torch.is_grad_enabled():
         first.scaling_state.note_forward(slot, first)
     quantizer = Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), first.keeps_input)
-    return quantizer, attached_codes(x, spec_of(recipe.fprop.input)), first.weight_codes
+    return quantizer, attached_codes(x, recipe), first.weight_codes
 
 
 def _on_cpu(layer: Linear) -> list[Tensor]:
@@ -360,6 +382,6 @@ def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     if torch.compiler.is_compiling():
-        return *modes, *map(traced_version, (x, *parameters))
+        return *modes, *[traced_version(tensor) for tensor in (x, *parameters)]
     versions = (parameter._version for parameter in parameters)
     return *modes, _steps, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions

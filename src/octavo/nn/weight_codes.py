@@ -75,7 +75,7 @@ def quantize_weights(
     matrices = [as_matrix(weight.detach()) for weight in weights]
     if second is not None:
         first, codes, scale = kernels.quantize_rows_twice(
-            matrices, target, second, keeps_second or not codes_follow(weights, second)
+            matrices, target, second, keeps_second or not codes_follow(weights, second), weights=True
         )
         return WeightCodes((first,), rows, (codes, scale))
     if target.rounding == "nearest":

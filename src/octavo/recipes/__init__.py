@@ -1,5 +1,6 @@
 """Recipes: which GEMMs run in FP8, and how, as data. `load("folded")`, `names()`, `explain(recipe)`."""
 
+from octavo.recipes.operands import LinearPlan, QuantSpec, StoredScale, Transposed, plan_by
 from octavo.recipes.presets import ALIASES, mx
 from octavo.recipes.spec import (
     GEMMS,
@@ -30,11 +31,15 @@ __all__ = [
     "Fprop",
     "Gemm",
     "History",
+    "LinearPlan",
     "Operand",
     "Precision",
+    "QuantSpec",
     "Recipe",
     "RecipeLike",
     "ScaleFrom",
+    "StoredScale",
+    "Transposed",
     "Wgrad",
     "about",
     "brief",
@@ -43,5 +48,6 @@ __all__ = [
     "load",
     "mx",
     "names",
+    "plan_by",
     "reused_from",
 ]

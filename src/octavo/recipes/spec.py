@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 from octavo.errors import ConfigError, did_you_mean
 from octavo.numerics import BLOCKS, NARROW, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
+from octavo.recipes.operands import LinearPlan, plan_of
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -211,6 +212,9 @@ class Recipe:
     evidence: dict[str, Evidence] = field(default_factory=dict)
     """Why a pattern of `modules` has its recipe, from a precision map; shown in plans."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled recipe. What is derived from its fields is derived again: older files lack some of it."""
         names = {each.name for each in fields(self)}
@@ -227,6 +231,7 @@ class Recipe:
         object.__setattr__(self, "_second", dict(self._find_second()))
         for role in STORED_SCALE_ROLES:
             self._check_one_quantisation(role)
+        object.__setattr__(self, "_plan", plan_of(self))
         if nested := next((pattern for pattern, recipe in self.modules.items() if recipe.modules), None):
             raise ConfigError(
                 f"recipe '{self.name}': modules.'{nested}': a recipe inside `modules` cannot have `modules` itself. "
@@ -255,11 +260,6 @@ class Recipe:
     def for_layer(self, name: str) -> Recipe:
         """Return the recipe of a layer by its full name: the last match in `modules`, otherwise this one."""
         return next((own for pattern, own in reversed(self.modules.items()) if fnmatchcase(name, pattern)), self)
-
-    def grad_outputs(self, dgrad: bool, wgrad: bool) -> tuple[Operand | None, Operand | None]:
-        """Return how dY is quantised for dgrad, and dY^T for wgrad; None for a GEMM that is in BF16 or not needed."""
-        rows = self.dgrad.grad_output if dgrad and self.dgrad.is_fp8 else None
-        return rows, self.wgrad.grad_output if wgrad and self.wgrad.is_fp8 else None
 
     def reuses(self, operand: str) -> bool:
         """Return whether the codes of an operand, such as `dgrad.weight`, are those of another GEMM, transposed."""
@@ -304,6 +304,12 @@ class Recipe:
     def folded_rows(self, role: str) -> Operand:
         """Return how the codes that a folded backward GEMM reads of `input` or `weight` were quantised, by rows."""
         return self.second(role) or cast(Operand, getattr(self.fprop, role))
+
+    @property
+    def plan(self) -> LinearPlan:
+        """What layers and kernels read of this recipe."""
+        plan: LinearPlan = self.__dict__["_plan"]
+        return plan
 
     @property
     def has_integer_fprop(self) -> bool:

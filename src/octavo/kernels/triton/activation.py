@@ -99,7 +99,7 @@ def activate(
     made = [*(each.quantized for each in (output, *kept) if each.quantized is not None), scale]
     kept_memory = *kept[0].arguments[:2], *kept[1].arguments[:2]
     sources = gate, up, gate.stride(0), 0 if up is None else up.stride(0)
-    longest = quantize.LONGEST_WHOLE if quantize.needs_whole_rows(target) else LONGEST_ROW
+    longest = quantize.LONGEST_WHOLE if target.needs_whole_rows else LONGEST_ROW
     if target.granularity == "row" and cols <= longest:
         size = max(next_power_of_2(cols), SIDE.value)
         _forward_rows_kernel[(rows,)](

@@ -57,15 +57,10 @@ HIGH = Shape(SIDE.value, SIDE.value, warps=4, registers=168)
 """For scales of tiles of 128 rows."""
 
 
-def needs_whole_rows(target: QuantSpec | None) -> bool:
-    """Return whether a program must hold a whole row to make its codes: integer or rotated ones."""
-    return target is not None and (target.fmt.is_integer or bool(target.rotation))
-
-
 def unsupported_reason(*targets: QuantSpec | None, cols: int = 0) -> str | None:
     """Return why these kernels cannot produce the targets of a matrix with `cols` columns, or None."""
     for target in filter(None, targets):
-        if needs_whole_rows(target):
+        if target.needs_whole_rows:
             if target.granularity != "row" or any(other not in (None, target) for other in targets):
                 return "INT8 and rotated codes are made with a scale per row, without those of the transpose"
             if cols > LONGEST_WHOLE:
@@ -90,7 +85,7 @@ def quantize_pair(
     column_fold: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """See `octavo.kernels.quantize.quantize_pair`."""
-    whole = needs_whole_rows(rows)
+    whole = rows is not None and rows.needs_whole_rows
     sources = [torch.cat(list(sources), dim=1)] if whole and len(sources) > 1 else sources
     sources = [as_laid_out(contiguous_rows(source)) for source in sources]
     total_r, total_c = sources[0].shape
