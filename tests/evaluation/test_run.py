@@ -108,6 +108,20 @@ def test_with_a_forward_pass_in_bf16_nothing_is_quantised(runs):
     assert [score.computed for score in found.scores] == ["FP8", "high precision", "BF16 baseline"]
 
 
+def test_an_integer_forward_pass_is_compared_with_one_in_fp8(runs):
+    loaded = LoadedRun(runs / "rotated", FEW)
+    text, _ = loaded.text()
+    found = loaded.measure(text, lambda computed, text: text)
+    assert [score.computed for score in found] == ["INT8", "FP8", "high precision"]
+    assert found[0].fp8_gemms.keys() == {"int8"} and found[1].fp8_gemms and "int8" not in found[1].fp8_gemms
+    checkpoint = find(runs / "rotated")
+    lane, *_ = states_of(checkpoint, settings_of(checkpoint, "test", {"device": "cpu"}))
+    octavo.convert(lane.model, "folded", policy=octavo.Policy(min_gain=0))
+    # Where a norm computes the codes of `folded` it does so from values in FP32.
+    torch.testing.assert_close(heldout_losses(lane, text), found[1].losses_S, rtol=1e-4, atol=0.0)
+    assert not torch.equal(found[0].losses_S, found[1].losses_S)
+
+
 def test_an_earlier_checkpoint(runs):
     earlier = evaluate_run(runs / "folded", EvalSettings(tokens=1024, step=20, device="cpu"))
     named = evaluate_run(runs / "folded/checkpoints/step-000020", FEW)

@@ -46,6 +46,13 @@ def test_what_is_served_is_what_was_trained(runs, exported, capfd):
     assert "model" not in capfd.readouterr().err  # no bars of other packages
 
 
+def test_rotated_inputs_are_rotated_there_too(runs, exported, tmp_path):
+    export_run(runs / "rotated", tmp_path / "int8", dtype=torch.float32)
+    scores, differences = by_name(evaluate_served(tmp_path / "int8", FEW, run=runs / "rotated"))
+    assert list(scores) == ["served", "INT8", "FP8", "high precision"]
+    assert abs(differences["served", "INT8"].loss) < 1e-3
+
+
 def test_plain_values_are_high_precision(runs, exported):
     scores, _ = by_name(evaluate_served(exported / "plain", FEW, run=runs / "folded"))
     assert scores["served"].loss == pytest.approx(scores["high precision"].loss, abs=1e-3)  # FP32 against BF16

@@ -15,7 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import octavo
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.nn.lora import add_lora, merge_lora
-from octavo.numerics import E4M3, granularity_named, quantize
+from octavo.numerics import E4M3, granularity_named, quantize, sqnr_db
+from octavo.numerics.rotation import hadamard
 from octavo.serving import export
 from octavo.serving.exporting import served_tensors
 
@@ -289,6 +290,52 @@ def test_layers_that_no_format_stores_are_named(tmp_path):
         export(model, tmp_path / "out")
 
 
+def test_rotated_integers_are_written_with_their_rotation(make_llama, tmp_path):
+    model = make_llama({"base": "rotated", "modules": {"layers.0.feed_forward.w2": {"base": "folded"}}})
+    exported = export(model, tmp_path / "out")
+    tensors, config = read(tmp_path / "out")
+    quantization, layer = config["quantization_config"], "model.layers.1.mlp.down_proj"
+    wanted = quantize(model.layers[1].feed_forward.w2.weight.detach(), "int8", "row", "float32", rotation=256)
+    assert torch.equal(tensors[f"{layer}.weight"], wanted.codes)
+    assert torch.equal(tensors[f"{layer}.weight_scale"], wanted.scale)
+    matrix = tensors[f"{layer}.rotation_256_input.weight"]
+    assert torch.equal(matrix.double() / 16, hadamard(256)) and matrix.dtype == torch.bfloat16
+    assert exported.fp8_layers[layer] == "INT8, weights by row, inputs by token, rotated by blocks of 256"
+    assert quantization["format"] == "mixed-precision"
+    groups = quantization["config_groups"].values()
+    assert {(group["format"], group["weights"]["type"], len(group["targets"])) for group in groups} == {
+        ("int-quantized", "int", 13),
+        ("float-quantized", "float", 1),
+    }
+    transforms = quantization["transform_config"]["config_groups"]
+    assert {name: len(each["apply"][0]["targets"]) for name, each in transforms.items()} == {
+        "rotation_64": 12,
+        "rotation_256": 1,
+    }
+    assert "transformers ignores it" in exported.notes[-1] and "bias" not in exported.notes[-1]
+    assert not any("rotation" in name for name, _ in served_tensors(model))  # engines have them
+
+
+def test_a_rotated_head_is_written_in_its_own_basis(make_llama, tmp_path):
+    model = make_llama("rotated", octavo.Policy(keep_defaults=False))
+    assert model.lm_head.recipe.name == "rotated"
+    export(model, tmp_path / "out", dtype=torch.float32)
+    values = read(tmp_path / "out")[0]["lm_head.weight"]
+    assert sqnr_db(model.lm_head.weight, values) > 35
+
+
+def test_rotated_experts_are_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    octavo.convert(model, "rotated")
+    with pytest.raises(
+        UnsupportedError, match=r"w1': its input is rotated, and engines .* not of experts\. .* 'plain'"
+    ):
+        export(model, tmp_path / "out")
+
+
 def test_other_models_and_formats_are_refused(make_llama, tmp_path):
     with pytest.raises(ConfigError, match=r"'fp9' is not one of .* Did you mean 'fp8'\?"):
         export(make_llama(), tmp_path / "out", "fp9")
@@ -298,9 +345,8 @@ def test_other_models_and_formats_are_refused(make_llama, tmp_path):
         export(make_llama(), tmp_path / "out", "fp8")
     with pytest.raises(UnsupportedError, match=r"by 1x32.* Use the format 'plain'"):
         export(make_llama("mxfp8"), tmp_path / "out")
-    rotated = {"base": "rowwise", "fprop": {role: {"rotation": 16} for role in ("input", "weight")}}
-    with pytest.raises(UnsupportedError, match=r"weight is rotated by 16.* Use the format 'plain'"):
-        export(make_llama(rotated), tmp_path / "out")
+    with pytest.raises(UnsupportedError, match=r"it is not all E4M3.*Use the format 'compressed-tensors' or 'plain'"):
+        export(make_llama("rotated"), tmp_path / "out", "fp8")
     with pytest.raises(ConfigError, match="no linear layer is in FP8"):
         export(make_llama("bf16"), tmp_path / "out")
     with pytest.raises(UnsupportedError, match="no engine supports a Sequential"):

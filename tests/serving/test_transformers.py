@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import octavo
+from octavo.errors import UnsupportedError
 from octavo.numerics import BLOCK_128x128
-from octavo.serving import export
+from octavo.numerics.rotation import hadamard
+from octavo.serving import export, rotate_inputs
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -50,6 +52,43 @@ def test_it_computes_what_was_trained(make_llama, tmp_path, recipe, least):
     export(model, tmp_path / "out", dtype=torch.float32)
     served, trained, high = logits_of(load(tmp_path / "out"), model, tokens)
     assert error(served, trained) < least * error(high, trained)
+
+
+def test_rotated_integers_are_what_was_trained(make_llama, tmp_path):
+    """Weights are equal, inputs rounded alike but for their scale: amax / 127.5 where Octavo has amax / 127."""
+    model, tokens = make_llama("rotated"), torch.randint(256, (2, 48))
+    export(model, tmp_path / "out", dtype=torch.float32)
+    loaded = load(tmp_path / "out")
+    unrotated = loaded(tokens).logits
+    theirs = rotate_inputs(load(tmp_path / "out"), tmp_path / "out")
+    served, trained, high = logits_of(theirs, model, tokens)
+    assert error(served, trained) < error(high, trained) < 0.02 < error(unrotated, trained)
+    with torch.no_grad():
+        x, layer, weight = torch.randn(1, 9, 256), model.layers[1].feed_forward.w2, theirs.model.layers[1].mlp.down_proj
+        rows = x.double() @ hadamard(256)
+        scale = rows.abs().amax(-1, keepdim=True) / 127.5
+        codes = octavo.quantize(layer.weight, "int8", "row", "float32", rotation=256)
+        exact = (rows / scale).round().clamp(-128, 127) * scale @ octavo.dequantize(codes).double().t()
+        assert error(weight(x), exact) < 1e-3 < error(rows @ octavo.dequantize(codes).double().t(), exact)
+
+
+def test_rotated_integers_beside_fp8(make_llama, tmp_path):
+    modules = {"layers.0.*": {"base": "folded"}}
+    model, tokens = make_llama({"base": "rotated", "modules": modules}), torch.randint(256, (2, 48))
+    export(model, tmp_path / "out", dtype=torch.float32)
+    served, trained, high = logits_of(rotate_inputs(load(tmp_path / "out"), tmp_path / "out"), model, tokens)
+    assert error(served, trained) < error(high, trained)
+
+
+def test_what_is_not_rotated_stays_and_a_missing_matrix_is_named(make_llama, tmp_path):
+    export(make_llama(), tmp_path / "fp8")
+    model = load(tmp_path / "fp8")
+    assert rotate_inputs(model, tmp_path / "fp8") is model
+    export(make_llama("rotated"), tmp_path / "int8")
+    loaded = load(tmp_path / "int8")
+    (tmp_path / "int8/model.safetensors").unlink()
+    with pytest.raises(UnsupportedError, match=r"int8: has no 'model\.layers\.0\.mlp\.down_proj\.rotation_256_input"):
+        rotate_inputs(loaded, tmp_path / "int8")
 
 
 def test_blocks_of_fp8_are_the_values_of_their_codes(make_llama, tmp_path):

@@ -17,9 +17,12 @@ from octavo.evaluation.text import EvalText
 from octavo.monitor.system import versions
 from octavo.train.evaluate import perplexity, standard_error
 
-SERVED, FP8, BF16, HIGH = "served", "FP8", "BF16", "high precision"
+SERVED, INT8, FP8, BF16, HIGH = "served", "INT8", "FP8", "BF16", "high precision"
 BASELINE, QUANTISED = "BF16 baseline", "BF16 quantised"
-_COMPARED = (SERVED, FP8), (SERVED, BF16), (FP8, HIGH), (FP8, BASELINE), (FP8, QUANTISED)
+_COMPARED = (
+    *((SERVED, INT8), (SERVED, FP8), (SERVED, BF16), (INT8, FP8), (INT8, HIGH), (FP8, HIGH)),
+    *((INT8, BASELINE), (FP8, BASELINE), (INT8, QUANTISED), (FP8, QUANTISED)),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +30,7 @@ class Score:
     """Scores of a model in one precision, on a text of S sequences. Non-finite numbers are None."""
 
     computed: str
-    """`FP8` and `high precision`, the same weights; `BF16 baseline`, and `BF16 quantised`, the same in FP8 by the run's
+    """`FP8` and `high precision`, the same weights, and `INT8` if fprop multiplies it; `BF16 baseline`, and `BF16 quantised`, the same in FP8 by the run's
     recipe; `BF16` of a run without FP8; `served`."""
     losses_S: Tensor = field(compare=False, repr=False)
     """Nats per token; float64, on the CPU; not part of the JSON."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo._util.terminal import Report, silent
 from octavo.conversion import disabled
@@ -16,6 +17,7 @@ from octavo.errors import ConfigError
 from octavo.evaluation import result
 from octavo.evaluation.result import Evaluation, Score, Scoring
 from octavo.evaluation.text import EvalText, SequenceLayout, heldout_text, trained_on, whole_text
+from octavo.nn import GroupedLinear, Linear
 from octavo.train import device as devices
 from octavo.train.evaluate import heldout_scores
 from octavo.train.load_run import find, settings_of, states_of
@@ -71,8 +73,8 @@ class LoadedRun:
     def measure(self, text: EvalText, report: Report) -> list[Score]:
         """Return the scores in FP8 and in high precision, or in BF16; and of the BF16 baseline, in BF16 and in FP8.
 
-        In FP8 the baseline has the stored scales of the FP8 model, and the storage of its weights. That score is left
-        out if the recipe's forward pass is in BF16.
+        A model whose forward pass multiplies INT8 is scored in INT8 too. In FP8 the baseline has the stored scales of
+        the FP8 model, and the storage of its weights. That score is left out if the recipe's forward pass is in BF16.
         """
         first, *baselines = states_of(self.checkpoint, self.config)
         score: Scoring = partial(heldout_scores, first)
@@ -81,13 +83,42 @@ class LoadedRun:
             with disabled(first.model):
                 return score(batches)
 
-        ways = [(result.FP8, score), (result.HIGH, score_high)] if first.name == "fp8" else [(result.BF16, score)]
+        def score_fp8(batches: Iterable[Batch]) -> Tensor:
+            with fprop_in_fp8(first.model):
+                return score(batches)
+
+        ways: list[tuple[str, Scoring]] = [(result.FP8, score), (result.HIGH, score_high)]
+        if integer_layers(first.model):
+            ways = [(result.INT8, score), (result.FP8, score_fp8), (result.HIGH, score_high)]
+        if first.name != "fp8":
+            ways = [(result.BF16, score)]
         ways += [(result.BASELINE, partial(heldout_scores, baseline)) for baseline in baselines]
         found = [result.measure(computed, how, text, report) for computed, how in ways]
         for baseline in baselines if found[0].fp8_gemms else ():
             first.model.load_state_dict(baseline.model.state_dict())
             found.append(result.measure(result.QUANTISED, score, text, report))
         return found
+
+
+def integer_layers(model: nn.Module) -> list[Linear | GroupedLinear]:
+    """Return the layers whose fprop multiplies INT8 or rotated codes, and can be computed in FP8."""
+    layers = (module for module in model.modules() if isinstance(module, Linear | GroupedLinear))
+    return [each for each in layers if each.recipe.has_integer_fprop and each.recipe.with_fprop_in_fp8()]
+
+
+@contextmanager
+def fprop_in_fp8(model: nn.Module) -> Iterator[None]:
+    """Compute fprop by the second set of codes inside the block, in layers that multiply INT8."""
+    layers = integer_layers(model)
+    before = [layer.recipe for layer in layers]
+    changed = {id(recipe): recipe.with_fprop_in_fp8() or recipe for recipe in before}
+    try:
+        for layer, recipe in zip(layers, before, strict=True):
+            layer.recipe = changed[id(recipe)]
+        yield
+    finally:
+        for layer, recipe in zip(layers, before, strict=True):
+            layer.recipe = recipe
 
 
 def evaluate_run(run: Path, settings: EvalSettings, report: Report = silent) -> Evaluation:

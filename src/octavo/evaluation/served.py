@@ -25,6 +25,7 @@ from octavo.evaluation.result import SERVED, Evaluation, evaluation, measure
 from octavo.evaluation.run import EvalSettings, LoadedRun
 from octavo.evaluation.text import EvalText, SequenceLayout, whole_text
 from octavo.serving.formats import COMPRESSED_TENSORS
+from octavo.serving.rotations import rotate_inputs
 from octavo.serving.run import tokenizer_files
 from octavo.train import device as devices
 
@@ -139,7 +140,7 @@ def load(directory: Path, device: torch.device) -> nn.Module:
     try:
         with _quiet(transformers.utils.logging):
             model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
-            model.to(device).eval()
+            rotate_inputs(model, directory).to(device).eval()
             model(
                 torch.zeros(1, 1, dtype=torch.int64, device=device)
             )  # decodes weights now, with progress bars of its own

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError, OctavoError, UnsupportedError, did_you_mean
 from octavo.nn.modules import unwrapped_name
-from octavo.numerics import dequantize
 from octavo.serving import files
 from octavo.serving.engine_models import engine_model, unwrapped
 from octavo.serving.formats import COMPRESSED_TENSORS, FORMATS, Format
@@ -80,8 +79,9 @@ def export(
     Args:
         model: converted by `octavo.convert`: a Llama of `octavo.models`, or a model of Hugging Face's transformers.
         directory: directory to create.
-        format: `compressed-tensors` (vLLM, SGLang, transformers), for scales per row, tensor or block; `fp8`, the
-            blocks of DeepSeek-V3, for the recipe `block`; `plain`: values of all weights, nothing in FP8.
+        format: `compressed-tensors` (vLLM, SGLang, transformers), for scales per row, tensor or block, and rotated
+            INT8; `fp8`, the blocks of DeepSeek-V3, for the recipe `block`; `plain`: values of all weights, nothing in
+            eight bits.
         dtype: dtype of everything not in FP8.
         overwrite: replace an existing exported model.
         config: additional entries of config.json.
@@ -102,6 +102,7 @@ def export(
     others = {target.rename(name): reason for name, reason in left.items()}
     quantization = {} if stored.writer is None else {"quantization_config": stored.writer.config(renamed, others)}
     tensors = {name: tensor.cpu() for name, tensor in stored.tensors()}
+    tensors |= {} if stored.writer is None else stored.writer.constants(renamed)
     contents = {"config.json": {**target.config, **(config or {}), **quantization}, **(texts or {})}
     return Exported(
         directory=str(directory),
@@ -117,7 +118,7 @@ def export(
 def served_tensors(
     model: nn.Module, format: str = COMPRESSED_TENSORS, *, dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that `export` writes, by their exported names, on the model's device.
+    """Yield the tensors that `export` writes, by their exported names, on the model's device; not constant ones.
 
     Raises:
         ConfigError, UnsupportedError: as `export`.
@@ -187,7 +188,7 @@ class _Stored:
         module, _, last = name.rpartition(".")
         layer = self.layers.get(module) if last == "weight" else None
         if layer is not None and module == self.target.head:
-            return {last: dequantize(layer.weight, self.dtype)}
+            return {last: layer.values(self.dtype)}
         if layer is not None and self.writer is not None:
             return self.writer.tensors(layer)
         values = tensor.dequantize(self.dtype) if isinstance(tensor, FP8Tensor) else tensor

@@ -1,8 +1,11 @@
-"""The formats of FP8 layers that inference engines load. A value is code times scale in both.
+"""The formats of layers in eight bits that inference engines load. A value is code times scale in both.
 
 `compressed-tensors`: scales per channel, tensor or block for weights, per token or tensor for inputs; read by vLLM,
 SGLang and Hugging Face's transformers as `quant_method: compressed-tensors`. Per layer: `weight`, float8_e4m3fn (N, K),
-`weight_scale`, FP32, and with static scales `input_scale`, FP32 (1,).
+`weight_scale`, FP32, and with static scales `input_scale`, FP32 (1,). Or INT8 codes; the rotation of inputs is then a
+transform of `transform_config`, by blocks of `head_dim`, whose matrix is in the file as `rotation_<size>_input.weight`,
+BF16 (size, size) of +-1, which engines divide by the root of its size. Its type is not `hadamard`, by which engines mean
+Sylvester's matrices, and run a kernel of their own: a `random-hadamard` is read from the file.
 
 `fp8`: 128x128 blocks with FP32 scales, as in the published DeepSeek-V3 (arXiv 2412.19437, 3.3.1); read by the same
 engines as `quant_method: fp8`. Per layer: `weight`, float8_e4m3fn (N, K), and `weight_scale_inv`, FP32 (N / 128,
@@ -17,10 +20,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from octavo.numerics.rotation import hadamard
 from octavo.serving.layers import ServedLayer
 
 COMPRESSED_TENSORS, BLOCKS = "compressed-tensors", "fp8"
-_NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "e4m3": {"num_bits": 8, "type": "float", "symmetric": True},
+    "int8": {"num_bits": 8, "type": "int", "symmetric": True},
+}
+_FORMATS = {"e4m3": "float-quantized", "int8": "int-quantized"}
 _WEIGHTS: dict[str, dict[str, Any]] = {
     "tensor": {"strategy": "tensor"},
     "row": {"strategy": "channel"},
@@ -37,12 +45,12 @@ def _compressed_reason(layer: ServedLayer) -> str | None:
     """Return why the format cannot store a layer, or None."""
     operands = (("weight", layer.target, _WEIGHTS), ("input", layer.input, _INPUTS))
     for role, operand, known in operands:
-        if operand.format != "e4m3":
-            return f"its {role} is {operand.format.upper()}, but the format requires E4M3"
-        if operand.rotation:
-            return f"its {role} is rotated by {operand.rotation}, and engines rotate nothing"
+        if operand.format not in _NUMBERS:
+            return f"its {role} is {operand.format.upper()}, but the format requires E4M3 or INT8"
         if operand.granularity not in known:
             return f"its {role} has scales by {operand.granularity}, but the format supports {', '.join(known)}"
+    if layer.is_expert and layer.rotation:
+        return "its input is rotated, and engines rotate inputs of linear layers, not of experts"
     return None
 
 
@@ -58,12 +66,15 @@ def _compressed_tensors(layer: ServedLayer) -> dict[str, Tensor]:
 def _compressed_config(layers: Sequence[ServedLayer], others: Collection[str]) -> dict[str, Any]:
     """Return `quantization_config`, under the engine's names; `others` are layers in high precision."""
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    kinds = {_FORMATS[layer.target.format] for layer in layers}
     for layer in layers:
         scheme = _compressed_scheme(layer)
+        if len(kinds) > 1:
+            scheme["format"] = _FORMATS[layer.target.format]
         groups.setdefault(json.dumps(scheme), (scheme, []))[1].append(layer.name)
     return {
         "quant_method": COMPRESSED_TENSORS,
-        "format": "float-quantized",
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{number}": {"targets": ["Linear"] if len(groups) == 1 else names, **scheme}
@@ -71,15 +82,57 @@ def _compressed_config(layers: Sequence[ServedLayer], others: Collection[str]) -
         },
         "ignore": list(others),
         "kv_cache_scheme": None,
+        **_transforms(layers),
     }
 
 
 def _compressed_scheme(layer: ServedLayer) -> dict[str, Any]:
-    is_dynamic = layer.input_scale is None
+    is_dynamic, numbers = layer.input_scale is None, _NUMBERS[layer.target.format]
     return {
-        "weights": {**_NUMBERS, **_WEIGHTS[layer.target.granularity], "dynamic": False},
-        "input_activations": {**_NUMBERS, **_INPUTS[layer.input.granularity], "dynamic": is_dynamic},
+        "weights": {**numbers, **_WEIGHTS[layer.target.granularity], "dynamic": False},
+        "input_activations": {**numbers, **_INPUTS[layer.input.granularity], "dynamic": is_dynamic},
         "output_activations": None,
+    }
+
+
+def _transforms(layers: Sequence[ServedLayer]) -> dict[str, Any]:
+    """Return the entry of the configuration that says how inputs are rotated; empty if none are.
+
+    One transform per size of blocks. Stored weights are rotated already: engines skip `weight_input`.
+    """
+    groups = {
+        _rotation_name(block): {
+            "type": "random-hadamard",
+            "head_dim": block,
+            "apply": [
+                {"targets": names, "location": "input"},
+                {"targets": names, "location": "weight_input", "inverse": True},
+            ],
+        }
+        for block, names in _rotated(layers).items()
+    }
+    return {"transform_config": {"config_groups": groups}} if groups else {}
+
+
+def _rotated(layers: Sequence[ServedLayer]) -> dict[int, list[str]]:
+    """Return the names of rotated layers by the size of their blocks."""
+    names: dict[int, list[str]] = {}
+    for layer in layers:
+        if layer.rotation:
+            names.setdefault(layer.rotation, []).append(layer.name)
+    return names
+
+
+def _rotation_name(block: int) -> str:
+    return f"rotation_{block}"
+
+
+def _rotation_matrices(layers: Sequence[ServedLayer]) -> dict[str, Tensor]:
+    """Return the matrix of each rotated layer by its name in the file; layers may be loaded by different ranks."""
+    return {
+        f"{name}.{_rotation_name(block)}_input.weight": (hadamard(block) * block**0.5).bfloat16()
+        for block, names in _rotated(layers).items()
+        for name in names
     }
 
 
@@ -112,18 +165,20 @@ def _blocks_config(layers: Sequence[ServedLayer], others: Collection[str]) -> di
 
 
 class Format(NamedTuple):
-    """Storage of FP8 layers."""
+    """Storage of layers in eight bits."""
 
     unsupported_reason: Callable[[ServedLayer], str | None]
     """Why the format cannot store a layer, or None."""
     tensors: Callable[[ServedLayer], dict[str, Tensor]]
     """Stored tensors of a layer without its bias, by the last part of their names."""
     config: Callable[[Sequence[ServedLayer], Collection[str]], dict[str, Any]]
-    """`quantization_config` for the FP8 layers and the names of the others, both under the engine's names."""
+    """`quantization_config` for the layers and the names of the others, both under the engine's names."""
+    constants: Callable[[Sequence[ServedLayer]], dict[str, Tensor]] = lambda layers: {}
+    """Tensors beside those of the layers, which training does not change."""
 
 
 FORMATS: dict[str, Format | None] = {
-    COMPRESSED_TENSORS: Format(_compressed_reason, _compressed_tensors, _compressed_config),
+    COMPRESSED_TENSORS: Format(_compressed_reason, _compressed_tensors, _compressed_config, _rotation_matrices),
     BLOCKS: Format(_blocks_reason, _blocks_tensors, _blocks_config),
     "plain": None,
 }

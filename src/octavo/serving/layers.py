@@ -1,10 +1,11 @@
-"""The FP8 layers of a model for serving: the codes that fprop reads, and the quantisation of inputs."""
+"""The layers of a model in eight bits, for serving: the codes that fprop reads, and the quantisation of inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedError
@@ -18,7 +19,7 @@ from octavo.nn.linear import TransposedLinear, is_adopted, is_transposed
 from octavo.nn.modules import unwrapped_name
 from octavo.nn.shared import quantize_together
 from octavo.nn.weight_codes import quantize_weights, split_rows
-from octavo.numerics import Quantized
+from octavo.numerics import Quantized, block_for, dequantize, rotate
 from octavo.recipes import Operand
 from octavo.tensor import is_distributed
 
@@ -28,7 +29,7 @@ NOT_STORED = "no format stores it in FP8"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedLayer:
-    """A linear layer to be served in FP8."""
+    """A linear layer to be served in eight bits."""
 
     name: str
     """Full name in the model, without the names of wrappers."""
@@ -40,12 +41,31 @@ class ServedLayer:
     """Quantisation of the input."""
     input_scale: Tensor | None
     """FP32 (1,) for a static scale; None if the engine computes it from the input."""
+    is_expert: bool = False
+    """Whether it is a product of an expert."""
 
     @property
     def kind(self) -> str:
         """Description of the quantisation."""
         weight, inputs = self.target.granularity, self.input.granularity.replace("row", "token")
-        return f"weights by {weight}, inputs by {inputs}" + ("" if self.input_scale is None else ", static")
+        integer, rotated = (
+            self.target.fmt.is_integer,
+            f", rotated by blocks of {self.rotation}" if self.rotation else "",
+        )
+        static = "" if self.input_scale is None else ", static"
+        return f"{'INT8, ' if integer else ''}weights by {weight}, inputs by {inputs}{static}{rotated}"
+
+    @property
+    def rotation(self) -> int:
+        """Size of the blocks by which inputs and the rows of the weight are rotated; 0: none."""
+        block = block_for(self.weight.codes.shape[1], self.target.rotation)
+        return block if block > 1 else 0
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Return the values of the codes, (N, K), without the rotation."""
+        if not self.rotation:
+            return dequantize(self.weight, dtype)
+        return rotate(dequantize(self.weight), self.rotation).to(dtype)  # its own inverse
 
 
 def modules_by_own_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -98,7 +118,8 @@ def _experts_of(owner: str, product: ExpertLinear, parts: Sequence[str]) -> Iter
     for number, row in enumerate(rows):
         expert, part = divmod(number, len(parts))
         name = f"{owner}.{expert}.{parts[part]}"
-        yield ServedLayer(name=name, weight=row, target=target, input=product.recipe.fprop.input, input_scale=None)
+        operand = product.recipe.fprop.input
+        yield ServedLayer(name=name, weight=row, target=target, input=operand, input_scale=None, is_expert=True)
 
 
 def unserved_layers(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str, str]:

@@ -21,7 +21,7 @@ def notes(layers: Sequence[ServedLayer], others: Collection[str], tensors: Mappi
         others: other layers.
         tensors: all stored tensors.
     """
-    kinds = _mixed(layers, others), _requantised(layers), _stacked(tensors), _experts(layers)
+    kinds = _mixed(layers, others), _requantised(layers), _stacked(tensors), _experts(layers), _rotated(layers, tensors)
     return tuple(note for kind in kinds if (note := next(kind, None)) is not None)
 
 
@@ -62,6 +62,18 @@ def _experts(layers: Sequence[ServedLayer]) -> Iterator[str]:
                 f"{layer.name} is in FP8, one tensor per expert, as vLLM and SGLang load it; transformers loads "
                 "experts in high precision only (octavo.Policy(keep=['*.experts']), or the format 'plain')."
             )
+
+
+def _rotated(layers: Sequence[ServedLayer], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    names = [layer.name for layer in layers if layer.rotation]
+    if names:
+        biased = next((name for name in names if f"{name}.bias" in tensors), None)
+        refused = "" if biased is None else f", and no layer with a bias, as {biased}"
+        yield (
+            f"the input of {names[0]} is rotated as transform_config says. vLLM reads it (on one GPU, not with tensor "
+            f"parallelism{refused}). transformers ignores it and computes other results without an error: call "
+            "octavo.serving.rotate_inputs(model, directory) after from_pretrained, as octavo eval does."
+        )
 
 
 def _fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
