@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import kernels
@@ -718,3 +719,25 @@ def test_an_input_that_does_not_fit_names_the_layer():
 def test_torch_script_is_refused_by_name():
     with pytest.raises(UnsupportedError, match=r"torch.jit.script cannot compile Linear.*torch.compile.*octavo.revert"):
         torch.jit.script(two_layers())
+
+
+def test_a_rotated_model_computes_the_same_recomputed_copied_pickled_and_loaded():
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
+        octavo.convert(model, "rotated", policy=Policy(min_gain=0))
+        return model
+
+    def results(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor] | None = None) -> list[torch.Tensor]:
+        x = torch.linspace(-3, 1, 5 * 64).reshape(5, 64).requires_grad_()
+        y = (run or model)(x)
+        y.square().sum().backward()
+        return [y, x.grad, *(p.grad for p in model.parameters())]
+
+    model, loaded = made(0), made(1)
+    loaded.load_state_dict(model.state_dict())
+    twins = [made(0), copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
+    expected = results(model)
+    found = [results(twins[0], lambda x: checkpoint(twins[0], x, use_reentrant=False)), *map(results, twins[1:])]
+    for each in found:
+        assert all(torch.equal(a, b) for a, b in zip(each, expected, strict=True))

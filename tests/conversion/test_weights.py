@@ -192,3 +192,8 @@ def test_an_observation_reads_the_weights(model):
         model(tokens(model)).sum().backward()
     rows = [row for row in seen.rows() if row.role == "weight"]
     assert len(rows) == 4 and not any(row.saturated or row.non_finite for row in rows)
+
+
+def test_rotated_codes_are_not_stored():
+    with pytest.raises(ConfigError, match=r"'rotated' of '' cannot compute with codes that are made once per step"):
+        octavo.plan(nn.Linear(64, 64), "rotated", policy=Policy(weights="fp8", min_gain=0))

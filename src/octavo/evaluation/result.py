@@ -30,8 +30,8 @@ class Score:
     """Scores of a model in one precision, on a text of S sequences. Non-finite numbers are None."""
 
     computed: str
-    """`FP8` and `high precision`, the same weights, and `INT8` if fprop multiplies it; `BF16 baseline`, and `BF16 quantised`, the same in FP8 by the run's
-    recipe; `BF16` of a run without FP8; `served`."""
+    """`FP8` and `high precision`, the same weights, and `INT8` if fprop multiplies it; `BF16 baseline`, and
+    `BF16 quantised`, the same in eight bits by the run's recipe; `BF16` of a run without FP8; `served`."""
     losses_S: Tensor = field(compare=False, repr=False)
     """Nats per token; float64, on the CPU; not part of the JSON."""
     loss: float | None

@@ -3,9 +3,9 @@
 `compressed-tensors`: scales per channel, tensor or block for weights, per token or tensor for inputs; read by vLLM,
 SGLang and Hugging Face's transformers as `quant_method: compressed-tensors`. Per layer: `weight`, float8_e4m3fn (N, K),
 `weight_scale`, FP32, and with static scales `input_scale`, FP32 (1,). Or INT8 codes; the rotation of inputs is then a
-transform of `transform_config`, by blocks of `head_dim`, whose matrix is in the file as `rotation_<size>_input.weight`,
-BF16 (size, size) of +-1, which engines divide by the root of its size. Its type is not `hadamard`, by which engines mean
-Sylvester's matrices, and run a kernel of their own: a `random-hadamard` is read from the file.
+transform of `transform_config`, by blocks of `head_dim`, with its matrix in the file as `rotation_<size>_input.weight`,
+BF16 (size, size) of +-1, which engines divide by the root of its size. Its type is not `hadamard`, by which engines
+mean Sylvester's matrices, and run a kernel of their own: a `random-hadamard` is read from the file.
 
 `fp8`: 128x128 blocks with FP32 scales, as in the published DeepSeek-V3 (arXiv 2412.19437, 3.3.1); read by the same
 engines as `quant_method: fp8`. Per layer: `weight`, float8_e4m3fn (N, K), and `weight_scale_inv`, FP32 (N / 128,

@@ -15,8 +15,8 @@ from octavo.errors import UnsupportedError
 def rotate_inputs(model: nn.Module, directory: str | Path) -> nn.Module:
     """Rotate the inputs of a loaded model's layers as its export says, in place; return the model.
 
-    transformers reads the codes of compressed-tensors and ignores `transform_config`. Without this call a model that was
-    trained by `rotated` multiplies inputs by weights in another basis. A model without rotations is left as it is.
+    transformers reads the codes of compressed-tensors and ignores `transform_config`. Without this call a model that
+    was trained by `rotated` multiplies inputs by weights in another basis. A model without rotations stays as it is.
 
     Args:
         model: what `from_pretrained(directory)` returned.
@@ -36,7 +36,8 @@ def rotate_inputs(model: nn.Module, directory: str | Path) -> nn.Module:
     }  # stored weights are rotated
     transform = import_module("compressed_tensors.transform")
     transform.apply_transform_config(model, transform.TransformConfig.model_validate({"config_groups": online}))
-    wanted = {key for key in model.state_dict() if key.rpartition(".")[0].rpartition(".")[2] in _modules(online)}
+    holders = {f"{name}_input" for name in online}
+    wanted = {key for key in model.state_dict() if key.rpartition(".")[0].rpartition(".")[2] in holders}
     matrices = _read(directory, wanted)
     if missing := sorted(wanted - matrices.keys()):
         raise UnsupportedError(
@@ -46,13 +47,8 @@ def rotate_inputs(model: nn.Module, directory: str | Path) -> nn.Module:
     return model
 
 
-def _modules(groups: dict[str, object]) -> set[str]:
-    """Return the names of the modules that hold the matrices."""
-    return {f"{name}_input" for name in groups}
-
-
 def _read(directory: Path, names: set[str]) -> dict[str, Tensor]:
-    found = {}
+    found: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118 - no mapping

@@ -82,6 +82,7 @@ def two_ranks(rank, count):
         "tensorwise": train(rank, count, "tensorwise"),
         "block": train(rank, count, "block", dim=256, ffn=256, heads=1),
         "rowwise": train(rank, count, "rowwise"),
+        "rotated": train(rank, count, "rotated"),
         "tied": train(rank, count, **tied),
         "embedding by rows": train(rank, count, by_rows=True, vocab=97),  # the first rank has 49 of them
         "frozen": train(rank, count, freeze=["layers.0.attention.wq.weight", "layers.1.feed_forward.w2.weight"]),
@@ -104,6 +105,7 @@ def four_ranks(rank, count):
     return {
         "folded": train(rank, count),
         "hsdp": train(rank, count, mesh=hsdp()),
+        "hsdp, rotated": train(rank, count, "rotated", mesh=hsdp()),
         "embedding by rows": train(rank, count, by_rows=True),
         "hsdp, embedding by rows": train(rank, count, mesh=hsdp(), by_rows=True),
         "uneven": uneven(rank, count),
@@ -379,14 +381,16 @@ def four():
     return ranks.run(four_ranks, 4)
 
 
-@pytest.mark.parametrize("case", ["folded", "bf16 weights", "tensorwise", "block", "rowwise", "tied", "frozen", ROWS])
+@pytest.mark.parametrize(
+    "case", ["folded", "bf16 weights", "tensorwise", "block", "rowwise", "rotated", "tied", "frozen", ROWS]
+)
 def test_two_ranks_are_one_process_to_the_bit(two, case):
     found = two[0][case]
     assert not found["unlike"]
     assert all(sharded == alone for sharded, alone in found["pairs"]) and found["error"] == 0
 
 
-@pytest.mark.parametrize("case", ["folded", "hsdp", ROWS, f"hsdp, {ROWS}"])
+@pytest.mark.parametrize("case", ["folded", "hsdp", "hsdp, rotated", ROWS, f"hsdp, {ROWS}"])
 def test_four_ranks_sum_in_another_order(four, case):
     found = four[0][case]
     assert not found["unlike"]
@@ -420,7 +424,8 @@ def test_what_is_sent(two):
     weight = "layers.0.feed_forward.w1.weight"
     sent = {case: two[0][case]["sent"][weight] for case in ("folded", "tensorwise", "block", "rowwise")}
     assert sent == {"folded": "e4m3 row", "tensorwise": "e4m3 tensor", "block": "e4m3 128x128", "rowwise": "float32"}
-    assert "fprop and dgrad read different codes" in two[0]["rowwise"]["reasons"][weight]
+    for case in ("rowwise", "rotated"):
+        assert "fprop and dgrad read different codes" in two[0][case]["reasons"][weight]
     assert "lm_head" not in two[0]["tied"]["reasons"]
     assert "reads its values" in two[0]["tied"]["reasons"]["tok_embeddings.weight"]
 

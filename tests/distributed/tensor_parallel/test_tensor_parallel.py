@@ -33,7 +33,7 @@ from octavo_bench.traffic import Traffic
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
 HOW = ["folded", "whole tokens", "bf16", "tensorwise", "apart", "tied", "norms of heads", "norms, whole tokens"]
-HOW += ["biases", "biases, whole tokens"]
+HOW += ["biases", "biases, whole tokens", "rotated", "rotated, whole tokens"]
 
 
 def llama(recipe="folded", policy=None, **shape):
@@ -101,6 +101,8 @@ def two_ranks(rank, count):
         "norms, whole tokens": compare(mesh, sequence=False, qk_norm=True),
         "biases": compare(mesh, qkv_bias=True),
         "biases, whole tokens": compare(mesh, sequence=False, qkv_bias=True, qk_norm=True),
+        "rotated": compare(mesh, "rotated", dim=128, ffn=512, layers=1),
+        "rotated, whole tokens": compare(mesh, "rotated", sequence=False, dim=128, ffn=512, layers=1),
     }
     return {**found, "masked": masked(mesh), "shared": shared(mesh), "gathered": gathered(rank, mesh),
             "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
@@ -506,8 +508,19 @@ def test_states_of_one_byte_are_told_as_those_of_whole_weights_in_two_cuts(on_fo
     assert all(0.005 < result["moments"] < 0.05 for result in on_four)  # E4M3, rounded stochastically, is 3 % off
 
 
-def test_rotated_rows_are_not_parted():
-    layer = octavo.nn.Linear(64, 64, recipe="rotated")
-    with pytest.raises(UnsupportedError, match=r"tensor parallel: layers\.0\.wo: recipe 'rotated' rounds whole rows"):
-        _check_recipe(layer, "layers.0.wo")
-    _check_recipe(octavo.nn.Linear(64, 64, recipe="folded"), "layers.0.wo")
+def test_blocks_of_a_rotation_are_not_parted():
+    layer = octavo.nn.Linear(320, 64, recipe="rotated")
+    message = (
+        r"layers\.0\.wo: recipe 'rotated' rotates 320 inputs by blocks of 64, which do not divide the 160 of a rank"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        _check_recipe(layer, "layers.0.wo", 2)
+    for parts in (1, 5):
+        _check_recipe(layer, "layers.0.wo", parts)
+    _check_recipe(octavo.nn.Linear(320, 64, recipe="folded"), "layers.0.wo", 2)
+
+
+def test_columns_of_rotated_layers_are_gathered_as_values(on_two):
+    found = on_two[0]["rotated"]
+    assert set(found["sent"].values()) == {"bfloat16"}
+    assert any("fprop and wgrad read different codes" in reason for reason in found["reasons"])

@@ -48,6 +48,7 @@ from octavo.kernels import QuantSpec
 from octavo.nn import Linear
 from octavo.nn.cross_entropy import IGNORED
 from octavo.nn.modules import full_name
+from octavo.numerics import block_for
 
 
 class Parallel(ParallelStyle):
@@ -95,12 +96,12 @@ class Parallel(ParallelStyle):
             where: name of the module, for error messages.
 
         Raises:
-            UnsupportedError: a layer that cannot be sharded, or a recipe with stored scales.
+            UnsupportedError: a layer that cannot be sharded, or a recipe that cannot (`_check_recipe`).
         """
         found = []
         for name in (*self.columns, *self.rows):
             layer, known = module.get_submodule(name), full_name(where, name) or type(module).__name__
-            _check_recipe(layer, known)
+            _check_recipe(layer, known, 1 if name in self.columns else ranks)
             found += placements_of(layer, known, ranks, 0 if name in self.columns else 1)
         others = (one for one, kind in self.gradient_kinds(module) if kind == SUMMED)
         return [*found, *(placed for one in others for placed in all_replicated(one))]
@@ -326,14 +327,20 @@ def _rounds_gradient(layer: nn.Module) -> bool:
     return len(pairs) == 2 and kinds == {("e4m3", "nearest", "current")} and scalings == {"power_of_two"}
 
 
-def _check_recipe(layer: nn.Module, name: str) -> None:
+def _check_recipe(layer: nn.Module, name: str, parts: int) -> None:
+    """Check that a layer's recipe can compute with a part of its weight. parts: of the inputs, 1 if they are whole."""
     if isinstance(layer, Linear) and layer.recipe.has_stored_scales:
         raise UnsupportedError(
             f"tensor parallel: {name}: recipe '{layer.recipe.name}' has stored per-tensor scales, and a rank has parts "
             "of tensors. Take 'folded', 'rowwise', 'block' or 'tensorwise'."
         )
-    if isinstance(layer, Linear) and layer.recipe.has_integer_fprop:
+    if not isinstance(layer, Linear) or not layer.recipe.fprop.is_fp8:
+        return
+    inputs, largest = layer.in_features, layer.recipe.fprop.input.rotation
+    whole, part = block_for(inputs, largest), block_for(inputs // parts, largest)
+    if whole != part:
         raise UnsupportedError(
-            f"tensor parallel: {name}: recipe '{layer.recipe.name}' rounds whole rows to INT8, rotated, and a rank has "
-            "parts of rows: its blocks and scales would be others than on one GPU. Take 'folded'."
+            f"tensor parallel: {name}: recipe '{layer.recipe.name}' rotates {inputs} inputs by blocks of {whole}, "
+            f"which do not divide the {inputs // parts} of a rank: its codes would be others than on one GPU. Take fewer "
+            "ranks, or 'folded'."
         )
