@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.gemm import KERNELS
+from octavo.kernels import integer
+from octavo.kernels.gemm import KERNELS, GemmKernel
 from octavo.monitor.system import SystemProbe
+from octavo.numerics import PER_ROW, Quantized
 from octavo_bench.implementations import BF16
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, positive
 from octavo_bench.rates import Shape, energy_row, normal, quantized
@@ -45,6 +47,17 @@ OPERANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     INT8_ROWS: ("row", "row", ("exact",)),
 }
 """Scale granularities of the operands, and the accumulation modes to time."""
+
+
+def _own_reason(a: Quantized, b: Quantized) -> str | None:
+    """Return why Octavo's own GEMM cannot take these operands in E4M3, or None."""
+    if not a.codes.is_cuda or {a.granularity, b.granularity} != {PER_ROW} or integer.is_integer(a):
+        return "it takes E4M3 with row scales, on a GPU"
+    return integer.unsupported_reason_device(a.codes.device)
+
+
+OWN = GemmKernel("triton.row", _own_reason, integer.gemm)
+"""The kernel of INT8, with E4M3: no layer calls it."""
 
 
 def by_kernel(rows: Sequence[Row]) -> str:
@@ -114,7 +127,7 @@ def _calls(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], Tensor
     yield {"shape": name, "kernel": BF16, "operands": BF16, "accumulate": "slow"}, lambda: a_MK @ b_NK.t()
     for scales, (left, right, accumulations) in OPERANDS.items():
         a, b = quantized(shape, (left, right), device, "int8" if scales == INT8_ROWS else "e4m3")
-        for kernel in KERNELS:
+        for kernel in (*KERNELS, OWN):
             if kernel.unsupported_reason(a, b) is not None or (kernel.name == "reference" and device == "cuda"):
                 continue
             if scales == "tensor" and kernel.name == "scaled_mm.row":

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
 from octavo.errors import ConfigError
+from octavo.kernels.dispatch import planning_for
 from octavo.kernels.gemm import KERNELS
+from octavo.numerics import PER_ROW, Quantized, quantize
 from octavo_bench import gemm, results
 
 
@@ -34,6 +38,17 @@ def test_a_kernel_that_fails_does_not_lose_the_others(monkeypatch: pytest.Monkey
     rows = [*gemm.bench_gemm(((16, 16, 128),), device="cpu", repeats=1)]
     errors = {row["kernel"]: row.get("error") for row in rows}
     assert errors == {"bf16": None, "broken": "RuntimeError: illegal instruction", "reference": None}
+
+
+def test_the_own_kernel_is_timed_with_fp8_where_there_is_one() -> None:
+    rows = quantize(torch.ones(16, 16), "e4m3", "row")
+    assert gemm.OWN.unsupported_reason(rows, rows) == "it takes E4M3 with row scales, on a GPU"
+    with planning_for("h200"), FakeTensorMode():
+        codes, scale = torch.empty(16, 16, dtype=torch.float8_e4m3fn, device="cuda"), torch.empty(16, 1, device="cuda")
+        on_gpu = Quantized(codes, scale, PER_ROW)
+        assert gemm.OWN.unsupported_reason(on_gpu, on_gpu) is None
+    with planning_for("l40s"):
+        assert "Hopper's" in str(gemm.OWN.unsupported_reason(on_gpu, on_gpu))
 
 
 @pytest.mark.parametrize("text", ["", "8192", "8192x4096", "8x8x0", "8x8xk", "8x8x8x8"])

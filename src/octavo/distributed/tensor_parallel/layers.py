@@ -341,6 +341,6 @@ def _check_recipe(layer: nn.Module, name: str, parts: int) -> None:
     if whole != part:
         raise UnsupportedError(
             f"tensor parallel: {name}: recipe '{layer.recipe.name}' rotates {inputs} inputs by blocks of {whole}, "
-            f"which do not divide the {inputs // parts} of a rank: its codes would be others than on one GPU. Take fewer "
-            "ranks, or 'folded'."
+            f"which do not divide the {inputs // parts} of a rank: its codes would be others than on one GPU. Take "
+            "fewer ranks, or 'folded'."
         )
