@@ -146,7 +146,7 @@ def test_names_of_octavo_that_pages_use_exist() -> None:
 def test_settings_that_pages_name_exist() -> None:
     config = to_dict(assemble(load_preset("tiny", cuda=False)))
     known = {f"{section}.{key}" for section, keys in config.items() for key in keys} | {"run.sqlite"}
-    setting = re.compile(r"`((?:data|guard|lora|parallel|run)\.[a-z_]+)")
+    setting = re.compile(r"`((?:data|guard|lora|parallel|run)\.[a-z_\d]+)")
     named = {(page.name, name) for page in CURRENT for name in setting.findall(prose(page))}
     assert len(named) > 50
     assert sorted(each for each in named if each[1] not in known) == []

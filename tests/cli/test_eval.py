@@ -22,7 +22,8 @@ def test_as_json(octavo, run, capsys):
     assert octavo(["eval", run, "--tokens", 512, "--device", "cpu", "--json"]) == 0
     out, err = capsys.readouterr()
     said = json.loads(out)
-    assert set(said) == {"model", "text", "device", "scores", "differences", "notes", "versions"} and err == ""
+    assert set(said) == {"model", "text", "device", "scores", "differences", "notes", "verdict", "versions"}
+    assert err == ""
     assert said["model"] == {"directory": str(run), "step": 2, "recipe": "folded", "weights": "fp32"}
     assert (said["text"]["tokens"], said["text"]["sequences"], said["text"]["heldout"]) == (512, 16, True)
     assert [score["computed"] for score in said["scores"]] == ["FP8", "high precision"]

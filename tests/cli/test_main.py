@@ -457,17 +457,9 @@ def test_help_breaks_paragraphs_where_the_terminal_ends() -> None:
     )  # as if one line
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "doctor {} --recipe foldd",
-        "pilot {} --recipes folded foldd",
-        "plan {} --recipe foldd",
-        "calibrate {} --recipe foldd",
-    ],
-)
+@pytest.mark.parametrize("command", ["doctor {} --recipe foldd", "pilot {} --recipes foldd", "plan {} --recipe foldd"])
 def test_a_recipe_is_checked_before_a_model_is_read(octavo: Octavo, tmp_path: Path, command: str) -> None:
     own = tmp_path / "mine.py"
     own.write_text("raise SystemExit('read')", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"unknown recipe 'foldd'\. Did you mean 'folded'"):
-        octavo(command.format(own))
+    done = octavo(*command.format(own).split())
+    assert done.returncode == 2 and "unknown recipe 'foldd'. Did you mean 'folded'" in done.stderr

@@ -70,9 +70,7 @@ def test_one_run_tells_nothing_within_its_noise() -> None:
 
 @pytest.mark.parametrize(("gap", "better", "way"), [(2.0, "worse", "higher"), (-2.0, "better", "lower")])
 def test_a_gap_beyond_its_noise_is_one_of_this_run(gap: float, better: str, way: str) -> None:
-    text = (
-        f"In this run FP8 is {better}: held-out loss is 2.00 % {way} in FP8, and the gap fluctuated by ± 1.58 %"
-    )
+    text = f"In this run FP8 is {better}: held-out loss is 2.00 % {way} in FP8, and the gap fluctuated by ± 1.58 %"
     told = {"gap_percent": gap, "gap_95_percent": None, "gap_fluctuation_percent": 1.58}
     assert judge_gap(told) == (True, 1.58, f"{text} during the run. Other seeds may differ.")
 

@@ -160,7 +160,7 @@ def test_the_closing_block_says_what_came_out_and_what_to_do() -> None:
 
 
 def test_the_last_line_is_the_verdict_on_the_gap() -> None:
-    assert shown(run_of("fp8", "bf16"), terminal=False).splitlines()[-1].startswith("One run cannot tell: held-out")
+    assert shown(run_of("fp8", "bf16"), terminal=False).split("\n\n")[-1].startswith("One run cannot tell: held-out")
 
 
 def test_the_loss_of_the_same_weights_without_fp8_is_beside_the_others() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ def final_report(
     for purpose, command in commands:
         console.print(f"  {purpose:<20}{program} {command}", markup=False, soft_wrap=True)
     if said := judge_gap(event.summary).text:
-        console.print(f"\n{said}", style="bold", markup=False, soft_wrap=not console.is_terminal)
+        console.print(f"\n{textwrap.fill(said, min(console.width, 100))}", style="bold", markup=False, soft_wrap=True)
 
 
 def _fluctuation(history: Sequence[Mapping[str, Any]]) -> float:
