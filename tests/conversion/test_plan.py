@@ -298,7 +298,7 @@ def test_what_each_gpu_runs_emulates_and_refuses(gpu, recipe):
         refuse_reference(plan)
     assert (refused is not None) == bool(plan.refused) and (refused or "") in plan.refused
     if refused is not None:
-        assert str(plan).startswith(plan.refused) and plan.layers[0].reason == "by the reference: no FP8 on this GPU"
+        assert str(plan).startswith(plan.refused) and len(plan.layers[0].reason) < 60, "it is not said in each row"
 
 
 @pytest.mark.parametrize("gpu", DEVICES)

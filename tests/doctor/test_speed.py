@@ -72,6 +72,20 @@ def test_a_forced_reference_is_a_failure_with_its_reason(attempt: Try) -> None:
     assert "keep the layer in BF16" in result.remedy
 
 
+def test_a_layer_that_is_read_and_not_called_is_named() -> None:
+    model, x = nn.ModuleDict({"read": nn.Linear(64, 64), "called": nn.Linear(64, 64)}), torch.randn(8, 64)
+    octavo.convert(model)
+
+    def loss() -> Tensor:
+        return model["called"](nn.functional.linear(x, model["read"].weight)).square().mean()  # type: ignore[arg-type]
+
+    finding = run_check(fallback, Trial(model, loss, lambda: loss().backward())).finding
+    assert finding.verdict == "warning" and finding.numbers["uncalled"] == ["read"], finding
+    assert finding.seen == "1 layer in FP8 by the plan not called in a step: read"
+    octavo.convert(model, policy=octavo.Policy(keep=["read"]))
+    assert run_check(fallback, Trial(model, loss, lambda: loss().backward())).finding.verdict == "ok"
+
+
 def test_layers_that_are_switched_off_are_a_failure(attempt: Try) -> None:
     trial = attempt()
     with octavo.disabled(trial.model):

@@ -116,14 +116,14 @@ class LayerPlanner:
             names.append(name)
             if name in EMULATED:
                 note = "emulated: no faster than BF16"
-            if name == "reference" and self._has_no_fp8:
-                note = "by the reference: no FP8 on this GPU"
+            if name == "reference" and self._is_refused:
+                note = "by the reference: no fast kernel on this GPU"
             elif name == "reference" and self.device.type == "cuda":
                 note = f"{gemm} falls back: {'; '.join(f'{kernel}: {why}' for kernel, why in refused.items())}"
         return names, note
 
     @cached_property
-    def _has_no_fp8(self) -> bool:
+    def _is_refused(self) -> bool:
         return device_unsupported_reason(self.device) is not None
 
     @cached_property
