@@ -1,6 +1,7 @@
 """Kill tests: of a run at a system call that changes one of its files, and of a rank in a step.
 
-A killed run is resumed and must end bitwise equal to an undisturbed run, with the same log and a readable store. A
+A killed run is resumed and must end bitwise equal to an undisturbed run, with the same log and a readable store. So
+must one whose guardrails act, as none raises an alarm here; it also has to say what an alarm might change. A
 trial takes a second: runs are forks of one process that has imported PyTorch, started with kill_at.c preloaded.
 
     python -m octavo_bench.crash     fork server: a JSON request per line of stdin, a JSON answer per line of stdout
@@ -38,6 +39,10 @@ from octavo_bench.robustness import TEXT, Outcome, Trial
 
 SOURCE = Path(__file__).with_name("kill_at.c")
 STEPS = 6
+MODES = ("watch", "act")
+"""Of guardrails; trials take turns."""
+_RESUMED = "resume"
+"""Rule of the event by which a resumed run says what an alarm might change."""
 TIMEOUT = 2.0
 """Seconds (`parallel.timeout`) within which a lost rank must be named."""
 _FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "src")
@@ -46,22 +51,27 @@ _FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "src")
 def kills_of_runs(tried: int, seed: int) -> Iterator[Trial]:
     """Kill runs at random system calls, a third of them again when resumed; yield each trial.
 
-    Every other run writes its checkpoints in the background.
+    Modes of the guard take turns, and of every two runs of a mode one writes its checkpoints in the background.
     """
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder, _forks(Path(folder)) as fork:
         place = Path(folder)
-        good, calls = _undisturbed(place, fork)
+        undisturbed = {mode: _undisturbed(place, fork, mode) for mode in MODES}
         for number in range(tried):
-            draw = Random(f"{seed} {number}")
+            draw, mode = Random(f"{seed} {number}"), MODES[number % len(MODES)]
+            good, calls = undisturbed[mode]
             out = place / "killed"
             shutil.rmtree(out, ignore_errors=True)
             at = [draw.randint(1, calls)] + [draw.randint(1, calls) for _ in range(draw.random() < 1 / 3)]
-            arguments = _train(out, place, *_write(number))
+            write = _write(number // len(MODES))
+            arguments = _train(out, place, mode, *write)
             for nth in at:
                 fork([arguments], nth=nth, below=str(out))
+            is_told = mode == "act" and _goes_on(out)
             code, said, _ = fork([arguments])[0]
-            about, fault = f"system call {', then '.join(map(str, at))}", _unlike(good, out, code, said)
-            about += f"; {' '.join(_write(number))}" if number % 2 else ""
+            fault = _unlike(good, out, code, said)
+            if is_told and not fault and not _says_so(out):
+                fault = "does not say what an alarm might change"
+            about = f"{' '.join([mode, *write])}, system call {', then '.join(map(str, at))}"
             yield Trial("run", about, _outcome(fault), fault)
 
 
@@ -109,6 +119,16 @@ def _unlike(good: Path, out: Path, code: int | None, said: str) -> str:
     return f"another store: {sorted(unlike)}" if unlike else ""
 
 
+def _goes_on(run: Path) -> bool:
+    """Return whether a run has a checkpoint to resume from, and steps left."""
+    last = checkpoint.latest(run / "checkpoints")
+    return last is not None and last.name != checkpoint.name_of(STEPS)
+
+
+def _says_so(run: Path) -> bool:
+    return any(event.rule == _RESUMED for event in RunReader(run).events())
+
+
 def _digests(run: Path) -> dict[str, str]:
     """Return the hash of each file of the last checkpoint, and of each tensor of all ranks."""
     found = checkpoint.load(run / "checkpoints" / checkpoint.name_of(STEPS))
@@ -122,24 +142,26 @@ def _stored(run: RunReader) -> dict[str, Any]:
     """Return the events, and the steps and values of the scalars that do not depend on the clock."""
     known = {key: series for key, series in run.scalars().items() if key.startswith(("loss", "gradient", "heldout"))}
     scalars = {key: [series.first.tolist(), series.low.tolist()] for key, series in known.items()}
-    return {**scalars, "events": sorted((event.step, event.rule, event.text) for event in run.events())}
+    events = sorted((event.step, event.rule, event.text) for event in run.events() if event.rule != _RESUMED)
+    return {**scalars, "events": events}
 
 
 def _untimed(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if not key.startswith(("milliseconds", "tokens_per"))}
 
 
-def _undisturbed(place: Path, fork: Any) -> tuple[Path, int]:
+def _undisturbed(place: Path, fork: Any, mode: str = "watch") -> tuple[Path, int]:
     """Make the undisturbed run; return its directory and its number of system calls."""
-    for name in ("first", "good"):  # the first one prepares the text
-        ended = fork([_train(place / name, place)], nth=0, below=str(place / name))
+    good = place / f"good-{mode}"
+    for out in (place / f"first-{mode}", good):  # the first one prepares the text
+        ended = fork([_train(out, place, mode)], nth=0, below=str(out))
         if ended[0][0] != 0:
             raise RuntimeError(f"the undisturbed run ended with {ended[0]}")
-    return place / "good", ended[0][2]
+    return good, ended[0][2]
 
 
-def _train(out: Path, place: Path, *flags: str) -> list[str]:
-    return ["train", str(place / "run.toml"), *flags, "--out", str(out)]
+def _train(out: Path, place: Path, mode: str = "watch", *flags: str) -> list[str]:
+    return ["train", str(place / "run.toml"), "--guard.mode", mode, *flags, "--out", str(out)]
 
 
 def _write(number: int) -> list[str]:
@@ -200,6 +222,8 @@ checkpoint_every = 1
 keep = 2
 baseline = false
 device = "cpu"
+[guard]
+snapshot_every = 2
 [parallel]
 timeout = {timeout}
 """

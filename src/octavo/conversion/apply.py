@@ -131,7 +131,7 @@ def _adopt(layer: Layer, recipe: Recipe) -> None:
 def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
     """Make the layers of a pattern compute together. Norms quantise for the plan's own recipe."""
     if pattern.kind == "norm":
-        operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 and pattern.makes_codes else None
+        operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 and pattern.has_reader else None
         adopt(module, None if operand is None else spec_of(operand), pattern.saved, pattern.form)
         return
     if pattern.kind == "attention":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import nn
@@ -36,6 +36,8 @@ class FusionPattern:
     """Activation of an MLP."""
     makes_codes: bool = True
     """Norms only: whether the norm quantises its rows itself, which needs scales of at most one row and a reader."""
+    has_reader: bool = True
+    """Norms only: whether a layer in FP8 may read its result. Compiled readers quantise it even if the norm cannot."""
     saved: Precision = "bf16"
     """Format of the tensor saved for backward: an MLP's activation inputs, a norm's input, an attention's output."""
     form: str = ""
@@ -93,9 +95,10 @@ def find_patterns(
     for place, (name, module) in enumerate(model.named_modules()):
         if (kind := form(module)) is not None:
             if _width(module) in widths:  # behind all blocks and layers in FP8, as before a head, nothing reads codes
-                codes = makes_codes and (place < last or id(module) in blocks)
-                saves = saved.norm_inputs
-                found.append(FusionPattern(name=name, kind="norm", makes_codes=codes, saved=saves, form=kind))
+                has_reader = place < last or id(module) in blocks
+                codes, saves = makes_codes and has_reader, saved.norm_inputs
+                pattern = FusionPattern(name=name, kind="norm", makes_codes=codes, saved=saves, form=kind)
+                found.append(replace(pattern, has_reader=has_reader))
         elif isinstance(module, ScaledDotProduct):
             if saved.attention_output == "fp8":
                 found.append(_attention(name, module, recipes, keep_input))

@@ -83,12 +83,12 @@ class RunWriter:
             twice = next(key for key in keys if keys.count(key) > 1)
             raise StoreError(f"{self.path}: the tensor {twice[0]} / {twice[1]} appears twice.")
         with self.batch():
-            rows = dict(self._rows)
+            indices = dict(self._rows)
             for row, key in zip(named, keys, strict=True):
-                index = rows.setdefault(key, len(rows))
+                index = indices.setdefault(key, len(indices))
                 values = (index, row.layer, row.role, row.operand, json.dumps(list(row.shape)))
                 self._execute("INSERT OR REPLACE INTO tensors VALUES (?, ?, ?, ?, ?)", values)
-            self._rows, self._order = rows, np.array([rows[key] for key in keys], dtype=np.int64)
+            self._rows, self._order = indices, np.array([indices[key] for key in keys], dtype=np.int64)
 
     # Measurements and events
 
@@ -275,8 +275,8 @@ class RunWriter:
         self._last = step
         span = self._span.with_step(step, placed) if self._span else _Span(step, step, 1, placed, placed)
         self._span = span
-        if span.count == schema.SPAN:
-            row = (0, span.first, span.last, span.count, span.low.tobytes(), span.high.tobytes())
+        if span.steps == schema.SPAN:
+            row = (0, span.first, span.last, span.steps, span.low.tobytes(), span.high.tobytes())
             self._execute("INSERT INTO telemetry_span VALUES (?, ?, ?, ?, ?, ?)", row)
             self._span = None
 
@@ -292,7 +292,7 @@ class _Span(NamedTuple):
 
     first: int
     last: int
-    count: int
+    steps: int
     low: Floats
     high: Floats
 
@@ -300,7 +300,7 @@ class _Span(NamedTuple):
         """Return the span with another snapshot, which may have more tensors."""
         missing = ((0, len(values) - len(self.low)), (0, 0))
         low, high = (np.pad(known, missing, constant_values=np.nan) for known in (self.low, self.high))
-        return _Span(self.first, step, self.count + 1, np.fmin(low, values), np.fmax(high, values))
+        return _Span(self.first, step, self.steps + 1, np.fmin(low, values), np.fmax(high, values))
 
 
 def replace_document(directory: str | Path, name: str, content: Mapping[str, Any]) -> None:
