@@ -87,7 +87,7 @@ def kills_of_ranks(tried: int, seed: int) -> Iterator[Trial]:
             out = place / "struck"
             shutil.rmtree(out, ignore_errors=True)
             since = time.monotonic()
-            arguments = _train(out, place, *_write(number))
+            arguments = _train(out, place, "watch", *_write(number))
             ended = fork([arguments] * 2, fault=(how, rank, step), waits_for=1 - rank)
             seconds, (code, said, _) = time.monotonic() - since, ended[1 - rank]
             is_named = f"rank {rank} of 2 is " in said and f"at step {step}." in said

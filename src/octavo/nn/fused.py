@@ -70,10 +70,7 @@ class FusedMLP(Recognised):
         recipes = dict.fromkeys(roles.inner, inner) | {roles.down: outer}
         layers = [self.get_submodule(name) for name in recipes]
         same = all(
-            is_adopted(layer)
-            and layer.enabled
-            and layer.recipe.plan.key == recipe.plan.key
-            and layer.is_as_converted()
+            is_adopted(layer) and layer.enabled and layer.recipe.plan.key == recipe.plan.key and layer.is_as_converted()
             for layer, recipe in zip(layers, recipes.values(), strict=True)
         ) and all(layer.bias is None for layer in layers[:-1])
         watched = _has_any_global_hook() or any(has_hooks(child) for child in self.modules() if child is not self)
