@@ -121,6 +121,16 @@ def test_a_block_compiles_whole_before_it_is_converted():
         torch.testing.assert_close(own.grad, other.grad)
 
 
+def test_a_block_compiles_whole_after_it_is_converted():
+    torch._dynamo.reset()
+    model = moe()
+    octavo.convert(model, "rotated", policy=octavo.Policy(min_gain=0))
+    expected = model(*batch()).float().mean()
+    for block in model.get_submodule("layers").children():
+        block.compile(fullgraph=True, backend="aot_eager")
+    assert torch.equal(model(*batch()).float().mean(), expected)
+
+
 @pytest.mark.parametrize(("recipe", "states"), [("folded", "exact"), ("folded", "fp8-min"), ("rotated", "exact")])
 def test_it_trains_in_fp8_as_in_bf16(recipe, states):
     wide = moe(shared_experts=1, layers=1).bfloat16()

@@ -54,7 +54,6 @@ MOMENT = {"fp8": torch.float8_e4m3fn, "exact": torch.bfloat16, "fp32": torch.flo
     ("run", "optimizer"),
     [
         *(({"recipe": recipe}, {}) for recipe in ("delayed", "bf16")),
-        pytest.param({"recipe": "folded"}, {}, marks=pytest.mark.slow),
         *(({}, {"states": states}) for states in ("fp8", "exact")),
         ({}, {"states": "fp8", "name": "muon", "gradients": "fp8"}),
         ({"weights": "bf16", "baseline": False}, {"states": "fp32"}),

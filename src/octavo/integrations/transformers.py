@@ -40,9 +40,9 @@ class OctavoCallback(TrainerCallback):
     attention mask of a batch is left out where it masks nothing, which is checked on the host while the batch is
     collated; batches that are padded or packed keep theirs. At the end of training the model's own attention is back.
 
-    With `gradient_accumulation_steps` weights are quantised once per optimizer step
+    With `gradient_accumulation_steps` weights on a CPU are quantised once per optimizer step
     (`octavo.nn.reuse_weight_codes_per_step`), which takes memory for the codes: not with `Policy(memory="low")`, nor
-    with `torch_compile` or DeepSpeed.
+    with `torch_compile` or DeepSpeed. On a GPU it would gain nothing yet.
     """
 
     plan: Plan | None = None
@@ -119,7 +119,8 @@ class OctavoCallback(TrainerCallback):
         if self.compile or args.torch_compile:
             self._leave_out_masks(model, given.get("train_dataloader"))
         is_low = self.policy is not None and self.policy.memory == "low"
-        if args.gradient_accumulation_steps > 1 and not (is_low or args.torch_compile or args.deepspeed):
+        is_on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        if args.gradient_accumulation_steps > 1 and is_on_cpu and not (is_low or args.torch_compile or args.deepspeed):
             self._codes = reuse_weight_codes_per_step(model, given["optimizer"])
 
     def on_step_begin(

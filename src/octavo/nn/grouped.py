@@ -196,7 +196,9 @@ def unsupported_reason(recipe: Recipe) -> str | None:
     return None
 
 
-_OF_FPROP = (Transposed.CODES, Transposed.FOLDED)
+def _reads_fprop(back: Transposed) -> bool:
+    """Return whether a backward GEMM reads codes that fprop's pass made. Compilers of PyTorch 2.11 trace no `in`."""
+    return back is Transposed.CODES or back is Transposed.FOLDED
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -216,7 +218,7 @@ class _GroupedLinear(torch.autograd.Function):
             w = quantize_experts(weight, recipe, ctx.needs_input_grad[0])
         else:
             w = StackCodes(ExpertCodes(*codes[:2]), ExpertCodes(*codes[2:]))
-        saved_w = SavedOperand(None, *w.backward) if recipe.plan.w_back in _OF_FPROP else SavedOperand(weight)
+        saved_w = SavedOperand(None, *w.backward) if _reads_fprop(recipe.plan.w_back) else SavedOperand(weight)
         ctx.save_for_backward(ends, *saved, *saved_w)
         return grouped_fprop(x8, w.forward, ends, recipe, dtype, Origin([x], weight), stats)
 
@@ -241,7 +243,7 @@ def _read_input(
 ) -> tuple[Quantized | None, SavedOperand]:
     """Return x as fprop reads it, and as it is saved for wgrad: values, codes by row, or its own, padded."""
     plan = recipe.plan
-    rows, reused = plan.x, plan.x_back in _OF_FPROP
+    rows, reused = plan.x, _reads_fprop(plan.x_back)
     if rows is not None and plan.x_second is not None and needs_weight:
         both = kernels.quantize_rows_twice([x], rows, plan.x_second, keeps_codes=True)
         return both.first, SavedOperand(codes=both.codes, scale=both.scale)

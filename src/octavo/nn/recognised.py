@@ -53,7 +53,8 @@ class Recognised(Adopted):
             if torch.compiler.is_compiling():
                 return True
             self.recognised_code = Code.of(self, functions_of(self))
-        for owner, name, before in self.recognised_code.parts:
+        code = self.recognised_code
+        for owner, name, before in code.parts if torch.compiler.is_compiling() else (*code.parts, *code.untraced):
             if getattr(owner, name, None) is not before:
                 _warn_of_change(owner.__name__, name)
                 return False
@@ -65,9 +66,13 @@ class Code:
 
     parts: tuple[tuple[Any, str, Any], ...]
     """(class, function or Python module, name of an attribute, its value)."""
+    untraced: tuple[tuple[Any, str, Any], ...]
+    """The same for classes of autograd functions, which Dynamo cannot compare: only eager calls check them."""
 
     def __init__(self, parts: Iterable[tuple[Any, str, Any]]) -> None:
-        self.parts = tuple(parts)
+        parts = list(parts)
+        self.parts = tuple(part for part in parts if not _is_autograd_function(part[2]))
+        self.untraced = tuple(part for part in parts if _is_autograd_function(part[2]))
 
     @classmethod
     def of(cls, module: nn.Module, functions: Iterable[FunctionType]) -> Code:
@@ -77,7 +82,7 @@ class Code:
         kinds = dict.fromkeys(_kind_of(part) for part in module.modules())
         found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for kind in kinds:
-            own = [name for name in names if not hasattr(nn.Module, name) and not _is_of_torch(kind.__module__)]
+            own = [name for name in names if not hasattr(nn.Module, name) and not _is_of_a_library(kind.__module__)]
             values = {name: getattr(kind, name, None) for name in ("forward", "__call__", *own)}
             found |= {(id(kind), name): (kind, name, value) for name, value in values.items() if _is_code(value)}
         for function in functions:
@@ -93,6 +98,10 @@ class Code:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a file is read where classes may be others
+
+
+def _is_autograd_function(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
 def _is_code(value: Any) -> bool:
@@ -171,12 +180,12 @@ def functions_of(module: nn.Module) -> list[FunctionType]:
     functions: dict[FunctionType, None] = {}
     while waiting:
         function = _unwrapped(waiting.pop())
-        if not isinstance(function, FunctionType) or function in functions or _is_of_torch(function.__module__):
+        if not isinstance(function, FunctionType) or function in functions or _is_of_a_library(function.__module__):
             continue
         functions[function] = None
         names = names_in(function)
         known = [value for name in names if (value := function.__globals__.get(name)) is not None]
-        files = [value for value in known if isinstance(value, ModuleType) and not _is_of_torch(value.__name__)]
+        files = [value for value in known if isinstance(value, ModuleType) and not _is_of_a_library(value.__name__)]
         waiting += [*known, *enclosed(function)]
         waiting += [vars(space).get(name) for space in (*files, *classes) for name in names]
     return list(functions)
@@ -213,8 +222,10 @@ def enclosed(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _is_of_torch(name: str | None) -> bool:
-    return (name or "").partition(".")[0] == "torch"
+def _is_of_a_library(name: str | None) -> bool:
+    """Return whether a Python module is PyTorch's, Python's, or Octavo's apart from its models: nobody's own code."""
+    root, _, rest = (name or "").partition(".")
+    return root == "torch" or root in sys.stdlib_module_names or (root == "octavo" and not rest.startswith("models"))
 
 
 def _names_of(code: CodeType) -> Iterator[str]:

@@ -27,6 +27,10 @@ def reuse_weight_codes_per_step(model: nn.Module, *optimizers: Optimizer) -> Ste
     For gradient accumulation: with one forward per step it saves nothing. Results are bitwise the same. The model may
     have compiled blocks (`octavo.compile`), and is not to be compiled as a whole.
 
+    On a GPU it saves nothing yet: there values are not compared, and a kernel of a step that asks for a pointer to a
+    weight breaks the seal that stands for them, so that every forward makes codes again. Where you know that no
+    weight is written between two micro-batches, `reuse_weight_codes` around them saves the passes there.
+
     Args:
         model: converted, as it is called in training.
         optimizers: all that step its parameters; those of Accelerate, too.
