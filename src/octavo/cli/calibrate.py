@@ -84,7 +84,6 @@ def calibrate(
     recipe = own.get("run", {}).pop("recipe", None)
     check_recipes(recipe)
     config = configure(run if directory is None else directory / "config.json", preset, own)
-
     from octavo.calibration import ScalePolicy
     from octavo.train.calibrate import calibrate_run
 

@@ -89,15 +89,13 @@ def doctor(
     if target is not None and preset is not None:
         raise ConfigError("give only one of TARGET and --preset.")
     check_recipes(recipe)
-    from octavo.doctor.examination import examination
+    from octavo.doctor.examination import examination, markdown
 
     found = examination(target, preset=preset, recipe=recipe, device=device, only=only or (), trace=trace)
     _run(found, quiet=output.report or output.json, verbose=output.verbose)
     if output.json:
         say(json.dumps(found.to_dict(), indent=2))
     elif output.report:
-        from octavo.doctor.examination import markdown
-
         say(markdown(found))
     return 0 if found.passed else 1
 

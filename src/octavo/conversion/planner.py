@@ -94,13 +94,19 @@ def make_plan(
         recipes={row.name: recipes[row.name] for row in ordered if row.is_fp8},
         experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
         policy=policy,
+        refused=_refusal(where),
         unconverted=tuple(find_unconverted(model, read, policy.min_features, roles)),
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
-    if (reason := device_unsupported_reason(where)) is not None:
-        why = f"{architecture(where).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
-        plan = replace(plan, refused=why)
     return _with_patterns(plan, model, mlps)
+
+
+def _refusal(device: torch.device) -> str:
+    """Return why `convert` refuses a device; empty if it does not."""
+    reason = device_unsupported_reason(device)
+    if reason is None:
+        return ""
+    return f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
 
 
 SMALLEST_ROTATION = 16

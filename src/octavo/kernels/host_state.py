@@ -15,6 +15,7 @@ What else a process keeps are registries and caches, which change no result (`te
     nn.shared._steps, _this_thread                 number of optimizer steps; the last input with pending outputs
     nn.scaling_state._live, nn.telemetry._live     states that an optimizer's step updates
     conversion.autocast_mode._blocks               open `octavo.autocast` blocks of a thread
+    conversion.first_step._WAITING, nn.first_call._OPEN    layers that have not computed yet, to be named after a step
     nn.switch._open, _switching                    open `octavo.disabled` blocks per module, and their lock
     _util.collector._capturing                     the lock of the thread that captures a CUDA graph
     _util.optimizer_steps._callbacks, _inner       what runs after the outermost optimizer's step; steps within it
