@@ -284,8 +284,8 @@ def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
     assert done.stderr == "" and not any("autocast" in note for note in json.loads(done.stdout)["notes"])
     assert "h200" in octavo("plan", "--preset", "tiny", "--gpu", "a101").stderr
     assert "no FP8 tensor cores" in octavo("plan", "--preset", "tiny", "--gpu", "a100").stdout
-    choices = re.search(r"--gpu +.*?\[choices: ([^\]]*)\]", octavo("plan", "--help").stdout, re.S)
-    assert choices is not None and re.split(r"[\s,|│]+", choices[1].strip(" │")) == [*GPUS]
+    choices = re.search(r"│ --gpu +.*?\[choices: ([^\]]*)\]", octavo("plan", "--help").stdout, re.S)
+    assert choices is not None and re.split(r"[\s,|│]+", choices[1].strip(" │\n")) == [*GPUS]
 
 
 def test_predicted_memory_is_that_of_a_named_gpu(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:

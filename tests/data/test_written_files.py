@@ -70,6 +70,8 @@ def octavo_command(octavo: Command) -> Command:
 @pytest.fixture(scope="session")
 def is_same_machine(written: dict[str, Path]) -> bool:
     """Return whether PyTorch alone computes here what it did there, bit for bit; elsewhere sums have another order."""
+    if torch.get_num_threads() > 1:  # the gradients of norms are sums per thread
+        return False
     return [digest(x) for x in write_files.plain()] == torch.load(written[FIRST] / "plain.pt")
 
 

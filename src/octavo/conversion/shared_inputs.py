@@ -11,6 +11,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
+from tokenize import TokenError
 from typing import Any
 
 from torch import nn
@@ -41,7 +42,7 @@ def parsed(forward: Callable[..., Any]) -> ast.FunctionDef | None:
     try:
         source = textwrap.dedent(inspect.getsource(forward))
         return next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
-    except (OSError, TypeError, SyntaxError, StopIteration):
+    except (OSError, TypeError, SyntaxError, StopIteration, TokenError):  # the last: lines of another file
         return None
 
 

@@ -193,7 +193,9 @@ def _changes_logits(model: Any) -> bool:
     model.train(False)
     try:
         for _ in range(2):
-            logits = LARGE * torch.randn(*ids.shape, head.weight.shape[0], generator=draw).to(head.weight)
+            logits = LARGE * torch.randn(*ids.shape, len(head.weight), generator=draw, dtype=torch.float32).to(
+                head.weight
+            )
             with torch.no_grad(), hooked([head.register_forward_hook(lambda *_, z=logits: z)]):
                 losses.append(float(model(input_ids=ids, labels=ids, use_cache=False).loss))
             expected.append(float(ForCausalLMLoss(logits, ids, head.weight.shape[0])))

@@ -129,7 +129,7 @@ def unserved_layers(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str
     others = {
         name: layer
         for name, layer in modules_by_own_name(model)
-        if name not in known and isinstance(layer, nn.Linear | AnyConvolution | GroupedLinear)
+        if name not in known and isinstance(layer, nn.Linear | LinearLayer | AnyConvolution | GroupedLinear)
         if not (isinstance(layer, ExpertLinear) and name.rpartition(".")[0] in coded)
     }
     return {name: _reason(layer) for name, layer in others.items()}

@@ -13,7 +13,7 @@ CATEGORIES = {
     "communication": ("nccl",),
     "optimizer": ("adam", "multi_tensor", "_update_", "_momentum_", "_coefficient", "_squares_", "_store_kernel"),
     "attention": ("attention", "fmha", "sdpa", "cudnn_generated", "flash"),
-    "gemm": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "s16816"),
+    "gemm": ("gemm", "_grouped_integer_kernel", "nvjet", "cutlass", "cublas", "xmma", "s16816"),
 }
 """Substrings of kernel names by category; the first match counts. All other kernels are element-wise."""
 QUANTIZERS = (
