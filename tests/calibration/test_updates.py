@@ -133,7 +133,7 @@ def test_a_resumed_run_counts_on(static):
 
 
 def test_all_ranks_make_the_scales_that_any_has_broken(monkeypatch):
-    def gather(found: list[dict[str, float]], mine: dict[str, float]) -> None:
+    def gather(found: list[dict[str, float]], mine: dict[str, float], *_: object) -> None:
         found[:] = [mine, {"1.input": 0.5, "0.input": 0.3}]
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

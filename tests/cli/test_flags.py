@@ -109,7 +109,7 @@ def test_the_demo_follows_the_device_asked_for() -> None:
     assert configure(None, "demo", {"run": {"device": "cpu"}}) == configure(
         None, "demo-cpu", {"run": {"device": "cpu"}}
     )
-    assert configure(None, "demo", {"run": {"device": "cuda:1"}}).model.dim == 1024
+    assert configure(None, "demo", {"run": {"device": "cuda:1"}}).model.dim == 2048
 
 
 def test_neither_file_nor_preset() -> None:

@@ -25,7 +25,7 @@ from octavo.recipes import load
 from octavo.tensor import FP8Tensor
 
 SOURCE = Path(octavo.__file__).parent
-EXCHANGES = {"_Collective", "_Exchange", "_ParallelExperts", "_Travel"}
+EXCHANGES = {"_Collective", "_Exchange", "_Gather", "_ParallelExperts", "_Travel"}
 """Functions whose backward is a collective: a rank without a gradient takes part in it, with zeros."""
 
 

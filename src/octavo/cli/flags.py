@@ -185,7 +185,7 @@ def check_recipes(*names: str | None) -> None:
     from octavo import recipes
 
     for name in names:
-        if name is not None:
+        if name:
             recipes.load(name)
 
 

@@ -148,7 +148,9 @@ def grouped_linear(
         ConfigError: x or the weights are integers, complex, or FP8 codes without scales.
     """
     check_dtypes(x, weight)
-    made = (None,) * 4 if codes is None else (*codes.forward, *codes.backward)
+    made: tuple[Tensor | None, ...] = (None,) * 4
+    if codes is not None:  # Dynamo takes no tensor twice
+        made = (*codes.forward, *((None, None) if codes.backward is codes.forward else codes.backward))
     arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *made
     result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
@@ -217,7 +219,8 @@ class _GroupedLinear(torch.autograd.Function):
         if codes[0] is None:
             w = quantize_experts(weight, recipe, ctx.needs_input_grad[0])
         else:
-            w = StackCodes(ExpertCodes(*codes[:2]), ExpertCodes(*codes[2:]))
+            first = ExpertCodes(*codes[:2])
+            w = StackCodes(first, first if codes[2] is None else ExpertCodes(*codes[2:]))
         saved_w = SavedOperand(None, *w.backward) if _reads_fprop(recipe.plan.w_back) else SavedOperand(weight)
         ctx.save_for_backward(ends, *saved, *saved_w)
         return grouped_fprop(x8, w.forward, ends, recipe, dtype, Origin([x], weight), stats)
