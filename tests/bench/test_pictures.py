@@ -56,8 +56,9 @@ def test_new_code_makes_a_picture_old(repository: Path, tmp_path: Path) -> None:
 def test_the_bars_are_those_of_the_newest_result_fastest_last() -> None:
     data = pictures.hero_data(ROOT / "benchmarks" / "results")
     every = results.every("step", ROOT / "benchmarks" / "results")
-    step = next(result for result in every if result.hardware == readme.MACHINE)
-    speeds = {row["implementation"]: row["tokens_per_s"] for row in step.rows if row["workload"] == readme.BLOCKS}
+    steps = (result.rows for result in every if result.hardware == readme.MACHINE)
+    step = next(rows for rows in steps if any(row["workload"] == readme.BLOCKS for row in rows))
+    speeds = {row["implementation"]: row["tokens_per_s"] for row in step if row["workload"] == readme.BLOCKS}
     shown = {bar["implementation"]: bar["tokens_per_s"] for bar in data["bars"]}
     assert shown == {name: speeds[name] for name in shown} and {"bf16", "octavo folded"} <= set(shown)
     assert list(shown.values()) == sorted(shown.values())
