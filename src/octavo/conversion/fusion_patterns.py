@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import nn
@@ -96,9 +96,16 @@ def find_patterns(
         if (kind := form(module)) is not None:
             if _width(module) in widths:  # behind all blocks and layers in FP8, as before a head, nothing reads codes
                 has_reader = place < last or id(module) in blocks
-                codes, saves = makes_codes and has_reader, saved.norm_inputs
-                pattern = FusionPattern(name=name, kind="norm", makes_codes=codes, saved=saves, form=kind)
-                found.append(replace(pattern, has_reader=has_reader))
+                found.append(
+                    FusionPattern(
+                        name=name,
+                        kind="norm",
+                        makes_codes=makes_codes and has_reader,
+                        has_reader=has_reader,
+                        saved=saved.norm_inputs,
+                        form=kind,
+                    )
+                )
         elif isinstance(module, ScaledDotProduct):
             if saved.attention_output == "fp8":
                 found.append(_attention(name, module, recipes, keep_input))

@@ -54,7 +54,7 @@ class Recognised(Adopted):
                 return True
             self.recognised_code = Code.of(self, functions_of(self))
         code = self.recognised_code
-        for owner, name, before in code.parts if torch.compiler.is_compiling() else (*code.parts, *code.untraced):
+        for owner, name, before in code.traced if torch.compiler.is_compiling() else code.parts:
             if getattr(owner, name, None) is not before:
                 _warn_of_change(owner.__name__, name)
                 return False
@@ -66,13 +66,12 @@ class Code:
 
     parts: tuple[tuple[Any, str, Any], ...]
     """(class, function or Python module, name of an attribute, its value)."""
-    untraced: tuple[tuple[Any, str, Any], ...]
-    """The same for classes of autograd functions, which Dynamo cannot compare: only eager calls check them."""
+    traced: tuple[tuple[Any, str, Any], ...]
+    """Those that compiled code checks: not classes of autograd functions, which Dynamo cannot compare."""
 
     def __init__(self, parts: Iterable[tuple[Any, str, Any]]) -> None:
-        parts = list(parts)
-        self.parts = tuple(part for part in parts if not _is_autograd_function(part[2]))
-        self.untraced = tuple(part for part in parts if _is_autograd_function(part[2]))
+        self.parts = tuple(parts)
+        self.traced = tuple(part for part in self.parts if not _is_autograd_function(part[2]))
 
     @classmethod
     def of(cls, module: nn.Module, functions: Iterable[FunctionType]) -> Code:

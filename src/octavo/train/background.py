@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,8 @@ class BackgroundWriter:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         plain = json.loads(json.dumps(state))  # training goes on to change its lists
-        self._write = _Write(directory, step, self._copies, plain, keep, self._own)
+        arguments = directory, step, self._copies, plain
+        self._write = _Write(step, partial(checkpoint.save, *arguments, keep=keep, ranks=self._own))
 
     def ended(self) -> Written | None:
         """Return the checkpoint in flight if all ranks have written it, without waiting; all ranks call it.
@@ -93,26 +95,16 @@ class BackgroundWriter:
 class _Write(threading.Thread):
     """One call of `checkpoint.save`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        step: int,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        state: Mapping[str, Any],
-        keep: int,
-        ranks: Ranks,
-    ) -> None:
+    def __init__(self, step: int, save: Callable[[], Path]) -> None:
         super().__init__(name="octavo-checkpoint", daemon=True)
-        self.step = step
-        self._arguments = directory, step, tensors, state
-        self._keep, self._ranks = keep, ranks
+        self.step, self._save = step, save
         self._path: Path | None = None
         self._error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._path = checkpoint.save(*self._arguments, keep=self._keep, ranks=self._ranks)
+            self._path = self._save()
         except BaseException as error:
             self._error = error
 
