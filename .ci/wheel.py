@@ -31,6 +31,8 @@ HELP = 0.3
 CALLS = 30
 """A busy machine is slower for seconds at a time."""
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+"""What a Python block prints, whole lines of it."""
 
 
 class Environment:
@@ -139,7 +141,9 @@ class Newcomer:
         for language, text in BLOCK.findall(readme):
             if language == "python":
                 printed = self.environment.run("python", "-c", text).strip()
-                if printed not in readme:
+                shown = SHOWN.search(readme, readme.index(text))
+                lines = iter(printed.splitlines())
+                if shown is None or not all(line in lines for line in shown[1].splitlines()):  # in this order
                     sys.exit(f"README: the Python block prints something else than is shown:\n{printed}")
             else:
                 for line in text.splitlines():
