@@ -32,7 +32,7 @@ CALLS = 30
 """A busy machine is slower for seconds at a time."""
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-"""What a Python block prints, whole lines of it."""
+"""An excerpt of what a Python block prints: whole lines, in order."""
 
 
 class Environment:

@@ -222,7 +222,7 @@ def enclosed(function: FunctionType) -> Iterator[Any]:
 
 
 def _is_of_a_library(name: str | None) -> bool:
-    """Return whether a Python module is PyTorch's, Python's, or Octavo's apart from its models: nobody's own code."""
+    """Return whether a Python module belongs to PyTorch, the standard library or Octavo (except its models)."""
     root, _, rest = (name or "").partition(".")
     return root == "torch" or root in sys.stdlib_module_names or (root == "octavo" and not rest.startswith("models"))
 

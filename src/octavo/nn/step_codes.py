@@ -54,7 +54,7 @@ class StepCodes:
         self._unwritten = Unwritten(())
 
     def check(self) -> None:
-        """Make codes if there are none, or if a weight or a recipe is another than when they were made."""
+        """Quantise the weights unless the codes of this step are still valid: same weights, unwritten, same recipes."""
         if self._before is not None and self._holds():
             return
         self.drop()
