@@ -97,10 +97,11 @@ def implementations(tokens: int) -> dict[str, Callable[[nn.Module], object]]:
     found: dict[str, Callable[[nn.Module], object]] = {BF16: lambda model: None}
     if importlib.util.find_spec("torchao") is not None:
         found[TORCHAO] = convert_torchao
-    for recipe in ("folded", "folded_fast"):
+    for recipe in ("folded", "folded_fast", "rotated", "rotated_fast"):
         found[f"octavo {recipe}"] = partial(octavo.convert, recipe=recipe, tokens=tokens)
     with_head = octavo.Policy(keep_defaults=False)
-    found["octavo folded_fast + fp8 head"] = partial(octavo.convert, recipe="folded_fast", policy=with_head)
+    for recipe in ("folded_fast", "rotated_fast"):
+        found[f"octavo {recipe} + fp8 head"] = partial(octavo.convert, recipe=recipe, policy=with_head)
     return found
 
 

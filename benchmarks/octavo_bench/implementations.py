@@ -21,6 +21,8 @@ BF16 = "bf16"
 ONCE = ", gathered once"
 """Name suffix of sharded implementations that keep gathered weights until backward has read them."""
 HEAD = "lm_head"
+FASTEST = ("folded_fast", "rotated_fast")
+"""Recipes with fast accumulation, also timed with every other saving of a whole model."""
 
 
 def is_no_head(name: str, layer: nn.Module) -> bool:
@@ -85,10 +87,9 @@ def implementations(*, head: bool = False) -> dict[str, Implementation]:
     half = _octavo("folded", " (every second block in BF16)", filter=is_in_even_block)
     found.append(replace(half, has_floor=False))
     if head:
-        found.append(_octavo("folded", " + fp8 head", fp8_head=True))
-        found.append(_octavo("folded_fast", " + fp8 head", fp8_head=True))
-        fastest = _octavo("folded_fast", " + fp8 head, octavo.optim", fp8_head=True)
-        found.append(replace(fastest, own_optimizer=True))
+        found += [_octavo(name, " + fp8 head", fp8_head=True) for name in ("folded", "rotated", *FASTEST)]
+        fastest = [_octavo(name, " + fp8 head, octavo.optim", fp8_head=True) for name in FASTEST]
+        found += [replace(one, own_optimizer=True) for one in fastest]
     return {implementation.name: implementation for implementation in found}
 
 

@@ -44,6 +44,7 @@ REUSED = {
 }
 OPERANDS["rotated"] = OPERANDS["folded"] | {"fprop": ("INT8 row FP32 scales rotated by 256",) * 2}
 REUSED["rotated"] = REUSED["rowwise"]
+OPERANDS["rotated_fast"], REUSED["rotated_fast"] = OPERANDS["rotated"], REUSED["rotated"]
 OPERANDS["folded_fast"], REUSED["folded_fast"] = OPERANDS["folded"], REUSED["folded"]
 REUSED["served"], REUSED["served_block"] = REUSED["folded"], REUSED["block"]
 OPERANDS["rowwise_bf16_fprop"] = {gemm: OPERANDS["rowwise"][gemm] for gemm in ("dgrad", "wgrad")}
@@ -60,14 +61,28 @@ for source in ("delayed", "just_in_time", "static"):
     }
 REUSED |= dict.fromkeys(("rowwise_bf16_fprop", "rowwise_bf16_wgrad", "mxfp8"), REUSED["rowwise"])
 REUSED |= dict.fromkeys(("tensorwise_e4m3", "delayed", "just_in_time", "static"), REUSED["tensorwise"])
-FAST = {"folded_fast": ["fast", "fast", "slow"]}  # wgrad sums over all tokens: never fast
+FAST = {
+    "folded_fast": ["fast", "fast", "slow"],
+    "rotated_fast": ["slow", "fast", "slow"],
+}  # wgrad sums over all tokens: never fast
 every_preset = pytest.mark.parametrize("name", PRESETS)
 
 
 def test_names_in_the_order_they_are_shown():
     assert names() == (
-        *("folded", "rotated", "folded_fast", "rowwise", "rowwise_bf16_fprop", "rowwise_bf16_wgrad", "tensorwise"),
-        *("tensorwise_e4m3", "delayed", "just_in_time", "static", "block", "served", "served_block", "mxfp8", "bf16"),
+        *("folded", "rotated", "rotated_fast", "folded_fast", "rowwise", "rowwise_bf16_fprop", "rowwise_bf16_wgrad"),
+        *(
+            "tensorwise",
+            "tensorwise_e4m3",
+            "delayed",
+            "just_in_time",
+            "static",
+            "block",
+            "served",
+            "served_block",
+            "mxfp8",
+            "bf16",
+        ),
     )
 
 

@@ -185,7 +185,10 @@ def test_a_pattern_given_again_matches_last():
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("foldd", r"unknown recipe 'foldd'\. Did you mean 'folded'\? Recipes: folded, rotated, folded_fast, rowwise"),
+        (
+            "foldd",
+            r"unknown recipe 'foldd'\. Did you mean 'folded'\? Recipes: folded, rotated, rotated_fast, folded_fast",
+        ),
         ("Block", r"unknown recipe 'Block'\. Did you mean 'block'\?"),
         ("", r"unknown recipe ''\."),
         ({"base": "bloc"}, r"base 'bloc'\. Did you mean 'block'\?"),
