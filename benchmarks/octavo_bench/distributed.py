@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -144,16 +144,20 @@ _LLAMA_8B = ModelConfig(
     vocab=128256, dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, sequence=8192, rope_theta=5e5
 )
 _BLOCKS = ModelConfig(vocab=32768, dim=4096, layers=8, heads=32, kv_heads=8, ffn=14336, sequence=4096, rope_theta=5e5)
+_LONG = ModelConfig(vocab=32768, dim=2048, layers=4, heads=32, kv_heads=8, ffn=8192, sequence=32768, rope_theta=5e5)
 _TINY = ModelConfig(vocab=256, dim=128, layers=2, heads=4, kv_heads=2, ffn=256, sequence=64)
 WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload(name="llama-3-8b", model=_LLAMA_8B, sequences=1, compile=True),
         Workload(name="llama-8b-blocks", model=_BLOCKS, sequences=2, compile=True),
+        Workload(name="llama-1b-blocks-32k", model=_LONG, sequences=1, compile=True),
+        Workload(name="llama-1b-blocks-128k", model=replace(_LONG, sequence=131072), sequences=1, compile=True),
         Workload(name="tiny-model", model=_TINY, sequences=2, compile=False),
     )
 }
-"""By name: Llama-3-8B; eight of its blocks with a small vocabulary, to be split over ranks; one for tests."""
+"""By name: Llama-3-8B; eight of its blocks with a small vocabulary, to be split over ranks; four blocks of a Llama of one
+billion on long sequences; one for tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +214,8 @@ def _check(work: Work) -> tuple[Workload, list[Implementation]]:
 
 def _about(workload: Workload, implementation: Implementation, layout: Layout) -> Row:
     row: Row = {"workload": workload.name, "implementation": implementation.name, "layout": str(layout)}
-    return row | {"ranks": dist.get_world_size(), "shape": asdict(workload.model), "compiled": workload.compile}
+    compiled = workload.compile and layout.context == 1
+    return row | {"ranks": dist.get_world_size(), "shape": asdict(workload.model), "compiled": compiled}
 
 
 def _measure(
@@ -219,11 +224,12 @@ def _measure(
     ranks = dist.get_world_size()
     if layout.stages > 1 and work.alone_of is not None:
         raise ConfigError("a rank alone has no other stages to talk to: measure a pipeline by torchrun.")
-    if ranks % (layout.tensor * layout.stages):
+    if ranks % (layout.tensor * layout.context * layout.stages):
         raise ConfigError(f"{ranks} ranks cannot be divided into {layout}.")
     warm_up = WARM_UP + (2 if layout.graph else 0)
     training = _Training(workload, implementation, layout, device, warm_up + 2 * work.steps + PROFILED + 1)
-    with _compiled(training.blocks) if workload.compile else contextlib.nullcontext():
+    compiled = workload.compile and layout.context == 1
+    with _compiled(training.blocks) if compiled else contextlib.nullcontext():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         timed = _time(training, warm_up, work.steps, device)
@@ -231,12 +237,12 @@ def _measure(
         profiled = profile(training.step, PROFILED) if device.type == "cuda" else None
     training.launch()
     return {
-        "tokens": workload.model.sequence * workload.sequences * ranks,
+        "tokens": workload.model.sequence * workload.sequences * ranks // layout.context,
         **timed,
-        "tokens_per_s_per_gpu": workload.model.sequence * workload.sequences / timed["ms"] * 1e3,
+        "tokens_per_s_per_gpu": workload.model.sequence * workload.sequences / layout.context / timed["ms"] * 1e3,
         **({} if profiled is None else profiled.spent(timed["ms"])),
         "peak_gib": peak,
-        **({} if work.alone_of else _traffic(training.step, device)),
+        **({} if work.alone_of or layout.context > 1 else _traffic(training.step, device)),  # a ring is of DTensors
         "losses": [_mean_of_ranks(loss, device) for loss in training.losses[: warm_up + work.steps]],
     }
 
@@ -251,7 +257,7 @@ class _Training:
         self._trainer, data = lay_out(workload.model, implementation, layout, device)
         named = [pair for module in self._trainer.modules for pair in module.named_parameters()]
         self._optimizer, self._after_step = implementation.optimizer(named), implementation.after_step
-        sequences = workload.sequences * dist.get_world_size()
+        sequences = workload.sequences * dist.get_world_size() // layout.context
         self._batches = iter([part_of_batch(workload.model, sequences, number, data) for number in range(steps)])
         self.blocks = self._trainer.blocks
         self.losses: list[Tensor | None] = []
@@ -342,10 +348,10 @@ class Flags:
     """Flags of both commands."""
 
     workload: str = "llama-3-8b"
-    """llama-3-8b, llama-8b-blocks (eight blocks of it) or tiny-model."""
+    """llama-3-8b, llama-8b-blocks (eight blocks of it), llama-1b-blocks-32k, llama-1b-blocks-128k or tiny-model."""
     layout: Names = ("data",)
-    """data, tensor=N, either with ,graph (a CUDA graph), pipeline=N or pipeline=N,fp8 (FP8 between stages), or several.
-    A rank alone has no pipeline."""
+    """data, tensor=N, either with ,graph (a CUDA graph), context=N (not compiled), pipeline=N or pipeline=N,fp8 (FP8
+    between stages), or several. A rank alone has no pipeline."""
     only: Names = ()
     """Implementations besides BF16; all by default."""
     steps: int = 8
@@ -422,18 +428,20 @@ def rank(
 
 def parse_layout(text: str) -> Layout:
     """Return the layout that a text such as `pipeline=4,fp8` describes."""
-    if text.endswith(",graph") and not text.startswith("pipeline"):
+    if text.endswith(",graph") and not text.startswith(("pipeline", "context")):
         return parse_layout(text.removesuffix(",graph"))._replace(graph=True)
     match text.replace("=", ",").split(","):
         case ["data"]:
             return Layout()
         case ["tensor", ranks] if ranks.isdecimal() and int(ranks) > 1:
             return Layout(tensor=int(ranks))
+        case ["context", ranks] if ranks.isdecimal() and int(ranks) > 1:
+            return Layout(context=int(ranks))
         case ["pipeline", stages] if stages.isdecimal() and int(stages) > 1:
             return Layout(stages=int(stages))
         case ["pipeline", stages, "fp8"] if stages.isdecimal() and int(stages) > 1:
             return Layout(stages=int(stages), sent="fp8")
     raise ConfigError(
-        f"--layout: '{text}' is none of data, tensor=N, data,graph, tensor=N,graph, pipeline=N and pipeline=N,fp8, with"
-        " N from 2."
+        f"--layout: '{text}' is none of data, tensor=N, data,graph, tensor=N,graph, context=N, pipeline=N and"
+        " pipeline=N,fp8, with N from 2."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import octavo
-from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, shard, tensor_parallel
+from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, context_parallel, send_tokens, shard, tensor_parallel
+from octavo.distributed.context_parallel import Context
 from octavo.distributed.pipeline import SCHEDULES, Pipeline, Sent
 from octavo.distributed.sharding.shard import gather_ahead
 from octavo.kernels.transfers import upload
@@ -74,7 +76,7 @@ def implementations() -> dict[str, Implementation]:
                 after_step=_precompute_scales,
             )
         )
-    found += [_octavo("folded"), _octavo("folded_fast")]
+    found += [_octavo("folded"), _octavo("folded_fast"), _octavo("rotated")]
     by_default: dict[str, Any] = {"shard": _shard_bf16_gradients}
     found.append(_octavo("folded", ", bf16 gradients", **by_default))
     found.append(_octavo("folded_fast", ", bf16 gradients", **by_default))
@@ -91,8 +93,10 @@ def implementations() -> dict[str, Implementation]:
     found.append(_octavo("folded_fast", ", fp8 head, fp8-block (lean)", **sends_least, **fastest))
     for suffix, how in ((", bf16 gradients", by_default), (", fp8-block", sends_least)):
         once = how | {"shard": partial(how["shard"], **_KEEP)}
-        found.append(_octavo("folded", f"{suffix}{ONCE}", **once))
-        found.append(_octavo("folded_fast", f", fp8 head{suffix}{ONCE}", **once, convert=with_head))
+        found += [_octavo(recipe, f"{suffix}{ONCE}", **once) for recipe in ("folded", "rotated")]
+        for recipe in ("folded_fast", "rotated_fast"):
+            with_head = partial(_convert, recipe=recipe, fp8_head=True)
+            found.append(_octavo(recipe, f", fp8 head{suffix}{ONCE}", **once, convert=with_head))
     return {implementation.name: implementation for implementation in found}
 
 
@@ -144,6 +148,8 @@ class Layout(NamedTuple):
 
     tensor: int = 1
     """Ranks that share each layer."""
+    context: int = 1
+    """Ranks that share the tokens of each sequence; blocks are not compiled."""
     stages: int = 1
     """Stages of a pipeline (1F1B)."""
     sent: Sent = "bf16"
@@ -153,6 +159,7 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         cut = [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        cut += [f"context {self.context}"] if self.context > 1 else []
         cut += [f"pipeline {self.stages}"] if self.stages > 1 else []
         cut += ["FP8 between stages"] if self.sent == "fp8" else []
         return ", ".join((cut or ["data"]) + (["graph"] if self.graph else []))
@@ -191,14 +198,18 @@ def lay_out(
     device: torch.device,
 ) -> tuple[Trainer, DeviceMesh]:
     """Build a model, equal in every layout, and return it laid out over all ranks, with the data-parallel mesh."""
-    shape = (layout.stages, dist.get_world_size() // layout.stages // layout.tensor, layout.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    copies = dist.get_world_size() // layout.stages // layout.tensor // layout.context
+    shape = (layout.stages, copies, layout.context, layout.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "context", "tensor"))
     with device:
         model = Llama(config)
         model.reset_parameters(torch.Generator(device).manual_seed(0))
     implementation.convert(model)
     if layout.stages > 1:
         return Staged(model, implementation, layout, mesh), mesh["data"]
+    if layout.context > 1:
+        context = context_parallel(model, mesh["context"])
+        return Whole(model, implementation, mesh["data", "context"]._flatten("shard"), context), mesh["data"]
     if layout.tensor > 1:
         tensor_parallel(model, mesh["tensor"])
     return Whole(model, implementation, mesh["data"]), mesh["data"]
@@ -207,7 +218,10 @@ def lay_out(
 class Whole:
     """Every rank has all layers, or its tensor-parallel part of each."""
 
-    def __init__(self, model: Llama, implementation: Implementation, data: DeviceMesh) -> None:
+    def __init__(
+        self, model: Llama, implementation: Implementation, data: DeviceMesh, context: Context | None = None
+    ) -> None:
+        self._context = context
         self._alone = data.size() == 1  # no other rank has shards: all implementations gather once per step
         implementation.shard(model, data, **({"reshard_after_forward": False} if self._alone else {}))
         self._device = next(model.parameters()).device
@@ -235,8 +249,9 @@ class Whole:
         for part, (tokens_1T, targets_1T) in enumerate(zip(tokens_BT.split(1), targets_BT.split(1), strict=True), 1):
             if self._alone and isinstance(self.model, FSDPModule):
                 self.model.set_reshard_after_backward(part == len(tokens_BT))
-            loss = self.model(tokens_1T, targets_1T) / len(tokens_BT)
-            loss.backward()
+            with nullcontext() if self._context is None else self._context.attending(tokens_1T):
+                loss = self.model(tokens_1T, targets_1T) / len(tokens_BT)
+                loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
