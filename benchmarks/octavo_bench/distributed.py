@@ -156,8 +156,8 @@ WORKLOADS = {
         Workload(name="tiny-model", model=_TINY, sequences=2, compile=False),
     )
 }
-"""By name: Llama-3-8B; eight of its blocks with a small vocabulary, to be split over ranks; four blocks of a Llama of one
-billion on long sequences; one for tests."""
+"""By name: Llama-3-8B; eight of its blocks with a small vocabulary, to be split over ranks; four blocks of a Llama of
+one billion on long sequences; one for tests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
