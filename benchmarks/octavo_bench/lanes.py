@@ -134,7 +134,8 @@ class GraphMemory:
     """Stream and memory pool of graphs. Lanes that share one use the same memory, and must not replay concurrently.
 
     PyTorch's allocator reuses memory only within one pool and one stream. Warm-up steps allocate from the pool as well:
-    outside it they would need the same memory a second time.
+    outside it they would need the same memory a second time. Replays of graphs captured before overwrite what a warm-up
+    leaves there: it may only be what every run starts anew, such as moments.
 
     Args:
         device: a GPU.
@@ -238,14 +239,14 @@ class Lane:
         self.start(0)
         own, last = self._recipe, self._schedule.last_recipe if self._schedule.last_share else None
         with self._streamed():
-            self._capture("step", self._by(own, self._step), WARM)
-            self._capture("heldout_fp8" if last else "heldout", self._by(own, self._evaluate), 1)
+            self._capture("step", own, self._step, WARM)
+            self._capture("heldout_fp8" if last else "heldout", own, self._evaluate, 1)
             if own is not None:
-                self._capture("heldout_bf16", self._in_bf16(self._evaluate), 1)
+                self._capture("heldout_bf16", own, self._in_bf16(self._evaluate), 1)
             if last:
                 ending = recipes.load(last)
-                self._capture("step_last", self._by(ending, self._step), WARM)
-                self._capture("heldout", self._by(ending, self._evaluate), 1)
+                self._capture("step_last", ending, self._step, WARM)
+                self._capture("heldout", ending, self._evaluate, 1)
 
     def _convert(self, recipe: Recipe) -> None:
         convert_by(self.model, self.arm, recipe, self.training.batch * self.training.model.sequence)
@@ -253,7 +254,7 @@ class Lane:
         self._scales += [stored for m in self.model.modules() if (stored := vars(m).get("scaling_state")) is not None]
 
     def _by(self, recipe: Recipe | None, work: Callable[[], None]) -> Callable[[], None]:
-        """Return work by a recipe: the first call converts, so that a graph captures only the work."""
+        """Return work by a recipe, to which the model is converted first unless it has it."""
 
         def by_recipe() -> None:
             if recipe is not None and recipe is not self._recipe:
@@ -276,12 +277,14 @@ class Lane:
 
         return in_bf16
 
-    def _capture(self, name: str, work: Callable[[], None], warm_up: int) -> None:
+    def _capture(self, name: str, recipe: Recipe | None, work: Callable[[], None], warm_up: int) -> None:
         memory = self._memory
         if memory is None:
-            self._graphs[name] = work
+            self._graphs[name] = self._by(recipe, work)
             return
-        with memory.allocating():
+        self._by(recipe, lambda: None)()
+        # A tier keeps tables of addresses, which replays read: not where graphs captured before have intermediates.
+        with memory.allocating() if states_of(self.arm) is None else nullcontext():
             for _ in range(warm_up):
                 self._at.zero_()  # a training may have fewer steps than the warm-up
                 work()

@@ -14,6 +14,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.optim import TIERS
+from octavo.recipes import Recipe
 from octavo_bench import ladder
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.lanes import (
@@ -468,7 +469,7 @@ def test_a_replayed_step_by_a_tier_is_the_eager_one(tier: str, monkeypatch: pyte
     device, arm = torch.device("cuda"), f"folded+optimizer.states={tier}"
     size, own = replace(ladder.SIZES["1m"], branch=0.5).of_steps(8), long_text().on(device)
 
-    def uncaptured(lane: Lane, name: str, work: Callable[[], None], warm_up: int) -> None:
+    def uncaptured(lane: Lane, name: str, recipe: Recipe | None, work: Callable[[], None], warm_up: int) -> None:
         lane._graphs[name] = lambda: (work(), lane._clear())[0]
 
     bf16, replayed = Lane(BF16, size, own, device), Lane(arm, size, own, device)
@@ -485,7 +486,7 @@ def test_a_replayed_step_by_a_tier_is_the_eager_one(tier: str, monkeypatch: pyte
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 def test_a_tier_and_another_recipe_at_the_end_are_captured() -> None:
-    """Two graphs hold the step of one optimizer."""
+    """Two graphs hold the step of one optimizer, whose tables neither may overwrite."""
     device = torch.device("cuda")
     size, own = ladder.SIZES["1m"].of_steps(8), long_text().on(device)
     lane = Lane("folded+optimizer.states=fp8+run.last_share=0.5", size, own, device)
