@@ -75,6 +75,21 @@ def test_gradients_whose_squares_underflow_move_nothing_far(states, eps):
     assert float(weight.detach().abs().max()) < 6.0 and int(optimizer.clamped) == 0
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("states", TIERS)
+def test_gradients_whose_squares_overflow_are_not_the_last_that_move_a_weight(states, device):
+    """The square of 1e20 is no FP32 number. An infinite second moment would never decay."""
+    weight = nn.Parameter(torch.ones(32, 32, device=device))
+    optimizer = AdamW([weight], lr=2.0**-6, weight_decay=0.0, states=states, keep=keep_none)
+    moved = []
+    for _ in range(2):
+        before = weight.detach().clone()
+        weight.grad = torch.full_like(weight, 1e20)
+        optimizer.step()
+        moved.append(bool((weight < before).all()))
+    assert all(moved) and all(t.float().isfinite().all() for t in optimizer.state[weight].values())
+
+
 def test_fp32_moments_are_not_bounded_by_max_update():
     weight = nn.Parameter(torch.zeros(64, 128))
     bounded = nn.Parameter(torch.zeros(64, 128))

@@ -14,7 +14,8 @@ from octavo.kernels.reference.gradient import load_gradient
 from octavo.kernels.storage import E4M3, Storage, groups_of
 from octavo.numerics import random_words
 
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = torch.finfo(torch.bfloat16).max
+"""Bound of a second moment, the largest that every tier stores: FP32's would round to infinity in BF16, for good."""
 _SIGN = -(2**31)
 
 

@@ -179,13 +179,15 @@ def _rule(w, g, m, v, c, RULE: tl.constexpr):
         if RULE == ADAM:
             g = g + c[9] * w
         m = m + c[1] * (g - m)
-        v = tl.minimum(v * c[2] + c[3] * (g * g), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+        v = tl.minimum(v * c[2] + c[3] * (g * g), LARGEST, propagate_nan=tl.PropagateNan.ALL)
         root = _root(v)
         divisor = tl.maximum(root * c[5] + c[6], LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
         u = _quotient(m * c[4], divisor)
     return w * c[8], m, v, root, u
 
 
+LARGEST: tl.constexpr = tl.constexpr(3.3895313892515355e38)
+"""BF16's largest value, the bound of a second moment."""
 TINY: tl.constexpr = tl.constexpr(2.0**-100)
 """Smallest operand for which the correctly rounded sequences below have enough bits."""
 LEAST_DIVISOR: tl.constexpr = tl.constexpr(2.0**-70)
