@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo._util.collector import no_collection
-from octavo.conversion import Policy, convert, disabled
+from octavo.conversion import Policy, convert, disabled, enable
 from octavo.conversion.policy import DEFAULTS, SAVED
 from octavo.data.loader import permutation
 from octavo.errors import ConfigError, UnsupportedError
@@ -249,6 +249,7 @@ class Lane:
 
     def _convert(self, recipe: Recipe) -> None:
         convert_by(self.model, self.arm, recipe, self.training.batch * self.training.model.sequence)
+        enable(self.model, not is_disabled(self.arm))
         self._recipe = recipe
         self._scales += [stored for m in self.model.modules() if (stored := vars(m).get("scaling_state")) is not None]
 
@@ -517,7 +518,9 @@ OPTIONS: dict[str, Callable[[str], Any]] = {
 }
 """Policy options that an arm may change, with their parsers: `policy.bf16_blocks=1/1`, `policy.keep=*.wo`."""
 KEPT = "kept by the arm"
-OUTSIDE = {"policy": (*OPTIONS,), "run": ("last_share", "last_recipe"), "optimizer": ("states",)}
+DISABLED = "disabled"
+"""Option of `run` with the value `yes`: the arm is converted, and all its layers compute in BF16."""
+OUTSIDE = {"policy": (*OPTIONS,), "run": ("last_share", "last_recipe", DISABLED), "optimizer": ("states",)}
 """Tables outside the recipe that an arm may change, and the options of each."""
 
 
@@ -553,13 +556,29 @@ def schedule_of(arm: str, steps: int) -> LoopConfig:
     Raises:
         ConfigError: the share is not from 0 to 1, there is no such recipe, or another option of a run is changed.
     """
-    changes = _outside(arm, "run")
+    changes = {name: value for name, value in _outside(arm, "run").items() if name != DISABLED}
+    if is_disabled(arm) and changes:
+        raise ConfigError(f"--recipes: '{arm}': disabled layers have no last share. Leave {', '.join(changes)} out.")
     recipes.load(changes.get("last_recipe", "bf16"), f"--recipes: {arm}")
     try:
         share = float(changes.pop("last_share", 0.0))
         return LoopConfig(steps=steps, last_share=share, **changes)
     except ValueError:
         raise ConfigError(f"--recipes: '{arm}': run.last_share is a number from 0 to 1.") from None
+
+
+def is_disabled(arm: str) -> bool:
+    """Return whether an arm is converted and then computes in BF16, as in `folded+run.disabled=yes`.
+
+    The control of conversion itself: its difference from BF16 is that of the converted modules' own arithmetic.
+
+    Raises:
+        ConfigError: the value is not `yes`.
+    """
+    value = _outside(arm, "run").get(DISABLED)
+    if value not in (None, "yes"):
+        raise ConfigError(f"--recipes: '{arm}': run.{DISABLED} is yes, or left out.")
+    return value is not None
 
 
 def states_of(arm: str) -> str | None:

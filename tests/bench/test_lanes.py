@@ -13,6 +13,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.nn import Linear
+from octavo.nn.grouped import GroupedLinear
 from octavo.optim import TIERS
 from octavo_bench import ladder
 from octavo_bench.installed_text import InstalledText
@@ -143,6 +144,28 @@ def test_a_run_that_ends_by_another_recipe_is_scored_by_both(lanes: dict[str, La
     assert [*found] == ["heldout", "heldout_bf16", "heldout_fp8", "heldout_of_bf16"]
     assert found["heldout"] == found["heldout_bf16"] != found["heldout_fp8"]  # an evaluation is fprop alone
     assert found["heldout_of_bf16"] == score_together([lanes["folded"]], lanes[BF16])[0]["heldout_of_bf16"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
+def test_a_converted_arm_with_all_layers_disabled_is_bf16(name: str, lanes: dict[str, Lane]) -> None:
+    """The control of the bench: what is left of FP8 after `disabled` would be a bias of every arm."""
+    own = replace(ladder.SIZES[name], tokens_per_parameter=0.1)
+    bf16 = lanes[BF16] if name == "tiny" else Lane(BF16, own, text(), CPU)
+    for recipe in ("folded", "rotated"):
+        lane = Lane(f"{recipe}+run.disabled=yes", own, text(), CPU)
+        converted = [m for m in lane.model.modules() if isinstance(m, Linear | GroupedLinear)]
+        assert converted and not any(module.enabled for module in converted)
+        assert torch.equal(finish(lane, 0), finish(bf16, 0))
+        scores = score_together([lane], bf16)[0]
+        assert [*scores] == ["heldout", "heldout_bf16", "heldout_of_bf16"]
+        assert all(score == bf16.heldout() for score in scores.values())
+
+
+def test_disabled_is_yes_and_has_no_last_share() -> None:
+    with pytest.raises(ConfigError, match="disabled is yes"):
+        check_recipes(["folded+run.disabled=1"])
+    with pytest.raises(ConfigError, match="last_share out"):
+        check_recipes(["folded+run.disabled=yes+run.last_share=0.3"])
 
 
 def test_the_options_of_a_run_that_an_arm_may_change() -> None:
