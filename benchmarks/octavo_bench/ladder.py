@@ -41,6 +41,8 @@ MARGIN = 0.10
 AIM = 0.05
 """Target half width of an interval, percent."""
 ALL = "mean of the recipes"
+AVERAGED = ("folded", "folded_fast", "block", "tensorwise", "rowwise")
+"""Recipes of the first question: all of fprop in E4M3, by different scales and sums."""
 INCONCLUSIVE = "inconclusive"
 STUDY = ("model", "tokens", "condition")
 """Keys that the runs of a study share: one row of gaps per recipe."""
@@ -198,7 +200,8 @@ def gaps(
     """Return the gaps of one study's arms: the control, the mean of the recipes, and each recipe.
 
     Recipes are compared with the mean of both BF16 runs of their block, the control with the first. Blocks with a
-    non-finite BF16 run are left out. The mean of the recipes is over the unchanged ones, in blocks that have all.
+    non-finite BF16 run are left out. The mean of the recipes is over those of `AVERAGED` that the study has, in blocks
+    that have all of these.
 
     Args:
         rows: runs of one study.
@@ -215,6 +218,7 @@ def gaps(
     named = [recipe for recipe in dict.fromkeys(row["recipe"] for row in rows) if recipe not in (BF16, CONTROL)]
     unchanged = [recipe for recipe in named if "+" not in recipe]
     recipes = [*unchanged, *sorted(recipe for recipe in named if "+" in recipe)]
+    averaged = {*AVERAGED} & {*recipes}
     found: dict[str, list[float]] = {arm: [] for arm in (CONTROL, ALL, *recipes)}
     failures = dict.fromkeys(found, 0)
     for block in blocks(rows):
@@ -230,8 +234,8 @@ def gaps(
                 reference = block[recipe][beside] if beside else fmean((first, second))
                 own[recipe] = 100 * (block[recipe][loss] / reference - 1)
                 found[recipe].append(own[recipe])
-        if len(unchanged) > 1 and own.keys() >= {*unchanged}:
-            found[ALL].append(fmean(own[recipe] for recipe in unchanged))
+        if len(averaged) > 1 and own.keys() >= averaged:
+            found[ALL].append(fmean(own[recipe] for recipe in averaged))
     return [Gap(arm, tuple(values), failures[arm]) for arm, values in found.items() if values or failures[arm]]
 
 
