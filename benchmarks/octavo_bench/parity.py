@@ -28,7 +28,7 @@ from cyclopts import Parameter
 from octavo.errors import ConfigError
 from octavo.memory.forecast import GIB
 from octavo.models.factory import model_name
-from octavo_bench import ladder, ladder_plots, results, spreads
+from octavo_bench import bpe_text, ladder, ladder_plots, results, spreads
 from octavo_bench.evidence import stored_curve
 from octavo_bench.installed_text import InstalledText, installed_text
 from octavo_bench.kind import TO_STDOUT, Kind, Output, command_line, known
@@ -91,6 +91,8 @@ class Session:
     """Compile each block; on a GPU only."""
     text_limit: int | None = None
     """Maximum bytes of training text per language, with an eighth of it for held-out text: for a trial."""
+    text: Path | None = None
+    """Tokenised text by `python -m octavo_bench.bpe_text`, for sizes of its vocabulary, in place of installed text."""
 
 
 SESSION = Session()
@@ -213,7 +215,7 @@ class Study:
         if on_gpu:
             torch.set_float32_matmul_precision("high")
             warming = warm(self._jobs(), self.session.compiled)
-        text = installed_text(limit=self.session.text_limit)
+        text = self._text()
         lengths = ", ".join(f"{name} {len(ids):,}" for name, ids in text.heldout.items())
         self.say(f"text {text.digest}: {len(text.train):,} tokens; held out: {lengths}")
         if on_gpu:
@@ -227,6 +229,22 @@ class Study:
                 elif rows := self._block(size, seed, arms, text):
                     self.found += rows
                     yield rows
+
+    def _text(self) -> InstalledText:
+        """Return the text of the session.
+
+        Raises:
+            ConfigError: its ids are not those of a size's vocabulary.
+        """
+        named = self.session.text
+        text = installed_text(limit=self.session.text_limit) if named is None else bpe_text.read(named)
+        for size in self.sizes:
+            if size.training.model.vocab != text.vocab:
+                raise ConfigError(
+                    f"--text: {named or 'installed text'} has {text.vocab} ids, but {size.name} has "
+                    f"{size.training.model.vocab}. Sizes in BPE, such as 3m-bpe, take --text; the others do not."
+                )
+        return text
 
     def say(self, line: str) -> None:
         """Report a line with the seconds since the start."""
@@ -381,6 +399,8 @@ class Study:
         row |= {name: loss for name, loss in heldout.items() if math.isfinite(loss)}  # else: of BF16's weights
         if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
             row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
+        if text.bytes_per_token != 1:
+            row["bytes_per_token"] = round(text.bytes_per_token, 6)
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}
         row["training_loss"] = stored_curve(losses)
         return row
