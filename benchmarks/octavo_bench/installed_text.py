@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +45,15 @@ class InstalledText:
     """By language."""
     digest: str
     """Twelve hexadecimal digits that identify training and held-out text."""
+    vocab: int = ByteTokenizer.vocab
+    """Number of ids, as the embedding of a model has them."""
+    bytes_per_token: float = 1.0
+    """Of the training text; a document's end counts as a byte."""
 
     def on(self, device: torch.device) -> InstalledText:
         """Return the text on a device."""
         heldout = {language: ids.to(device) for language, ids in self.heldout.items()}
-        return InstalledText(self.train.to(device), heldout, self.digest)
+        return replace(self, train=self.train.to(device), heldout=heldout)
 
 
 def installed_text(roots: Iterable[Path] | None = None, limit: int | None = None) -> InstalledText:
@@ -64,25 +68,38 @@ def installed_text(roots: Iterable[Path] | None = None, limit: int | None = None
     Raises:
         DataError: the folders have no training text or no held-out text.
     """
-    folders = default_roots() if roots is None else tuple(roots)
+    train, parts = documents(default_roots() if roots is None else tuple(roots), limit)
+    heldout = {language: encode(texts) for language, texts in parts.items()}
+    digest = hashlib.blake2b(b"".join(sorted(train)), digest_size=6)
+    digest.update(b"".join(ids.numpy().tobytes() for ids in heldout.values()))
+    return InstalledText(encode(train[key] for key in sorted(train)), heldout, digest.hexdigest())
+
+
+def documents(roots: Sequence[Path], limit: int | None) -> tuple[dict[bytes, bytes], dict[str, list[bytes]]]:
+    """Return the training documents by the hash of their content, and the held-out ones by language.
+
+    Args:
+        limit: bytes of training text per language; an eighth of it for held-out text.
+
+    Raises:
+        DataError: the folders have no training text or no held-out text.
+    """
     by_language: dict[str, dict[bytes, bytes]] = {language: {} for language in LANGUAGES}
-    for language, path in _files(folders):
+    for language, path in _files(roots):
         text = _read(path)
         if text is not None:
             by_language[language].setdefault(hashlib.blake2b(text, digest_size=16).digest(), text)
     train: dict[bytes, bytes] = {}
-    heldout: dict[str, Tensor] = {}
-    for language, documents in by_language.items():
-        ordered = sorted(documents)
+    heldout: dict[str, list[bytes]] = {}
+    for language, texts in by_language.items():
+        ordered = sorted(texts)
         kept = [key for key in ordered if _is_heldout(key)]
-        if first := _within(kept, documents, HELDOUT_BYTES if limit is None else min(HELDOUT_BYTES, limit // 8)):
-            heldout[language] = _encode(documents[key] for key in first)
-        train |= {key: documents[key] for key in _within([k for k in ordered if not _is_heldout(k)], documents, limit)}
+        if first := _within(kept, texts, HELDOUT_BYTES if limit is None else min(HELDOUT_BYTES, limit // 8)):
+            heldout[language] = [texts[key] for key in first]
+        train |= {key: texts[key] for key in _within([k for k in ordered if not _is_heldout(k)], texts, limit)}
     if not train or not heldout:
-        raise DataError(f"{', '.join(map(str, folders))}: too little text for training and for a held-out part.")
-    digest = hashlib.blake2b(b"".join(sorted(train)), digest_size=6)
-    digest.update(b"".join(ids.numpy().tobytes() for ids in heldout.values()))
-    return InstalledText(_encode(train[key] for key in sorted(train)), heldout, digest.hexdigest())
+        raise DataError(f"{', '.join(map(str, roots))}: too little text for training and for a held-out part.")
+    return train, heldout
 
 
 def default_roots() -> tuple[Path, ...]:
@@ -126,15 +143,16 @@ def _is_heldout(key: bytes) -> bool:
     return int.from_bytes(key[:4], "big") < HELDOUT_SHARE * 2**32
 
 
-def _within(keys: list[bytes], documents: Mapping[bytes, bytes], limit: int | None) -> list[bytes]:
+def _within(keys: list[bytes], texts: Mapping[bytes, bytes], limit: int | None) -> list[bytes]:
     """Return the first keys, until their documents reach `limit` bytes."""
     if limit is None:
         return keys
-    before = np.cumsum([0, *(len(documents[key]) for key in keys)])[:-1]
+    before = np.cumsum([0, *(len(texts[key]) for key in keys)])[:-1]
     return keys[: int(np.searchsorted(before, limit))]
 
 
-def _encode(texts: Iterable[bytes]) -> Tensor:
+def encode(texts: Iterable[bytes]) -> Tensor:
+    """Return documents as byte ids, int16, each followed by the end-of-document id."""
     end = np.array([ByteTokenizer.end_of_document], np.int16)
     parts: list[NDArray[np.int16]] = []
     for text in texts:

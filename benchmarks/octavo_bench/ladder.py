@@ -41,6 +41,8 @@ MARGIN = 0.10
 AIM = 0.05
 """Target half width of an interval, percent."""
 ALL = "mean of the recipes"
+AVERAGED = ("folded", "folded_fast", "block", "tensorwise", "rowwise")
+"""Recipes of the first question: all of fprop in E4M3, by different scales and sums."""
 INCONCLUSIVE = "inconclusive"
 STUDY = ("model", "tokens", "condition")
 """Keys that the runs of a study share: one row of gaps per recipe."""
@@ -60,11 +62,15 @@ def _moe(dim: int, layers: int, ffn: int, sequence: int, **changes: int) -> Mode
 
 SIZES = {
     "tiny": Training(model=_llama(32, 1, 64, 32), batch=8, lr=3e-3, tokens_per_parameter=1.0),
+    "tiny-bpe": Training(model=replace(_llama(32, 1, 64, 32), vocab=512), batch=8, lr=3e-3, tokens_per_parameter=1.0),
     "moe-tiny": Training(
         model=_moe(32, 1, 32, 32, experts=4, experts_per_token=2), batch=8, lr=3e-3, tokens_per_parameter=1.0
     ),
     "1m": Training(model=_llama(128, 4, 384, 512), batch=32, lr=3e-3),
     "3m": Training(model=_llama(256, 4, 768, 512), batch=64, lr=2e-3),
+    "3m-bpe": Training(
+        model=replace(_llama(256, 4, 768, 512), vocab=4096), batch=64, lr=2e-3, tokens_per_parameter=10.0
+    ),
     "10m": Training(model=_llama(384, 6, 1024, 512), batch=128, lr=1.5e-3),
     "30m": Training(model=_llama(512, 9, 1408, 1024), batch=128, lr=1e-3, together=False),
     "130m": Training(model=_llama(1024, 10, 2816, 1024), batch=128, lr=8e-4, tokens_per_parameter=8.0, together=False),
@@ -80,8 +86,8 @@ SIZES = {
         together=False,
     ),
 }
-"""Sizes of the ladder by name, mixtures of experts by their active parameters; `tiny` and `moe-tiny`, for trying the
-command on a CPU, are not part of the evidence."""
+"""Sizes of the ladder by name, mixtures of experts by their active parameters; `3m-bpe` is `3m` with 4,096 ids in place
+of bytes. `tiny`, `tiny-bpe` and `moe-tiny`, for trying the command on a CPU, are not part of the evidence."""
 CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
     "whole": lambda own: {},
     "half": lambda own: {"branch": 0.5},
@@ -198,7 +204,8 @@ def gaps(
     """Return the gaps of one study's arms: the control, the mean of the recipes, and each recipe.
 
     Recipes are compared with the mean of both BF16 runs of their block, the control with the first. Blocks with a
-    non-finite BF16 run are left out. The mean of the recipes is over the unchanged ones, in blocks that have all.
+    non-finite BF16 run are left out. The mean of the recipes is over those of `AVERAGED` that the study has, in blocks
+    that have all of these.
 
     Args:
         rows: runs of one study.
@@ -215,6 +222,7 @@ def gaps(
     named = [recipe for recipe in dict.fromkeys(row["recipe"] for row in rows) if recipe not in (BF16, CONTROL)]
     unchanged = [recipe for recipe in named if "+" not in recipe]
     recipes = [*unchanged, *sorted(recipe for recipe in named if "+" in recipe)]
+    averaged = {*AVERAGED} & {*recipes}
     found: dict[str, list[float]] = {arm: [] for arm in (CONTROL, ALL, *recipes)}
     failures = dict.fromkeys(found, 0)
     for block in blocks(rows):
@@ -230,8 +238,8 @@ def gaps(
                 reference = block[recipe][beside] if beside else fmean((first, second))
                 own[recipe] = 100 * (block[recipe][loss] / reference - 1)
                 found[recipe].append(own[recipe])
-        if len(unchanged) > 1 and own.keys() >= {*unchanged}:
-            found[ALL].append(fmean(own[recipe] for recipe in unchanged))
+        if len(averaged) > 1 and own.keys() >= averaged:
+            found[ALL].append(fmean(own[recipe] for recipe in averaged))
     return [Gap(arm, tuple(values), failures[arm]) for arm, values in found.items() if values or failures[arm]]
 
 
@@ -277,11 +285,17 @@ def _of_study(rows: Sequence[Row]) -> str:
     body = [_line(gap) for gap in gaps(rows, loss)]
     hours = sum(row.get("seconds", 0.0) for row in rows) / 3600
     losses = [row[loss] for row in rows if row["recipe"] == BF16 and "error" not in row]
-    bf16 = f"BF16's {LOSSES[loss]} is {fmean(losses):.4f} nats per token" if losses else "BF16 has no finite loss"
+    bf16 = f"BF16's {LOSSES[loss]} is {_in_nats(losses, rows[0])}" if losses else "BF16 has no finite loss"
     spread = f", standard deviation over seeds {100 * stdev(losses) / fmean(losses):.2f} %" if len(losses) > 1 else ""
     title = f"**{model}, {tokens:,} tokens, {condition}: {LOSSES[loss]}**"
     tables = "\n\n".join(filter(None, (table(HEADER, body), _crossed(rows))))
     return f"{title}\n\n{tables}\n\n{bf16}{spread}. Training time: {hours:.2f} h."
+
+
+def _in_nats(losses: Sequence[float], row: Row) -> str:
+    """Return a mean loss per token, and per byte of a tokenised text, of which a gap in percent is the same."""
+    per_byte = f", {fmean(losses) / row['bytes_per_token']:.4f} per byte" if "bytes_per_token" in row else ""
+    return f"{fmean(losses):.4f} nats per token{per_byte}"
 
 
 def _crossed(rows: Sequence[Row]) -> str:
@@ -374,7 +388,7 @@ def size_table() -> str:
     )
     body = []
     for name, own in SIZES.items():
-        if name.endswith("tiny"):
+        if "tiny" in name:
             continue
         model, ratio, ffn = own.model, f"{own.tokens_per_parameter:g}", f"{own.model.ffn_dim:,}"
         if model.architecture == "moe":

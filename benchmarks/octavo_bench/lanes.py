@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo._util.collector import no_collection
-from octavo.conversion import Policy, convert, disabled
+from octavo.conversion import Policy, convert, disabled, enable, make_plan
 from octavo.conversion.policy import DEFAULTS, SAVED
 from octavo.data.loader import permutation
 from octavo.errors import ConfigError, UnsupportedError
@@ -34,10 +34,11 @@ from octavo.models.config import ModelConfig
 from octavo.models.moe import MoE
 from octavo.nn.scaling_state import ScalingState
 from octavo.optim import AdamW, states_named
-from octavo.recipes import Recipe
+from octavo.recipes import OPERANDS, Recipe
 from octavo.train.config import LoopConfig
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.kind import known
+from octavo_bench.one_operand import emulate, unrounded
 
 BF16 = "bf16"
 CONTROL = "bf16 + 1 ulp"
@@ -250,6 +251,7 @@ class Lane:
 
     def _convert(self, recipe: Recipe) -> None:
         convert_by(self.model, self.arm, recipe, self.training.batch * self.training.model.sequence)
+        enable(self.model, not is_disabled(self.arm))
         self._recipe = recipe
         self._scales += [stored for m in self.model.modules() if (stored := vars(m).get("scaling_state")) is not None]
 
@@ -272,7 +274,7 @@ class Lane:
 
     def _in_bf16(self, work: Callable[[], None]) -> Callable[[], None]:
         def in_bf16() -> None:
-            with disabled(self.model):
+            with disabled(self.model), unrounded(self.model):
                 work()
 
         return in_bf16
@@ -520,19 +522,36 @@ OPTIONS: dict[str, Callable[[str], Any]] = {
 }
 """Policy options that an arm may change, with their parsers: `policy.bf16_blocks=1/1`, `policy.keep=*.wo`."""
 KEPT = "kept by the arm"
-OUTSIDE = {"policy": (*OPTIONS,), "run": ("last_share", "last_recipe"), "optimizer": ("states",)}
+DISABLED = "disabled"
+"""Option of `run` with the value `yes`: the arm is converted, and all its layers compute in BF16."""
+OUTSIDE = {
+    "policy": (*OPTIONS,),
+    "run": ("last_share", "last_recipe", DISABLED),
+    "optimizer": ("states",),
+    "emulate": ("only",),
+}
 """Tables outside the recipe that an arm may change, and the options of each."""
 
 
 def recipe_of(arm: str) -> Recipe:
     """Return the recipe of an arm: a name and changes, as in `folded+wgrad.precision=bf16`.
 
+    `*` stands for both operands of a GEMM: `rotated+fprop.*.rotation=64`.
+
     Raises:
         ConfigError: there is no such recipe or key, or no kernel could run it.
     """
     name, changes = _parse(arm)
-    changes = _with_integers({key: change for key, change in changes.items() if key not in OUTSIDE})
+    changes = _with_integers({key: _both(key, change) for key, change in changes.items() if key not in OUTSIDE})
     return recipes.load({"base": name, "name": arm, **changes} if changes else name, f"--recipes: {arm}")
+
+
+def _both(gemm: str, change: Any) -> Any:
+    """Return a change of a GEMM with both operands in place of `*`."""
+    if not isinstance(change, dict) or "*" not in change or gemm not in OPERANDS:
+        return change
+    named = {key: value for key, value in change.items() if key != "*"}
+    return {**dict.fromkeys(OPERANDS[gemm], change["*"]), **named}
 
 
 def _with_integers(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -556,13 +575,43 @@ def schedule_of(arm: str, steps: int) -> LoopConfig:
     Raises:
         ConfigError: the share is not from 0 to 1, there is no such recipe, or another option of a run is changed.
     """
-    changes = _outside(arm, "run")
+    changes = {name: value for name, value in _outside(arm, "run").items() if name != DISABLED}
+    if is_disabled(arm) and changes:
+        raise ConfigError(f"--recipes: '{arm}': disabled layers have no last share. Leave {', '.join(changes)} out.")
     recipes.load(changes.get("last_recipe", "bf16"), f"--recipes: {arm}")
     try:
         share = float(changes.pop("last_share", 0.0))
         return LoopConfig(steps=steps, last_share=share, **changes)
     except ValueError:
         raise ConfigError(f"--recipes: '{arm}': run.last_share is a number from 0 to 1.") from None
+
+
+def is_disabled(arm: str) -> bool:
+    """Return whether an arm is converted and then computes in BF16, as in `folded+run.disabled=yes`.
+
+    The control of conversion itself: its difference from BF16 is that of the converted modules' own arithmetic.
+
+    Raises:
+        ConfigError: the value is not `yes`.
+    """
+    value = _outside(arm, "run").get(DISABLED)
+    if value not in (None, "yes"):
+        raise ConfigError(f"--recipes: '{arm}': run.{DISABLED} is yes, or left out.")
+    return value is not None
+
+
+def emulated_operand(arm: str) -> str | None:
+    """Return the operand of fprop, `input` or `weight`, that alone is rounded, as in `rotated+emulate.only=weight`.
+
+    Raises:
+        ConfigError: another operand, or an option that has no effect beside it.
+    """
+    role = _outside(arm, "emulate").get("only")
+    if role is not None:
+        known("--recipes", role, OPERANDS["fprop"], "operand of fprop")
+        if _outside(arm, "policy") or _outside(arm, "run"):
+            raise ConfigError(f"--recipes: '{arm}': one emulated operand goes with no other change outside the recipe.")
+    return role
 
 
 def states_of(arm: str) -> str | None:
@@ -609,15 +658,19 @@ def _parse(arm: str) -> tuple[str, dict[str, Any]]:
 
 
 def convert_by(model: nn.Module, arm: str, recipe: Recipe, tokens: int) -> None:
-    """Convert a model to a recipe with the policy of an arm.
+    """Convert a model to a recipe with the policy of an arm, or emulate one operand of it.
 
     Raises:
         UnsupportedError: a layer that is neither a head nor a router, nor named by the arm, would stay in BF16, so that
             the arm's name would be wrong; or an option of the policy has no effect.
     """
-    policy = policy_of(arm)
+    policy, role = policy_of(arm), emulated_operand(arm)
     named = {*DEFAULTS.values(), KEPT, *policy.blocks_to_keep(model).values()}
-    plan = convert(model, recipe, policy=policy, tokens=tokens, strict=True)
+    if role is None:
+        plan = convert(model, recipe, policy=policy, tokens=tokens, strict=True)
+    else:
+        plan = make_plan(model, recipe, policy=policy, tokens=tokens)
+        emulate(model, plan, role)
     for layer in plan.layers:
         if recipe.is_fp8 and layer.recipe == "bf16" and layer.reason not in named:
             raise UnsupportedError(f"'{arm}' leaves {layer.name} in BF16: {layer.reason}.")

@@ -28,7 +28,7 @@ from cyclopts import Parameter
 from octavo.errors import ConfigError
 from octavo.memory.forecast import GIB
 from octavo.models.factory import model_name
-from octavo_bench import ladder, ladder_plots, results, spreads
+from octavo_bench import bpe_text, ladder, ladder_plots, results, spreads
 from octavo_bench.evidence import stored_curve
 from octavo_bench.installed_text import InstalledText, installed_text
 from octavo_bench.kind import TO_STDOUT, Kind, Output, command_line, known
@@ -42,6 +42,7 @@ from octavo_bench.lanes import (
     Snapshot,
     Training,
     allow_many_compilations,
+    emulated_operand,
     policy_of,
     recipe_of,
     run_together,
@@ -90,6 +91,8 @@ class Session:
     """Compile each block; on a GPU only."""
     text_limit: int | None = None
     """Maximum bytes of training text per language, with an eighth of it for held-out text: for a trial."""
+    text: Path | None = None
+    """Tokenised text by `python -m octavo_bench.bpe_text`, for sizes of its vocabulary, in place of installed text."""
 
 
 SESSION = Session()
@@ -155,7 +158,9 @@ def command(
     recipes
         FP8 recipes, separated by commas; `none`: BF16 alone. Changes follow a recipe after `+`: keys of the recipe;
         `policy.`: tensors saved for backward or layers left in BF16; `run.last_share=`: share of the last steps with
-        fprop in BF16, or by the recipe of `run.last_recipe=`; `optimizer.states=`: tier of the moments.
+        fprop in BF16, or by the recipe of `run.last_recipe=`; `run.disabled=yes`: converted, all layers in BF16;
+        `emulate.only=`: one operand of fprop rounded, all else BF16; `optimizer.states=`: tier of the moments. `*` is
+        both operands of a GEMM: `rotated+fprop.*.rotation=64`.
     plots
         Directory for the pictures of all committed results, or of those in `--write` if given; needs matplotlib.
     """
@@ -210,7 +215,7 @@ class Study:
         if on_gpu:
             torch.set_float32_matmul_precision("high")
             warming = warm(self._jobs(), self.session.compiled)
-        text = installed_text(limit=self.session.text_limit)
+        text = self._text()
         lengths = ", ".join(f"{name} {len(ids):,}" for name, ids in text.heldout.items())
         self.say(f"text {text.digest}: {len(text.train):,} tokens; held out: {lengths}")
         if on_gpu:
@@ -224,6 +229,22 @@ class Study:
                 elif rows := self._block(size, seed, arms, text):
                     self.found += rows
                     yield rows
+
+    def _text(self) -> InstalledText:
+        """Return the text of the session.
+
+        Raises:
+            ConfigError: its ids are not those of a size's vocabulary.
+        """
+        named = self.session.text
+        text = installed_text(limit=self.session.text_limit) if named is None else bpe_text.read(named)
+        for size in self.sizes:
+            if size.training.model.vocab != text.vocab:
+                raise ConfigError(
+                    f"--text: {named or 'installed text'} has {text.vocab} ids, but {size.name} has "
+                    f"{size.training.model.vocab}. Sizes in BPE, such as 3m-bpe, take --text; the others do not."
+                )
+        return text
 
     def say(self, line: str) -> None:
         """Report a line with the seconds since the start."""
@@ -378,6 +399,8 @@ class Study:
         row |= {name: loss for name, loss in heldout.items() if math.isfinite(loss)}  # else: of BF16's weights
         if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
             row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
+        if text.bytes_per_token != 1:
+            row["bytes_per_token"] = round(text.bytes_per_token, 6)
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}
         row["training_loss"] = stored_curve(losses)
         return row
@@ -478,6 +501,7 @@ def check_recipes(names: Sequence[str]) -> None:
         policy_of(name)
         schedule_of(name, 1)
         states_of(name)
+        emulated_operand(name)
         if not recipe.is_fp8:
             raise ConfigError(f"--recipes: '{name}' has no FP8 GEMM: BF16 is trained in any case.")
         if recipe.has_stored_scales:

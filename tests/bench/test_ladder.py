@@ -58,6 +58,16 @@ def test_changed_recipes_are_not_in_the_mean() -> None:
     assert len(found["folded"]) == 2 and len(ladder.studies(rows)) == 1
 
 
+@pytest.mark.parametrize("other", ["rotated", "rotated_fast", "rowwise_bf16_fprop"])
+def test_recipes_of_another_forward_are_not_in_the_mean_and_displace_none(other: str) -> None:
+    rows = [*block(0, bf16=1.0, control=1.0, folded=1.01, block=1.03), *block(1, bf16=1.0, control=1.0, folded=1.01)]
+    rows += [run(other, seed, 5.0) for seed in (0, 1)]
+    found = {gap.arm: gap.differences for gap in ladder.gaps(rows)}
+    assert found[ladder.ALL] == pytest.approx((2.0,)) and found[other] == pytest.approx((400.0, 400.0))
+    beside = [*block(0, bf16=1.0, control=1.0, folded=1.01), run(other, 0, 1.0)]
+    assert ladder.ALL not in [gap.arm for gap in ladder.gaps(beside)]
+
+
 def test_a_model_served_in_fp8_is_beside_one_trained_in_bf16_and_quantised() -> None:
     """Both of its losses are the recipe's: what its forward pass costs is in both."""
     crossed = {"heldout_bf16_loss": 2.002, "heldout_of_bf16_loss": 2.01}

@@ -7,13 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.numerics import BLOCKS, E4M3, INT8, PER_ROW, PER_TENSOR, dequantize, quantize, rotate, sqnr_db, to_codes
+from octavo.numerics import (
+    BLOCKS,
+    E4M3,
+    INT8,
+    PER_ROW,
+    PER_TENSOR,
+    SYLVESTER,
+    dequantize,
+    quantize,
+    rotate,
+    sqnr_db,
+    to_codes,
+)
 from octavo.numerics.rotation import block_for, hadamard
 
-every_block = pytest.mark.parametrize("block", BLOCKS)
+every_block = pytest.mark.parametrize("block", [*BLOCKS, *(-size for size in SYLVESTER)])
 
 
-@every_block
+@pytest.mark.parametrize("block", BLOCKS)
 def test_the_matrix_is_orthogonal_symmetric_and_regular(block):
     h = hadamard(block)
     assert torch.equal(h @ h, torch.eye(block, dtype=torch.float64)) and torch.equal(h, h.t())
@@ -21,15 +33,24 @@ def test_the_matrix_is_orthogonal_symmetric_and_regular(block):
     assert torch.equal(h.sum(0), torch.ones(block, dtype=torch.float64))  # no row is constant but for block 1
 
 
+@pytest.mark.parametrize("size", SYLVESTER)
+def test_sylvesters_matrix_is_orthogonal_symmetric_and_gathers_a_mean(size):
+    h = hadamard(-size)
+    torch.testing.assert_close(h @ h, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-14)
+    assert torch.equal(h, h.t()) and bool((h.abs() == size**-0.5).all())
+    assert torch.equal(h.sum(0).abs() > 1e-9, torch.arange(size) == 0)  # the first row is constant, all others have a mean of 0
+
+
 @every_block
 def test_a_rotation_is_the_product_with_the_matrix(block):
+    own, block = block, abs(block)
     x = torch.randn(5, 2 * block) * torch.exp(3 * torch.randn(5, 2 * block))
-    exact = (x.double().view(5, 2, block) @ hadamard(block)).view(5, -1)
+    exact = (x.double().view(5, 2, block) @ hadamard(own)).view(5, -1)
     bound = (
         2.0**-22 * np.log2(block) * x.abs().view(5, 2, block).sum(2, keepdim=True).expand(5, 2, block).reshape(5, -1)
     )
-    assert bool(((rotate(x, block) - exact).abs() <= bound * block**-0.5 * 2).all())
-    assert sqnr_db(x, rotate(rotate(x, block), block)) > 120
+    assert bool(((rotate(x, own) - exact).abs() <= bound * block**-0.5 * 2).all())
+    assert sqnr_db(x, rotate(rotate(x, own), own)) > 120
 
 
 def test_values_of_one_sign_and_small_integers_are_rotated_without_rounding():
@@ -47,6 +68,11 @@ def test_a_mean_and_an_outlier_spread():
 def test_sizes_of_blocks():
     assert [block_for(cols, 256) for cols in (4096, 384, 1408, 112, 68, 102, 0)] == [256, 64, 64, 16, 4, 1, 256]
     assert block_for(4096, 64) == 64 and block_for(4096, 0) == 1
+    assert [block_for(cols, -256) for cols in (4096, 384, 1408, 112, 68, 102)] == [-256, -128, -128, -16, -4, 1]
+    with pytest.raises(ConfigError, match="blocks of -256 does not fit rows of 384"):
+        rotate(torch.zeros(1, 384), -256)
+    with pytest.raises(ConfigError, match="blocks of -2 "):
+        rotate(torch.zeros(1, 384), -2)
     with pytest.raises(ConfigError, match="blocks of 256 does not fit rows of 384"):
         rotate(torch.zeros(1, 384), 256)
     with pytest.raises(ConfigError, match="blocks of 128"):

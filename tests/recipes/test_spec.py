@@ -255,12 +255,17 @@ INTEGER = Operand(format="int8", rotation=256, scaling="float32")
         ({"input": INTEGER, "weight": dataclasses.replace(INTEGER, rotation=64)}, "rotated by 256 and 64"),
         ({"input": dataclasses.replace(INTEGER, rotation=128)} | {"weight": dataclasses.replace(INTEGER, rotation=128)},
          r"rotation = 128: it is one of \(4, 16, 64, 256, 1024\)"),
+        (dict.fromkeys(("input", "weight"), dataclasses.replace(INTEGER, rotation=96, hadamard="sylvester")),
+         r"'sylvester' with rotation = 96"),
+        (dict.fromkeys(("input", "weight"), Operand(hadamard="sylvester")), "'sylvester' with rotation = 0"),
+        ({"input": INTEGER, "weight": dataclasses.replace(INTEGER, hadamard="sylvester")},
+         "rotated by 256 and Sylvester 256"),
         (dict.fromkeys(("input", "weight"), Operand(granularity="1x128", rotation=64)), "a rotated operand has one"),
         (dict.fromkeys(("input", "weight"), Operand(format="int8", granularity="1x128")), "INT8 has one scale per"),
         (dict.fromkeys(("input", "weight"), Operand(format="int8", granularity="tensor", scale_from="delayed")),
          "INT8 has the scale of its own maximum"),
     ],
-    ids=["mixed", "two rotations", "no size", "tiles rotated", "tiles of INT8", "stored"],
+    ids=["mixed", "two rotations", "no size", "no size of Sylvester's", "no rotation", "two matrices", "tiles rotated", "tiles of INT8", "stored"],
 )  # fmt: skip
 def test_integer_and_rotated_operands(fprop, message):
     refused(message, fprop=Fprop(**fprop))

@@ -186,10 +186,10 @@ def _reason_of_block(name: str, blocks: Mapping[str, str]) -> str | None:
 
 def _block_note(recipe: Recipe, features: int) -> str:
     """Return a note if a layer is rotated by smaller blocks than its recipe names."""
-    if not recipe.fprop.is_fp8 or not (largest := recipe.fprop.input.rotation):
+    if not recipe.fprop.is_fp8 or not (largest := recipe.fprop.input.signed_rotation):
         return ""
     block = block_for(features, largest)
-    return "" if block == largest else f"rotated by blocks of {block}, the largest that divides {features}"
+    return "" if block == largest else f"rotated by blocks of {abs(block)}, the largest that divides {features}"
 
 
 def _precision(recipe: Recipe) -> str:

@@ -329,7 +329,8 @@ def _linear_cross_entropy_shape(
     return [x_MK.new_empty(x_MK.shape[0], dtype=torch.float32), *gradients]
 
 
-_GEMM, _OPERAND = ("precision", "accumulate"), ("format", "granularity", "scaling", "rounding", "rotation")
+_GEMM = ("precision", "accumulate")
+_OPERAND = ("format", "granularity", "scaling", "rounding", "rotation", "hadamard")
 
 
 def _to_text(recipe: Recipe) -> str:

@@ -149,7 +149,7 @@ class Norm(Recognised):
         """
         if len(args) != 1 or not isinstance(args[0], Tensor):
             return False
-        rotates = self.target is not None and self.target.rotation > 0
+        rotates = self.target is not None and self.target.rotation != 0
         return (0 if rotates else COMPILED_ROW) < args[0].shape[-1] <= LONGEST_NORM
 
     def _forward_to_recompute(self, x: Tensor) -> Tensor:

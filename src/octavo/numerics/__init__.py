@@ -27,7 +27,7 @@ from octavo.numerics.granularity import (
     tile_amax,
 )
 from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, random_bits, random_words, to_codes
-from octavo.numerics.rotation import BLOCKS, block_for, rotate
+from octavo.numerics.rotation import BLOCKS, SYLVESTER, block_for, rotate
 from octavo.numerics.scaling import Scaling, from_e8m0, scale_from_amax, to_e8m0
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "Granularity",
     "Quantized",
     "Rounding",
+    "SYLVESTER",
     "Scaling",
     "TILE_1x128",
     "block_for",

@@ -55,7 +55,8 @@ def quantize(
         fmt: a format or its name, such as `e5m2`.
         granularity: a granularity or its name, such as `1x128`.
         seed: seed of stochastic rounding; it gives the same codes on every device.
-        rotation: largest block of the rotation (`octavo.numerics.rotation.block_for`); 0: none.
+        rotation: largest block of the rotation (`octavo.numerics.rotation.block_for`), negative for Sylvester's
+            matrices; 0: none.
 
     Raises:
         ConfigError: x is not a matrix, or the format, granularity, scaling or rounding is unknown.

@@ -22,7 +22,7 @@ class QuantSpec(NamedTuple):
     rounding: Rounding = "nearest"
     """`nearest` for fused kernels."""
     rotation: int = 0
-    """Largest block of the rotation of each row (`numerics.block_for`); 0: none."""
+    """Largest block of the rotation of each row (`numerics.block_for`), negative for Sylvester's; 0: none."""
 
     @property
     def fmt(self) -> Format:
@@ -50,7 +50,7 @@ class QuantSpec(NamedTuple):
 
 def spec_of(operand: Operand) -> QuantSpec:
     """Return the quantisation target for an operand of a recipe."""
-    return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding, operand.rotation)
+    return QuantSpec(operand.format, operand.granularity, operand.scaling, operand.rounding, operand.signed_rotation)
 
 
 class Transposed(Enum):

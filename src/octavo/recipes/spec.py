@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.numerics import BLOCKS, NARROW, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
+from octavo.numerics import BLOCKS, NARROW, SYLVESTER, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
 from octavo.recipes.operands import LinearPlan, plan_of
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -55,6 +55,8 @@ class Operand:
     rotation: int = 0
     """Largest block of the Hadamard rotation along the summed index, before quantisation: 4, 16, 64, 256 or 1024; a
     layer takes the largest that divides its features (`octavo.numerics.rotation`). 0: none."""
+    hadamard: Literal["regular", "sylvester"] = "regular"
+    """Matrices of the rotation: regular ones, or Sylvester's, which have every power of two from 4 to 1024."""
 
     def __setstate__(self, state: list[Any]) -> None:
         """Restore a pickled operand: the values of its fields in order, of which older files have fewer."""
@@ -67,6 +69,11 @@ class Operand:
         """Format of an operand with a scale per tensor, which is never an MX format."""
         assert self.format in ("e4m3", "e5m2")
         return self.format
+
+    @property
+    def signed_rotation(self) -> int:
+        """The rotation as one integer: negative for Sylvester's matrices (`octavo.numerics.rotation`)."""
+        return -self.rotation if self.hadamard == "sylvester" else self.rotation
 
     @property
     def has_stored_scale(self) -> bool:
@@ -98,11 +105,15 @@ class Operand:
         alike = self == replace(other, granularity=other.tile.transposed.name)
         return alike and self.rounding == "nearest" and not self.rotation  # a rotation belongs to one summed index
 
+    @property
+    def _shown_rotation(self) -> str:
+        return f"{'Sylvester ' if self.signed_rotation < 0 else ''}{self.rotation}"
+
     def __str__(self) -> str:
         extras = [
             {"float32": "FP32 scales", "engine": "engine scales"}.get(self.scaling, ""),
             {"stochastic": "stochastic"}.get(self.rounding, ""),
-            f"rotated by {self.rotation}" if self.rotation else "",
+            f"rotated by {self._shown_rotation}" if self.rotation else "",
             {"current": ""}.get(self.scale_from, self.scale_from.replace("_", " ")),
         ]
         return " ".join([self.format.upper(), self.granularity, *filter(None, extras)])
@@ -392,10 +403,10 @@ class Recipe:
             raise ConfigError(
                 f"{where}: no hardware multiplies INT8 by FP8. Give both operands format = 'int8', or neither."
             )
-        if a.rotation != b.rotation:
+        if a.signed_rotation != b.signed_rotation:
             raise ConfigError(
-                f"{where}: its operands are rotated by {a.rotation} and {b.rotation}. A rotation of the summed index "
-                "cancels only if both have the same."
+                f"{where}: its operands are rotated by {a._shown_rotation} and {b._shown_rotation}. A rotation of the "
+                "summed index cancels only if both have the same."
             )
         for operand in (a, b):
             _check_integer_and_rotation(where, operand)
@@ -429,8 +440,16 @@ class Recipe:
 
 
 def _check_integer_and_rotation(where: str, operand: Operand) -> None:
-    if operand.rotation and operand.rotation not in BLOCKS:
-        raise ConfigError(f"{where}: rotation = {operand.rotation}: it is one of {BLOCKS}, or 0 for none.")
+    if operand.hadamard == "sylvester" and operand.rotation not in SYLVESTER:
+        raise ConfigError(
+            f"{where}: hadamard = 'sylvester' with rotation = {operand.rotation}: it is one of {SYLVESTER}. Without a "
+            "rotation leave hadamard out."
+        )
+    if operand.hadamard == "regular" and operand.rotation and operand.rotation not in BLOCKS:
+        raise ConfigError(
+            f"{where}: rotation = {operand.rotation}: it is one of {BLOCKS}, or 0 for none. Other powers of two: "
+            "hadamard = 'sylvester'."
+        )
     if operand.rotation and operand.granularity not in ("row", "tensor"):
         raise ConfigError(
             f"{where}: a rotated operand has one scale per 'row' or 'tensor', not '{operand.granularity}'. "

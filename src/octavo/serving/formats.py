@@ -49,6 +49,8 @@ def _compressed_reason(layer: ServedLayer) -> str | None:
             return f"its {role} is {operand.format.upper()}, but the format requires E4M3 or INT8"
         if operand.granularity not in known:
             return f"its {role} has scales by {operand.granularity}, but the format supports {', '.join(known)}"
+    if layer.rotation < 0:
+        return "its input is rotated by Sylvester's matrices, but the export writes regular ones"
     if layer.is_expert and layer.rotation:
         return "its input is rotated, and engines rotate inputs of linear layers, not of experts"
     return None

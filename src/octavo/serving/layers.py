@@ -50,16 +50,16 @@ class ServedLayer:
         weight, inputs = self.target.granularity, self.input.granularity.replace("row", "token")
         integer, rotated = (
             self.target.fmt.is_integer,
-            f", rotated by blocks of {self.rotation}" if self.rotation else "",
+            f", rotated by blocks of {abs(self.rotation)}" if self.rotation else "",
         )
         static = "" if self.input_scale is None else ", static"
         return f"{'INT8, ' if integer else ''}weights by {weight}, inputs by {inputs}{static}{rotated}"
 
     @property
     def rotation(self) -> int:
-        """Size of the blocks by which inputs and the rows of the weight are rotated; 0: none."""
+        """Size of the blocks by which inputs and the rows of the weight are rotated, as `numerics.rotate`; 0: none."""
         block = block_for(self.weight.codes.shape[1], self.target.rotation)
-        return block if block > 1 else 0
+        return block if block != 1 else 0
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the values of the codes, (N, K), without the rotation."""

@@ -68,11 +68,11 @@ def test_rows_of_a_norm_and_the_same_codes_again_from_its_input(cols, rows, dtyp
 
 
 @pytest.mark.parametrize("keeps_codes", [True, False])
-@pytest.mark.parametrize("count", [1, 3])
-def test_two_sets_of_codes_from_one_read(count, keeps_codes, device):
+@pytest.mark.parametrize(("count", "rotation"), [(1, 256), (3, 256), (1, -128)])
+def test_two_sets_of_codes_from_one_read(count, rotation, keeps_codes, device):
     matrices = [torch.randn(rows, 192, device=device).bfloat16() for rows in (9, 4, 6)[:count]]
     matrices[0][2, 3], matrices[0][4] = torch.nan, 0.0
-    first, second = QuantSpec("int8", "row", "float32", "nearest", 256), QuantSpec("e4m3", "row", "power_of_two")
+    first, second = QuantSpec("int8", "row", "float32", "nearest", rotation), QuantSpec("e4m3", "row", "power_of_two")
     codes, others, scale = triton_weights.quantize_rows_of(matrices, first, second, keeps_codes)
     stack = torch.cat(matrices)
     wanted, rows = (quantize(stack, t.fmt, t.tile, t.scaling, rotation=t.rotation) for t in (first, second))

@@ -336,11 +336,11 @@ def _check_recipe(layer: nn.Module, name: str, parts: int) -> None:
         )
     if not isinstance(layer, LinearLayer) or not layer.recipe.fprop.is_fp8:
         return
-    inputs, largest = layer.in_features, layer.recipe.fprop.input.rotation
+    inputs, largest = layer.in_features, layer.recipe.fprop.input.signed_rotation
     whole, part = block_for(inputs, largest), block_for(inputs // parts, largest)
     if whole != part:
         raise UnsupportedError(
-            f"tensor parallel: {name}: recipe '{layer.recipe.name}' rotates {inputs} inputs by blocks of {whole}, "
+            f"tensor parallel: {name}: recipe '{layer.recipe.name}' rotates {inputs} inputs by blocks of {abs(whole)}, "
             f"which do not divide the {inputs // parts} of a rank: its codes would be others than on one GPU. Take "
             "fewer ranks, or 'folded'."
         )

@@ -136,8 +136,32 @@ def _rotation_stage(x, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def _sylvester_stage(x, STRIDE: tl.constexpr):
+    """Sums and differences of values that are STRIDE apart along the last axis."""
+    pairs = tl.reshape(x, (x.numel // (2 * STRIDE), 2, STRIDE))
+    first = tl.arange(0, 2)[None, :, None] == 0
+    total = tl.sum(pairs, axis=1, keep_dims=True)
+    difference = tl.sum(tl.where(first, pairs, -pairs), axis=1, keep_dims=True)
+    return tl.reshape(tl.where(first, total, difference), x.shape)
+
+
+@triton.jit
+def _rotate_by_sylvester(x, SIZE: tl.constexpr):
+    """Halving after every second stage is exact, fused with the next addition or not; sqrt(1/2) comes last."""
+    for STAGE in tl.static_range(0, 10, 2):
+        if SIZE >= 4 << STAGE:
+            x = _sylvester_stage(x, 1 << STAGE)
+            x = _sylvester_stage(x, 2 << STAGE) * 0.5
+        elif SIZE == 2 << STAGE:
+            x = _sylvester_stage(x, 1 << STAGE) * 0.7071067811865476
+    return x
+
+
+@triton.jit
 def rotate(x, BLOCK: tl.constexpr):
     """`numerics.rotate` of FP32 rows, whose padded length is a multiple of BLOCK."""
+    if BLOCK < 0:
+        x = _rotate_by_sylvester(x, -BLOCK)
     if BLOCK >= 4:
         x = _rotation_stage(x, 1)
     if BLOCK >= 16:
