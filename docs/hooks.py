@@ -10,6 +10,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+OUTSIDE |= {"SECURITY.md": "security.md", "CODE_OF_CONDUCT.md": "conduct.md"}
 OUTSIDE["benchmarks/README.md"] = "benchmarks.md"
 """File of the repository, and its page."""
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>')
