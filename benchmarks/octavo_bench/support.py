@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def support_table() -> str:
-    """Return a line per kind of software and hardware: what is supported, and which of it produced committed results."""
+    """Return a line per kind of software and hardware: what is supported, and what results were made with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pythons = re.findall(r"Python :: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE)
     (torch,) = (line.removeprefix("torch>=") for line in project["dependencies"] if line.startswith("torch>="))
