@@ -24,7 +24,7 @@ endif
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test clients kernels lint format types layers tables docs site wheel check wheels clean
+.PHONY: help demo test clients kernels lint format types layers tables docs site sdist wheel check wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -76,10 +76,13 @@ site: $(VENV)/installed-dev ## build the documentation into site/; links are str
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	$(BIN)/python .ci/site.py
 
+sdist: $(VENV)/installed-dev ## build the sdist: it has all files of the clone, its demo trains, its tests pass
+	$(BIN)/python .ci/release.py
+
 wheel: $(VENV)/installed-dev ## build the wheel, check it, and train ten steps with it in bare environments
 	$(BIN)/python .ci/wheel.py
 
-check: lint types layers test site wheel ## what .ci/run runs besides the clients
+check: lint types layers test kernels site sdist wheel ## what .ci/run runs besides the clients
 
 wheels: $(VENV)/installed ## wheels/: what an offline machine with its own PyTorch needs beside it
 	$(BIN)/python -m pip download --quiet --dest wheels hatchling editables cyclopts jinja2 numpy rich safetensors plotly starlette uvicorn

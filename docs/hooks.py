@@ -1,15 +1,21 @@
-"""Hooks of the site: pages that stand outside docs/ are part of it, and the markers of generated tables are dropped."""
+"""Hooks of the site: pages from outside docs/ are added, markers of tables are dropped, and figures get an age."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))  # not in the installed package
+
+from octavo_bench.ages import with_ages  # noqa: E402
+
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+OUTSIDE |= {"SECURITY.md": "security.md", "CODE_OF_CONDUCT.md": "conduct.md"}
 OUTSIDE["benchmarks/README.md"] = "benchmarks.md"
 """File of the repository, and its page."""
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>')
@@ -25,9 +31,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links that leave docs/ to the pages that were added."""
+    """Point links that leave docs/ to the pages that were added, and say how old measured figures are."""
     name = page.file.src_uri
     text = markdown if name in OUTSIDE.values() else _relinked(markdown, ROOT / "docs" / name, name)
+    text = with_ages(text)
     return re.sub(r"^<!-- (table: \S+|end|not run: .*) -->\n", "", text, flags=re.MULTILINE)
 
 

@@ -30,6 +30,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which reads it then
 
 sys.path.append(str(Path(__file__).parent / "distributed"))
+sys.path.append(str(Path(__file__).parent))
+import checks
 import judged  # noqa: F401  before octavo.conversion
 
 torch.set_num_threads(min(2, os.cpu_count() or 1, int(os.environ["OMP_NUM_THREADS"])))
@@ -103,6 +105,17 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
         return code
 
     return run
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the flag that records which checks of the capabilities page passed on a machine."""
+    parser.addoption("--record", metavar="MACHINE", help="write tests/checked/MACHINE.json: which named checks passed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record on request, in the process that gets the reports of all others."""
+    if config.getoption("--record") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(checks.Recorder(config.getoption("--record")))
 
 
 SLOW_FIRST = ("test_docs_in_order", "train/test_parallel", "train/test_combined", "train/test_pipelined", "train")

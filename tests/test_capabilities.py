@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import checks
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +30,7 @@ class Capability(NamedTuple):
 def capabilities() -> list[Capability]:
     found = []
     for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if row := re.match(r"\| (\d+)(?:-(\d+))? \|.*\| (works|otherwise|open) \| (.*) \|$", line):
+        if row := re.match(r"\| (\d+)(?:-(\d+))? \|.*\| (works|otherwise|open|not checked) \| (.*) \|$", line):
             first, last = int(row[1]), int(row[2] or row[1])
             found.append(Capability(range(first, last + 1), row[3], re.findall(r"`([^`]+)`", row[4])))
     return found
@@ -44,11 +45,55 @@ def test_every_number_is_there_once() -> None:
 
 
 def test_the_counts_are_those_of_the_rows() -> None:
-    counts = Counter({"works": 0, "otherwise": 0, "open": 0})
+    counts = Counter({"works": 0, "otherwise": 0, "open": 0, "not checked": 0})
     for row in ROWS:
         counts[row.state] += len(row.numbers)
     said = f"{counts['works']} work. Done otherwise: {counts['otherwise']}. Open: {counts['open']}."
-    assert f"Of {counts.total()}: {said}" in PAGE.read_text(encoding="utf-8")
+    assert f"Of {counts.total()}: {said} Not checked: {counts['not checked']}." in PAGE.read_text(encoding="utf-8")
+
+
+# --- what ran -------------------------------------------------------------------------------------------------------
+
+
+def ran(row: Capability) -> bool:
+    """Return whether a check of a row passed in the last recorded run of some machine, or is a result."""
+    passed = checks.passed()
+    return any(
+        not check.endswith(".py") and "::" not in check or checks.name_of(check) in passed for check in row.checks
+    )
+
+
+def test_what_works_ran_and_what_ran_nowhere_is_not_checked() -> None:
+    works = [row.numbers.start for row in ROWS if row.state == "works" and not ran(row)]
+    assert works == [], "no check of these rows ran: record them (pytest --record MACHINE), or set 'not checked'"
+    assert [row.numbers.start for row in ROWS if row.state == "not checked" and ran(row)] == [], "these rows work"
+
+
+def test_a_check_is_recorded_by_folder_file_and_test() -> None:
+    assert checks.name_of("tests/nn/test_linear.py::test_a[1-x]") == "nn/test_linear.py::test_a"
+    assert checks.name_of("tests/lab/monitor/test_gap.py") == "monitor/test_gap.py"
+
+
+def test_a_record_has_what_passed_and_keeps_what_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "RECORDS", tmp_path)
+    monkeypatch.setattr(
+        checks, "named", lambda: {f"tests/nn/test_a.py::test_{n}" for n in "abc"} | {"tests/nn/test_a.py"}
+    )
+    (tmp_path / "h200.json").write_text(
+        '{"passed": ["nn/test_a.py::test_c", "nn/test_a.py::test_b", "gone/x.py::test_x"]}'
+    )
+    recorder = checks.Recorder("h200")
+    for test, when, outcome in (("a[1]", "call", "passed"), ("b", "setup", "skipped"), ("a[2]", "call", "passed")):
+        recorder.pytest_runtest_logreport(_report(f"tests/nn/test_a.py::test_{test}", when, outcome))
+    recorder.pytest_sessionfinish()
+    assert {*checks.passed()} == {"nn/test_a.py", "nn/test_a.py::test_a", "nn/test_a.py::test_c"}
+    recorder.pytest_runtest_logreport(_report("tests/nn/test_a.py::test_a[3]", "call", "failed"))
+    recorder.pytest_sessionfinish()
+    assert {*checks.passed()} == {"nn/test_a.py::test_c"}
+
+
+def _report(test: str, when: str, outcome: str) -> pytest.TestReport:
+    return pytest.TestReport(test, ("", 0, ""), {}, outcome, None, when)  # type: ignore[arg-type]
 
 
 def test_what_checks_them_is_there() -> None:

@@ -37,6 +37,7 @@ COMMANDS = {
     "localize": "localize:command",
     "tables": "tables:command",
     "pictures": "pictures:command",
+    "ages": "ages:command",
 }
 """Command -> file and function."""
 

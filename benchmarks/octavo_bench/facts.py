@@ -48,6 +48,7 @@ from octavo_bench.passes import (
     recomputed,
 )
 from octavo_bench.render import table
+from octavo_bench.support import support_table
 
 FIELD_HEADER = ("key", "type or choices", "default", "meaning")
 
@@ -476,6 +477,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe-numerics": operand_tables,
     "errors": error_table,
     "devices": device_table,
+    "support": support_table,
     "fp8-lm-levels": level_table,
     "operators": operator_table,
     "optimizer-states": optimizer_state_table,

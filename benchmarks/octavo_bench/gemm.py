@@ -16,7 +16,7 @@ from octavo.kernels.gemm import KERNELS, GemmKernel
 from octavo.monitor.system import SystemProbe
 from octavo.numerics import PER_ROW, Quantized
 from octavo_bench.implementations import BF16
-from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, positive
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, by_result, device_named, positive
 from octavo_bench.rates import Shape, energy_row, normal, quantized
 from octavo_bench.render import grouped, has_failed, table
 from octavo_bench.results import Row
@@ -62,12 +62,22 @@ OWN = GemmKernel("triton.row", _own_reason, integer.gemm)
 
 def by_kernel(rows: Sequence[Row]) -> str:
     """Return a line per shape and a column per kernel: TFLOP/s, with the ratio to BF16's in brackets."""
+    return _crossed(rows, _cell)
+
+
+def energy_by_kernel(rows: Sequence[Row]) -> str:
+    """Return a line per shape and a column per kernel: picojoules per FLOP; empty if no energy was measured."""
+    measured = [row for row in rows if row.get("pj_per_flop") is not None]
+    return _crossed(measured, lambda row: f"{row['pj_per_flop']:.2f}") if measured else ""
+
+
+def _crossed(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
     keys = ("kernel", "operands", "accumulate")
     columns = grouped(rows, *keys)
     titles = ("BF16" if kernel == BF16 else f"{scales}, {sums}: `{kernel}`" for kernel, scales, sums in columns)
     body = []
     for (shape,), of_shape in grouped(rows, "shape").items():
-        cells = {key: _cell(of_kernel[0]) for key, of_kernel in grouped(of_shape, *keys).items()}
+        cells = {key: cell(of_kernel[0]) for key, of_kernel in grouped(of_shape, *keys).items()}
         body.append((shape.replace("x", " x "), *(cells.get(column, "") for column in columns)))
     return table(("M x N x K", *titles), body)
 
@@ -94,6 +104,7 @@ KIND = Kind(
     ),
     names=4,
     show=by_kernel,
+    tables={"gemm-energy": by_result("gemm", energy_by_kernel)},
 )  # fmt: skip
 
 

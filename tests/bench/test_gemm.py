@@ -51,6 +51,13 @@ def test_the_own_kernel_is_timed_with_fp8_where_there_is_one() -> None:
         assert "Hopper's" in str(gemm.OWN.unsupported_reason(on_gpu, on_gpu))
 
 
+def test_energy_per_operation_is_a_table_where_it_was_measured() -> None:
+    row = {"shape": "8x8x8", "kernel": "bf16", "operands": "bf16", "accumulate": "slow", "pj_per_flop": 0.906}
+    fp8 = row | {"kernel": "scaled_mm.row", "operands": "row", "pj_per_flop": None}
+    assert gemm.energy_by_kernel([row, fp8]).splitlines()[::2] == ["| M x N x K | BF16 |", "| 8 x 8 x 8 | 0.91 |"]
+    assert gemm.energy_by_kernel([fp8]) == ""
+
+
 @pytest.mark.parametrize("text", ["", "8192", "8192x4096", "8x8x0", "8x8xk", "8x8x8x8"])
 def test_a_shape_is_three_numbers(text: str) -> None:
     with pytest.raises(ConfigError, match="is not MxNxK"):

@@ -25,6 +25,7 @@ from octavo.train.config import (
 )
 
 TINY = load_preset("tiny", cuda=False)
+OCTAVO_RECIPE = assemble(TINY).run.recipe
 
 
 def with_settings(**sections: Any) -> RunConfig:
@@ -193,6 +194,19 @@ def test_defaults_of_guides_are_set_where_no_other_layer_sets_them() -> None:
     assert assemble(("again", config_reader.to_dict(config))) == config
     with pytest.raises(ConfigError, match=r"run: defaults.*'guide'"):
         with_settings(run={"defaults": "guide"})
+
+
+@pytest.mark.parametrize(("level", "recipe"), [(1, "delayed"), (2, "delayed"), (3, OCTAVO_RECIPE)])
+def test_defaults_of_guides_go_with_every_level(level: int, recipe: str) -> None:
+    config = with_settings(run={"defaults": "guides", "level": level})
+    found = config.run.recipe, config.optimizer.loss_scale, config.optimizer.weight_decay, config.optimizer.min_lr
+    assert found == (recipe, "none", 0.01, 0.01)
+    assert assemble(("again", config_reader.to_dict(config))) == config
+
+
+def test_a_loss_scale_that_the_user_sets_beside_fp8_gradients_is_refused_also_with_defaults_of_guides() -> None:
+    with pytest.raises(ConfigError, match=r"loss_scale.*gradients is set by run.level = 1"):
+        with_settings(run={"defaults": "guides", "level": 1}, optimizer={"loss_scale": "dynamic"})
 
 
 def test_a_level_that_is_none_is_refused() -> None:

@@ -129,8 +129,9 @@ class LoopConfig:
     recipe: str = "folded"
     """FP8 recipe: a name listed by `octavo recipes`, or the path of a recipe file."""
     defaults: Literal["octavo", "guides"] = "octavo"
-    """`guides` starts a run as guides on FP8 do: `delayed`, a dynamic loss scale, `optimizer.weight_decay` 0.01 and
-    `optimizer.min_lr` 0.01 as defaults of those keys. What a file or a flag sets itself stays."""
+    """`guides` starts a run as guides on FP8 do: `delayed` (not with `weights = "fp8"`), a dynamic loss scale (not with
+    FP8 gradients, which have scales of their own), `optimizer.weight_decay` 0.01 and `optimizer.min_lr` 0.01 as defaults
+    of those keys. What a file or a flag sets itself stays."""
     level: Literal[0, 1, 2, 3] = 0
     """FP8-LM's levels as defaults of other keys, each with those before it. 1: gradients and their reduction; 2: the
     optimizer's states; 3: weights, and what ranks send. What a file or a flag sets itself stays."""
@@ -455,7 +456,7 @@ def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     level, defaults = run.get("level", 0), run.get("defaults")
     for each in sorted((each for each in LEVELS if each <= level), reverse=True) if isinstance(level, int) else ():
         settings = merge(LEVELS[each], settings)
-    settings = merge(GUIDES, settings) if defaults == "guides" else settings
+    settings = merge(_of_guides(settings), settings) if defaults == "guides" else settings
     settings = _started(settings, where)
     data = config_reader.read(DataConfig, settings.get("data", {}), f"{where}: data")
     documents = "separate" if data.format == "chat" else "joined"
@@ -463,6 +464,23 @@ def _with_defaults(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "vocab" not in settings.get("model", {}):  # that of a complete configuration needs the tokenizer no longer
         decided["vocab"] = _vocabulary(data.tokenizer)
     return merge({"model": decided}, settings)
+
+
+def _of_guides(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return `GUIDES` for these settings, without the keys that one byte per gradient or weight rules out.
+
+    FP8 gradients have a scale per tensor, which does what a loss scale is for: FP8-LM (section 2.1) has it in its
+    place. FP8 weights need scales that their codes can keep for a step, so the recipe stays Octavo's.
+    """
+    left_out = set()
+    if settings.get("optimizer", {}).get("gradients") == "fp8":
+        left_out.add(("optimizer", "loss_scale"))
+    if settings.get("run", {}).get("weights") == "fp8":
+        left_out.add(("run", "recipe"))
+    return {
+        section: {key: value for key, value in values.items() if (section, key) not in left_out}
+        for section, values in GUIDES.items()
+    }
 
 
 def _set_by(settings: Mapping[str, Any], message: str) -> str:

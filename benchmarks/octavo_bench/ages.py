@@ -1,0 +1,120 @@
+"""Ages of results: how many commits have changed the code that a result file measures since it was committed.
+
+`octavo bench ages` prints them, and the site says them below each table. They are not part of the committed pages: a
+page would change with every commit, and an archive without history could not check it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from cyclopts import Parameter
+
+from octavo._util.terminal import quantity
+from octavo_bench.render import table
+
+ROOT = Path(__file__).parents[2]
+RESULTS = "benchmarks/results"
+FILE = re.compile(r"`(\d{4}-\d{2}-\d{2}-[a-z0-9.-]+\.json)`")
+KERNELS = ("src/octavo/kernels", "src/octavo/nn")
+MEASURED: Mapping[str, tuple[str, ...]] = {
+    "gemm": ("src/octavo/kernels",),
+    "kernels": ("src/octavo/kernels",),
+    "optimizer": ("src/octavo/optim", "src/octavo/kernels"),
+    "tiers": ("src/octavo/optim", "src/octavo/kernels"),
+    "ablation": ("src/octavo/optim", "src/octavo/kernels"),
+    "reduce": ("src/octavo/distributed", "src/octavo/kernels"),
+    "distributed": (*KERNELS, "src/octavo/distributed"),
+    "rank": (*KERNELS, "src/octavo/distributed"),
+    "data-parallel": (*KERNELS, "src/octavo/distributed"),
+    "memory": (*KERNELS, "src/octavo/memory", "src/octavo/optim"),
+    "telemetry": (*KERNELS, "src/octavo/monitor"),
+    "faults": ("src/octavo/guard",),
+    "finetune": (*KERNELS, "src/octavo/train"),
+    "clients": (*KERNELS, "src/octavo/integrations"),
+    "pilot": (*KERNELS, "src/octavo/pilot"),
+    "localize": (*KERNELS, "src/octavo/sensitivity"),
+    "scaling": ("benchmarks/octavo_bench/scaling.py",),
+    "robustness": ("src/octavo",),
+}
+"""Kind -> paths whose code its figures depend on; others depend on `KERNELS`."""
+
+
+class Age(NamedTuple):
+    """The changes of measured code since a result file was committed."""
+
+    file: str
+    commits: int
+    paths: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return a sentence: empty if nothing changed."""
+        if not self.commits:
+            return ""
+        paths = ", ".join(f"`{path}`" for path in self.paths)
+        return f"Measured before {quantity(self.commits, 'commit')} to {paths}: today's figures may differ."
+
+
+def paths_of(file: str) -> tuple[str, ...]:
+    """Return the paths that a result file measures, from the kind in its name."""
+    kinds = sorted(MEASURED, key=len, reverse=True)
+    return next((MEASURED[kind] for kind in kinds if re.search(rf"-{kind}(?:-[a-z0-9]+)?\.json$", file)), KERNELS)
+
+
+@cache
+def age(file: str, root: Path = ROOT) -> Age | None:
+    """Return the age of a result file; None outside a clone, and for a file that is not committed."""
+    added = _git(root, "log", "-1", "--format=%H", "--", f"{RESULTS}/{file}")
+    if not added:
+        return None
+    paths = paths_of(file)
+    count = _git(root, "rev-list", "--count", f"{added}..HEAD", "--", *paths)
+    return None if count is None else Age(file, int(count), paths)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Return what Git prints; None if there is no Git or no clone with the whole history at `root`."""
+    try:
+        shallow = (root / ".git" / "shallow").exists()
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return None if shallow or done.returncode or not (root / ".git").exists() else done.stdout.strip()
+
+
+def with_ages(markdown: str, root: Path = ROOT) -> str:
+    """Return a page with the age behind each line that says where figures come from."""
+    return "\n".join(_with_age(line, root) for line in markdown.split("\n"))
+
+
+def _with_age(line: str, root: Path) -> str:
+    named = FILE.search(line) if re.match(r"(Measured|Computed, not measured)\b", line) else None
+    known = named and age(named[1], root)
+    return f"{line} *{known}*" if known and str(known) else line
+
+
+def ages(root: Path = ROOT) -> Iterator[Age]:
+    """Yield the ages of all result files, the most changed first."""
+    every = (age(path.name, root) for path in (root / RESULTS).glob("*.json"))
+    yield from sorted((known for known in every if known), key=lambda known: (-known.commits, known.file))
+
+
+def command(*, root: Annotated[Path, Parameter(negative=())] = ROOT) -> int:
+    """Print how many commits have changed the measured code since each result file was committed.
+
+    Parameters
+    ----------
+    root
+        The repository.
+    """
+    rows = [(f"`{each.file}`", str(each.commits), ", ".join(each.paths)) for each in ages(root)]
+    if not rows:
+        print(f"{root}: no clone with its history: ages are unknown.")
+        return 1
+    print(table(("result", "commits since", "to"), rows))
+    return 0
