@@ -23,6 +23,7 @@ from octavo.conversion.plan import Plan, commonest_reason
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import device_unsupported_reason
 from octavo.conversion.roles import find_roles
+from octavo.conversion.stacks import find_stacks
 from octavo.conversion.unconverted import find_unconverted
 from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
@@ -69,8 +70,8 @@ def make_plan(
     _check_arguments(model, policy, tokens)
     recipe, policy = load(recipe), policy or Policy()
     policy.check_patterns(model)
-    layers, experts, mlps = layers_of(model), find_experts(model), find_mlps(model)
-    names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
+    layers, experts, stacks, mlps = layers_of(model), find_experts(model), find_stacks(model), find_mlps(model)
+    names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND)), *stacks]
     _check_patterns(recipe, policy, names)
     where = _device_named(device) if device is not None else _device_of(model)
     recipes = {name: recipe.for_layer(name) for name in names}
@@ -82,10 +83,10 @@ def make_plan(
         in_fp8=in_fp8,
     )  # fmt: skip
     rows = plan_weights(model, layers, planner.layers(layers), recipes, policy.weights)
-    expert_rows = list(planner.experts(experts))
-    ordered = _in_order_of(model, [*rows, *expert_rows])
+    expert_rows, stack_rows = list(planner.experts(experts)), list(planner.stacks(stacks))
+    ordered = _in_order_of(model, [*rows, *expert_rows, *stack_rows])
     read = {id(layer.weight) for layer in layers.values()}
-    read |= {id(parameter) for name in experts for parameter in model.get_submodule(name).parameters()}
+    read |= {id(parameter) for name in (*experts, *stacks) for parameter in model.get_submodule(name).parameters()}
     plan = Plan(
         recipe=recipe,
         device=str(where),
@@ -93,6 +94,7 @@ def make_plan(
         layers=ordered,
         recipes={row.name: recipes[row.name] for row in ordered if row.is_fp8},
         experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
+        stacks={row.name: stacks[row.name].arguments for row in stack_rows if row.is_fp8},
         policy=policy,
         refused=_refusal(where),
         unconverted=tuple(find_unconverted(model, read, policy.min_features, roles)),
