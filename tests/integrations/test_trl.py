@@ -114,7 +114,7 @@ def test_no_reference_no_warning(llama, tokenizer, tmp_path, caplog):
     run.callback_handler.callbacks = [c for c in run.callback_handler.callbacks if not isinstance(c, OctavoCallback)]
     with pytest.raises(ConfigError, match="no OctavoCallback"):
         convert_reference(run)
-    config = GRPOConfig(output_dir=str(tmp_path), beta=0.0, **SETTINGS)
+    config = GRPOConfig(output_dir=str(tmp_path), beta=0.0, num_generations=2, **SETTINGS)
     assert not _needs_reference(run.model, config) and _needs_reference(
         run.model, DPOConfig(output_dir=str(tmp_path), **SETTINGS)
     )

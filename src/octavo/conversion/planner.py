@@ -230,7 +230,7 @@ FAST_PATH = (
 
 ROUNDS = (
     "Weights are torch.bfloat16: an optimizer without master weights, as PyTorch's own, rounds each update to BF16, "
-    'and loses those below half a unit in the last place. octavo.optim keeps them with states="exact", 16 bits per weight'
+    'and loses those below half a unit in the last place. octavo.optim with states="exact" keeps them'
 )
 """A note on trained weights in BF16 that exist: those of a model on the meta device may be made in another dtype."""
 
