@@ -27,7 +27,9 @@ from torch.optim.optimizer import Optimizer
 
 import octavo
 from octavo._util.optimizer_steps import after_outermost_step
-from octavo.nn import Linear
+from octavo.nn import GroupedLinear
+from octavo.nn.conv import Convolution
+from octavo.nn.linear import LinearLayer
 from octavo.train.timing import synchronize
 from octavo_bench import results
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
@@ -512,7 +514,7 @@ def _run(client: Client, job: Job) -> tuple[Row, list[Tensor]]:
         "loss": float(torch.stack(losses[-LAST:]).mean()),
         "first_loss": float(losses[0]),
         "ms": job.clock.ms,
-        "fp8_layers": sum(isinstance(module, Linear) for module in model.modules()),
+        "fp8_layers": fp8_layers(model),
         "graphs": counters["stats"]["unique_graphs"],
         "graph_breaks": sum(counters["graph_break"].values()),
     }
@@ -520,6 +522,12 @@ def _run(client: Client, job: Job) -> tuple[Row, list[Tensor]]:
         row["peak_gib"] = peak_gib(job.device)
     trained = [p.detach() for p in model.parameters() if p.requires_grad]
     return row, [(p.to_local() if isinstance(p, DTensor) else p).clone() for p in trained]
+
+
+def fp8_layers(model: nn.Module) -> int:
+    """Return the number of layers that compute in FP8: linear ones of every kind, convolutions and GEMMs of experts."""
+    layers = (module for module in model.modules() if isinstance(module, LinearLayer | Convolution | GroupedLinear))
+    return sum(layer.recipe.is_fp8 for layer in layers)
 
 
 def bench_clients(

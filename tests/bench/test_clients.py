@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import octavo
 from octavo_bench import clients
 from octavo_bench.results import Result
 
@@ -54,6 +55,21 @@ def test_a_row_of_a_loop_without_a_library():
     assert row["fp8_layers"] == 7 and row["resumes"] and abs(row["gap_percent"]) < 1
     assert row["graphs"] == row["bf16_graphs"] == 1 and row["graph_breaks"] == 0
     Result(kind="clients", date="2026-11-23", hardware="cpu", versions={}, command="", rows=(row,))
+
+
+def test_layers_of_every_kind_are_counted():
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    mixture = transformers.MixtralConfig(num_key_value_heads=2, vocab_size=64, num_local_experts=4, **sizes)
+    parts = (
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)),
+        transformers.MixtralForCausalLM(mixture), nn.Conv2d(32, 32, 3), nn.Linear(32, 32), nn.Linear(32, 8),
+    )  # fmt: skip
+    model = nn.ModuleList(parts)
+    plan = octavo.convert(model, "folded", policy=octavo.Policy(keep_defaults=False))
+    assert clients.fp8_layers(model) == plan.fp8_layers > 4 + 4 + 2
+    octavo.revert(model)
+    assert clients.fp8_layers(model) == 0
 
 
 def test_a_resumed_run_that_is_another_is_seen():

@@ -1,6 +1,7 @@
 """A plan says what each layer will do and why, and changes nothing."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -402,7 +403,13 @@ def test_weights_in_fp16_are_said_in_the_plan():
     assert make_plan(two_layers(dtype=torch.float16), policy=policy, device="meta").notes == ()  # it has no autocast
     notes = make_plan(two_layers(dtype=torch.float16), policy=policy).notes
     assert len(notes) == 1 and "torch.float16" in notes[0] and "scale the loss" in notes[0]
-    assert make_plan(two_layers(dtype=torch.bfloat16), policy=policy).notes == ()
+    in_bf16 = two_layers(dtype=torch.bfloat16)
+    assert make_plan(in_bf16, policy=policy).notes == (planner.ROUNDS,) and 'states="exact"' in planner.ROUNDS
+    with torch.autocast("cpu", torch.bfloat16):
+        assert make_plan(in_bf16, policy=policy).notes == (planner.ROUNDS,)
+    assert make_plan(in_bf16, policy=replace(policy, weights="fp8")).notes == ()
+    assert make_plan(in_bf16.requires_grad_(False), policy=policy).notes == ()
+    assert make_plan(two_layers(dtype=torch.bfloat16).to("meta"), policy=policy, device="cpu").notes == ()
 
 
 def test_the_fast_path_of_pytorchs_encoder_is_said_in_the_plan_and_at_conversion(caplog):

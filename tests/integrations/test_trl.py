@@ -18,8 +18,8 @@ from trl.generation import vllm_generation
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.integrations.transformers import OctavoCallback
-from octavo.integrations.trl import Rollouts, _tokens
+from octavo.integrations.transformers import OctavoCallback, _needs_reference
+from octavo.integrations.trl import Rollouts, _tokens, convert_reference
 from octavo.nn import Linear
 from octavo.serving import WeightPush
 
@@ -75,6 +75,49 @@ def test_dpo_whose_reference_is_converted_too_starts_without_a_margin(llama, tok
     assert abs(logged[0]["rewards/margins"]) < 1e-3, "the same model computes the same"
     assert logged[-1]["rewards/margins"] > logged[0]["rewards/margins"] + 1e-3
     assert logged[0]["fp8_layers"] == FP8_LAYERS
+
+
+def dpo(llama, tokenizer, out, **given):
+    """Return a trainer whose reference model TRL loads itself."""
+    llama().save_pretrained(out / "base")
+    data = [{"prompt": text(i), "chosen": " " + text(i + 16), "rejected": " " + text(i, 7)} for i in range(8)]
+    settings = SETTINGS | {"max_steps": 1} | given
+    return DPOTrainer(
+        model=LlamaForCausalLM.from_pretrained(out / "base"),
+        args=DPOConfig(output_dir=str(out), max_length=64, **settings), train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer, callbacks=[OctavoCallback("folded")],
+    )  # fmt: skip
+
+
+def margin(run):
+    run.train()
+    return next(abs(entry["rewards/margins"]) for entry in run.state.log_history if "rewards/margins" in entry)
+
+
+def test_a_reference_that_the_trainer_made_is_converted_as_the_policy(llama, tokenizer, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("octavo.kernels.ledger._warned", set())
+    run = dpo(llama, tokenizer, tmp_path)
+    plan = convert_reference(run)
+    assert plan is not None and plan.recipe.name == "folded" and plan.fp8_layers == FP8_LAYERS
+    assert margin(run) < 1e-6 and "reference" not in caplog.text
+
+
+def test_a_reference_in_high_precision_is_warned_of(llama, tokenizer, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("octavo.kernels.ledger._warned", set())
+    run = dpo(llama, tokenizer, tmp_path)
+    assert margin(run) > 1e-6 and "convert_reference(trainer)" in caplog.text
+
+
+def test_no_reference_no_warning(llama, tokenizer, tmp_path, caplog):
+    run = dpo(llama, tokenizer, tmp_path, precompute_ref_log_probs=True)
+    assert convert_reference(run) is None
+    run.callback_handler.callbacks = [c for c in run.callback_handler.callbacks if not isinstance(c, OctavoCallback)]
+    with pytest.raises(ConfigError, match="no OctavoCallback"):
+        convert_reference(run)
+    config = GRPOConfig(output_dir=str(tmp_path), beta=0.0, num_generations=2, **SETTINGS)
+    assert not _needs_reference(run.model, config) and _needs_reference(
+        run.model, DPOConfig(output_dir=str(tmp_path), **SETTINGS)
+    )
 
 
 def grpo(

@@ -169,7 +169,8 @@ def test_compiled_code_says_it_too(said):
 
 
 def test_fp32_is_said_on_a_gpu():
-    assert "twice the memory and time of BF16" in dtype_note(torch.float32, "cuda")
+    note = dtype_note(torch.float32, "cuda")
+    assert "twice the memory and time of BF16" in note and 'states="exact"' in note, "BF16 weights need masters"
     assert dtype_note(torch.float32, "cpu") is dtype_note(torch.bfloat16, "cuda") is None
 
 

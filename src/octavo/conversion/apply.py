@@ -36,6 +36,8 @@ from octavo.nn.norm import Norm, adopt
 from octavo.nn.operands import LAYERS
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
+from octavo.nn.stacks import RecognisedStack
+from octavo.nn.stacks import adopt as adopt_stack
 from octavo.nn.switch import switched_off
 from octavo.recipes import Recipe, RecipeLike, load
 from octavo.tensor import FP8Tensor, is_distributed
@@ -85,7 +87,8 @@ def convert(
     refuse_sharded(model, layers)
     patterns = [pattern.name for pattern in plan.structures if pattern.kind in ("mlp", "norm")]
     refuse_wrapped(
-        model, [*(name for name in plan.recipes if name in layers), *plan.experts, *patterns, *_taken(model)]
+        model,
+        [*(name for name in plan.recipes if name in layers), *plan.experts, *plan.stacks, *patterns, *_taken(model)],
     )
     _check_finite(model, plan, layers)
     calibrated = None if scales is None else calibration_file.read(Path(scales))
@@ -109,6 +112,8 @@ def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> Non
     for name, roles in plan.experts.items():
         first, second = (plan.recipes.get(full_name(name, product), load("bf16")) for product in (FIRST, SECOND))
         adopt_experts(model.get_submodule(name), roles, first, second, plan.policy.saved.activation_inputs)
+    for name, arguments in plan.stacks.items():
+        adopt_stack(model.get_submodule(name), arguments, plan.recipes[name])
     for row in plan.layers:
         if row.name not in layers:
             continue
@@ -180,15 +185,17 @@ def _release(model: nn.Module) -> int:
         if isinstance(core, ScaledDotProduct):
             core.keep_values()
     for module in _taken(model).values():
-        count += 2 * isinstance(module, Experts) + isinstance(module, LinearLayer | Convolution)
+        count += 2 * isinstance(module, Experts) + isinstance(module, LinearLayer | Convolution | RecognisedStack)
         module.release()
     return count
 
 
-def _taken(model: nn.Module) -> dict[str, FusedMLP | Norm | Experts | LinearLayer | Convolution]:
+_Taken = FusedMLP | Norm | Experts | LinearLayer | Convolution | RecognisedStack
+
+
+def _taken(model: nn.Module) -> dict[str, _Taken]:
     """Return the modules whose class `convert` has changed, by their full names."""
-    kinds = FusedMLP | Norm | Experts | LinearLayer | Convolution
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and is_taken(module)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, _Taken) and is_taken(module)}
 
 
 _Switchable = LinearLayer | Convolution | GroupedLinear | Norm | ScaledDotProduct
@@ -222,7 +229,7 @@ def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> 
     for name in plan.recipes:
         if name in layers:
             _check_weight(full_name(name, "weight"), layers[name].weight)
-    for name in plan.experts:
+    for name in (*plan.experts, *plan.stacks):
         for parameter, weight in model.get_submodule(name).named_parameters():
             _check_weight(full_name(name, parameter), weight)
 

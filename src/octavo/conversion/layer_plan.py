@@ -18,8 +18,8 @@ class LayerPlan:
 
     name: str
     kind: str = "linear"
-    """`linear`, `stored as K x N` of a transposed one, the convolution and its kernel, as in `conv2d 3x3`, or the
-    number of experts, as in `128 experts`."""
+    """`linear`, `stored as K x N` of a transposed one, the convolution and its kernel, as in `conv2d 3x3`, the number
+    of experts, as in `128 experts`, or of matrices in a module with one product per expert, as in `16 matrices`."""
     shape: tuple[int, int]
     """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel."""
     count: int = 1

@@ -17,6 +17,7 @@ from octavo.conversion.gain import EXPERTS_FROM, predicted_gain, predicted_gain_
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy
 from octavo.conversion.refusals import device_unsupported_reason
+from octavo.conversion.stacks import FoundStack
 from octavo.conversion.unconverted import active_share
 from octavo.conversion.unfit import find_unfit
 from octavo.conversion.weights import Layer
@@ -64,8 +65,25 @@ class LayerPlanner:
         blocks = self.policy.blocks_to_keep(self.model)
         for name, found in experts.items():
             module = self.model.get_submodule(name)
-            kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep_experts(name, module, found)
+            sizes = (*found.first, *found.second)
+            kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep_experts(name, module, sizes)
             yield from self._experts(name, module, found, kept or no_grouped_kernel(self.device))
+
+    def stacks(self, stacks: Mapping[str, FoundStack]) -> Iterator[LayerPlan]:
+        """Yield the row of each module with one matrix per expert."""
+        blocks = self.policy.blocks_to_keep(self.model)
+        for name, stack in stacks.items():
+            module, recipe = self.model.get_submodule(name), self.recipes[name]
+            evidence = _evidence_for(name, self.recipe)
+            kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep_experts(name, module, stack.shape)
+            kept = kept or no_grouped_kernel(self.device) or unsupported_reason_grouped(recipe)
+            if kept is None and not recipe.is_fp8:
+                kept = _chosen_reason(evidence)
+            carried_out = recipe if kept is None else None
+            row = self._grouped(name, f"{stack.count} matrices", stack.shape, stack.count, carried_out)
+            notes = evidence.reason if evidence else "", self.in_fp8.get(name), _block_note(recipe, stack.shape[1])
+            active = active_share(module, stack.count)
+            yield replace(row, active=active, reason=kept or "; ".join(filter(None, notes)), evidence=evidence)
 
     def _layer(self, name: str, layer: Layer, kept: str | None) -> LayerPlan:
         """Return the row of one layer. kept: the policy's reason to keep it in BF16."""
@@ -140,26 +158,26 @@ class LayerPlanner:
         chosen = [None if own.is_fp8 else _chosen_reason(entry) for own, entry in zip(given, in_map, strict=True)]
         reasons = [why or own for why, own in zip(reasons, chosen, strict=True)]
         how = _how(found.roles, *given) if reasons == [None, None] else ""
-        kernel = "grouped_gemm" if on_gpu(self.device) else "reference"
         active = active_share(module, found.count)
         gain = self._gain_of_experts(found, given[0], active) if how.startswith("fused") else None
         for i, shape in enumerate((found.first, found.second)):
-            recipe = given[i] if reasons[i] is None else load("bf16")
+            recipe = given[i] if reasons[i] is None else None
             entry = in_map[i]
-            notes = entry.reason if entry else "", self.in_fp8.get(names[i]), _block_note(recipe, shape[1]), how
-            yield LayerPlan(
-                name=names[i],
-                kind=f"{found.count} experts",
-                shape=shape,
-                count=found.count,
-                active=active,
-                recipe=recipe.name,
-                precision=_precision(recipe),
-                kernels=" / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS),
-                gain=gain,
-                reason=reasons[i] or "; ".join(filter(None, notes)),
-                evidence=entry,
-            )
+            note = "" if recipe is None else _block_note(recipe, shape[1])
+            notes = entry.reason if entry else "", self.in_fp8.get(names[i]), note, how
+            row = self._grouped(names[i], f"{found.count} experts", shape, found.count, recipe)
+            reason = reasons[i] or "; ".join(filter(None, notes))
+            yield replace(row, active=active, gain=gain, reason=reason, evidence=entry)
+
+    def _grouped(self, name: str, kind: str, shape: tuple[int, int], count: int, recipe: Recipe | None) -> LayerPlan:
+        """Return the row of a grouped GEMM without its reason. recipe: None in BF16."""
+        recipe = recipe or load("bf16")
+        kernel = "grouped_gemm" if on_gpu(self.device) else "reference"
+        kernels = " / ".join(kernel if recipe.gemm(gemm).is_fp8 else "-" for gemm in GEMMS)
+        return LayerPlan(
+            name=name, kind=kind, shape=shape, count=count, recipe=recipe.name, precision=_precision(recipe),
+            kernels=kernels, gain=None, reason="",
+        )  # fmt: skip
 
     def _gain_of_experts(self, found: FoundExperts, recipe: Recipe, active: float) -> float | None:
         """Return the predicted gain of fused experts; None without rates, if narrow, or of an unknown share."""

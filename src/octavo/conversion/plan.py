@@ -31,6 +31,8 @@ class Plan:
     """Patterns whose layers are computed together."""
     experts: dict[str, ExpertRoles] = field(default_factory=dict)
     """Full name of each module of experts in FP8 -> roles of its parameters."""
+    stacks: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Full name of each module in FP8 with one matrix per expert -> names of the arguments of its `forward`."""
     policy: Policy = field(default_factory=Policy, repr=False)
     """The policy of this plan."""
     allow_reference: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +23,7 @@ from octavo.conversion.plan import Plan, commonest_reason
 from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import device_unsupported_reason
 from octavo.conversion.roles import find_roles
+from octavo.conversion.stacks import find_stacks
 from octavo.conversion.unconverted import find_unconverted
 from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
@@ -69,8 +70,8 @@ def make_plan(
     _check_arguments(model, policy, tokens)
     recipe, policy = load(recipe), policy or Policy()
     policy.check_patterns(model)
-    layers, experts, mlps = layers_of(model), find_experts(model), find_mlps(model)
-    names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]
+    layers, experts, stacks, mlps = layers_of(model), find_experts(model), find_stacks(model), find_mlps(model)
+    names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND)), *stacks]
     _check_patterns(recipe, policy, names)
     where = _device_named(device) if device is not None else _device_of(model)
     recipes = {name: recipe.for_layer(name) for name in names}
@@ -82,10 +83,9 @@ def make_plan(
         in_fp8=in_fp8,
     )  # fmt: skip
     rows = plan_weights(model, layers, planner.layers(layers), recipes, policy.weights)
-    expert_rows = list(planner.experts(experts))
-    ordered = _in_order_of(model, [*rows, *expert_rows])
-    read = {id(layer.weight) for layer in layers.values()}
-    read |= {id(parameter) for name in experts for parameter in model.get_submodule(name).parameters()}
+    expert_rows, stack_rows = list(planner.experts(experts)), list(planner.stacks(stacks))
+    ordered = _in_order_of(model, [*rows, *expert_rows, *stack_rows])
+    read = _weights_read(model, layers, (*experts, *stacks))
     plan = Plan(
         recipe=recipe,
         device=str(where),
@@ -93,12 +93,19 @@ def make_plan(
         layers=ordered,
         recipes={row.name: recipes[row.name] for row in ordered if row.is_fp8},
         experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
+        stacks={row.name: stacks[row.name].arguments for row in stack_rows if row.is_fp8},
         policy=policy,
         refused=_refusal(where),
         unconverted=tuple(find_unconverted(model, read, policy.min_features, roles)),
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
     return _with_patterns(plan, model, mlps)
+
+
+def _weights_read(model: nn.Module, layers: Mapping[str, Layer], modules: Iterable[str]) -> set[int]:
+    """Return the `id` of the weights of layers, and of all parameters of further modules."""
+    read = {id(layer.weight) for layer in layers.values()}
+    return read | {id(parameter) for name in modules for parameter in model.get_submodule(name).parameters()}
 
 
 def _refusal(device: torch.device) -> str:
@@ -165,8 +172,10 @@ def _with_patterns(plan: Plan, model: nn.Module, mlps: Mapping[str, MLPRoles]) -
     if policy.fuse:
         patterns, unapplied = find_patterns(model, linears, mlps, policy, keep_input)
         plan = replace(plan, structures=tuple(patterns), unapplied=tuple(unapplied))
-    dtypes = {_weight(model, row).dtype for row in plan.layers if row.is_fp8}
-    return replace(plan, notes=tuple(_notes_on(plan, model, dtypes)))
+    weights = [_weight(model, row) for row in plan.layers if row.is_fp8]
+    trained = {weight.dtype for weight in weights if weight.requires_grad and not weight.is_meta}
+    rounds = [ROUNDS] if torch.bfloat16 in trained and policy.weights != "fp8" else []
+    return replace(plan, notes=(*_notes_on(plan, model, {weight.dtype for weight in weights}), *rounds))
 
 
 def _in_order_of(model: nn.Module, rows: Sequence[LayerPlan]) -> tuple[LayerPlan, ...]:
@@ -217,6 +226,13 @@ FAST_PATH = (
     "gradients and without autocast: torch.backends.mha.set_fastpath_enabled(False) keeps such an evaluation in FP8"
 )
 """A note that `convert` logs as a warning too."""
+
+
+ROUNDS = (
+    "Weights are torch.bfloat16: an optimizer without master weights, as PyTorch's own, rounds each update to BF16, "
+    'and loses those below half a unit in the last place. octavo.optim with states="exact" keeps them'
+)
+"""A note on trained weights in BF16 that exist: those of a model on the meta device may be made in another dtype."""
 
 
 def _notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -16,7 +16,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from octavo._util import config_reader
 from octavo._util.terminal import quantity
 from octavo.conversion.blocks import unwrapped_class
-from octavo.conversion.experts import FoundExperts
 from octavo.conversion.layer_plan import Weights
 from octavo.conversion.roles import HEAD, HEAD_NAMES, ROUTER, ROUTER_NAMES
 from octavo.errors import ConfigError, did_you_mean
@@ -205,15 +204,14 @@ class Policy:
             return f"its weight is {weight.dtype}, no real floating-point number"
         return None if self._takes(name, layer) else _FILTERED
 
-    def reason_to_keep_experts(self, name: str, module: nn.Module, found: FoundExperts) -> str | None:
-        """Return why a module of experts stays in BF16, or None."""
+    def reason_to_keep_experts(self, name: str, module: nn.Module, sizes: Collection[int]) -> str | None:
+        """Return why a module of experts stays in BF16, or None. sizes: features of its GEMMs, in and out."""
         if (reason := self._pattern_reason(name)) is not None:
             return reason
-        sizes = (*found.first, *found.second)
         if min(sizes) < self.min_features:
             return f"fewer than {self.min_features} features"
         if any(size % _GROUPED for size in sizes):
-            return f"{sizes} features: grouped FP8 GEMMs take multiples of {_GROUPED}"
+            return f"{(*sizes,)} features: grouped FP8 GEMMs take multiples of {_GROUPED}"
         if (kind := next(filter(None, map(_foreign_class, module.parameters())), None)) is not None:
             return f"one of its weights is an {kind}, a tensor of another library: quantised already, for example"
         dtypes = {parameter.dtype for parameter in module.parameters()}

@@ -16,7 +16,7 @@ from octavo.integrations.full_masks import FullMarks, FullMaskDropper, mark_full
 from octavo.integrations.head_loss import fuse_head_and_loss
 from octavo.integrations.recipe_switch import RecipeSwitch
 from octavo.kernels import record
-from octavo.kernels.ledger import Ledger
+from octavo.kernels.ledger import Ledger, warn_once
 from octavo.nn import reuse_weight_codes_per_step
 from octavo.nn.step_codes import StepCodes
 from octavo.recipes import RecipeLike
@@ -40,6 +40,9 @@ class OctavoCallback(TrainerCallback):
     attention mask of a batch is left out where it masks nothing, which is checked on the host while the batch is
     collated; batches that are padded or packed keep theirs. At the end of training the model's own attention is back.
 
+    A reference model that a trainer of TRL has made is not seen here: `octavo.integrations.trl.convert_reference`
+    converts it alike, and a warning says so when training starts without.
+
     With `gradient_accumulation_steps` weights on a CPU are quantised once per optimizer step
     (`octavo.nn.reuse_weight_codes_per_step`), which takes memory for the codes: not with `Policy(memory="low")`, nor
     with `torch_compile` or DeepSpeed. On a GPU it would gain nothing yet.
@@ -49,6 +52,8 @@ class OctavoCallback(TrainerCallback):
     """Conversion plan."""
     compiled: Compiled | None = None
     """What was compiled."""
+    has_reference: bool = False
+    """Whether the reference model of the trainer computes as the policy does."""
 
     def __init__(
         self,
@@ -116,6 +121,12 @@ class OctavoCallback(TrainerCallback):
             self.switch.rehearse(model, self.recipe, partial(self._convert, model, args))
         elif all(module is not self._converted for module in model.modules()):  # FSDP1 passes its wrapper here
             self._convert(model, args, self.recipe)
+        if not self.has_reference and _needs_reference(model, args):
+            warn_once(
+                "OctavoCallback converted the policy, and cannot see its reference model. Unless that has the same "
+                "recipe, the two differ before the first step by what FP8 rounds, so that margins do not start at 0: "
+                "call octavo.integrations.trl.convert_reference(trainer) before trainer.train()"
+            )
         if self.compile or args.torch_compile:
             self._leave_out_masks(model, given.get("train_dataloader"))
         is_low = self.policy is not None and self.policy.memory == "low"
@@ -179,3 +190,10 @@ class OctavoCallback(TrainerCallback):
             if part is not None:
                 part.remove()
         self._marks = self._codes = None
+
+
+def _needs_reference(model: nn.Module, args: Any) -> bool:
+    """Return whether a trainer of TRL with these arguments compares the policy with another model in each step."""
+    if hasattr(model, "peft_config") or getattr(args, "precompute_ref_log_probs", False):
+        return False  # the policy without its adapters, or the policy before the first step
+    return hasattr(args, "sync_ref_model") and getattr(args, "beta", 0.0) != 0.0

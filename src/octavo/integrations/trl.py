@@ -1,4 +1,7 @@
-"""GRPO by TRL with an engine that computes with the policy's own codes: `GRPOTrainer(..., rollout_func=Rollouts())`."""
+"""TRL: reference models that compute as the policy does, and GRPO with an engine that has the policy's own codes.
+
+`convert_reference(trainer)` after the trainer is made; `GRPOTrainer(..., rollout_func=Rollouts(...))`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,33 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from octavo.conversion import Plan, convert
 from octavo.errors import ConfigError
 from octavo.integrations.transformers import OctavoCallback
 from octavo.serving import Mismatch, WeightPush, mismatch
+
+
+def convert_reference(trainer: Any) -> Plan | None:
+    """Convert the reference model of a trainer as its `OctavoCallback` has converted the policy, and return the plan.
+
+    Call it before `train()`. With the same weights both then compute the same, and rewards start at zero. None, if the
+    trainer has no reference model: with PEFT it is the policy without its adapters. One that is converted already is
+    converted again, by the policy's recipe.
+
+    Raises:
+        ConfigError: the trainer has no `OctavoCallback`.
+    """
+    callback = next((c for c in trainer.callback_handler.callbacks if isinstance(c, OctavoCallback)), None)
+    if callback is None:
+        raise ConfigError(
+            "convert_reference: the trainer has no OctavoCallback, which names the recipe. Pass it as"
+            " callbacks=[OctavoCallback()]; a policy that octavo.convert converted needs octavo.convert(reference)."
+        )
+    callback.has_reference = True
+    if (reference := getattr(trainer, "ref_model", None)) is None:
+        return None
+    reference = trainer.accelerator.unwrap_model(reference)
+    return convert(reference, callback.recipe, policy=callback.policy, device=trainer.args.device)
 
 
 class Rollouts:

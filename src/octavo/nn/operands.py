@@ -71,7 +71,8 @@ def dtype_note(dtype: torch.dtype, device: str) -> str | None:
     if dtype == torch.float32 and device == "cuda":
         return (
             "FP8 layers return FP32, at twice the memory and time of BF16: run the model under "
-            'torch.autocast("cuda", torch.bfloat16), or make it BF16'
+            'torch.autocast("cuda", torch.bfloat16), or make it BF16 with an optimizer that keeps master weights '
+            '(octavo.optim with states="exact")'
         )
     return None
 
