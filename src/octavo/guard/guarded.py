@@ -1,7 +1,7 @@
 """`Guarded`, the base of training loops with guardrails: what `Guard` needs of a loop.
 
-`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches come
-from and how they are computed. Rollback, probes and conversion are built on that here.
+`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches
+come from and how they are computed. Rollback, probes and conversion are built on that here.
 """
 
 from __future__ import annotations
