@@ -1,4 +1,7 @@
-"""Imports point down: the contract in pyproject.toml holds, and it covers every module. Signatures stay short."""
+"""Imports point down: the contract in pyproject.toml holds, and it covers every module. Signatures stay short.
+
+The library has few rooms, and the lab is above it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Callable
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -51,6 +55,62 @@ def test_functions_have_at_most_eight_parameters() -> None:
 def test_functions_have_at_most_sixty_lines() -> None:
     found = functions_that(lambda node: (node.end_lineno or 0) - node.lineno >= 60)
     assert not found, f"longer than a screen, split them: {found}"
+
+
+# --- the library at its top level -----------------------------------------------------------------------------------
+
+LAB = {
+    "__main__",
+    "cli",
+    "data",
+    "doctor",
+    "evaluation",
+    "guard",
+    "memory",
+    "models",
+    "monitor",
+    "pilot",
+    "sensitivity",
+    "train",
+}
+"""What is above the library: the lab and the command."""
+
+
+def arrows_of_the_library() -> set[tuple[str, str]]:
+    """Return (room, imported room) of every import between rooms of the library, also of those for type checkers."""
+    grimp = pytest.importorskip("grimp", reason="comes with import-linter")
+    graph = grimp.build_graph("octavo", cache_dir=None)
+    rooms = {room.split(".")[1] for room in graph.find_children("octavo")} - LAB
+    pairs = ((a, b) for a in graph.modules for b in graph.find_modules_directly_imported_by(a))
+    named = {(a.split(".")[1], b.split(".")[1]) for a, b in pairs if "." in a and "." in b}
+    return {(a, b) for a, b in named if a != b and {a, b} <= rooms}
+
+
+def floors(arrows: set[tuple[str, str]]) -> list[set[str]]:
+    """Return the rooms floor by floor: one stands on the floor above the highest that it imports.
+
+    Raises:
+        CycleError: rooms import each other in a circle.
+    """
+    sorter = TopologicalSorter({a: {below for room, below in arrows if room == a} for a, _ in arrows})
+    sorter.prepare()
+    found = []
+    while sorter.is_active():
+        found.append(set(ready := sorter.get_ready()))
+        sorter.done(*ready)
+    return found
+
+
+def test_the_library_has_few_rooms_floors_and_arrows() -> None:
+    arrows = arrows_of_the_library()
+    house = floors(arrows)
+    assert len(set().union(*house)) <= 13 and len(house) <= 10 and len(arrows) <= 70, (house, sorted(arrows))
+
+
+def test_floors_are_counted() -> None:
+    assert floors({("a", "b"), ("a", "c"), ("b", "c")}) == [{"c"}, {"b"}, {"a"}]
+    with pytest.raises(CycleError):
+        floors({("a", "b"), ("b", "a")})
 
 
 # --- state of the process -------------------------------------------------------------------------------------------

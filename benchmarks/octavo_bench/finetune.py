@@ -97,8 +97,8 @@ def write_texts(folder: Path, count: int) -> tuple[Path, Path]:
 
 def pretrain(folder: Path, text: Path, steps: int) -> Path:
     """Train the model in BF16 and export it; return the directory of the export."""
-    from octavo.serving.run import export_run
     from octavo.train import train
+    from octavo.train.export import export_run
 
     config = RunConfig(
         model=ModelConfig(**MODEL),  # type: ignore[arg-type]

@@ -85,8 +85,8 @@ class Workload:
     def flops(self) -> int:
         """Model FLOPs of a step: `tokens (6 weights + 6 L D T)`, causal attention at half.
 
-        The formula of `octavo.models.flops_per_token`, for a stack without the head. T is that of the document that a
-        token is in, twice the mean of documents of geometric length. Norms, activations, quantisation and recomputation
+        The formula of `octavo.models.flops_per_token`, for a stack without the head. T is that of the document of
+        the token, twice the mean of documents of geometric length. Norms, activations, quantisation and recomputation
         are not counted.
         """
         length = min(2 * self.document or self.sequence, self.sequence)

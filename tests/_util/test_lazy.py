@@ -12,9 +12,9 @@ from octavo._util.lazy import lazy
 
 
 def test_names_modules_and_names_that_differ_there() -> None:
-    attribute = lazy("octavo", {"conversion": "Policy plan=make_plan", "guard": ""})
+    attribute = lazy("octavo", {"conversion": "Policy plan=make_plan", "optim": ""})
     assert attribute("Policy") is octavo.Policy and attribute("plan") is octavo.plan
-    assert attribute("guard") is octavo.guard
+    assert attribute("optim") is octavo.optim
     with pytest.raises(AttributeError, match="module 'octavo' has no attribute 'make_plan'"):
         attribute("make_plan")
 

@@ -53,6 +53,6 @@ def test_an_export_of_a_checkpoint_is_in_the_directory_of_the_run(
     monkeypatch.chdir(place if named == "." else tmp_path)
     asked: list[Path] = []
     result = SimpleNamespace(directory=Path(), to_json=lambda: "{}")
-    monkeypatch.setattr("octavo.serving.run.export_run", lambda run, out, *_, **__: asked.append(out) or result)
+    monkeypatch.setattr("octavo.train.export.export_run", lambda run, out, *_, **__: asked.append(out) or result)
     assert octavo(["export", named, "--json"]) == 0
     assert asked == [Path("../../export" if named == "." else "runs/one/export")]

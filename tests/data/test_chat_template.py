@@ -13,7 +13,7 @@ from octavo.data import ByteTokenizer
 from octavo.data.chat import ChatFormat
 from octavo.data.chat_template import read_template
 from octavo.errors import DataError
-from octavo.serving.run import tokenizer_files
+from octavo.train.export import tokenizer_files
 
 NAMED = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ cls_token }}|{{ sep_token }}|"
 MARKED = (

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError, DataError, UnsupportedError
 from octavo.evaluation import served
 from octavo.evaluation.run import EvalSettings
 from octavo.evaluation.served import evaluate_served, is_served
-from octavo.serving.run import export_run
+from octavo.train.export import export_run
 
 FEW = EvalSettings(tokens=1024, device="cpu")
 

@@ -18,9 +18,9 @@ from octavo.evaluation.tasks import ROWS, continuation, evaluate_tasks, scores, 
 from octavo.models import ModelConfig, build
 from octavo.monitor.dashboard.verdict import of_tasks
 from octavo.monitor.store import RunReader
-from octavo.serving.run import export_run
 from octavo.train import train
 from octavo.train.config import assemble, load_preset
+from octavo.train.export import export_run
 
 
 def test_scores_are_log_likelihoods_of_continuations() -> None:

@@ -22,12 +22,12 @@ from octavo import convert, recipes
 from octavo.errors import ConfigError, RunError, UnsupportedError
 from octavo.guard import Alarm, GuardConfig, GuardEvent, Loop, Update
 from octavo.guard.diagnosis import Probe
-from octavo.guard.guarded import stored_scales
 from octavo.guard.incident import Incident
 from octavo.guard.locate import NonFinite
 from octavo.guard.rules import LASTING
 from octavo.monitor.monitor import Monitor
 from octavo.monitor.store import RunReader
+from octavo.nn.scaling_state import stored_scales
 from octavo.optim import AdamW
 
 STEPS, AT = 40, 25

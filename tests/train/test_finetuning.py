@@ -16,12 +16,12 @@ from octavo.doctor.subjects import trial_of_config
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.evaluation.run import EvalSettings, evaluate_run
 from octavo.models.hugging_face import read_settings
-from octavo.serving.run import export_flags, export_run
 from octavo.tensor import FP8Tensor
 from octavo.train import train
 from octavo.train.calibrate import calibrate_run
 from octavo.train.config import RunConfig, assemble, load_preset
 from octavo.train.evaluate import accuracy_by_task
+from octavo.train.export import export_flags, export_run
 from octavo.train.load_run import find, settings_of, states_of
 from octavo.train.parallel_checks import check_parallel
 from octavo.train.setup import set_up

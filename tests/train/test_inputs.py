@@ -12,10 +12,10 @@ from reporters import Listener
 import octavo
 from octavo.errors import CheckpointError
 from octavo.evaluation.run import EvalSettings, evaluate_run
-from octavo.serving.run import export_flags
 from octavo.train import RunConfig, train
 from octavo.train.calibrate import calibrate_run
 from octavo.train.events import Event, Started
+from octavo.train.export import export_flags
 from octavo.train.inputs import copies
 from octavo.train.load_run import find, restore, settings_of
 

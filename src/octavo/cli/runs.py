@@ -172,7 +172,7 @@ def export(
     """
     import torch
 
-    from octavo.serving.run import export_run
+    from octavo.train.export import export_run
 
     if not run.is_dir():
         raise ConfigError(f"{run}: no such directory. Name the directory of a run of `octavo train`.")

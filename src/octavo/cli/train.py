@@ -80,9 +80,9 @@ def _check_names(config: RunConfig, *, resume: bool) -> None:
 
 
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool) -> Mapping[str, Any]:
-    from octavo.serving.run import export_flags
     from octavo.train import train as run_training
     from octavo.train.console import ConsoleReporter
+    from octavo.train.export import export_flags
 
     reporter = ConsoleReporter(console(stderr=json_output), program(), export_flags)
     try:

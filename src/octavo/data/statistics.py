@@ -44,7 +44,7 @@ class CorpusStatistics:
     duplicate_tokens_share: float
     """Share of the tokens in duplicate documents."""
     near_duplicate_documents: int
-    """Documents that differ little from an earlier one (`octavo.data.quality.near_duplicates`), without duplicates."""
+    """Documents that differ little from an earlier one (`quality.near_duplicates`), without duplicates."""
     heldout_near_duplicates: int
     """Held-out documents that differ little from a training document, or not at all."""
     heldout_documents: int

@@ -202,7 +202,7 @@ class Pipeline:
     """Pipeline over the ranks of a process group. All ranks call the same methods, with the same batch.
 
     Args:
-        stages: this rank's stages, as `octavo.models.stages` makes them, by their number in the model; sharded or not.
+        stages: this rank's stages (`octavo.models.stages`) by their number in the model; sharded or not.
         schedule: the schedule, which also determines the rank of each stage.
         width: width of the residual stream.
         stream: dtype of the residual stream.

@@ -128,7 +128,7 @@ def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
 
 
 def trial_of_workload(file: Path, *, recipe: str, device: torch.device, trace: Path | None = None) -> Trial:
-    """Return a trial of a Python file or a Hugging Face config (`octavo.train.workload.load_workload`), on one batch.
+    """Return a trial of a Python file or a Hugging Face config (`train.workload.load_workload`), on one batch.
 
     It computes under BF16 autocast. A model without FP8 layers is converted to `recipe`. The step is a forward and a
     backward.

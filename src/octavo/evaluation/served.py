@@ -28,8 +28,8 @@ from octavo.evaluation.run import EvalSettings, LoadedRun
 from octavo.evaluation.text import EvalText, SequenceLayout, whole_text
 from octavo.serving.formats import COMPRESSED_TENSORS
 from octavo.serving.rotations import rotate_inputs
-from octavo.serving.run import tokenizer_files
 from octavo.train import device as devices
+from octavo.train.export import tokenizer_files
 
 BATCH_TOKENS = 8192
 """Tokens per batch without a run."""

@@ -1,7 +1,7 @@
 """`Guarded`, the base of training loops with guardrails: what `Guard` needs of a loop.
 
-`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches come
-from and how they are computed. Rollback, probes and conversion are built on that here.
+`octavo train` and `octavo.guard.Loop` are such loops. A loop defines how its state is copied, where its batches
+come from and how they are computed. Rollback, probes and conversion are built on that here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.guard.alarms import GuardEvent, Row
 from octavo.guard.buffers import untouched_buffers
 from octavo.guard.diagnosis import Probe
 from octavo.guard.locate import NonFinite, locate_nonfinite, weight_diff
-from octavo.nn.scaling_state import scales
+from octavo.nn.scaling_state import restore_scales, stored_scales
 from octavo.nn.telemetry import Telemetry
 from octavo.recipes import Recipe
 
@@ -272,22 +272,3 @@ class Guarded(ABC):
             restore_scales(self.models[0], stored)
             if self.telemetry is not None:
                 self.telemetry.restart(self.done)
-
-
-def stored_scales(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the scales that a model stores between steps, by name."""
-    state = scales(model)
-    return {} if state is None else state.state_dict()
-
-
-def restore_scales(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Load the result of `stored_scales`, also after some layers changed their recipe.
-
-    A scale that was not stored then, or has another history length now, keeps its value.
-    """
-    state = scales(model)
-    if state is None:
-        return
-    now = state.state_dict()
-    fits = {name: tensor for name, tensor in stored.items() if name in now and tensor.shape == now[name].shape}
-    state.load_state_dict({**now, **fits})

@@ -159,7 +159,7 @@ class Loop(Guarded):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- `octavo.guard.Guarded` -------------------------------------------------------------------------------------
+    # --- `octavo.guard.Guarded` ---------------------------------------------------------------------------------
 
     def _copy_state(self) -> _State:
         scheduler = self.update.scheduler

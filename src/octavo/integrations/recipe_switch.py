@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import nn
 
+from octavo._util.last_share import in_last_share
 from octavo.conversion import Plan
 from octavo.errors import ConfigError
-from octavo.guard.guarded import restore_scales, stored_scales
+from octavo.nn.scaling_state import restore_scales, stored_scales
 from octavo.recipes import RecipeLike
-from octavo.train.schedule import in_last_share
 
 
 class RecipeSwitch:

@@ -10,7 +10,7 @@ FP32. Each block compiles on its own: `for block in model.layers: block.compile(
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.config import ROPE_SCALING, ModelConfig
+from octavo.models.hugging_face import stored_config, stored_name
 from octavo.models.language_model import check_length, head_output, reset_parameters, separate_documents
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.documents import Mask, mask_of
@@ -52,6 +53,16 @@ class Llama(nn.Module):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Initialise all parameters from `generator`."""
         reset_parameters(self, self.config.layers, generator)
+
+    def stored_form(self) -> tuple[Callable[[str], str], dict[str, Any]] | None:
+        """Return Hugging Face's name of a module, and config.json without quantisation, for `octavo.export`.
+
+        None: Hugging Face has no such model.
+
+        Raises:
+            UnsupportedError: Hugging Face has no model with these options.
+        """
+        return stored_name, stored_config(self.config)
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, by_sequence: bool = False, hits: bool = False

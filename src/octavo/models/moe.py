@@ -38,6 +38,9 @@ class MoE(Llama):
         """Return a new block."""
         return MoEBlock(config)
 
+    def stored_form(self) -> None:
+        """Return None: Hugging Face's mixtures have other routers."""
+
     def run_blocks(
         self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor, mask: Mask | None
     ) -> tuple[Tensor, Tensor | None]:

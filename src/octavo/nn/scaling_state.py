@@ -426,6 +426,25 @@ def scales(model: nn.Module) -> ScalingState | None:
     return joined
 
 
+def stored_scales(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the scales that a model stores between steps, by name."""
+    state = scales(model)
+    return {} if state is None else state.state_dict()
+
+
+def restore_scales(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Load the result of `stored_scales`, also after some layers changed their recipe.
+
+    A scale that was not stored then, or has another history length now, keeps its value.
+    """
+    state = scales(model)
+    if state is None:
+        return
+    now = state.state_dict()
+    fits = {name: tensor for name, tensor in stored.items() if name in now and tensor.shape == now[name].shape}
+    state.load_state_dict({**now, **fits})
+
+
 def _scale_of(amax: Tensor, operand: Operand, margin: int) -> Tensor:
     return scale_from_amax(amax, format_named(operand.format), operand.scaling)[0] * 2.0**margin
 

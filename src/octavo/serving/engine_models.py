@@ -1,7 +1,7 @@
 """Models as engines know them: the names of their tensors, and config.json.
 
-A Llama of `octavo.models` becomes a `LlamaForCausalLM`, or a Qwen's with its options. Models of Hugging Face keep their
-names.
+A model may say so by itself: its method `stored_form` returns the exported name of a module and config.json, or None. A
+Llama of `octavo.models` is a `LlamaForCausalLM`, or with its options a Qwen's. Hugging Face's models keep their names.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import torch
 from torch import nn
 
 from octavo.errors import UnsupportedError
-from octavo.models.hugging_face import stored_config, stored_name
-from octavo.models.llama import Llama
-from octavo.models.moe import MoE
 from octavo.nn.modules import WRAPPERS, unwrapped_name
 
 
@@ -53,8 +50,9 @@ def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
         UnsupportedError: no engine supports such a model.
     """
     name = str(dtype).removeprefix("torch.")
-    if isinstance(model, Llama) and not isinstance(model, MoE):
-        return EngineModel(stored_name, {**stored_config(model.config), "dtype": name, "torch_dtype": name}, "lm_head")
+    if (stored := getattr(model, "stored_form", lambda: None)()) is not None:
+        rename, config_json = stored
+        return EngineModel(rename, {**config_json, "dtype": name, "torch_dtype": name}, "lm_head")
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise UnsupportedError(

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from octavo._util import config_reader
 from octavo._util.config_reader import merge, shown
+from octavo._util.last_share import in_last_share
 from octavo.errors import ConfigError, did_you_mean
 from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
 from octavo.models.hugging_face import read_settings
-from octavo.train.schedule import in_last_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,7 +142,7 @@ class GuardedRun(Guarded):
         """Return True if dynamic loss scaling skipped a step with these measurements."""
         return self._state.loss_scale.skips and math.isfinite(loss) and not math.isfinite(gradient_norm)
 
-    # --- defined by `octavo.guard.Guarded` --------------------------------------------------------------------------
+    # --- defined by `octavo.guard.Guarded` ----------------------------------------------------------------------
 
     @property
     def models(self) -> Sequence[nn.Module]:

@@ -1,4 +1,4 @@
-"""The learning rate by step, and the last share of the steps.
+"""The learning rate by step.
 
 This module does not import torch: `octavo.train.config` needs it.
 """
@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 
 WARM_UP = (0.01, 0.5)
 """Shares of a run between which warm-up raises no warning."""
-
-
-def in_last_share(step: int, steps: int, share: float) -> bool:
-    """Return True if `step`, counted from 0, is in the last share of the steps."""
-    return step >= steps - round(share * steps)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int, heldout: Sequence[float] = ()) -> float:

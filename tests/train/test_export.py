@@ -15,7 +15,7 @@ from octavo.cli.main import main
 from octavo.data.tokenizer import ByteTokenizer
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.numerics import quantize
-from octavo.serving.run import export_flags, export_run, tokenizer_files
+from octavo.train.export import export_flags, export_run, tokenizer_files
 
 
 @pytest.fixture(scope="module")
