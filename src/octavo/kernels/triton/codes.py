@@ -128,11 +128,12 @@ def scale_of(amax, FORMAT: tl.constexpr, SCALING: tl.constexpr):
 def _rotation_stage(x, STRIDE: tl.constexpr):
     """One stage of `numerics.rotate` on groups of four values that are STRIDE apart along the last axis.
 
-    Sums of two are the same in any order: hence two reductions of pairs.
+    Sums of two are the same in any order: hence two reductions of pairs. Half a sum is exact, so that the fused
+    instruction, also of kernels that fuse nothing else, rounds as the specification does.
     """
     pairs = tl.reshape(x, (x.numel // (4 * STRIDE), 2, 2, STRIDE))
     total = tl.sum(tl.sum(pairs, axis=2, keep_dims=True), axis=1, keep_dims=True)
-    return tl.reshape(total * 0.5 - pairs, x.shape)
+    return tl.reshape(tl.fma(tl.broadcast_to(total, pairs.shape), 0.5, -pairs), x.shape)
 
 
 @triton.jit
@@ -176,6 +177,23 @@ def rotate(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _to_integers(x, keep):
+    """FP32 values of at most 127.5 to the nearest integer, ties to even, as INT8; 0 unless `keep`, all ones."""
+    # Adding 1.5 * 2^23, whose last bit is worth 1, rounds; the sum's low byte is the code. The product before must be
+    # rounded by itself: no compiler fuses an addition that names its rounding.
+    if INTERPRETED:
+        codes = ((x + 12582912.0).to(tl.int32, bitcast=True) & keep).to(tl.int8)
+    else:
+        codes = tl.inline_asm_elementwise(
+            "{ .reg .f32 a, b, c, d; .reg .b32 lo, hi; add.rn.f32 a, $1, 0f4B400000; add.rn.f32 b, $2, 0f4B400000;"
+            " add.rn.f32 c, $3, 0f4B400000; add.rn.f32 d, $4, 0f4B400000; prmt.b32 lo, a, b, 0x0040;"
+            " prmt.b32 hi, c, d, 0x0040; prmt.b32 lo, lo, hi, 0x5410; and.b32 $0, lo, $5; }",
+            "=r,r,r,r,r,r,r,r,r", [x, tl.broadcast_to(keep, x.shape)], dtype=tl.int8, is_pure=True, pack=4,
+        )  # fmt: skip
+    return codes
+
+
+@triton.jit
 def integer_codes(x):
     """INT8 codes of FP32 values, to nearest, ties to even; 0 for what is not finite."""
     # Adding 1.5 * 2^23, whose last bit is worth 1, rounds; the sum's low byte is the code.
@@ -192,10 +210,13 @@ def row_codes(x, FORMAT: tl.constexpr, SCALING: tl.constexpr):
         bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
         finite = bits < 0x7F800000
         scale, inverse = scale_of(tl.where(finite, bits, 0).to(tl.float32, bitcast=True), FORMAT, SCALING)
-        scale, inverse = tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
+        scale = tl.where(finite, scale, float("nan"))
+        # By its own scale no value of the row exceeds 127.5: nothing to clamp. A row that is not finite is all zeros.
+        codes = _to_integers(x * inverse, tl.where(finite, -1, 0))
     else:
         scale, inverse = scale_of(amax(x, 0), FORMAT, SCALING)
-    return to_codes(x * inverse, FORMAT), scale
+        codes = to_codes(x * inverse, FORMAT)
+    return codes, scale
 
 
 @triton.jit
