@@ -98,6 +98,12 @@ CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
     "batch4": lambda own: {"batch": 4 * own.batch},
     "outliers": lambda own: {"outliers": 16.0},
     "short": lambda own: {"tokens_per_parameter": own.tokens_per_parameter / 4},
+    "tuned": lambda own: {
+        "tuned": "all weights",
+        "lr": own.lr / 10,
+        "tokens_per_parameter": own.tokens_per_parameter / 10,
+    },
+    "lora": lambda own: {"tuned": "LoRA", "lr": own.lr, "tokens_per_parameter": own.tokens_per_parameter / 10},
 }
 """Condition -> changes of a size of the ladder; several are joined by `+`."""
 _POWER = 0.8416
@@ -113,10 +119,12 @@ def under(condition: str, training: Training) -> Training:
     """Return a size under a condition: names of `CONDITIONS`, joined by `+`.
 
     Raises:
-        ConfigError: there is no such condition.
+        ConfigError: there is no such condition, or a fine-tuning would continue BF16's run.
     """
     for name in condition.split("+"):
         training = replace(training, **CONDITIONS[known("--conditions", name, [*CONDITIONS], "condition")](training))
+    if training.tuned and training.branch:
+        raise ConfigError(f"--conditions: '{condition}': a fine-tuning starts from its base model, not from a branch.")
     return training
 
 
