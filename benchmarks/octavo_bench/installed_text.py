@@ -68,24 +68,50 @@ def installed_text(roots: Iterable[Path] | None = None, limit: int | None = None
     Raises:
         DataError: the folders have no training text or no held-out text.
     """
-    train, parts = documents(default_roots() if roots is None else tuple(roots), limit)
+    return _as_bytes(*documents(default_roots() if roots is None else tuple(roots), limit))
+
+
+TUNED = "english"
+"""Language that a base model has not read, and is fine-tuned on."""
+
+
+def tuning_texts(roots: Iterable[Path] | None = None, limit: int | None = None) -> tuple[InstalledText, InstalledText]:
+    """Return the installed text of all other languages, and that of `TUNED`; both have the digest of all.
+
+    Raises:
+        DataError: one of the two has no training text or no held-out text.
+    """
+    folders = default_roots() if roots is None else tuple(roots)
+    texts = [
+        _as_bytes(*documents(folders, limit, languages))
+        for languages in ([name for name in LANGUAGES if name != TUNED], [TUNED])
+    ]
+    digest = hashlib.blake2b("".join(text.digest for text in texts).encode(), digest_size=6).hexdigest()
+    base, tuned = (replace(text, digest=digest) for text in texts)
+    return base, tuned
+
+
+def _as_bytes(train: Mapping[bytes, bytes], parts: Mapping[str, Sequence[bytes]]) -> InstalledText:
     heldout = {language: encode(texts) for language, texts in parts.items()}
     digest = hashlib.blake2b(b"".join(sorted(train)), digest_size=6)
     digest.update(b"".join(ids.numpy().tobytes() for ids in heldout.values()))
     return InstalledText(encode(train[key] for key in sorted(train)), heldout, digest.hexdigest())
 
 
-def documents(roots: Sequence[Path], limit: int | None) -> tuple[dict[bytes, bytes], dict[str, list[bytes]]]:
+def documents(
+    roots: Sequence[Path], limit: int | None, languages: Iterable[str] = LANGUAGES
+) -> tuple[dict[bytes, bytes], dict[str, list[bytes]]]:
     """Return the training documents by the hash of their content, and the held-out ones by language.
 
     Args:
+        languages: those of `LANGUAGES` to read.
         limit: bytes of training text per language; an eighth of it for held-out text.
 
     Raises:
         DataError: the folders have no training text or no held-out text.
     """
-    by_language: dict[str, dict[bytes, bytes]] = {language: {} for language in LANGUAGES}
-    for language, path in _files(roots):
+    by_language: dict[str, dict[bytes, bytes]] = {language: {} for language in languages}
+    for language, path in _files(roots, languages):
         text = _read(path)
         if text is not None:
             by_language[language].setdefault(hashlib.blake2b(text, digest_size=16).digest(), text)
@@ -110,8 +136,8 @@ def default_roots() -> tuple[Path, ...]:
     return tuple(path for path in found if path.is_dir())
 
 
-def _files(roots: Iterable[Path]) -> Iterator[tuple[str, Path]]:
-    languages = {ending: language for language, endings in LANGUAGES.items() for ending in endings}
+def _files(roots: Iterable[Path], names_of: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    languages = {ending: language for language in names_of for ending in LANGUAGES[language]}
     for root in roots:
         for folder, folders, names in os.walk(root):
             folders[:] = [name for name in folders if name not in SKIPPED]

@@ -6,6 +6,7 @@ docs/explanation/parity-protocol.md has the reasons and the sources of the formu
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -98,6 +99,12 @@ CONDITIONS: Mapping[str, Callable[[Training], Mapping[str, Any]]] = {
     "batch4": lambda own: {"batch": 4 * own.batch},
     "outliers": lambda own: {"outliers": 16.0},
     "short": lambda own: {"tokens_per_parameter": own.tokens_per_parameter / 4},
+    "tuned": lambda own: {
+        "tuned": "all weights",
+        "lr": own.lr / 10,
+        "tokens_per_parameter": own.tokens_per_parameter / 10,
+    },
+    "lora": lambda own: {"tuned": "LoRA", "lr": own.lr, "tokens_per_parameter": own.tokens_per_parameter / 10},
 }
 """Condition -> changes of a size of the ladder; several are joined by `+`."""
 _POWER = 0.8416
@@ -113,10 +120,12 @@ def under(condition: str, training: Training) -> Training:
     """Return a size under a condition: names of `CONDITIONS`, joined by `+`.
 
     Raises:
-        ConfigError: there is no such condition.
+        ConfigError: there is no such condition, or a fine-tuning would continue BF16's run.
     """
     for name in condition.split("+"):
         training = replace(training, **CONDITIONS[known("--conditions", name, [*CONDITIONS], "condition")](training))
+    if training.tuned and training.branch:
+        raise ConfigError(f"--conditions: '{condition}': a fine-tuning starts from its base model, not from a branch.")
     return training
 
 
@@ -175,6 +184,31 @@ class Gap:
         if low > MARGIN or high < -MARGIN:
             return "fails"
         return f"{INCONCLUSIVE}, nonzero" if low > 0 or high < 0 else INCONCLUSIVE
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether the pairs are too skewed for the interval, which is exact for normal ones: see `skew_bound`."""
+        count, spread = len(self.differences), self.spread
+        if count < FEWEST_FOR_SKEW or not spread:
+            return False
+        third = sum(((x - self.mean) / spread) ** 3 for x in self.differences)
+        return abs(count / ((count - 1) * (count - 2)) * third) > skew_bound(count)
+
+    @property
+    def flagged_verdict(self) -> str:
+        """The verdict for tables, with a flag if the pairs are skewed; of the control the flag alone."""
+        verdict = "" if self.arm == CONTROL else self.verdict
+        return ", ".join(filter(None, (verdict, "skewed" if self.is_skewed else "")))
+
+
+FEWEST_FOR_SKEW = 5
+"""Fewest pairs whose skewness is judged: those of the first bounded interval."""
+
+
+def skew_bound(pairs: int) -> float:
+    """Return the 95 % bound of the skewness of normal pairs: 1.96 of its standard errors (Joanes and Gill 1998)."""
+    n = pairs
+    return 1.96 * math.sqrt(6 * n * (n - 1) / ((n - 2) * (n + 1) * (n + 3)))
 
 
 def is_settled(rows: Sequence[Row], arms: Sequence[str]) -> bool:
@@ -289,7 +323,15 @@ def _of_study(rows: Sequence[Row]) -> str:
     spread = f", standard deviation over seeds {100 * stdev(losses) / fmean(losses):.2f} %" if len(losses) > 1 else ""
     title = f"**{model}, {tokens:,} tokens, {condition}: {LOSSES[loss]}**"
     tables = "\n\n".join(filter(None, (table(HEADER, body), _crossed(rows))))
-    return f"{title}\n\n{tables}\n\n{bf16}{spread}. Training time: {hours:.2f} h."
+    return f"{title}\n\n{tables}\n\n{bf16}{spread}. Training time: {hours:.2f} h.{_by_code(rows)}"
+
+
+def _by_code(rows: Sequence[Row]) -> str:
+    """Return a sentence on the blocks of each version of the code; empty if all are of one."""
+    counts = Counter(str(row.get("package", "unrecorded code")) for row in rows if row["recipe"] == BF16)
+    if len(counts) < 2:
+        return ""
+    return f" Blocks by code: {', '.join(f'{count} of {name}' for name, count in counts.items())}."
 
 
 def _in_nats(losses: Sequence[float], row: Row) -> str:
@@ -309,7 +351,7 @@ def _crossed(rows: Sequence[Row]) -> str:
     for arm in found[0]:
         cells = [_interval(own.get(arm)) for own in found] if arm != CONTROL else [_interval(found[0][arm]), "", ""]
         both = in_fp8.get(arm)
-        body.append((arm, *cells, _interval(both), both.verdict if both else ""))
+        body.append((arm, *cells, _interval(both), both.flagged_verdict if both else ""))
     return table(CROSSED, body)
 
 
@@ -339,7 +381,9 @@ def summary_table(directory: Path) -> str:
         found = {gap.arm: gap for gap in gaps(own) if gap.differences}
         shown = [found.get(arm) for arm in SUMMARY]
         if any(shown):
-            cells = ((str(len(gap.differences)), _interval(gap), gap.verdict) if gap else ("",) * 3 for gap in shown)
+            cells = (
+                (str(len(gap.differences)), _interval(gap), gap.flagged_verdict) if gap else ("",) * 3 for gap in shown
+            )
             body.append((own[0]["condition"], own[0]["model"], *chain.from_iterable(cells)))
     header = ("condition", "model", *chain.from_iterable(("pairs", f"`{arm}`", "verdict") for arm in SUMMARY))
     return table(header, body) if body else ""
@@ -353,7 +397,7 @@ def _interval(gap: Gap | None) -> str:
 
 
 def _line(gap: Gap) -> tuple[str, ...]:
-    verdict = "" if gap.arm == CONTROL else gap.verdict
+    verdict = gap.flagged_verdict
     if not gap.differences:
         return gap.arm, "0", *[""] * 6, verdict
     return (

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,10 +32,12 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
 from octavo.models.moe import MoE
+from octavo.nn.lora import add_lora
 from octavo.nn.scaling_state import ScalingState
 from octavo.optim import AdamW, states_named
 from octavo.recipes import OPERANDS, Recipe
 from octavo.train.config import LoopConfig
+from octavo.train.setup import cast_weights
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.kind import known
 from octavo_bench.one_operand import emulate, unrounded
@@ -45,6 +47,13 @@ CONTROL = "bf16 + 1 ulp"
 """BF16 with every initial weight moved by one unit in the last place: the effect of chaos alone on a loss."""
 ULP_SEED = 2**20
 """Added to a run's seed for the directions of that move."""
+BASE_LR, RANK = 2e-3, 8
+"""Peak learning rate of the base model of a fine-tuning, and rank of the updates of LoRA."""
+FEW = 64
+"""One in so many trained weights is moved in the control of a fine-tuning: an ulp of each of a trained model's weights
+would itself raise its loss, as a fiftieth of E4M3's variance."""
+UNTRAINED = -100
+"""Target without a loss: in a fine-tuning those of the first half of a window, the prompt."""
 WARM = 3
 """Uncaptured steps before a capture, which compile, autotune, and create the optimizer's state."""
 
@@ -79,6 +88,13 @@ class Training:
     """Share of the steps made by BF16 for all arms, which start from its weights and moments."""
     outliers: float = 1.0
     """Factor of the outliers in the initial weights, see `add_outliers`; 1: none."""
+    tuned: Literal["", "all weights", "LoRA"] = ""
+    """What a fine-tuning trains, of a base model with BF16 weights; empty: no fine-tuning."""
+
+    @property
+    def base(self) -> Training:
+        """The training of the base model of a fine-tuning."""
+        return replace(self, tuned="", lr=BASE_LR, tokens_per_parameter=2.5 * self.tokens_per_parameter)
 
     @property
     def parameters(self) -> int:
@@ -180,7 +196,10 @@ class Lane:
         self.arm, self.training, self.device = arm, training, device
         self._memory = GraphMemory(device) if memory is None and device.type == "cuda" else memory
         self.stream = self._memory.stream if self._memory else None
-        self.model = build(training.model, 0).to(device)
+        self.model = _model_of(training).to(device)
+        self.base: Mapping[str, Tensor] | None = None
+        """Weights that a fine-tuning starts from; None: the initial ones of a seed."""
+        self._answers = training.model.sequence // 2 if training.tuned else 0
         self._buffers = {name: (own, own.clone()) for name, own in self.model.named_buffers()}
         self._schedule = schedule_of(arm, training.steps)
         self._recipe: Recipe | None = None
@@ -189,6 +208,7 @@ class Lane:
             with self._streamed():  # the lane's GPU is the current one, as in every step
                 self._convert(recipe_of(arm))
         self._parameters = dict(self.model.named_parameters())
+        self._updates = {name: p.detach().clone() for name, p in self._parameters.items() if ".lora." in name}
         self._make_optimizer()
         self._make_buffers(text)
         if compiled:
@@ -198,13 +218,14 @@ class Lane:
         self._prepare()
 
     def _make_optimizer(self) -> None:
-        own, named = self.training, self._parameters.items()
+        own, named = self.training, [(name, p) for name, p in self._parameters.items() if p.requires_grad]
         groups: list[dict[str, Any]] = [
             {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": own.weight_decay},
             {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0},
         ]
+        groups = [group for group in groups if group["params"]]  # of LoRA's updates all are matrices
         self._lr = torch.zeros((), device=self.device)
-        states = states_of(self.arm)
+        states = states_of(self.arm) or ("fp32" if own.tuned else None)  # BF16 weights: with the bits of an FP32 master
         self.optimizer: torch.optim.Optimizer
         if states is None:
             self.optimizer = torch.optim.AdamW(groups, lr=self._lr, betas=own.betas, fused=True, capturable=True)
@@ -306,6 +327,8 @@ class Lane:
     def _step(self) -> None:
         starts_B = self._order.index_select(0, self._at).squeeze(0)
         inputs_BT, targets_BT = _split(self._text[starts_B[:, None] + self._offsets])
+        if self._answers:
+            targets_BT[:, : self._answers] = UNTRAINED
         self._lr.copy_(self._rates.index_select(0, self._at).squeeze(0))
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.model(inputs_BT, targets_BT)
@@ -328,7 +351,7 @@ class Lane:
         with torch.compiler.set_stance("force_eager"), torch.autocast(self.device.type, torch.bfloat16):
             logits_BTV = self.model(inputs_BT)
         losses_BT = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none")
-        self._scores.index_copy_(0, rows_B, losses_BT.view_as(targets_BT).mean(1))
+        self._scores.index_copy_(0, rows_B, losses_BT.view_as(targets_BT)[:, self._answers :].mean(1))
         self._at += 1
         self.model.train()
 
@@ -343,11 +366,14 @@ class Lane:
             self._rates.copy_(self.training.rates())
             self._restore(snapshot) if snapshot else self._reset(seed)
             if self.arm == CONTROL:
-                move(self._parameters.values(), torch.Generator().manual_seed(ULP_SEED + seed))
+                trained = [p for p in self._parameters.values() if p.requires_grad]
+                one_in = FEW if self.training.tuned else 1
+                move(trained, torch.Generator().manual_seed(ULP_SEED + seed), one_in)
         self._clear() if self.stream is None else None
 
     def _reset(self, seed: int) -> None:
-        for name, value in initial_weights(self.training.model, seed, self.training.outliers).items():
+        initial = self.base or initial_weights(self.training.model, seed, self.training.outliers)
+        for name, value in {**initial, **self._updates}.items():
             self._parameters[name].copy_(value)
         for buffer, initial in self._buffers.values():
             buffer.copy_(initial)
@@ -425,12 +451,26 @@ class Lane:
         """Names accepted by `heldout`."""
         return [name for name in self._graphs if name.startswith("heldout")]
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return a copy of the weights by name; waits for the stream of the lane."""
+        _wait([self])
+        return {name: p.detach().clone() for name, p in self._parameters.items()}
+
     def take_weights(self, source: Lane) -> None:
         """Overwrite the weights with those of a lane of the same size, whose stream must be synchronised."""
         with torch.no_grad(), self._streamed():
             torch._foreach_copy_([*self._parameters.values()], [*source._parameters.values()])
             for name, (buffer, _) in self._buffers.items():
                 buffer.copy_(source._buffers[name][0])
+
+
+def _model_of(training: Training) -> nn.Module:
+    """Return the model of a size; of a fine-tuning with BF16 weights, frozen ones beside the updates of LoRA."""
+    model = build(training.model, 0)
+    cast_weights("bf16" if training.tuned else "fp32", model)
+    if training.tuned == "LoRA":
+        add_lora(model, RANK, alpha=2.0 * RANK, layers="layers.*")
+    return model
 
 
 def _import_in_place(optimizer: AdamW, moments: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
@@ -472,16 +512,19 @@ def initial_weights(config: ModelConfig, seed: int, outliers: float = 1.0) -> di
 
 
 @torch.no_grad()
-def move(weights: Iterable[Tensor], generator: torch.Generator) -> None:
-    """Move every weight by one unit in the last place of BF16, up or down at random.
+def move(weights: Iterable[Tensor], generator: torch.Generator, one_in: int = 1) -> None:
+    """Move every weight, or one in so many at random, by one unit in the last place of BF16, up or down at random.
 
     A unit of FP32 suffices for a whole run, whose first steps magnify it a millionfold, but not for the second half of
     one, where differences hardly grow.
     """
     for weight in weights:
         up = torch.rand(weight.shape, generator=generator) < 0.5
-        exponent = torch.frexp(weight).exponent  # |weight| < 2^exponent, and BF16 has 8 bits
-        weight += torch.where(up, 1.0, -1.0).to(weight).ldexp(exponent - 8) * weight.ne(0)
+        moved = weight.ne(0)
+        if one_in > 1:
+            moved &= (torch.rand(weight.shape, generator=generator) < 1 / one_in).to(weight.device)
+        exponent = torch.frexp(weight.float()).exponent  # |weight| < 2^exponent, and BF16 has 8 bits
+        weight += torch.where(up, 1.0, -1.0).to(weight.device).ldexp(exponent - 8) * moved
 
 
 OUTLIERS_EVERY = 64

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 from cyclopts import Parameter
+from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.memory.forecast import GIB
 from octavo.models.factory import model_name
 from octavo_bench import bpe_text, ladder, ladder_plots, results, spreads
 from octavo_bench.evidence import stored_curve
-from octavo_bench.installed_text import InstalledText, installed_text
+from octavo_bench.installed_text import InstalledText, installed_text, tuning_texts
 from octavo_bench.kind import TO_STDOUT, Kind, Output, command_line, known
 from octavo_bench.ladder import FIRST_SEED, FRESH, PROTOCOL, SIZES, read_rows, report, under
 from octavo_bench.lanes import (
@@ -154,7 +155,7 @@ def command(
     conditions
         `whole`: recipes from the first step. `half`, `quarter`, `tenth`: from that share of the steps on, BF16 before.
         Harder with `+`: `lr2`, `lr4`, `batch4`, `outliers`; cheaper: `short`, a quarter of the tokens; given twice, a
-        sixteenth.
+        sixteenth. `tuned`, `lora`: fine-tuning of one base model with BF16 weights, all of them or updates of rank 8.
     recipes
         FP8 recipes, separated by commas; `none`: BF16 alone. Changes follow a recipe after `+`: keys of the recipe;
         `policy.`: tensors saved for backward or layers left in BF16; `run.last_share=`: share of the last steps with
@@ -204,7 +205,10 @@ class Study:
         self.found = [*found]
         self.machine = machine(self.device)
         self.sizes = [_Size(name, how, under(how, SIZES[name]), session.seeds) for name, how in trained]
-        self._made: dict[tuple[str, int, int, str], Lane] = {}
+        self._made: dict[tuple[str, int, int, str, str], Lane] = {}
+        self._compiled = session.compiled and self.device.type == "cuda"
+        self._base_text: InstalledText | None = None
+        self._bases: dict[str, dict[str, Tensor]] = {}
         for size in self.sizes:
             size.block = self._block_before(size)
         self._began = time.monotonic()
@@ -221,6 +225,7 @@ class Study:
         if on_gpu:
             self.say(f"kernels and graphs compiled ahead: {warming()}")
         text = text.on(self.device)  # other GPUs copy it from this one
+        self._train_bases()
         with allow_many_compilations():
             while (size := self._next()) is not None:
                 seed, arms = self._unmade(size, text.digest)
@@ -231,13 +236,18 @@ class Study:
                     yield rows
 
     def _text(self) -> InstalledText:
-        """Return the text of the session.
+        """Return the text of the session: of fine-tunings, that which their base models have not read.
 
         Raises:
-            ConfigError: its ids are not those of a size's vocabulary.
+            ConfigError: its ids are not those of a size's vocabulary, or fine-tunings are beside other conditions.
         """
-        named = self.session.text
-        text = installed_text(limit=self.session.text_limit) if named is None else bpe_text.read(named)
+        if len({bool(size.training.tuned) for size in self.sizes}) > 1:
+            raise ConfigError("--conditions: tuned and lora read another text than the others. Give them a session.")
+        named, limit = self.session.text, self.session.text_limit
+        if any(size.training.tuned for size in self.sizes):
+            self._base_text, text = tuning_texts(limit=limit)
+        else:
+            text = installed_text(limit=limit) if named is None else bpe_text.read(named)
         for size in self.sizes:
             if size.training.model.vocab != text.vocab:
                 raise ConfigError(
@@ -245,6 +255,18 @@ class Study:
                     f"{size.training.model.vocab}. Sizes in BPE, such as 3m-bpe, take --text; the others do not."
                 )
         return text
+
+    def _train_bases(self) -> None:
+        """Train the base model of each size that is fine-tuned, once for all its arms, seeds and conditions."""
+        for size in [size for size in self.sizes if size.training.tuned]:
+            training, began = size.training.base, time.monotonic()
+            if size.name not in self._bases and self._base_text is not None:
+                lane = Lane(BF16, training, self._base_text, self.device, compiled=self._compiled)
+                run_together([lane], FIRST_SEED)
+                self._bases[size.name] = lane.weights()
+                loss = float(lane.losses[-round(FRESH * training.steps) :].mean())
+                took = time.monotonic() - began
+                self.say(f"{size.name}: base of {training.tokens:,} tokens, loss {loss:.4f}, after {took:.1f} s")
 
     def say(self, line: str) -> None:
         """Report a line with the seconds since the start."""
@@ -338,15 +360,16 @@ class Study:
         Conditions of a size share lanes if they differ only in values that a lane reads from memory, not in the batch
         or the number of steps.
         """
-        places = {arm: (size.name, size.training.batch, size.training.steps, arm) for arm in arms}
+        own = size.training
+        places = {arm: (size.name, own.batch, own.steps, own.tuned, arm) for arm in arms}
         for arm in [arm for arm, place in places.items() if place not in self._made]:
             began = time.monotonic()
             on_gpu, device = self.device.type == "cuda", self._device_of(size, arm)
             if on_gpu and not size.training.together and device not in size.memories:
                 size.memories[device] = GraphMemory(device)
-            compiled, memory = self.session.compiled and on_gpu, size.memories.get(device)
+            memory = size.memories.get(device)
             try:
-                lane = Lane(arm, size.training, text, device, compiled=compiled, memory=memory)
+                lane = Lane(arm, own, text, device, compiled=self._compiled, memory=memory)
             except Exception as error:
                 rest = [other for other in self.arms if other != arm]
                 if arm == BF16 or {*rest} <= {BF16, CONTROL}:
@@ -354,6 +377,7 @@ class Study:
                 self.arms = rest
                 self.say(f"{size.name}, {arm}: left out: {results.failure(error)}")
             else:
+                lane.base = self._bases.get(size.name) if own.tuned else None
                 self._made[places[arm]] = lane
                 held = f", {torch.cuda.memory_reserved(device) / GIB:.1f} GiB of {device} held" if on_gpu else ""
                 self.say(f"{size.name}, {arm}: ready after {time.monotonic() - began:.1f} s{held}")
@@ -368,7 +392,7 @@ class Study:
 
     def _jobs(self) -> list[Job]:
         """Return the arms to compile ahead: each per model and batch for its GPU; the control compiles as BF16."""
-        sizes = {(size.training.model, size.training.batch): size for size in self.sizes}.values()
+        sizes = {(own.training.model, own.training.batch, own.training.tuned): own for own in self.sizes}.values()
         jobs = [
             Job(BF16 if arm == CONTROL else arm, size.training, self._device_of(size, arm))
             for size in sizes

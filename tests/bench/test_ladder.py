@@ -68,6 +68,39 @@ def test_recipes_of_another_forward_are_not_in_the_mean_and_displace_none(other:
     assert ladder.ALL not in [gap.arm for gap in ladder.gaps(beside)]
 
 
+def test_skewed_pairs_are_flagged_and_keep_their_verdict() -> None:
+    normal = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
+    cells = {
+        "symmetric": ladder.Gap("folded", normal, 0),
+        "one outlier": ladder.Gap("folded", (*normal, 0.6), 0),
+        "four pairs": ladder.Gap("folded", (0.01, 0.01, 0.01, 0.6), 0),
+        "equal": ladder.Gap("folded", (0.02,) * 6, 0),
+        "control": ladder.Gap(CONTROL, (*normal, 0.6), 0),
+    }
+    assert {name: gap.is_skewed for name, gap in cells.items()} == dict.fromkeys(cells, False) | {
+        "one outlier": True, "control": True
+    }  # fmt: skip
+    assert cells["one outlier"].flagged_verdict == f"{cells['one outlier'].verdict}, skewed"
+    assert cells["symmetric"].flagged_verdict == cells["symmetric"].verdict == "passes"
+    assert cells["control"].flagged_verdict == "skewed"
+    rows = [row for seed, gap in enumerate(cells["one outlier"].differences)
+            for row in block(seed, bf16=1.0, control=1.0, folded=1 + gap / 100)]  # fmt: skip
+    assert "skewed |" in ladder.report(rows)
+
+
+def test_the_bound_of_skewness_is_that_of_normal_pairs() -> None:
+    draws = np.random.default_rng(0).normal(size=(4000, 12))
+    flagged = np.mean([ladder.Gap("folded", tuple(own), 0).is_skewed for own in draws])
+    assert 0.02 < flagged < 0.07
+
+
+def test_blocks_of_several_versions_of_the_code_are_pooled_and_said() -> None:
+    rows = [*block(0, bf16=1.0, control=1.0, folded=1.0), *block(1, bf16=1.0, control=1.0, folded=1.0)]
+    assert "Blocks by code" not in ladder.report(rows)
+    newer = [*rows, *({**row, "package": "abc"} for row in block(2, bf16=1.0, control=1.0, folded=1.0))]
+    assert "Blocks by code: 2 of unrecorded code, 1 of abc." in ladder.report(newer)
+
+
 def test_a_model_served_in_fp8_is_beside_one_trained_in_bf16_and_quantised() -> None:
     """Both of its losses are the recipe's: what its forward pass costs is in both."""
     crossed = {"heldout_bf16_loss": 2.002, "heldout_of_bf16_loss": 2.01}

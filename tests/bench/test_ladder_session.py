@@ -25,6 +25,7 @@ def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     ids = torch.randint(9, (20_000,), generator=torch.Generator().manual_seed(0), dtype=torch.int16)
     own = InstalledText(ids, {"python": ids[:400], "english": ids[400:700]}, "digest")
     monkeypatch.setattr(parity, "installed_text", lambda limit: own)
+    monkeypatch.setattr(parity, "tuning_texts", lambda limit: (own, replace(own, heldout={"english": ids[:200]})))
     monkeypatch.setattr(parity, "COMMITTED", tmp_path / "none")
     for name in ("tiny", "moe-tiny"):
         monkeypatch.setitem(ladder.SIZES, name, replace(ladder.SIZES[name], tokens_per_parameter=0.1))
@@ -38,6 +39,24 @@ def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         return ladder.read_rows(tmp_path)
 
     return run
+
+
+def test_fine_tunings_of_a_session_share_their_base(session: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+    together = parity.run_together
+
+    def noted(lanes: list[parity.Lane], seed: int, **options: object) -> bool:
+        trained.extend((lane.arm, lane.training.tuned, seed) for lane in lanes)
+        return together(lanes, seed, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(parity, "run_together", noted)
+    rows = session(2, conditions="tuned,lora")
+    assert trained[0] == (BF16, "", parity.FIRST_SEED) and [own for own in trained if not own[1]] == trained[:1]
+    assert {row["condition"] for row in rows} == {"tuned", "lora"} and len(rows) == 2 * 2 * 3
+    assert {(*row["by_language"],) for row in rows} == {("english",)}
+    assert session(2, conditions="tuned,lora") == rows
+    with pytest.raises(ConfigError, match="Give them a session"):
+        session(1, conditions="half,lora")
 
 
 def figures(rows: list[Row]) -> list[Row]:

@@ -256,6 +256,10 @@ def test_a_moved_weight_is_finite_and_one_unit_of_bf16_away() -> None:
                 ((after.double() - before.double()).abs() / unit).round(decimals=3), torch.ones_like(unit)
             )
             assert 0.4 < (after > before).double().mean() < 0.6 or before.numel() < 1000
+    weight = torch.randn(100, 100).bfloat16()
+    moved = [weight.clone()]
+    move(moved, torch.Generator().manual_seed(0), 50)
+    assert 100 < int((moved[0] != weight).sum()) < 300
     zero = torch.zeros(3)
     move([zero], torch.Generator())
     assert torch.equal(zero, torch.zeros(3))
@@ -318,6 +322,56 @@ def test_an_arm_is_a_recipe_and_what_differs_from_it() -> None:
         recipe_of("folded+wgrad")
     with pytest.raises(ConfigError, match=r"wgrad.*exactness"):
         recipe_of("folded+wgrad.exactness=bf16")
+
+
+@pytest.fixture(scope="module", params=["tuned", "lora"])
+def tuned(request: pytest.FixtureRequest) -> tuple[ladder.Training, dict[str, torch.Tensor]]:
+    """Return a fine-tuning of some steps, and the weights of its base model."""
+    own = ladder.under(request.param, replace(TINY, tokens_per_parameter=0.1))
+    own = own.of_steps(8)
+    base = Lane(BF16, own.base, text(), CPU)
+    assert run_together([base], 0) and float(base.losses[-1]) < float(base.losses[0])
+    return own, base.weights()
+
+
+def test_a_fine_tuning_starts_from_its_base_and_is_its_seeds_alone(
+    tuned: tuple[ladder.Training, dict[str, torch.Tensor]],
+) -> None:
+    own, base = tuned
+    runs: dict[str, torch.Tensor] = {}
+    for arm in (BF16, CONTROL, "folded", "rotated", "rotated+run.disabled=yes"):
+        lane = Lane(arm, own, text(), CPU)
+        lane.base = base
+        runs[arm] = finish(lane, 0)
+        assert not torch.equal(finish(lane, 1), runs[arm])  # another order of the windows
+        assert torch.equal(finish(lane, 0), runs[arm])
+        frozen = {name: p for name, p in lane.model.named_parameters() if not p.requires_grad}
+        assert bool(frozen) == (own.tuned == "LoRA") == any(".lora." in name for name in lane.weights())
+        assert all(torch.equal(p, base[name].bfloat16()) for name, p in frozen.items())
+        assert {p.dtype for name, p in lane.model.named_parameters() if ".lora." not in name} == {torch.bfloat16}
+    assert torch.equal(runs["rotated+run.disabled=yes"], runs[BF16])
+    assert len({tuple(losses.tolist()) for losses in runs.values()}) == len(runs) - 1
+    assert all(torch.allclose(losses, runs[BF16], rtol=2e-3) for losses in runs.values())
+
+
+def test_the_loss_of_a_fine_tuning_is_that_of_the_second_half_of_a_window(
+    tuned: tuple[ladder.Training, dict[str, torch.Tensor]],
+) -> None:
+    own, base = tuned
+    lane = Lane(BF16, replace(own, lr=0.0), text(), CPU)
+    lane.base = base
+    losses, starts = finish(lane, 0), order(own, (len(text().train) - 1) // own.model.sequence, 0)[0]
+    windows = text().train[starts[:, None] + torch.arange(own.model.sequence + 1)].long()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = lane.model(windows[:, :-1]).float()
+    half = own.model.sequence // 2
+    expected = torch.nn.functional.cross_entropy(logits[:, half:].flatten(0, 1), windows[:, 1:][:, half:].flatten())
+    assert float(losses[0]) == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_a_fine_tuning_does_not_branch() -> None:
+    with pytest.raises(ConfigError, match="starts from its base model"):
+        ladder.under("half+lora", TINY)
 
 
 WIDE = replace(TINY, model=replace(TINY.model, dim=64, ffn=128), branch=0.5).of_steps(8)
