@@ -27,9 +27,8 @@ def name_of(check: str) -> str:
 
 def named() -> set[str]:
     """Return the checks that the page names, without result files and pages."""
-    return {
-        check for check in re.findall(r"`([^`]+)`", PAGE.read_text(encoding="utf-8")) if re.search(r"\.py\b", check)
-    }
+    quoted = re.findall(r"`([^`]+)`", PAGE.read_text(encoding="utf-8"))
+    return {check for check in quoted if re.match(r"tests/.*\.py\b", check)}
 
 
 def passed() -> dict[str, list[str]]:

@@ -31,8 +31,9 @@ if not torch.cuda.is_available():
 
 sys.path.append(str(Path(__file__).parent / "distributed"))
 sys.path.append(str(Path(__file__).parent))
-import checks
 import judged  # noqa: F401  before octavo.conversion
+
+import checks
 
 torch.set_num_threads(min(2, os.cpu_count() or 1, int(os.environ["OMP_NUM_THREADS"])))
 

@@ -13,8 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-import checks
 import pytest
+
+import checks
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/reference/capabilities.md"
@@ -59,7 +60,7 @@ def ran(row: Capability) -> bool:
     """Return whether a check of a row passed in the last recorded run of some machine, or is a result."""
     passed = checks.passed()
     return any(
-        not check.endswith(".py") and "::" not in check or checks.name_of(check) in passed for check in row.checks
+        (not check.endswith(".py") and "::" not in check) or checks.name_of(check) in passed for check in row.checks
     )
 
 

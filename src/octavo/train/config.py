@@ -130,8 +130,8 @@ class LoopConfig:
     """FP8 recipe: a name listed by `octavo recipes`, or the path of a recipe file."""
     defaults: Literal["octavo", "guides"] = "octavo"
     """`guides` starts a run as guides on FP8 do: `delayed` (not with `weights = "fp8"`), a dynamic loss scale (not with
-    FP8 gradients, which have scales of their own), `optimizer.weight_decay` 0.01 and `optimizer.min_lr` 0.01 as defaults
-    of those keys. What a file or a flag sets itself stays."""
+    FP8 gradients, which have scales of their own), `optimizer.weight_decay` 0.01 and `optimizer.min_lr` 0.01 as
+    defaults of those keys. What a file or a flag sets itself stays."""
     level: Literal[0, 1, 2, 3] = 0
     """FP8-LM's levels as defaults of other keys, each with those before it. 1: gradients and their reduction; 2: the
     optimizer's states; 3: weights, and what ranks send. What a file or a flag sets itself stays."""
