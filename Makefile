@@ -24,7 +24,7 @@ endif
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test clients kernels lint format types layers tables docs site sdist wheel check wheels clean
+.PHONY: help demo test latest clients kernels lint format types layers tables docs site sdist wheel check wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,10 @@ demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 baseline on r
 test: $(VENV)/installed-dev ## run every test but those of other libraries
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder --ignore=tests/integrations
+
+latest: ## the tests with the newest PyTorch, in an environment of its own, for the doctor's list
+	$(MAKE) test VENV=$(VENV)-latest PIP_FLAGS='--upgrade --upgrade-strategy eager'
+	$(VENV)-latest/bin/python .ci/tested.py
 
 clients: $(VENV)/installed-dev ## the training loops of others, at pinned versions; LATEST=1: at the newest ones
 	@$(PIP_INSTALL) -e '.[dev,clients]'

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from octavo.doctor import software
-from octavo.doctor.check import run_check
+from octavo.doctor.check import Verdict, run_check
 from octavo.doctor.software import SLOW, DriverReadings, driver, variables
 from octavo.doctor.subjects import Machine
 
+ROOT = Path(__file__).parents[2]
+_ANY = (0,)
 GOOD = {"octavo": "0.1.0", "python": "3.12.3", "torch": "2.11.0+cu130", "cuda": "13.0", "triton": "3.6.0"}
 
 
@@ -21,9 +25,9 @@ GOOD = {"octavo": "0.1.0", "python": "3.12.3", "torch": "2.11.0+cu130", "cuda": 
         ({}, "ok", "torch 2.11.0+cu130"),
         ({"triton": None}, "ok", "tested"),
         ({"torch": "2.10.2"}, "failure", "torch 2.10.2 is too old"),
-        ({"torch": "2.14.0.dev20261101"}, "warning", "torch 2.14.0.dev20261101 was not tested"),
+        ({"torch": "2.99.0.dev20261101"}, "warning", "torch 2.99.0.dev20261101 was not tested"),
         ({"triton": "3.3.1"}, "failure", "triton 3.3.1 is too old"),
-        ({"triton": "3.8.0"}, "warning", "triton 3.8.0 was not tested"),
+        ({"triton": "3.98.0"}, "warning", "triton 3.98.0 was not tested"),
         ({"python": "3.10.14"}, "failure", "too old"),
         ({"torch": "2.14.0", "triton": "3.3.1"}, "failure", "triton 3.3.1"),
     ],
@@ -35,9 +39,36 @@ def test_versions_are_held_against_what_is_known(versions: dict[str, str | None]
 
 
 def test_without_a_gpu_no_triton_is_warned_of() -> None:
-    found = software.software.look(({**GOOD, "triton": "3.9.0"}, False))
-    assert found.verdict == "ok" and "triton 3.9.0" in found.seen
-    assert "not tested" not in run_check(software.software, Machine(torch.device("cpu"))).finding.seen
+    found = software.software.look(({**GOOD, "triton": "3.99.0"}, False))
+    assert found.verdict == "ok" and "triton 3.99.0" in found.seen
+    assert "triton" not in software.software.look(({**GOOD, "torch": "2.99.0", "triton": "3.99.0"}, False)).seen
+    seen = run_check(
+        software.software, Machine(torch.device("cpu"))
+    ).finding.seen  # of these versions, whatever they are
+    assert "triton" not in seen or seen.endswith("tested")
+
+
+def test_the_list_of_tested_versions_has_what_these_tests_run_with_at_least_once_they_passed() -> None:
+    """`make latest` adds newer ones; the pinned ones are there."""
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None and pinned[1] in software.TESTED["torch"]
+    for package, versions in software.TESTED.items():
+        assert versions == sorted(versions, key=lambda v: [*map(int, v.split("."))]), package
+        above = software._after(package)
+        assert software._is_between(software.Known(package, _ANY, above, Verdict.OK, "", ""), versions[-1])
+        assert not software._is_between(
+            software.Known(package, _ANY, above, Verdict.OK, "", ""), f"{above[0]}.{above[1]}"
+        )
+
+
+def test_versions_that_passed_are_added_in_order() -> None:
+    spec = importlib.util.spec_from_file_location("tested", ROOT / ".ci" / "tested.py")
+    assert spec is not None and spec.loader is not None
+    tested = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tested)
+    now = tested.added({"torch": ["2.9", "2.13"], "triton": ["3.6"]}, {"torch": "2.14.1+cpu"})
+    assert now == {"torch": ["2.9", "2.13", "2.14"], "triton": ["3.6"]}
+    assert tested.added(now, {"torch": "2.13.0"}) == now
 
 
 def test_the_fault_of_triton_that_octavo_avoids_is_known() -> None:

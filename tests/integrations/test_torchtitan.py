@@ -1,8 +1,9 @@
 """The debug model of torchtitan, trained by its own Trainer, with Octavo's converter in its config."""
 
+import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("torchtitan", reason="needs torchtitan (octavo[titan])")
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.linear import Linear as TitanLinear
 from torchtitan.models.llama3 import model_registry
+from torchtitan.protocols import model as model_protocols
 
 import octavo
 from octavo import kernels
@@ -64,6 +66,25 @@ def test_its_blocks_compute_as_converted_ones_also_under_activation_checkpointin
     expected_y.square().mean().backward()
     assert torch.equal(y, expected_y)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(layer.parameters(), expected.parameters(), strict=True))
+
+
+def test_the_base_class_is_found_where_newer_versions_have_it(monkeypatch):
+    """Since September 2026 it is in `torchtitan.config.transform`, with the same interface."""
+
+    class Moved(model_protocols.ModelConfigConverter):
+        pass
+
+    moved = ModuleType("torchtitan.config.transform")
+    moved.ModelConfigConverter = Moved
+    monkeypatch.setitem(sys.modules, "torchtitan.config.transform", moved)
+    monkeypatch.delattr(model_protocols, "ModelConfigConverter")
+    spec = importlib.util.find_spec("octavo.integrations.torchtitan")
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "octavo_integrations_torchtitan_again", again)
+    spec.loader.exec_module(again)
+    assert issubclass(again.OctavoConverter, Moved)
+    config = again.OctavoConverter.Config(recipe="rowwise", filter_fqns=["*.w2"])
+    assert isinstance(config, Moved.Config) and config.recipe == "rowwise"
 
 
 class CPU:

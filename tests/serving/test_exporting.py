@@ -288,6 +288,10 @@ def test_layers_that_no_format_stores_are_named(tmp_path):
     message = r"in FP8, but .* no layer of it, such as 'transformer.h.0.attn.c_attn': .*\(K, N\).*'plain'"
     with pytest.raises(UnsupportedError, match=message):
         export(model, tmp_path / "out")
+    export(model, tmp_path / "out", "plain", dtype=torch.float32)
+    again, ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), torch.arange(8)[None]
+    with octavo.disabled(model.eval()), torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_rotated_integers_are_written_with_their_rotation(make_llama, tmp_path):

@@ -54,6 +54,54 @@ def test_it_computes_what_was_trained(make_llama, tmp_path, recipe, least):
     assert error(served, trained) < least * error(high, trained)
 
 
+def of_library(stem, **more):
+    """Return a small causal language model of transformers and its tokens."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | more
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}
+    config = getattr(transformers, f"{stem}Config")(**sizes)
+    return getattr(transformers, f"{stem}ForCausalLM")(config).eval(), torch.randint(3, 90, (2, 16))
+
+
+class Token(torch.nn.Module):
+    """A layer that sees its input as (1, T, D), of which compressed-tensors scales each token."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.weight = layer, layer.weight
+
+    def forward(self, x):
+        return self.layer(x.reshape(1, -1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+LATENT = {
+    "intermediate_size": 128, "n_routed_experts": 4, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stem", "more", "scales_several_tokens"),
+    [
+        ("OPT", {"ffn_dim": 128, "word_embed_proj_dim": 64}, True),  # its fc1 and fc2 read (B T, D)
+        ("DeepseekV3", LATENT, True),  # its kv_b_proj reads (B, 1, T, D)
+        ("Olmo2", {"intermediate_size": 128}, False),
+    ],
+)
+def test_what_deviates_from_training_is_one_scale_for_many_tokens(stem, more, scales_several_tokens, tmp_path):
+    """compressed-tensors, as transformers runs it, takes the first two dimensions of an input for its tokens."""
+    model, tokens = of_library(stem, **more)
+    octavo.convert(model, ROWWISE, policy=octavo.Policy(min_gain=0))
+    export(model, tmp_path / "out", dtype=torch.float32)
+    served, trained, high = logits_of(load(tmp_path / "out"), model, tokens)
+    assert (error(served, trained) > 0.1 * error(high, trained)) is scales_several_tokens
+    engine = load(tmp_path / "out")
+    for name, layer in [*engine.named_modules()]:
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            engine.set_submodule(name, Token(layer))
+    assert error(logits_of(engine, model, tokens)[0], trained) < 1e-4 * error(high, trained)
+
+
 def test_rotated_integers_are_what_was_trained(make_llama, tmp_path):
     """Weights are equal, inputs rounded alike but for their scale: amax / 127.5 where Octavo has amax / 127."""
     model, tokens = make_llama("rotated"), torch.randint(256, (2, 48))
@@ -117,7 +165,7 @@ def test_experts_that_lie_in_one_tensor_are_noted(tmp_path):
     config = transformers.MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, num_local_experts=2)
     model, tokens = transformers.AutoModelForCausalLM.from_config(config).float(), torch.randint(256, (2, 16))
     octavo.convert(model, ROWWISE, policy=octavo.Policy(keep=["*.experts"]))
-    (note,) = export(model, tmp_path / "out", dtype=torch.float32).notes
+    (note, _) = export(model, tmp_path / "out", dtype=torch.float32).notes  # the other: no tokenizer
     assert "model.layers.0.mlp.experts.gate_up_proj contains all experts" in note
     served, trained, high = logits_of(load(tmp_path / "out"), model, tokens)
     assert error(served, trained) < 0.01 * error(high, trained)

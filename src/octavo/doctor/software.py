@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -29,16 +30,36 @@ class Known(NamedTuple):
 
 
 _ANY, _END = (0,), (9999,)
+TESTED: dict[str, list[str]] = json.loads((Path(__file__).parent / "tested.json").read_text(encoding="utf-8"))
+"""Package -> minor versions, ascending, that the tests passed with: of torch and Python whatever continuous integration
+ran (`.ci/tested.py` adds them), of Triton those that a GPU ran."""
+
+
+def _after(package: str) -> tuple[int, ...]:
+    """Return the first version that is newer than any tested one."""
+    *others, last = map(int, TESTED[package][-1].split("."))
+    return *others, last + 1
+
+
+def _tested(package: str) -> str:
+    """Return the tested versions of a package, as text."""
+    first, last = TESTED[package][0], TESTED[package][-1]
+    return last if first == last else f"{first} to {last}"
+
+
 KNOWN = (
     Known("torch", _ANY, (2, 11), Verdict.FAILURE, "is too old for Octavo", "Install torch 2.11 or newer."),
-    Known("torch", (2, 14), _END, Verdict.WARNING, "was not tested", "Use torch 2.11 to 2.13 if possible."),
+    Known(
+        "torch", _after("torch"), _END, Verdict.WARNING, "was not tested",
+        f"Use torch {_tested('torch')} if possible.",
+    ),
     Known("triton", _ANY, (3, 4), Verdict.FAILURE, "is too old for Octavo's kernels", "Install triton 3.4 or newer."),
     Known(
         "triton", (3, 4), (3, 6), Verdict.WARNING, "was not tested on a GPU",
         "The check 'triton kernels' tests whether it compiles them correctly; triton 3.6 does.",
     ),
     Known(
-        "triton", (3, 7), _END, Verdict.WARNING, "was not tested",
+        "triton", _after("triton"), _END, Verdict.WARNING, "was not tested",
         "The check 'triton kernels' tests whether it compiles them correctly; triton 3.6 does.",
     ),
     Known(
@@ -46,7 +67,10 @@ KNOWN = (
         "stores transposed byte tiles wrongly (triton issue 11111); Octavo's kernels avoid such stores", "",
     ),
     Known("python", _ANY, (3, 11), Verdict.FAILURE, "is too old", "Install Python 3.11 or newer."),
-    Known("python", (3, 14), _END, Verdict.WARNING, "was not tested", "Use Python 3.11 to 3.13 if possible."),
+    Known(
+        "python", _after("python"), _END, Verdict.WARNING, "was not tested",
+        f"Use Python {_tested('python')} if possible.",
+    ),
 )  # fmt: skip
 """Versions known to be bad, or untested. To add one, add a line."""
 
@@ -64,7 +88,7 @@ OPTIONAL = {
 @check(
     "versions",
     symptom="an error or wrong numbers right after installation",
-    remedy="Install versions that were tested together: torch 2.11 to 2.13 with triton 3.6.",
+    remedy=f"Install versions that were tested together: torch {_tested('torch')} with triton {_tested('triton')}.",
     read=lambda machine: (versions(), machine.device.type == "cuda"),
 )
 def software(read: tuple[Mapping[str, str | None], bool]) -> Finding:

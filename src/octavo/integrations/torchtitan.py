@@ -6,10 +6,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
-from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.tools.logging import logger
 
 from octavo.conversion import Policy, convert
+
+try:  # where it is in torchtitan since September 2026
+    from torchtitan.config.transform import ModelConfigConverter
+except ImportError:
+    from torchtitan.protocols.model import ModelConfigConverter
 
 
 class OctavoConverter(ModelConfigConverter):

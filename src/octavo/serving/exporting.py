@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError, OctavoError, UnsupportedError, did_you_mean
 from octavo.nn.modules import unwrapped_name
 from octavo.serving import files
+from octavo.serving.companions import GENERATION, NO_TOKENIZER, companions, has_tokenizer
 from octavo.serving.engine_models import engine_model, unwrapped
 from octavo.serving.formats import COMPRESSED_TENSORS, FORMATS, Format
 from octavo.serving.layers import NOT_STORED, ServedLayer, served_experts, served_layers, unserved_layers
@@ -70,6 +71,7 @@ def export(
     overwrite: bool = False,
     config: Mapping[str, Any] | None = None,
     texts: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
 ) -> Exported:
     """Write a model for inference engines, with the codes and scales of FP8 layers that fprop reads, byte for byte.
 
@@ -86,6 +88,9 @@ def export(
         overwrite: replace an existing exported model.
         config: additional entries of config.json.
         texts: additional JSON files by name, such as a tokenizer's.
+        tokenizer: a tokenizer or processor of transformers, or a directory with its files, chat template included. By
+            default those in the directory that a model of transformers was loaded from; its `generation_config` is
+            always written.
 
     Raises:
         ConfigError: an unknown format, no layer in FP8, or the directory is not empty.
@@ -103,7 +108,9 @@ def export(
     quantization = {} if stored.writer is None else {"quantization_config": stored.writer.config(renamed, others)}
     tensors = {name: tensor.cpu() for name, tensor in stored.tensors()}
     tensors |= {} if stored.writer is None else stored.writer.constants(renamed)
-    contents = {"config.json": {**target.config, **(config or {}), **quantization}, **(texts or {})}
+    more = {**companions(stored.model, tokenizer), **(texts or {})}
+    contents = {"config.json": {**target.config, **(config or {}), **quantization}, **more}
+    missing = (NO_TOKENIZER,) if GENERATION in more and not has_tokenizer(more) else ()
     return Exported(
         directory=str(directory),
         format=format,
@@ -111,7 +118,7 @@ def export(
         files=files.write(Path(directory), tensors, contents, overwrite=overwrite),
         fp8_layers={layer.name: layer.kind for layer in renamed},
         other_layers=others,
-        notes=notes(renamed, others, tensors),
+        notes=(*notes(renamed, others, tensors), *missing),
     )
 
 

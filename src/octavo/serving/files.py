@@ -46,13 +46,13 @@ def write(
     overwrite: bool = False,
     part_bytes: int = PART_BYTES,
 ) -> dict[str, int]:
-    """Write tensors and JSON files into a new directory; return the bytes of each file by its name.
+    """Write tensors and other files into a new directory; return the bytes of each file by its name.
 
     An exported model that is replaced is there until the new one is complete (`put_in_place`).
 
     Args:
         tensors: tensors by name, written in this order.
-        texts: JSON files by name.
+        texts: contents of other files by name: bytes as they are, everything else as JSON.
         overwrite: replace an existing exported model.
 
     Raises:
@@ -66,7 +66,10 @@ def write(
         remove(temporary)
         temporary.mkdir(parents=True)
         for name, text in texts.items():
-            _write_json(temporary / name, text)
+            if isinstance(text, bytes):
+                (temporary / name).write_bytes(text)
+            else:
+                _write_json(temporary / name, text)
         _write_tensors(temporary, tensors, part_bytes)
         for path in temporary.iterdir():
             flush(path)
