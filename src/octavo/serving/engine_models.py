@@ -1,7 +1,7 @@
 """Models as engines know them: the names of their tensors, and config.json.
 
 A model may say so by itself: its method `stored_form` returns the exported name of a module and config.json, or None. A
-Llama of `octavo.models` is a `LlamaForCausalLM`, or with its options a Qwen's. Hugging Face's models keep their names.
+Llama of `octavo.models` is a `LlamaForCausalLM`, or a Qwen's with its options. Hugging Face's keep their names.
 """
 
 from __future__ import annotations
