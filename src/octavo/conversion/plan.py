@@ -33,6 +33,8 @@ class Plan:
     """Full name of each module of experts in FP8 -> roles of its parameters."""
     policy: Policy = field(default_factory=Policy, repr=False)
     """The policy of this plan."""
+    instead: str = ""
+    """Why the recipe is not the default, if the user named none; empty otherwise."""
     allow_reference: bool = False
     """Whether `convert` was asked to run reference kernels on a GPU."""
     refused: str = ""
@@ -95,6 +97,7 @@ class Plan:
         layers = [asdict(layer) for layer in self.layers]
         structures = [asdict(pattern) for pattern in self.structures]
         said: dict[str, Any] = {
+            "instead": self.instead,
             "unapplied": self.unapplied,
             "notes": self.notes,
             "refused": self.refused,
@@ -114,8 +117,9 @@ def table(plan: Plan) -> list[str]:
 
 
 def header(plan: Plan) -> list[str]:
-    """Return the lines above a plan's table: what keeps all of it from running, if anything."""
-    return [plan.refused, ""] if plan.refused else []
+    """Return the lines above a plan's table: what keeps all of it from running, and from the default recipe."""
+    said = [*filter(None, (plan.refused, plan.instead))]
+    return [*said, ""] if said else []
 
 
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:

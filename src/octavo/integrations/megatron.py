@@ -12,8 +12,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.nn.default_recipe import recipe_of_layer
 from octavo.nn.functional import linear
-from octavo.recipes import RecipeLike, load
+from octavo.recipes import Recipe, RecipeLike, load
 
 
 class _InFP8:
@@ -24,11 +25,11 @@ class _InFP8:
             summed inside Megatron's own product.
     """
 
-    def __init__(self, *args: Any, config: Any, recipe: RecipeLike = "folded", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, config: Any, recipe: RecipeLike | None = None, **kwargs: Any) -> None:
         if config.gradient_accumulation_fusion:
             raise UnsupportedError("gradient_accumulation_fusion: Megatron's product would be BF16. Set it to False.")
         super().__init__(*args, config=config, **kwargs)  # type: ignore[call-arg]
-        self.recipe = load(recipe)
+        self.recipe = recipe_of_layer(recipe, self.weight.shape[1], self.weight.device)  # type: ignore[attr-defined]
         if self.recipe.has_stored_scales:
             raise UnsupportedError(
                 f"recipe '{self.recipe.name}' stores scales, which a Megatron layer has no place for."
@@ -80,24 +81,24 @@ _CLASSES = {
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
 
-def fp8_spec(spec: Spec, recipe: RecipeLike = "folded") -> Spec:
+def fp8_spec(spec: Spec, recipe: RecipeLike | None = None) -> Spec:
     """Return the spec of a layer or a block with Megatron's parallel layers in FP8; the spec given stays as it is.
 
     Args:
         spec: with Megatron's own layers, as `get_gpt_layer_local_spec` returns it, or `get_gpt_decoder_block_spec`
             without Transformer Engine. Embedding and head are in none.
-        recipe: one that keeps no scales from step to step.
+        recipe: one that keeps no scales from step to step; None: the default of each layer.
 
     Raises:
         ConfigError: the spec has no such layer, as that of Transformer Engine has none.
     """
     found = copy.deepcopy(spec)
-    if not _replace(found, load(recipe)):
+    if not _replace(found, None if recipe is None else load(recipe)):
         raise ConfigError("fp8_spec: no layer of Megatron's own in this spec. Start from get_gpt_layer_local_spec().")
     return found
 
 
-def _replace(node: Any, recipe: RecipeLike) -> int:
+def _replace(node: Any, recipe: Recipe | None) -> int:
     """Replace the layers below a spec in place, and return how many there were."""
     if isinstance(node, list | tuple):  # the layers of a block
         return sum(_replace(each, recipe) for each in node)
