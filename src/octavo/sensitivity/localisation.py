@@ -18,7 +18,7 @@ from octavo.conversion.default_recipe import choose
 from octavo.conversion.policy import Policy
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.nn.scaling_state import scales as kept_scales
-from octavo.recipes import RecipeLike, load
+from octavo.recipes import RecipeLike
 from octavo.sensitivity import times
 from octavo.sensitivity.gradient import backward_passes, cosines
 from octavo.sensitivity.loss import FORWARD_BACKWARD, UNCHANGED, Change, Loss, loss_changes
