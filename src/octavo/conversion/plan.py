@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 from octavo._util.terminal import columns, quantity
@@ -197,11 +198,16 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
     for layer in layers:
         kind = "" if layer.kind == "linear" else f", {layer.kind}"
         shape, gain = "{} x {}{}".format(*layer.shape, kind), f"{layer.gain:.2f}" if layer.gain else "-"
-        kernels = layer.kernels.split(" / ")
-        precision = (f"3 x {kernels[0]}" if len({*kernels}) == 1 else layer.kernels) if layer.is_fp8 else "bf16"
+        precision = _kernels(layer.kernels) if layer.is_fp8 else "bf16"
         key = (_starred(layer.name), shape, layer.recipe, precision, gain, layer.reason)
         groups.setdefault(key, []).append(layer.name)
     return [(_counted(key[0], names), *key[1:]) for key, names in groups.items()]
+
+
+def _kernels(names: str) -> str:
+    """Return the kernels of the three GEMMs; neighbours that are alike are one, with a count."""
+    alike = [(name, len([*same])) for name, same in groupby(names.split(" / "))]
+    return " / ".join(name if count == 1 else f"{count} x {name}" for name, count in alike)
 
 
 def commonest_reason(layers: tuple[LayerPlan, ...], unconverted: tuple[Unconverted, ...] = ()) -> str:

@@ -56,6 +56,18 @@ def gemm_kernel(device: torch.device | str, a: tuple[str, str], b: tuple[str, st
     return kernel.name, refused
 
 
+def check_present(device: torch.device) -> None:
+    """Check that there is such a device, whose kernels would be unknown otherwise; nothing of one planned for.
+
+    Raises:
+        UnsupportedError: it is a CUDA device, and there is none.
+    """
+    if device.type == "cuda" and not is_planning() and not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"no CUDA device is available. Plan for the CPU, or for a GPU by name: {', '.join(GPUS)}."
+        )
+
+
 def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Quantized:
     """Return the smallest operand of a granularity and format. A folded operand has a single scale in the GEMM.
 
@@ -67,8 +79,5 @@ def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Qua
         with FakeTensorMode():
             codes = torch.empty(128, 128, dtype=format_named(fmt).dtype, device="cuda")
             return Quantized(codes, torch.empty(tile.scale_shape(128, 128), device="cuda", dtype=torch.float32), tile)
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"no CUDA device is available. Plan for the CPU, or for a GPU by name: {', '.join(GPUS)}."
-        )
+    check_present(torch.device(device))
     return quantize(torch.ones(128, 128, device=device, dtype=torch.float32), format_named(fmt), tile)

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from octavo import __version__
 from octavo._util import terminal
-from octavo._util.recipe_names import DEFAULT, FALLBACK
+from octavo._util.recipe_names import FALLBACK
 from octavo._util.terminal import quantity
 from octavo.guard.alarms import GuardEvent
 from octavo.train import events
@@ -33,7 +33,7 @@ _ROWS = 12
 SLOW_ON_A_CPU = "CPUs emulate FP8: slower than BF16 here, with the same numerics as on a GPU"
 _WIDTH = 11
 NOT_KNOWN = "-"
-OTHERS = (DEFAULT, FALLBACK, "block", "rowwise")
+OTHERS = (FALLBACK, "block", "rowwise")
 """Recipes to try next."""
 
 
