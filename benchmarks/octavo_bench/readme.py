@@ -457,8 +457,8 @@ def _recipe(implementation: str) -> str:
 
 
 def _machine(hardware: str) -> str:
-    """Return the short name of a GPU: H200 of `nvidia-h200`, H100 of `nvidia-h100-80gb-hbm3`."""
-    return hardware.removeprefix("nvidia-").partition("-")[0].upper()
+    """Return the short name of a GPU: H200 of `nvidia-h200, torch 2.11.0`, H100 of `nvidia-h100-80gb-hbm3`."""
+    return hardware.removeprefix("nvidia-").partition(",")[0].partition("-")[0].upper()
 
 
 def _parameters(model: str) -> str:

@@ -250,7 +250,10 @@ def test_a_run_without_a_recipe_has_the_default() -> None:
         ({"run": {"weights": "fp8"}}, "weights stored in FP8"),
         ({"run": {"level": 3}}, "weights stored in FP8"),
         ({"model": {"architecture": "moe"}}, "not of experts"),
-        ({"model": {"dim": 192, "heads": 2, "ffn": 512}, "parallel": {"tensor": 2}}, "cut blocks of the rotation of 192 inputs"),
+        (
+            {"model": {"dim": 192, "heads": 2, "ffn": 512}, "parallel": {"tensor": 2}},
+            "cut blocks of the rotation of 192 inputs",
+        ),
     ],
 )
 def test_what_the_default_refuses_is_trained_by_folded_and_said(sections: dict[str, Any], why: str) -> None:
