@@ -158,8 +158,8 @@ def _accuracy(measured: Measured) -> str:
         (gap, *_), rows = study
         model, tokens = rows[0]["model"], rows[0]["tokens"]
         half = ", in FP8 from half of the run on" if rows[0]["condition"] == "half" else ""
-        pairs = len(gap.differences)
-        return f"{_gap_line(gap.arm, gap.mean, gap.half_width, pairs, model, tokens)}{half}, {_on(rows)}."
+        line = _gap_line(gap.arm, gap.mean, gap.half_width, len(gap.differences), model, tokens)
+        return f"{line}{half}, {_on(rows)}."
     studies = _pairs(measured)
     if not studies:
         return ""
@@ -415,8 +415,8 @@ def _losses(measured: Measured) -> Iterator[Sequence[str]]:
         for gap in gaps:
             found = [(block[BF16][loss], block[gap.arm][loss]) for block in ladder.blocks(rows) if gap.arm in block]
             change = f"{gap.mean:+z.2f} % ± {gap.half_width:.2f} %"
-            arm, pairs = _ARMS.get(gap.arm, f"`{gap.arm}`"), f"{len(gap.differences)} pairs {_on(rows)}"
-            yield name, *_means(found), arm, change, pairs
+            arm = _ARMS.get(gap.arm, f"`{gap.arm}`")
+            yield name, *_means(found), arm, change, f"{len(gap.differences)} pairs {_on(rows)}"
     for model, tokens, pairs in _pairs(measured)[-1:]:
         interval, each = over_seeds(_gaps(pairs)), [f"{gap:+z.2f} %" for gap in _gaps(pairs)]
         change = f"{interval.mean:+z.2f} % ± {interval.half_width:.2f} %" if len(pairs) > 2 else ", ".join(each)

@@ -31,7 +31,6 @@ from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import architecture, on_gpu, planning_for, rates
 from octavo.kernels.explain import check_present
 from octavo.kernels.integer import unsupported_reason_device
-from octavo.nn.default_recipe import SMALLEST_ROTATION
 from octavo.nn.experts import FIRST, SECOND
 from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed
@@ -114,6 +113,10 @@ def _refusal(device: torch.device) -> str:
     if reason is None:
         return ""
     return f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
+
+
+SMALLEST_ROTATION = 16
+"""Smallest block whose rotation spreads outliers enough for INT8: narrower layers compute fprop in FP8."""
 
 
 def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device) -> str:

@@ -23,7 +23,6 @@ from octavo.errors import ConfigError
 from octavo.kernels.ledger import warn_once
 from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.calibration_file import check
-from octavo.nn.default_recipe import recipe_of_layer
 from octavo.nn.first_call import AWAITS_CALL
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import linears
@@ -33,7 +32,7 @@ from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_st
 from octavo.nn.shared import SharedInput, settings_of
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.weight_codes import WeightCodes
-from octavo.recipes import Recipe, RecipeLike
+from octavo.recipes import FALLBACK, Recipe, RecipeLike, load
 from octavo.tensor import FP8Tensor
 
 _PLACE = "place_in_shared"
@@ -160,19 +159,10 @@ class Linear(LinearLayer, nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: RecipeLike | None = None,
+        recipe: RecipeLike = FALLBACK,  # not DEFAULT: it runs on every device, and reads a weight that is stored in FP8
     ) -> None:
-        """Initialise as `nn.Linear` does.
-
-        Args:
-            recipe: None for the default, `octavo.recipes.DEFAULT`; `FALLBACK` if the features or the device of the
-                weight rule that out (`octavo.nn.default_recipe`).
-
-        Raises:
-            ConfigError: an unknown recipe.
-        """
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.adopt(self, recipe_of_layer(recipe, in_features, self.weight.device))
+        self.adopt(self, load(recipe))
         check({"": self.recipe}, None)
         attach_scaling_state({"": self})
 
