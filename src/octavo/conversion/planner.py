@@ -29,7 +29,6 @@ from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.devices import GPUS
 from octavo.kernels.dispatch import architecture, on_gpu, planning_for, rates
-from octavo.kernels.explain import check_present
 from octavo.kernels.integer import unsupported_reason_device
 from octavo.nn.experts import FIRST, SECOND
 from octavo.nn.fused import MLPRoles
@@ -73,7 +72,6 @@ def make_plan(
     policy = policy or Policy()
     policy.check_patterns(model)
     where = _device_named(device) if device is not None else _device_of(model)
-    check_present(where)
     recipe, instead = choose(recipe, model, policy, where)
     layers, experts, mlps = layers_of(model), find_experts(model), find_mlps(model)
     names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND))]

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses import FakeTensorMode
 
-from octavo.errors import UnsupportedError
-from octavo.kernels.devices import GPUS
-from octavo.kernels.dispatch import is_planning, triton_unsupported_reason
+from octavo.kernels.dispatch import check_present, is_planning, triton_unsupported_reason
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
@@ -54,18 +52,6 @@ def gemm_kernel(device: torch.device | str, a: tuple[str, str], b: tuple[str, st
     """Return the GEMM kernel for two (format, granularity) operands, and why the preferred ones were refused."""
     kernel, refused = choose(probe_operand(a[1], a[0], device), probe_operand(b[1], b[0], device))
     return kernel.name, refused
-
-
-def check_present(device: torch.device) -> None:
-    """Check that there is such a device, whose kernels would be unknown otherwise; nothing of one planned for.
-
-    Raises:
-        UnsupportedError: it is a CUDA device, and there is none.
-    """
-    if device.type == "cuda" and not is_planning() and not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"no CUDA device is available. Plan for the CPU, or for a GPU by name: {', '.join(GPUS)}."
-        )
 
 
 def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Quantized:
