@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
 from statistics import fmean
 
-from octavo.conversion import make_plan
+from octavo.recipes import DEFAULT
 from octavo_bench import results
 from octavo_bench.compare import spread_percent
 from octavo_bench.implementations import BF16
@@ -16,8 +15,6 @@ from octavo_bench.render import figures, grouped
 from octavo_bench.results import Row
 from octavo_bench.study import by_seed
 
-DEFAULT: str = signature(make_plan).parameters["recipe"].default
-"""The default recipe of `octavo.convert`."""
 WORKLOAD = "llama-8b-stack"
 COLUMNS = (
     ("recipe", "{named}"),

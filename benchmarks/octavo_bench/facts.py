@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import octavo
 from octavo import errors, recipes
 from octavo.calibration.scale_policy import FINER, FLUSHED, SATURATED
 from octavo.cli.flags import field_docs
@@ -455,15 +454,14 @@ def readme_plan() -> str:
     return "\n".join(["```text", *shown, "```"])
 
 
-SHOWN_RECIPES = ("folded", "rotated", "folded_fast")
+SHOWN_RECIPES = (recipes.DEFAULT, recipes.FALLBACK, "folded_fast")
 """Recipes that README names first."""
 
 
 def readme_recipes() -> str:
     """Return the recipes of README, the default first."""
-    default = inspect.signature(octavo.convert).parameters["recipe"].default
-    names = sorted(SHOWN_RECIPES, key=lambda name: name != default)
-    rows = [(f"`{name}`" + (", the default" if name == default else ""), recipes.about(name)) for name in names]
+    notes = {recipes.DEFAULT: ", the default", recipes.FALLBACK: ", where that is refused"}
+    rows = [(f"`{name}`{notes.get(name, '')}", recipes.about(name)) for name in SHOWN_RECIPES]
     return table(("recipe", "what it does"), rows)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.factory import model_name
+from octavo.recipes import DEFAULT
 from octavo.train.evaluate import student
 from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, fit, over_seeds
 from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
@@ -370,12 +371,12 @@ def _with(rows: Sequence[Row], loss: str) -> list[Row]:
     return [row for row in rows if loss in row or "error" in row or row["recipe"] in (BF16, CONTROL)]
 
 
-SUMMARY = ("folded", "folded+run.last_share=0.3")
-"""Recipes of the summary."""
+SUMMARY = (DEFAULT, "folded", "folded+run.last_share=0.3")
+"""Recipes of the summary: the default, the one in FP8 alone, and its main remedy."""
 
 
 def summary_table(directory: Path) -> str:
-    """Return a line per study with the gaps and verdicts of the default and of its main remedy; empty without pairs."""
+    """Return a line per study with the gaps and verdicts of `SUMMARY`; empty without pairs."""
     body = []
     for own in sorted(studies(read_rows(directory)), key=lambda rows: str(rows[0]["condition"])):
         found = {gap.arm: gap for gap in gaps(own) if gap.differences}

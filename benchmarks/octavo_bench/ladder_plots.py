@@ -17,6 +17,7 @@ from typing import Any
 
 from octavo._util.terminal import quantity
 from octavo.models.factory import model_name
+from octavo.recipes import DEFAULT
 from octavo_bench import ladder
 from octavo_bench.evidence import over_seeds
 from octavo_bench.lanes import BF16, CONTROL
@@ -28,7 +29,7 @@ FEWEST = 4
 """Minimum number of blocks for a band, and for an arm's own curve: with fewer they hide the others."""
 ENDING, ENDING_TONES = re.compile(r"[a-z_]+\+run\.last_share=[0-9.]+"), {"0.2": "#2f9e6e", "0.3": "#8c6bb1"}
 """Arms that end with fprop in BF16, and the colours of their curves by that share."""
-LADDER = {"folded": FP8, "folded+run.last_share=0.3": ENDING_TONES["0.3"], CONTROL: CONTROL_TONE}
+LADDER = {DEFAULT: "#c2357a", "folded": FP8, "folded+run.last_share=0.3": ENDING_TONES["0.3"], CONTROL: CONTROL_TONE}
 """Arms drawn by size, and their colours."""
 FEWEST_SIZES = 3
 """Minimum number of sizes to draw a condition."""
@@ -151,7 +152,7 @@ def _ladder_panel(axes: Any, panel: dict[str, Any]) -> None:
     for place, size in enumerate(panel["sizes"]):
         for bar in size["gaps"]:
             arm = bar["arm"]
-            at = place + 0.2 * ([*LADDER].index(arm) - 1)
+            at = place + 0.2 * ([*LADDER].index(arm) - (len(LADDER) - 1) / 2)
             label = None if arm in named else label_of(arm)
             _draw_gap(axes, bar, at, LADDER[arm], upright=True, label=label)
             named.add(arm)

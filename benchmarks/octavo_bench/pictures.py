@@ -21,6 +21,7 @@ from rich.console import Console
 from octavo._util import config_reader
 from octavo.conversion import Plan
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.recipes import DEFAULT
 from octavo.train.config import RunConfig
 from octavo_bench import ladder, readme, results
 from octavo_bench.kind import known
@@ -37,7 +38,7 @@ THEMES = {
     }.items()
 }
 """The colours of the dashboard."""
-SHOWN = ("bf16", "torchao tensorwise", "octavo folded", "octavo folded_fast")
+SHOWN = ("bf16", "torchao tensorwise", readme.OWN, "octavo folded", "octavo folded_fast")
 """Bars of the hero plot, besides the fastest of Transformer Engine, if measured."""
 
 
@@ -69,7 +70,8 @@ def hero_data(directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: nothing of the kind has been measured.
     """
-    step = readme.Measured.read(directory).step(readme.BLOCKS, readme.FOLDED)
+    measured = readme.Measured.read(directory)
+    step = measured.step(readme.BLOCKS, readme.OWN) or measured.step(readme.BLOCKS, readme.FOLDED)
     if step is None:
         raise ConfigError(f"{directory}: no step of {readme.BLOCKS} has been measured.")
     rows = [row for row in step.rows if row["implementation"] in SHOWN] + ([step.engine] if step.engine else [])
@@ -82,20 +84,21 @@ def curves(directory: Path) -> dict[str, Any]:
     """Return the losses of a run in FP8 and of its BF16 baseline: the largest pair of the parity study, or the demo."""
     whole = [row for row in ladder.read_rows(directory) if row["condition"] == "whole"]
     rows = [row for row in whole if "training_loss" in row]
-    pairs = [block for block in ladder.blocks(rows) if "folded" in block and "bf16" in block]
-    if pairs:
+    both = [block for block in ladder.blocks(rows) if "bf16" in block]
+    arm = next((arm for arm in (DEFAULT, "folded") if any(arm in block for block in both)), "")
+    if pairs := [block for block in both if arm in block]:
         pair = max(pairs, key=lambda block: int(block["bf16"]["tokens"]))
         model, tokens = pair["bf16"]["model"], pair["bf16"]["tokens"]
         own = [row for row in whole if (row["model"], row["tokens"]) == (model, tokens)]
-        gap = next((gap for gap in ladder.gaps(own) if gap.arm == "folded"), None)
-        lanes = {lane: pair[recipe]["training_loss"] for lane, recipe in (("fp8", "folded"), ("bf16", "bf16"))}
+        gap = next((gap for gap in ladder.gaps(own) if gap.arm == arm), None)
+        lanes = {lane: pair[recipe]["training_loss"] for lane, recipe in (("fp8", arm), ("bf16", "bf16"))}
         at = {
             lane: {"tokens": [(i + 0.5) * tokens / len(losses) for i in range(len(losses))], "loss": losses}
             for lane, losses in lanes.items()
         }
         within = "" if gap is None or gap.half_width is None else f" ± {gap.half_width:.2f} %"
         said = gap and f"last fifth {gap.mean:+z.2f} %{within} beside BF16, {len(gap.differences)} pairs"
-        return {"model": model, "gap": said, **at}
+        return {"model": model, "gap": said, "recipe": arm, **at}
     demo = max(demo_rows(directory), key=lambda row: row["tokens"])
     lines = [line for line in demo["history"] if line.get("loss_fp8") is not None]
     at = {
@@ -103,7 +106,12 @@ def curves(directory: Path) -> dict[str, Any]:
         for lane in ("fp8", "bf16")
     }
     model = f"demo, Llama of {demo['parameters'] / 1e6:.1f} M"
-    return {"model": model, "gap": f"held-out loss {demo['gap_percent']:+z.2f} % beside BF16, one pair", **at}
+    return {
+        "model": model,
+        "gap": f"held-out loss {demo['gap_percent']:+z.2f} % beside BF16, one pair",
+        "recipe": demo["recipe"],
+        **at,
+    }
 
 
 def demo_rows(directory: Path) -> list[Row]:
@@ -181,7 +189,8 @@ def _shown(implementation: str) -> str:
 def _curves(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
     for lane, style in (("fp8", {"lw": 3.2}), ("bf16", {"lw": 1.6, "ls": (0, (4, 2.5))})):
         tokens = [count / 1e6 for count in data[lane]["tokens"]]
-        axes.plot(tokens, data[lane]["loss"], color=tones[lane], label=_LANES[lane], **style)
+        label = f"Octavo {data['recipe']}" if lane == "fp8" else "BF16, same batches"
+        axes.plot(tokens, data[lane]["loss"], color=tones[lane], label=label, **style)
     axes.set_xlabel("million tokens", color=tones["quiet"], fontsize=10)
     axes.tick_params(colors=tones["quiet"], labelsize=9.5, length=3)
     axes.grid(axis="y", color=tones["line"], lw=0.7)
@@ -191,8 +200,6 @@ def _curves(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
     about = "\n".join(filter(None, (f"{data['model']}, training loss, nats per token", data["gap"])))
     _title(axes, "Loss beside BF16", about, tones)
 
-
-_LANES = {"fp8": "Octavo, FP8", "bf16": "BF16, same batches"}
 
 # --- the demo in a terminal ------------------------------------------------------------------------------------------
 

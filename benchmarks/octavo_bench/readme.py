@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from octavo.recipes import DEFAULT
 from octavo_bench import ladder, results
 from octavo_bench.evidence import over_seeds
 from octavo_bench.implementations import BF16, ONCE
 from octavo_bench.render import grouped, table
 from octavo_bench.results import Result, Row
 
+OWN = f"octavo {DEFAULT}"
 TORCHAO, FOLDED, FAST = "torchao tensorwise", "octavo folded", "octavo folded_fast"
 FASTEST = f"{FAST} + fp8 head, octavo.optim"
 ENGINE = "transformer engine"
@@ -64,7 +66,7 @@ class Measured:
         for result in self.steps:
             if own := _having(result.rows, {"workload": workload, "implementation": implementation}):
                 found.append(Step(own=own[0], rows=_having(result.rows, {"workload": workload}), result=result))
-        beside = TORCHAO, FOLDED, STEPS.get(workload, ("", FAST))[1]
+        beside = TORCHAO, OWN, FOLDED, STEPS.get(workload, ("", FAST))[1]
         return max(found, key=lambda step: sum(map(bool, (step.engine, *map(step.peer, beside)))), default=None)
 
 
@@ -109,12 +111,13 @@ def headline(directory: Path) -> str:
 
 
 def _speed(measured: Measured, second: Measured) -> str:
-    step, other = measured.step(BLOCKS, FOLDED), second.step(BLOCKS, FOLDED)
+    own = OWN if measured.step(BLOCKS, OWN) else FOLDED
+    step, other = measured.step(BLOCKS, own), second.step(BLOCKS, own)
     if step is None:
         return ""
     fast = step.peer(FAST)
-    said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16**"
-    said += f", {fast['ratio_to_bf16']:.2f} times with recipe `{_recipe(FAST)}`" if fast else ""
+    said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16** with recipe `{_recipe(own)}`"
+    said += f", {fast['ratio_to_bf16']:.2f} times with `{_recipe(FAST)}`" if fast else ""
     said += f": {STEPS[BLOCKS][0]} with BF16 weights, compiled, on one {_machine(MACHINE)}{_beside(step)}"
     if other:
         said += f"; {other.own['ratio_to_bf16']:.2f} times on one {_machine(SECOND)}{_beside(other)}"
@@ -155,13 +158,14 @@ def _accuracy(measured: Measured) -> str:
         (gap, *_), rows = study
         model, tokens = rows[0]["model"], rows[0]["tokens"]
         half = ", in FP8 from half of the run on" if rows[0]["condition"] == "half" else ""
-        return f"{_gap_line(gap.mean, gap.half_width, len(gap.differences), model, tokens)}{half}, {_on(rows)}."
+        line = _gap_line(gap.arm, gap.mean, gap.half_width, len(gap.differences), model, tokens)
+        return f"{line}{half}, {_on(rows)}."
     studies = _pairs(measured)
     if not studies:
         return ""
     model, tokens, pairs = studies[-1]
     interval = over_seeds(_gaps(pairs))
-    return f"{_gap_line(interval.mean, interval.half_width, len(pairs), model, tokens)}."
+    return f"{_gap_line('folded', interval.mean, interval.half_width, len(pairs), model, tokens)}."
 
 
 def _on(rows: Sequence[Row]) -> str:
@@ -170,7 +174,7 @@ def _on(rows: Sequence[Row]) -> str:
 
 
 def _study(measured: Measured) -> tuple[Sequence[ladder.Gap], Sequence[Row]] | None:
-    """Return the gaps of `folded` and its main remedy in the largest Llama's study that bounds them, and its runs."""
+    """Return the gaps of `ladder.SUMMARY` in the largest Llama's study that bounds the default's, and its runs."""
     for rows in reversed(ladder.studies(measured.pairs)):
         if rows[0]["condition"] in ("half", "whole") and rows[0]["model"].startswith("llama"):
             bounded = {gap.arm: gap for gap in ladder.gaps(rows) if gap.half_width is not None}
@@ -179,10 +183,10 @@ def _study(measured: Measured) -> tuple[Sequence[ladder.Gap], Sequence[Row]] | N
     return None
 
 
-def _gap_line(mean: float, half_width: float | None, pairs: int, model: str, tokens: int) -> str:
+def _gap_line(recipe: str, mean: float, half_width: float | None, pairs: int, model: str, tokens: int) -> str:
     within = "" if half_width is None else f" ± {half_width:.2f} %"
     trained = f"{pairs} pairs of a Llama of {_parameters(model)} on {tokens / 1e6:.0f} M tokens"
-    return f"**Loss {mean:+z.2f} %{within} relative to BF16**: {trained}"
+    return f"**Loss {mean:+z.2f} %{within} relative to BF16** with recipe `{recipe}`: {trained}"
 
 
 def _memory(measured: Measured) -> str:
@@ -238,11 +242,11 @@ def speed(directory: Path) -> str:
     found = [*_steps(measured, tuple(STEPS)[:1]), *_on_second(second), *_steps(measured, tuple(STEPS)[1:-1])]
     found += [row for part in (_sharded, _tensor, _trainer, _experts, _images) for row in part(measured)]
     rows = [
-        (row.name, row.bf16, *map(_times, (row.torchao, row.engine, row.own)), _times(row.fast, row.how))
+        (row.name, row.bf16, *map(_times, (row.torchao, row.engine, row.default, row.own)), _times(row.fast, row.how))
         for row in found
     ]
-    own = f"Octavo `{_recipe(FOLDED)}`"
-    return table(("training step", "BF16", "torchao", "Transformer Engine", own, "Octavo at its fastest"), rows)
+    own = (f"Octavo `{_recipe(implementation)}`" for implementation in (OWN, FOLDED))
+    return table(("training step", "BF16", "torchao", "Transformer Engine", *own, "Octavo at its fastest"), rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,7 +258,10 @@ class Speed:
     """Absolute speed of BF16, with its unit."""
     torchao: Row | None = None
     engine: Row | None = None
+    default: Row | None = None
+    """The default recipe, `OWN`."""
     own: Row | None = None
+    """`FOLDED`."""
     fast: Row | None = None
     how: str = ""
     """How the fastest is computed."""
@@ -271,13 +278,14 @@ def _rate(row: Row | None, key: str = "tokens_per_s", unit: str = "tokens/s") ->
 def _steps(measured: Measured, workloads: Iterable[str], unit: str = "tokens/s", where: str = "") -> Iterator[Speed]:
     for workload in workloads:
         title, fastest = STEPS[workload]
-        own, fast = (measured.step(workload, implementation) for implementation in (FOLDED, fastest))
+        default, own, fast = (measured.step(workload, implementation) for implementation in (OWN, FOLDED, fastest))
         if beside := own or fast:
             yield Speed(
                 name=title + where,
                 bf16=_rate(beside.peer(BF16), unit=unit),
                 torchao=beside.peer(TORCHAO),
                 engine=beside.engine,
+                default=default.own if default else None,
                 own=own.own if own else None,
                 fast=fast.own if fast else None,
                 how=f"`{_recipe(fastest)}`",
@@ -325,9 +333,9 @@ def _trained(measured: Measured, mode: str, implementation: str) -> Row | None:
 
 def _trainer(measured: Measured) -> Iterator[Speed]:
     for mode, title in {"torch_compile": "compiled", "eager": "eager"}.items():
-        bf16, peer, own, fast = (_trained(measured, mode, name) for name in (BF16, TORCHAO, FOLDED, FAST))
+        bf16, peer, default, own, fast = (_trained(measured, mode, name) for name in (BF16, TORCHAO, OWN, FOLDED, FAST))
         if own:
-            rows = {"torchao": peer, "own": own, "fast": fast}
+            rows = {"torchao": peer, "default": default, "own": own, "fast": fast}
             yield Speed(name=f"{TRAINER}, {title}", bf16=_rate(bf16), how=f"`{_recipe(FAST)}`", **rows)
 
 
@@ -393,10 +401,10 @@ def _gib(bf16: float, own: float) -> tuple[str, str, str]:
 def losses(directory: Path) -> str:
     """Return the losses in BF16 and in FP8."""
     rows = [*_losses(Measured.read(directory))]
-    return table(("loss", "BF16", f"Octavo `{_recipe(FOLDED)}`", "difference", "from"), rows)
+    return table(("loss", "BF16", "Octavo", "recipe", "difference", "from"), rows)
 
 
-_REMEDY = {"folded+run.last_share=0.3": "the same, last three tenths with fprop in BF16"}
+_ARMS = {"folded+run.last_share=0.3": "`folded`, last three tenths with fprop in BF16"}
 
 
 def _losses(measured: Measured) -> Iterator[Sequence[str]]:
@@ -407,12 +415,13 @@ def _losses(measured: Measured) -> Iterator[Sequence[str]]:
         for gap in gaps:
             found = [(block[BF16][loss], block[gap.arm][loss]) for block in ladder.blocks(rows) if gap.arm in block]
             change = f"{gap.mean:+z.2f} % ± {gap.half_width:.2f} %"
-            yield _REMEDY.get(gap.arm, name), *_means(found), change, f"{len(gap.differences)} pairs {_on(rows)}"
+            arm = _ARMS.get(gap.arm, f"`{gap.arm}`")
+            yield name, *_means(found), arm, change, f"{len(gap.differences)} pairs {_on(rows)}"
     for model, tokens, pairs in _pairs(measured)[-1:]:
         interval, each = over_seeds(_gaps(pairs)), [f"{gap:+z.2f} %" for gap in _gaps(pairs)]
         change = f"{interval.mean:+z.2f} % ± {interval.half_width:.2f} %" if len(pairs) > 2 else ", ".join(each)
         name = f"held-out loss, {_parameters(model)}, {tokens / 1e6:.0f} M tokens"
-        yield name, *_means(pairs), change, f"{len(pairs)} seeds"
+        yield name, *_means(pairs), "`folded`", change, f"{len(pairs)} seeds"
 
 
 def _means(pairs: Pairs) -> Iterator[str]:
@@ -420,7 +429,7 @@ def _means(pairs: Pairs) -> Iterator[str]:
 
 
 Pairs = Sequence[tuple[float, float]]
-"""Held-out losses of one seed in BF16 and in the default recipe."""
+"""Held-out losses of one seed in BF16 and by `folded`."""
 
 
 def _pairs(measured: Measured) -> list[tuple[str, int, Pairs]]:
@@ -448,8 +457,8 @@ def _recipe(implementation: str) -> str:
 
 
 def _machine(hardware: str) -> str:
-    """Return the short name of a GPU: H200 of `nvidia-h200`, H100 of `nvidia-h100-80gb-hbm3`."""
-    return hardware.removeprefix("nvidia-").partition("-")[0].upper()
+    """Return the short name of a GPU: H200 of `nvidia-h200, torch 2.11.0`, H100 of `nvidia-h100-80gb-hbm3`."""
+    return hardware.removeprefix("nvidia-").partition(",")[0].partition("-")[0].upper()
 
 
 def _parameters(model: str) -> str:

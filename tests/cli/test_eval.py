@@ -15,7 +15,7 @@ SCORE = "computed loss loss_error perplexity bits_per_byte accuracy fp8_gemms fa
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path]) -> Path:
-    return train_run(tmp_path_factory.mktemp("runs"))
+    return train_run(tmp_path_factory.mktemp("runs"), recipe="folded")
 
 
 def test_as_json(octavo, run, capsys):

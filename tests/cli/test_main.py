@@ -131,7 +131,7 @@ def test_help_has_a_flag_for_every_field_in_the_words_of_the_field() -> None:
         (["train", "--preset", "tiny", "--layers=3"], "--layers. Did you mean '--model.layers' or '--lora.layers'?"),
         (["train", "--preset", "tiny", "--epochs", "3"], "octavo train: unknown option --epochs.$"),
         (["train", "--preset", "tiny", "--lora.layers", "3"], "lora.layers: has no effect while lora.rank is 0"),
-        (["train", "--preset", "tiny", "--recipe", "fp8"], "The default in FP8 is 'folded'"),
+        (["train", "--preset", "tiny", "--recipe", "fp8"], "The default in eight bits is 'rotated'"),
         (["train", "--preset", "tiny", "--steps", "many"], "--steps.*many"),
         (["train", "--preset", "tiny", "--steps", "0"], "run.steps: 0 is not a positive number"),
         (["train", "--preset", "tiny", "--compile", "maybe"], "--compile.*auto"),
@@ -241,7 +241,8 @@ def test_interrupting_says_how_to_continue(octavo: Octavo, tiny: list[str], tmp_
 @pytest.mark.parametrize(
     ("flags", "flag", "other"),
     [
-        ("", "", "block"),
+        ("", "", "folded"),
+        ("--recipe folded", "", "block"),
         ("--recipe block", " --format plain", "folded"),  # blocks span layers of this width
         ("--recipe rowwise_bf16_fprop", " --format plain", "folded"),  # no fprop in FP8
         ("--recipe folded --weights fp8", "", None),  # other recipes cannot compute with its codes
@@ -277,7 +278,7 @@ def test_plan_shows_every_linear_layer(octavo: Octavo) -> None:
 
 
 def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
-    done = octavo("plan", "--preset", "parity-cuda", "--gpu", "h100", "--json")
+    done = octavo("plan", "--preset", "parity-cuda", "--recipe", "folded", "--gpu", "h100", "--json")
     layers = json.loads(done.stdout)["layers"]
     assert all(layer["gain"] > 1 for layer in layers if "fp8" in layer["precision"])
     assert json.loads(done.stdout)["device"] == "h100"
@@ -313,7 +314,7 @@ def test_the_gpu_decides_which_layers_memory_is_predicted_for(octavo: Octavo, mo
 def test_plan_of_a_model_of_ones_own(octavo: Octavo, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_MODEL, encoding="utf-8")
     done = octavo("plan", str(tmp_path / "own.py"), "--gpu", "h100")
-    assert done.returncode == 0 and "up     16384 x 4096  folded" in done.stdout, done.stderr
+    assert done.returncode == 0 and "up     16384 x 4096  rotated" in done.stdout, done.stderr
     assert "with 4,096 tokens per forward" in done.stdout
     assert "--optimizer.lr: is for run files" in octavo("plan", str(tmp_path / "own.py"), "--lr", "1").stderr
     assert "is for run files" not in octavo("plan", str(tmp_path / "own.py"), "--recipe", "block").stderr
@@ -463,3 +464,20 @@ def test_a_recipe_is_checked_before_a_model_is_read(octavo: Octavo, tmp_path: Pa
     own.write_text("raise SystemExit('read')", encoding="utf-8")
     done = octavo(*command.format(own).split())
     assert done.returncode == 2 and "unknown recipe 'foldd'. Did you mean 'folded'" in done.stderr
+
+
+def test_a_run_that_began_by_an_earlier_default_goes_on_by_it(octavo: Octavo, tiny: list[str], tmp_path: Path) -> None:
+    few = (*tiny, "--no-baseline", "--checkpoint-every", "1")
+    assert octavo(*few, "--steps", "2", "--recipe", "folded").returncode == 0  # as without a name, before `rotated`
+    again = octavo(*few, "--steps", "3", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "recipe folded, on" in again.stdout and "resumed after step 2" in again.stdout
+    assert "run.recipe is 'folded' there" in octavo(*few, "--steps", "4", "--recipe", "rotated", "--resume").stderr
+
+
+def test_a_run_says_below_its_recipe_why_it_is_not_the_default(octavo: Octavo, tiny: list[str]) -> None:
+    lines = octavo(*tiny, "--no-baseline", "--steps", "1", "--weights", "fp8").stdout.splitlines()
+    second = lines[1 + next(at for at, line in enumerate(lines) if "recipe folded" in line)]
+    assert second == "recipe 'folded' in place of the default, 'rotated': weights stored in FP8 have no INT8 codes"
+    planned = octavo("plan", "--preset", "tiny", "--weights", "fp8", "--device", "cpu").stdout
+    assert planned.startswith(f"{second}\n\nlayer ")

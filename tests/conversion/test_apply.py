@@ -43,7 +43,7 @@ def fp8(model: nn.Module) -> list[str]:
 
 
 def test_the_layers_of_the_plan_are_converted_and_no_others(model, converted):
-    plan = convert(model)
+    plan = convert(model, "folded")
     assert fp8(model) == converted == list(plan.recipes)
     assert type(model.lm_head) is nn.Linear
     with kernels.record() as ledger:
@@ -319,7 +319,7 @@ def test_a_weight_that_is_not_finite_stops_it_before_anything_has_changed(model,
 
 
 def test_a_weight_that_is_not_finite_stops_a_change_of_recipe_too(model, converted):
-    convert(model)
+    convert(model, "folded")
     with torch.no_grad():
         model.layers[1].down.weight[3, 5] = torch.nan
     with pytest.raises(NonFiniteError):
@@ -524,7 +524,7 @@ def test_rule_7_a_fallback_is_refused_and_changes_nothing(model, on, monkeypatch
     with pytest.raises(
         UnsupportedError, match=r"layers\.0\.up: recipe 'folded' has no fast kernel on cuda:0 .*E4M3 ope"
     ):
-        convert(model)
+        convert(model, "folded")
     assert fp8(model) == []
     convert(model, allow_reference=True)
     assert "layers.0.up" in fp8(model)

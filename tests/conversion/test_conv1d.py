@@ -53,7 +53,7 @@ def test_it_stays_what_it_was_and_comes_back():
     theirs, _ = pair()
     layer, x = theirs[0], torch.randn(5, 64)
     before, expected = {**vars(layer)}, theirs(x)
-    (row,) = octavo.convert(theirs).layers
+    (row,) = octavo.convert(theirs, "folded").layers
     assert (row.shape, row.kind, row.is_fp8) == ((96, 64), "stored as K x N", True)
     assert isinstance(layer, Conv1D) and isinstance(layer, LinearLayer) and "folded" in repr(layer)
     assert not isinstance(layer, nn.Linear), "libraries take the weight of an nn.Linear for (N, K)"

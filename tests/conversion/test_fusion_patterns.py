@@ -65,7 +65,7 @@ def model() -> nn.Module:
 
 
 def test_a_plan_says_what_is_computed_together():
-    plan = make_plan(model())
+    plan = make_plan(model(), "folded")
     assert plan.structures[:4] == (
         FusionPattern(name="0.attention", kind="shared", layers=("q", "k", "v")),
         FusionPattern(name="0.attention.norm", kind="norm", form="layer"),

@@ -35,11 +35,11 @@ class MLPs(nn.Module):
         return x
 
 
-def model_of(policy=None) -> nn.Module:
+def model_of(policy=None, recipe=None) -> nn.Module:
     torch.manual_seed(1)
     model = Stack(CONFIG).bfloat16()
     if policy is not None:
-        octavo.convert(model, policy=policy)
+        octavo.convert(model, recipe, policy=policy)
     return model.to(DEVICE)
 
 
@@ -160,7 +160,7 @@ def test_what_has_gone_is_let_go_two_blocks_later(monkeypatch):
 
 
 def test_each_storage_goes_once_and_parameters_stay(seen):
-    model = model_of(FP8)
+    model = model_of(FP8, "folded")
     done = octavo.offload(model, blocks="layers.0", min_bytes=1, keep_last=0)
     results(model)
     tokens = 2 * 16

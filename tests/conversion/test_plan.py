@@ -40,7 +40,7 @@ def of(plan, name: str) -> LayerPlan:
 
 
 def test_table_of_a_small_model(model):
-    assert str(make_plan(model)) == TABLE
+    assert str(make_plan(model, "folded")) == TABLE
 
 
 def test_a_plan_changes_nothing(model):
@@ -169,7 +169,7 @@ def test_a_converted_model_is_planned_as_it_was_before(model):
 
 def test_the_policy_holds_for_a_converted_model_too(model):
     convert(model, policy=Policy(keep_defaults=False, min_features=0))
-    assert str(make_plan(model)) == TABLE
+    assert str(make_plan(model, "folded")) == TABLE
 
 
 # --- a GPU that is not here -----------------------------------------------------------------------------------------
@@ -317,8 +317,9 @@ def test_a_gain_is_predicted_from_the_gpus_own_rates_or_not_at_all(gpu):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
 def test_a_plan_for_a_gpu_that_is_not_here_is_an_error_of_ours():
-    with pytest.raises(OctavoError, match="h100"):
-        make_plan(nn.Linear(4096, 4096), device="cuda")
+    for recipe in (None, "folded", "rotated"):
+        with pytest.raises(OctavoError, match="h100"):
+            make_plan(nn.Linear(4096, 4096), recipe, device="cuda")
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ def test_attention_of_pytorch():
     total = 2 * 128 * 64
     assert plan.share == total / (total + 192 * 64 + 64 * 64)
     text = str(plan)
-    assert "self_attn.in_proj_weight  192 x 64  -       not converted" in text
+    assert "self_attn.in_proj_weight  192 x 64  -        not converted" in text
     assert f"{plan.share:.0%} of the FLOPs of products with weights" in text
     assert '"unconverted": [' in plan.to_json()
 

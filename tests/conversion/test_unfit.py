@@ -77,7 +77,7 @@ BIAS = nn.Parameter(torch.zeros(64))
 )  # fmt: skip
 def test_which_layers_are_called(module, reads):
     for policy in (octavo.Policy(), octavo.Policy(weights="fp8")):
-        rows = {row.name: row for row in octavo.plan(nn.Sequential(module), policy=policy).layers}
+        rows = {row.name: row for row in octavo.plan(nn.Sequential(module), "folded", policy=policy).layers}
         assert rows["0.proj"].is_fp8 and rows["0.qkv"].is_fp8 is not reads
         assert rows["0.qkv"].reason == (WHY.format(type(module).__name__) if reads else "")
     octavo.convert(nn.Sequential(module), policy=octavo.Policy(weights="fp8"))

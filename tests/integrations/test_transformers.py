@@ -55,7 +55,7 @@ def test_one_line_more_trains_in_fp8_with_the_loss_of_bf16_and_says_what_ran(lla
 
 @pytest.mark.parametrize(
     ("options", "backend", "recipe"),
-    [({"count": True}, "eager", "folded"), ({"last_share": 0.5}, "aot_eager", LAST)],
+    [({"count": True}, "eager", "rotated"), ({"last_share": 0.5}, "aot_eager", LAST)],
     ids=["count", "last share"],
 )
 def test_a_compiled_trainer_compiles_a_graph_per_recipe_and_another_where_its_steps_are_counted(

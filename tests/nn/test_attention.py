@@ -103,8 +103,8 @@ def test_codes_of_its_own_where_the_readers_cannot_be_known(recipe):
 def test_autocast():
     model = Block()
     plain = copy.deepcopy(model)
-    octavo.convert(plain)
-    octavo.convert(model, policy=POLICY)
+    octavo.convert(plain, "folded")
+    octavo.convert(model, "folded", policy=POLICY)
     x = torch.randn(2, CONFIG.sequence, CONFIG.dim)
     with torch.autocast("cpu", torch.bfloat16):
         want, much = results(plain, x)
@@ -118,8 +118,8 @@ def test_queries_keys_and_values_of_one_layer():
     config = ModelConfig(architecture="gpt", vocab=64, dim=128, heads=4, layers=1, sequence=32)
     plain, x = GPTAttention(config).bfloat16(), torch.randn(2, 32, 128).bfloat16()
     codes = copy.deepcopy(plain)
-    octavo.convert(plain)
-    octavo.convert(codes, policy=POLICY)
+    octavo.convert(plain, "folded")
+    octavo.convert(codes, "folded", policy=POLICY)
     (want, much), (got, little) = results(plain, x), results(codes, x)
     assert torch.equal(got["y"], want["y"]) and much - little == TOKENS * 128
     assert sqnr_db(want["wqkv.weight"], got["wqkv.weight"]) > 25
@@ -172,7 +172,7 @@ def test_nothing_is_kept_without_gradients_or_when_disabled():
 
 def test_revert_and_converting_anew():
     plain, codes, x = both()
-    octavo.convert(codes)
+    octavo.convert(codes, "folded")
     assert codes.attention.core.target is None
     (want, much), (got, size) = results(plain, x), results(codes, x)
     assert size == much and all(torch.equal(got[name], want[name]) for name in want)
@@ -198,7 +198,7 @@ def test_other_tensors_are_left_to_pytorch_aloud():
 
 def test_the_plan_says_where():
     model = GPT(ModelConfig(architecture="gpt", vocab=64, dim=128, heads=4, layers=2, sequence=32))
-    plan = octavo.plan(model, policy=POLICY)
+    plan = octavo.plan(model, "folded", policy=POLICY)
     assert "layers.*.attention.core (2): output kept in FP8: the codes that wo keeps" in str(plan)
     assert plan.unapplied == ()
     assert "codes of its own, beside those of wo" in str(octavo.plan(model, "block", policy=POLICY))

@@ -132,7 +132,7 @@ def guards_of(block: nn.Module) -> int:
 def test_a_compiled_block_has_few_guards():
     block = Block(64, 128)
     plain = guards_of(block)
-    octavo.convert(block, policy=octavo.Policy(min_gain=0.0), tokens=16)
+    octavo.convert(block, "folded", policy=octavo.Policy(min_gain=0.0), tokens=16)
     assert guards_of(block) <= GUARDS * plain
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from octavo import recipes
 from octavo._util import config_reader
+from octavo._util.recipe_names import DEFAULT
 from octavo.errors import ConfigError, DataError
 from octavo.models import Llama, count_parameters
 from octavo.optim import TIERS
@@ -22,6 +24,7 @@ from octavo.train.config import (
     load_file,
     load_preset,
     presets,
+    reason_for_fallback,
 )
 
 TINY = load_preset("tiny", cuda=False)
@@ -190,7 +193,7 @@ def test_defaults_of_guides_are_set_where_no_other_layer_sets_them() -> None:
     found = config.run.recipe, config.optimizer.loss_scale, config.optimizer.weight_decay, config.optimizer.min_lr
     assert found == ("delayed", "dynamic", 0.02, 0.01)
     assert with_settings(run={"defaults": "guides", "recipe": "hybrid", "level": 2}, optimizer={"gradients": "wide"})
-    assert with_settings().run.recipe == "folded" and with_settings().optimizer.loss_scale == "none"
+    assert with_settings().run.recipe == DEFAULT and with_settings().optimizer.loss_scale == "none"
     assert assemble(("again", config_reader.to_dict(config))) == config
     with pytest.raises(ConfigError, match=r"run: defaults.*'guide'"):
         with_settings(run={"defaults": "guide"})
@@ -242,3 +245,52 @@ def test_the_precision_of_each_step(first: int, share: float, bf16: Sequence[int
 def test_a_last_recipe_needs_weights_that_it_can_read_in_bf16() -> None:
     with pytest.raises(ConfigError, match=r"run\.last_share.*'bf16'"):
         LoopConfig(weights="fp8", last_share=0.2)
+
+
+# --- the recipe of a run that names none ----------------------------------------------------------------------------
+
+SAID = "recipe 'folded' in place of the default, 'rotated': "
+
+
+def test_a_run_without_a_recipe_has_the_default() -> None:
+    config = with_settings()
+    assert config.run.recipe == DEFAULT == recipes.DEFAULT == LoopConfig().recipe
+    assert reason_for_fallback(config) == ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"run": {"weights": "fp8"}}, "weights stored in FP8"),
+        ({"run": {"level": 3}}, "weights stored in FP8"),
+        ({"model": {"architecture": "moe"}}, "not of experts"),
+        (
+            {"model": {"dim": 192, "heads": 2, "ffn": 512}, "parallel": {"tensor": 2}},
+            "cut blocks of the rotation of 192 inputs",
+        ),
+    ],
+)
+def test_what_the_default_refuses_is_trained_by_folded_and_said(sections: dict[str, Any], why: str) -> None:
+    config = with_settings(**sections)
+    assert config.run.recipe == recipes.FALLBACK == "folded"
+    said = reason_for_fallback(config)
+    assert said.startswith(SAID) and why in said
+    named = with_settings(**{**sections, "run": {**sections.get("run", {}), "recipe": "rotated"}})
+    assert named.run.recipe == "rotated" and reason_for_fallback(named) == ""
+
+
+def test_tensor_parallelism_that_cuts_no_block_keeps_the_default() -> None:
+    config = with_settings(model={"dim": 128, "heads": 2, "ffn": 128}, parallel={"tensor": 2})
+    assert config.run.recipe == "rotated"
+
+
+def test_the_recipe_of_the_guides_stays_theirs() -> None:
+    assert with_settings(run={"defaults": "guides"}).run.recipe == "delayed"
+    assert with_settings(run={"defaults": "guides", "recipe": "rotated"}).run.recipe == "rotated"
+
+
+def test_a_configuration_that_a_run_wrote_without_a_recipe_means_folded() -> None:
+    written = config_reader.to_dict(with_settings())
+    assert assemble(("config.json", written)).run.recipe == "rotated"
+    del written["run"]["recipe"]
+    assert assemble(("config.json", written)).run.recipe == recipes.BASE == "folded"

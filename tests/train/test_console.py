@@ -185,7 +185,7 @@ def test_the_next_commands_can_be_copied(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(finished, Finished)
     text = shown([*events, replace(finished, directory=Path("runs/my run"))], terminal=False)
     assert "octavo eval 'runs/my run'\n" in text
-    assert "octavo train 'runs/my run' --recipe block --out 'runs/my run-block'\n" in text
+    assert "octavo train 'runs/my run' --recipe folded --out 'runs/my run-folded'\n" in text
 
 
 def test_the_time_left_follows_the_speed_and_forgets_the_first_step() -> None:

@@ -31,7 +31,7 @@ Configure = Callable[..., RunConfig]
 def make(corpus: Path, tmp_path: Path) -> Configure:
     def configure(name: str, **sections: dict[str, Any]) -> RunConfig:
         run = {"steps": 4, "log_every": 1, "baseline": False, "device": "cpu", "out": str(tmp_path / name)}
-        run |= {"eval_tokens": 512, **sections.pop("run", {})}
+        run |= {"eval_tokens": 512, "recipe": "folded", **sections.pop("run", {})}
         data = {"source": str(corpus), "cache": str(corpus.with_name("cache")), **sections.pop("data", {})}
         parallel = {"gather": "stored", **sections.pop("parallel", {})}
         return assemble(

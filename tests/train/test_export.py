@@ -22,7 +22,7 @@ from octavo.train.export import export_flags, export_run, tokenizer_files
 def runs(tmp_path_factory: pytest.TempPathFactory, train_run: Callable[..., Path]) -> Path:
     """Return a directory of runs, each of a few steps; their text is gone."""
     home = tmp_path_factory.mktemp("runs")
-    train_run(home, "folded", weights="bf16", checkpoint_every=1)
+    train_run(home, "folded", recipe="folded", weights="bf16", checkpoint_every=1)
     train_run(home, "fp8 weights", weights="fp8")
     train_run(home, "bf16", recipe="bf16")
     train_run(home, "gpt", model={"architecture": "gpt"})

@@ -83,7 +83,7 @@ def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Configure:
             "run": {"steps": 6, "log_every": 1, "checkpoint_every": 2, "keep": 9, "baseline": False, "device": "cpu"},
             "parallel": {"gather": "stored", "embedding": "rows"},
         }
-        out = {"run": {"out": str(root / name)}}
+        out = {"run": {"out": str(root / name), "recipe": "folded"}}
         return assemble(load_preset("tiny", cuda=False), ("test", base), ("out", out), ("case", sections))
 
     return configure

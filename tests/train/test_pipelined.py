@@ -29,6 +29,7 @@ BF16_ERROR = 2e-3
 QUICK = {"device": "cpu", "telemetry_every": 1, "histograms_every": 3, "eval_tokens": 512}
 V = "zero-bubble-v" if TorchVersion(torch.__version__) >= "2.13" else "interleaved"
 
+FOLDED = {"recipe": "folded"}
 SHORT = {
     "run": {"steps": 2, "baseline": False},
     "optimizer": {"loss_scale": "dynamic", "clip_per_group": {"*.wq": 1e-3, "layers.3.*": 1e-2}},
@@ -46,7 +47,7 @@ def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Configure:
         base = {
             "model": {"layers": 4},
             "data": {"source": str(corpus), "cache": str(root / "cache")},
-            "run": {"steps": 6, "accumulate": 2, "log_every": 1, "checkpoint_every": 2, "keep": 9, **QUICK},
+            "run": {"steps": 6, "accumulate": 2, "log_every": 1, "checkpoint_every": 2, "keep": 9, **QUICK} | FOLDED,
             "optimizer": {"clip": 0.5},
         }
         out = {"run": {"out": str(root / name)}}

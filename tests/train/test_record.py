@@ -40,7 +40,7 @@ def test_the_store_holds_what_the_metrics_hold(configure: Configure) -> None:
         key: dict(zip(s.first.tolist(), s.low.tolist(), strict=True)) for key, s in found.items() if key != "time"
     } == expected
     assert run.summary["heldout_loss_fp8"] == summary["heldout_loss_fp8"]
-    assert run.config["run"]["recipe"] == "folded" and run.plan["layers"]
+    assert run.config["run"]["recipe"] == "rotated" and run.plan["layers"]
     assert run.env["lanes"] == ["fp8", "bf16"] and run.env["versions"]["torch"]
     assert run.corpus["duplicate_documents"] == 0 and run.corpus["unigram_entropy"] > 0
     assert run.state() == "finished" and run.system()

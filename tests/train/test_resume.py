@@ -50,6 +50,14 @@ def test_what_decides_the_numbers_may_not() -> None:
         check_same_run(saved, tiny(batch=8), Path("c"))
 
 
+def test_a_checkpoint_without_a_recipe_is_of_the_default_of_its_time() -> None:
+    saved = config_reader.to_dict(tiny())
+    del saved["run"]["recipe"]
+    check_same_run(saved, tiny(recipe="folded"), Path("c"))
+    with pytest.raises(CheckpointError, match=r"run\.recipe is 'folded' there and 'rotated' here"):
+        check_same_run(saved, tiny(), Path("c"))
+
+
 def test_a_key_that_this_version_does_not_know() -> None:
     saved = config_reader.to_dict(tiny())
     saved["run"]["magic"] = 1

@@ -222,7 +222,7 @@ OTHERS: list[tuple[dict[str, dict[str, Any]], str]] = [
 
 
 def test_a_checkpoint_of_another_run_is_refused(configure: Configure) -> None:
-    run = {"steps": 2, "baseline": False}
+    run = {"steps": 2, "baseline": False, "recipe": "folded"}
     train(configure(run=run))
     for change, message in OTHERS:
         with pytest.raises(CheckpointError, match=message):
@@ -337,7 +337,7 @@ def scheduled(out: Path, recipe: str = "folded") -> list[str]:
 
 
 def test_the_first_steps_in_bf16_and_the_last_share_by_another_recipe(configure: Configure) -> None:
-    config = configure(run={**EVERY_STEP, "steps": 8, "bf16_first_steps": 2, "last_share": 0.25})
+    config = configure(run={**EVERY_STEP, "recipe": "folded", "steps": 8, "bf16_first_steps": 2, "last_share": 0.25})
     listener = Listener()
     with kernels.record() as ledger:
         train(config, reporters=[listener])

@@ -76,7 +76,7 @@ def doctor(
     preset
         Preset of `octavo train`, in place of a run file.
     recipe
-        Recipe, in place of the run's; of a Python file or a Hugging Face config by default folded.
+        Recipe, in place of the run's; of a Python file or a Hugging Face config by default rotated.
     device
         auto, cpu, cuda or cuda:INDEX.
     only

@@ -19,6 +19,8 @@ from typing import Annotated, Any, TypedDict
 
 from cyclopts import Group, Parameter
 
+from octavo._util.config_reader import read_file
+from octavo._util.recipe_names import BASE
 from octavo.errors import ConfigError
 from octavo.models.hugging_face import of_hub
 from octavo.train.config import RunConfig, assemble, load_file, load_preset, presets
@@ -135,8 +137,11 @@ def _hints(section: type) -> dict[str, Any]:
     return hints
 
 
-def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]) -> RunConfig:
+def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any], *, resume: bool = False) -> RunConfig:
     """Return the configuration of a preset, overridden by a file or the one in a run's directory, overridden by flags.
+
+    Args:
+        resume: a run goes on: if nothing names a recipe, by the one that was the default when it began.
 
     Raises:
         ConfigError: neither file, preset nor weights to start from are given, or one of them is invalid.
@@ -146,7 +151,7 @@ def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]
         raise ConfigError(
             f"no run given: name a run file, a preset with --preset ({known}), or the initial weights with --from."
         )
-    layers = []
+    layers: list[tuple[str, Mapping[str, Any]]] = []
     if preset is not None:
         device = settings.get("run", {}).get("device", "auto")
         layers.append(load_preset(preset, cuda=preset == "demo" and _wants_cuda(device)))
@@ -154,7 +159,13 @@ def configure(file: Path | None, preset: str | None, settings: Mapping[str, Any]
         check_given(file)
         layers.append(load_file(file / "config.json" if file.is_dir() else file))
         layers += [(str(file), {"run": {"out": str(file)}})] if file.is_dir() else []
-    return assemble(*layers, ("command line", settings))
+    layers.append(("command line", settings))
+    config = assemble(*layers)
+    if resume and not any("recipe" in values.get("run", {}) for _, values in layers):
+        began = config.run.out / "config.json"
+        saved = read_file(began).get("run", {}).get("recipe", BASE) if began.exists() else None
+        config = config.with_run(recipe=BASE) if saved == BASE else config
+    return config
 
 
 def check_given(file: Path) -> None:

@@ -55,7 +55,7 @@ def pilot(
     model
         Hugging Face config.json or its directory; a Python file with build() and batches(); or a run file.
     recipes
-        Recipes to try; by default folded, tensorwise and block.
+        Recipes to try; by default rotated, folded, tensorwise and block.
     steps
         Steps of each training; 0 predicts from shapes alone, on a CPU.
     compile

@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,7 @@ from cyclopts.types import PositiveInt
 from octavo._util.terminal import columns, console, hanging, progress, quantity, say
 from octavo.cli.flags import COMMON, JsonOutput, Switch, check_given, check_recipes, configure, with_flags_of
 from octavo.errors import ConfigError
-from octavo.train.config import RunConfig
+from octavo.train.config import RunConfig, reason_for_fallback
 
 if TYPE_CHECKING:
     from octavo.conversion import Plan
@@ -126,7 +126,7 @@ def _plan_own_model(file: Path, gpu: str | None, settings: Mapping[str, Mapping[
     sizes = {"batch": given.get("run.batch"), "sequence": given.get("data.sequence")}
     workload = load_workload(file, Shape(**{name: size for name, size in sizes.items() if size is not None}))
     here = gpu or resolve(given.get("run.device", "auto"))
-    model, recipe = build_without_values(workload), given.get("run.recipe", "folded")
+    model, recipe = build_without_values(workload), given.get("run.recipe")
     return make_plan(model, recipe, tokens=workload.tokens, device=here)
 
 
@@ -149,7 +149,8 @@ def _plan(config: RunConfig, gpu: str | None) -> Plan:
     before = torch.is_autocast_enabled(kind)
     torch.set_autocast_enabled(kind, True)  # as a run computes; torch.autocast refuses a GPU that is not here
     try:
-        return make_plan(model, recipe, policy=policy, tokens=tokens, device=gpu or here)
+        plan = make_plan(model, recipe, policy=policy, tokens=tokens, device=gpu or here)
+        return replace(plan, instead=reason_for_fallback(config))
     finally:
         torch.set_autocast_enabled(kind, before)
 
@@ -228,7 +229,7 @@ def recipes(name: str | None = None, /, *, json_output: JsonOutput = False) -> i
     Examples:
 
         octavo recipes
-        octavo recipes folded
+        octavo recipes rotated
         octavo recipes my-recipe.toml --json
 
     Parameters

@@ -55,7 +55,7 @@ def train(
     dry_run
         Print the resolved configuration and stop.
     """
-    config = configure(file, preset, settings)
+    config = configure(file, preset, settings, resume=resume)
     _check_names(config, resume=resume)
     if dry_run:
         say(json.dumps(config_reader.to_dict(config), indent=2))

@@ -45,7 +45,7 @@ from octavo.tensor import FP8Tensor, is_distributed
 
 def convert(
     model: nn.Module,
-    recipe: RecipeLike = "folded",
+    recipe: RecipeLike | None = None,
     *,
     policy: Policy | None = None,
     tokens: int = 8192,
@@ -61,6 +61,8 @@ def convert(
     layer that the plan leaves in BF16 is turned back.
 
     Args:
+        recipe: as `octavo.plan` takes it. None: `octavo.recipes.DEFAULT`, or `FALLBACK`, with a warning, where that is
+            refused: weights in FP8, experts, and devices without an INT8 GEMM.
         strict: raise if the policy asks for activations in FP8 somewhere without effect (`Plan.unapplied`).
         allow_reference: on a GPU without FP8, or without a fast kernel for the recipe, run the reference kernels: the
             same codes, some hundred times slower than BF16.
@@ -80,6 +82,8 @@ def convert(
         refuse_reference(plan)
     if strict:
         refuse_unapplied(plan)
+    if plan.instead:
+        warn_once(f"octavo.convert: {plan.instead}")
     for note in plan.notes:
         if note == FAST_PATH or not plan.fp8_layers or plan.is_little:
             warn_once(f"octavo.convert: {note}")

@@ -31,7 +31,7 @@ from octavo.nn.first_call import note_weight
 from octavo.nn.functional import compute_dtype
 from octavo.nn.operands import autocast_dtype
 from octavo.nn.weight_notes import WeightNotes
-from octavo.recipes import RecipeLike, load
+from octavo.recipes import FALLBACK, RecipeLike, load
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = (Tensor, nn.Parameter)
@@ -51,7 +51,7 @@ class autocast(TorchFunctionMode):
     """
 
     def __init__(
-        self, recipe: RecipeLike = "folded", operators: Operators | None = None, *, enabled: bool = True
+        self, recipe: RecipeLike = FALLBACK, operators: Operators | None = None, *, enabled: bool = True
     ) -> None:
         super().__init__()
         if torch.compiler.is_compiling():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 from octavo._util.terminal import columns, quantity
@@ -35,6 +36,8 @@ class Plan:
     """Full name of each module in FP8 with one matrix per expert -> names of the arguments of its `forward`."""
     policy: Policy = field(default_factory=Policy, repr=False)
     """The policy of this plan."""
+    instead: str = ""
+    """Why the recipe is not the default, if the user named none; empty otherwise."""
     allow_reference: bool = False
     """Whether `convert` was asked to run reference kernels on a GPU."""
     refused: str = ""
@@ -97,6 +100,7 @@ class Plan:
         layers = [asdict(layer) for layer in self.layers]
         structures = [asdict(pattern) for pattern in self.structures]
         said: dict[str, Any] = {
+            "instead": self.instead,
             "unapplied": self.unapplied,
             "notes": self.notes,
             "refused": self.refused,
@@ -116,8 +120,9 @@ def table(plan: Plan) -> list[str]:
 
 
 def header(plan: Plan) -> list[str]:
-    """Return the lines above a plan's table: what keeps all of it from running, if anything."""
-    return [plan.refused, ""] if plan.refused else []
+    """Return the lines above a plan's table: what keeps all of it from running, and from the default recipe."""
+    said = [*filter(None, (plan.refused, plan.instead))]
+    return [*said, ""] if said else []
 
 
 def table_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -195,11 +200,16 @@ def _alike(layers: tuple[LayerPlan, ...]) -> list[tuple[str, ...]]:
     for layer in layers:
         kind = "" if layer.kind == "linear" else f", {layer.kind}"
         shape, gain = "{} x {}{}".format(*layer.shape, kind), f"{layer.gain:.2f}" if layer.gain else "-"
-        kernels = layer.kernels.split(" / ")
-        precision = (f"3 x {kernels[0]}" if len({*kernels}) == 1 else layer.kernels) if layer.is_fp8 else "bf16"
+        precision = _kernels(layer.kernels) if layer.is_fp8 else "bf16"
         key = (_starred(layer.name), shape, layer.recipe, precision, gain, layer.reason)
         groups.setdefault(key, []).append(layer.name)
     return [(_counted(key[0], names), *key[1:]) for key, names in groups.items()]
+
+
+def _kernels(names: str) -> str:
+    """Return the kernels of the three GEMMs; neighbours that are alike are one, with a count."""
+    alike = [(name, len([*same])) for name, same in groupby(names.split(" / "))]
+    return " / ".join(name if count == 1 else f"{count} x {name}" for name, count in alike)
 
 
 def commonest_reason(layers: tuple[LayerPlan, ...], unconverted: tuple[Unconverted, ...] = ()) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo._util.terminal import quantity
 from octavo.conversion.autocast_mode import suspended
+from octavo.conversion.default_recipe import choose
 from octavo.conversion.experts import find_experts
 from octavo.conversion.fusion_patterns import find_patterns
 from octavo.conversion.layer_plan import LayerPlan
@@ -36,13 +37,13 @@ from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
 from octavo.nn.operands import autocast_dtype, dtype_note
 from octavo.numerics import block_for
-from octavo.recipes import Recipe, RecipeLike, load
+from octavo.recipes import Recipe, RecipeLike
 
 
 @suspended()  # modules are recognised by running them
 def make_plan(
     model: nn.Module,
-    recipe: RecipeLike = "folded",
+    recipe: RecipeLike | None = None,
     *,
     policy: Policy | None = None,
     tokens: int = 8192,
@@ -52,7 +53,8 @@ def make_plan(
 
     Args:
         model: any module; on the meta device too.
-        recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern.
+        recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern. None:
+            `octavo.recipes.DEFAULT`, or `FALLBACK` where that is refused (`Plan.instead` says why).
         policy: what stays in BF16; the default keeps heads, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
         device: where it will run; by default the model's device. GPUs of `octavo.kernels.devices.GPUS` need not be
@@ -68,12 +70,13 @@ def make_plan(
         with planning_for(str(device)):
             return replace(make_plan(model, recipe, policy=policy, tokens=tokens, device="cuda"), device=str(device))
     _check_arguments(model, policy, tokens)
-    recipe, policy = load(recipe), policy or Policy()
+    policy = policy or Policy()
     policy.check_patterns(model)
+    where = _device_named(device) if device is not None else _device_of(model)
+    recipe, instead = choose(recipe, model, policy, where)
     layers, experts, stacks, mlps = layers_of(model), find_experts(model), find_stacks(model), find_mlps(model)
     names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND)), *stacks]
     _check_patterns(recipe, policy, names)
-    where = _device_named(device) if device is not None else _device_of(model)
     recipes = {name: recipe.for_layer(name) for name in names}
     in_fp8 = {name: why for name in names if (why := _no_integer_fprop(recipes[name], layers.get(name), where))}
     recipes = _with_fprop_in_fp8(recipes, in_fp8)
@@ -95,6 +98,7 @@ def make_plan(
         experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
         stacks={row.name: stacks[row.name].arguments for row in stack_rows if row.is_fp8},
         policy=policy,
+        instead=instead,
         refused=_refusal(where),
         unconverted=tuple(find_unconverted(model, read, policy.min_features, roles)),
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3

@@ -92,7 +92,7 @@ class Policy:
     weights: Weights = "unchanged"
     """Storage of the weights of converted linear layers: `fp8` makes each an `FP8Tensor`, one byte per element, whose
     codes the GEMMs read directly. The optimizer then has to keep the master weight: create one of `octavo.optim` after
-    the conversion. Needs a recipe that rounds a weight once: `folded` or `folded_fast`."""
+    the conversion. Needs a recipe that rounds a weight once: `folded`, which is then the default, or `folded_fast`."""
     requantise: tuple[str, ...] = ()
     """Name patterns of linear layers that save their input itself for backward, and quantise it again there, instead of
     saving its codes. This saves a byte per element if another operation saves the same tensor anyway, as attention

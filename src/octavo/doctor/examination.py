@@ -143,7 +143,7 @@ def examination(
 
     Args:
         target: a run file, the directory of a run, a Python file or a Hugging Face config (`load_workload`).
-        recipe: replaces the run's; of a Python file or a Hugging Face config by default `folded`.
+        recipe: replaces the run's; of a Python file or a Hugging Face config by default `octavo.recipes.DEFAULT`.
         only: names of the checks to run.
         trace: directory for a trace of a few steps.
 
@@ -154,7 +154,7 @@ def examination(
     if target is not None and target.is_dir():
         return Examination(_of_run(target, _flags(recipe, str(where)), trace), only)
     if target is not None and not is_run_file(target):
-        made = partial(subjects.trial_of_workload, target, recipe=recipe or "folded", device=where, trace=trace)
+        made = partial(subjects.trial_of_workload, target, recipe=recipe, device=where, trace=trace)
         return Examination({"model": made}, only)
     if target is None and preset is None:
         if recipe is not None or trace is not None:

@@ -127,11 +127,11 @@ def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
     return Trial(state.model, loss, step, trace, {**to_dict(setup.corpus), **to_dict(setup.statistics)})
 
 
-def trial_of_workload(file: Path, *, recipe: str, device: torch.device, trace: Path | None = None) -> Trial:
+def trial_of_workload(file: Path, *, recipe: str | None, device: torch.device, trace: Path | None = None) -> Trial:
     """Return a trial of a Python file or a Hugging Face config (`train.workload.load_workload`), on one batch.
 
-    It computes under BF16 autocast. A model without FP8 layers is converted to `recipe`. The step is a forward and a
-    backward.
+    It computes under BF16 autocast. A model without FP8 layers is converted to `recipe`, None for the default. The step
+    is a forward and a backward.
 
     Raises:
         ConfigError, DataError, UnsupportedError: as `load_workload`.

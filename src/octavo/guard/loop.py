@@ -1,6 +1,6 @@
 """`Loop`: a training loop with guardrails, for models that `octavo train` does not train.
 
-plan = octavo.convert(model, "folded")
+plan = octavo.convert(model)
 with Loop(model, optimizer, loss_of, batches, plan=plan, config=GuardConfig(mode="act")) as loop:
     for step, loss in loop.steps(1000):
         print(step, float(loss))

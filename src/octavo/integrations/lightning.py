@@ -31,7 +31,7 @@ class _Converting:
     """Conversion plan."""
 
     def __init__(
-        self, recipe: RecipeLike = "folded", policy: Policy | None = None, *, device: str | None = None
+        self, recipe: RecipeLike | None = None, policy: Policy | None = None, *, device: str | None = None
     ) -> None:
         """Take what `octavo.convert` takes.
 
@@ -46,7 +46,7 @@ class _Converting:
         self.convert_to(module, self.recipe)
         return module
 
-    def convert_to(self, module: nn.Module, recipe: RecipeLike) -> Plan:
+    def convert_to(self, module: nn.Module, recipe: RecipeLike | None) -> Plan:
         """Convert a module, which may be converted already, to a recipe in place; return the plan."""
         device: Any = self.device  # type: ignore[attr-defined]
         self.plan = convert(module, recipe, policy=self.policy, device=device)

@@ -11,9 +11,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from octavo.conversion.planner import SMALLEST_ROTATION
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.integer import unsupported_reason_device
 from octavo.nn.functional import linear
-from octavo.recipes import RecipeLike, load
+from octavo.numerics import block_for
+from octavo.recipes import DEFAULT, FALLBACK, Recipe, RecipeLike, load
 
 
 class _InFP8:
@@ -24,17 +27,23 @@ class _InFP8:
             summed inside Megatron's own product.
     """
 
-    def __init__(self, *args: Any, config: Any, recipe: RecipeLike = "folded", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, config: Any, recipe: RecipeLike | None = None, **kwargs: Any) -> None:
         if config.gradient_accumulation_fusion:
             raise UnsupportedError("gradient_accumulation_fusion: Megatron's product would be BF16. Set it to False.")
         super().__init__(*args, config=config, **kwargs)  # type: ignore[call-arg]
-        self.recipe = load(recipe)
+        self.recipe = load(_default_for(self.weight) if recipe is None else recipe)  # type: ignore[attr-defined]
         if self.recipe.has_stored_scales:
             raise UnsupportedError(
                 f"recipe '{self.recipe.name}' stores scales, which a Megatron layer has no place for."
             )
         if self.explicit_expert_comm:  # type: ignore[attr-defined]
             raise UnsupportedError("experts on several ranks stay in BF16: give fp8_spec a spec without them.")
+
+
+def _default_for(weight: Tensor) -> str:
+    """Return the recipe of a layer for which none is named, by the features of its rank and by its device."""
+    rotates = block_for(weight.shape[1], SMALLEST_ROTATION) == SMALLEST_ROTATION
+    return DEFAULT if rotates and unsupported_reason_device(weight.device) is None else FALLBACK
 
 
 class ColumnParallelLinear(_InFP8, tensor_parallel.ColumnParallelLinear):
@@ -80,24 +89,25 @@ _CLASSES = {
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
 
-def fp8_spec(spec: Spec, recipe: RecipeLike = "folded") -> Spec:
+def fp8_spec(spec: Spec, recipe: RecipeLike | None = None) -> Spec:
     """Return the spec of a layer or a block with Megatron's parallel layers in FP8; the spec given stays as it is.
 
     Args:
         spec: with Megatron's own layers, as `get_gpt_layer_local_spec` returns it, or `get_gpt_decoder_block_spec`
             without Transformer Engine. Embedding and head are in none.
-        recipe: one that keeps no scales from step to step.
+        recipe: one that keeps no scales from step to step; None: `octavo.recipes.DEFAULT`, or
+            `FALLBACK` for layers and devices that cannot rotate.
 
     Raises:
         ConfigError: the spec has no such layer, as that of Transformer Engine has none.
     """
     found = copy.deepcopy(spec)
-    if not _replace(found, load(recipe)):
+    if not _replace(found, None if recipe is None else load(recipe)):
         raise ConfigError("fp8_spec: no layer of Megatron's own in this spec. Start from get_gpt_layer_local_spec().")
     return found
 
 
-def _replace(node: Any, recipe: RecipeLike) -> int:
+def _replace(node: Any, recipe: Recipe | None) -> int:
     """Replace the layers below a spec in place, and return how many there were."""
     if isinstance(node, list | tuple):  # the layers of a block
         return sum(_replace(each, recipe) for each in node)

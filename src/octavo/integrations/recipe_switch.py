@@ -27,7 +27,9 @@ class RecipeSwitch:
         self.last_share, self.last_recipe = last_share, last_recipe
         self._is_done = False
 
-    def rehearse(self, model: nn.Module, recipe: RecipeLike, convert: Callable[[RecipeLike], Plan]) -> None:
+    def rehearse(
+        self, model: nn.Module, recipe: RecipeLike | None, convert: Callable[[RecipeLike | None], Plan]
+    ) -> None:
         """Convert a model, wrapped and sharded as in training, to `recipe`, the last recipe and back, before step 1.
 
         Stored scales stay what they are.

@@ -1,4 +1,4 @@
-"""Training by torchtitan in FP8: `OctavoConverter.Config(recipe="folded")` among the converters of a model's spec."""
+"""Training by torchtitan in FP8: `OctavoConverter.Config()` among the converters of a model's spec."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class OctavoConverter(ModelConfigConverter):
     class Config(ModelConfigConverter.Config):
         """Options."""
 
-        recipe: str = "folded"
-        """Name or file of a recipe."""
+        recipe: str | None = None
+        """Name or file of a recipe; None: the default (`octavo.recipes.DEFAULT`)."""
         filter_fqns: list[str] = field(default_factory=list)
         """Name patterns of layers that stay in BF16, beside heads and routers (`Policy.keep`)."""
         device: str = "cuda"

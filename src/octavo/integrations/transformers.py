@@ -57,7 +57,7 @@ class OctavoCallback(TrainerCallback):
 
     def __init__(
         self,
-        recipe: RecipeLike = "folded",
+        recipe: RecipeLike | None = None,
         policy: Policy | None = None,
         *,
         strict: bool = False,
@@ -166,7 +166,7 @@ class OctavoCallback(TrainerCallback):
         self._recording.close()
         self._ledger = None
 
-    def _convert(self, model: nn.Module, args: TrainingArguments, recipe: RecipeLike) -> Plan:
+    def _convert(self, model: nn.Module, args: TrainingArguments, recipe: RecipeLike | None) -> Plan:
         self.plan = convert(model, recipe, policy=self.policy, strict=self.strict, device=args.device)
         self._converted = model
         if self._prepared is None or all(module is not self._prepared for module in model.modules()):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.errors import UnsupportedError
 from octavo.kernels import ledger
 from octavo.kernels.devices import GPUS, H200, Architecture, Rates, architecture_of, rates_named
 from octavo.kernels.host_state import host_state, switched
@@ -113,7 +114,20 @@ def architecture(device: torch.device) -> Architecture:
 def _own_architecture(device: torch.device) -> Architecture:
     if device.type != "cuda":
         return architecture_of(device.type)
+    check_present(device)
     return architecture_of("hip" if torch.version.hip else "cuda", torch.cuda.get_device_capability(device))
+
+
+def check_present(device: torch.device) -> None:
+    """Check that there is such a device: the kernels of another one are unknown.
+
+    Raises:
+        UnsupportedError: it is a CUDA device, and there is none.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"no CUDA device is available. Plan for the CPU, or for a GPU by name: {', '.join(GPUS)}."
+        )
 
 
 def rates(device: torch.device) -> Rates | None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses import FakeTensorMode
 
-from octavo.errors import UnsupportedError
-from octavo.kernels.devices import GPUS
-from octavo.kernels.dispatch import is_planning, triton_unsupported_reason
+from octavo.kernels.dispatch import check_present, is_planning, triton_unsupported_reason
 from octavo.kernels.gemm import KERNELS, choose
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
@@ -67,8 +65,5 @@ def probe_operand(granularity: str, fmt: str, device: torch.device | str) -> Qua
         with FakeTensorMode():
             codes = torch.empty(128, 128, dtype=format_named(fmt).dtype, device="cuda")
             return Quantized(codes, torch.empty(tile.scale_shape(128, 128), device="cuda", dtype=torch.float32), tile)
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"no CUDA device is available. Plan for the CPU, or for a GPU by name: {', '.join(GPUS)}."
-        )
+    check_present(torch.device(device))
     return quantize(torch.ones(128, 128, device=device, dtype=torch.float32), format_named(fmt), tile)

@@ -31,7 +31,7 @@ from octavo.nn.functional import SavedWeights, compute_dtype, quantize_operand
 from octavo.nn.operands import check_dtypes
 from octavo.nn.telemetry_ops import StatsSlot, patches_of, stats_buffer_of
 from octavo.numerics import Quantized
-from octavo.recipes import QuantSpec, Recipe, RecipeLike, Transposed, load
+from octavo.recipes import FALLBACK, QuantSpec, Recipe, RecipeLike, Transposed, load
 
 AnyConvolution = _ConvNd
 """All convolutions of PyTorch, of one to three dimensions, transposed ones included."""
@@ -191,7 +191,7 @@ class Convolution(Adopted):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, *args: Any, recipe: RecipeLike = "folded", **options: Any) -> None:
+    def __init__(self, *args: Any, recipe: RecipeLike = FALLBACK, **options: Any) -> None:
         """Take the parent's arguments and a recipe.
 
         Raises:

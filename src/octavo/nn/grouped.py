@@ -38,7 +38,7 @@ from octavo.nn.switch import Switchable
 from octavo.nn.telemetry_ops import GemmOptions, Source, StatsSlot, stats_buffer_of
 from octavo.nn.weight_codes import quantize_weights
 from octavo.numerics import Quantized
-from octavo.recipes import Recipe, RecipeLike, Transposed, load
+from octavo.recipes import FALLBACK, Recipe, RecipeLike, Transposed, load
 
 _BF16 = load("bf16")
 """Created once, outside of traced code: Dynamo cannot trace the construction of a recipe."""
@@ -65,7 +65,7 @@ class GroupedLinear(Switchable):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: RecipeLike = "folded",
+        recipe: RecipeLike = FALLBACK,
     ) -> None:
         """Initialise the weight of each expert as `nn.Linear` does.
 

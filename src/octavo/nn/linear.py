@@ -32,7 +32,7 @@ from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_st
 from octavo.nn.shared import SharedInput, settings_of
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.weight_codes import WeightCodes
-from octavo.recipes import Recipe, RecipeLike, load
+from octavo.recipes import FALLBACK, Recipe, RecipeLike, load
 from octavo.tensor import FP8Tensor
 
 _PLACE = "place_in_shared"
@@ -159,7 +159,7 @@ class Linear(LinearLayer, nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: RecipeLike = "folded",
+        recipe: RecipeLike = FALLBACK,  # not DEFAULT: it runs on every device, and reads a weight that is stored in FP8
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.adopt(self, load(recipe))

@@ -14,12 +14,12 @@ from octavo.models.factory import count_parameters
 from octavo.pilot import predicting
 from octavo.pilot.judging import Pilot
 from octavo.pilot.measuring import PRECISIONS, Conditions, Measurement, count_flops, measure
-from octavo.recipes import load, names
+from octavo.recipes import DEFAULT, FALLBACK, load, names
 from octavo.train import device as devices
 from octavo.train.workload import Workload, build_without_values, first_tensor
 
-RECIPES = ("folded", "tensorwise", "block")
-"""Recipes of a pilot by default: scales per row, per tensor and per block."""
+RECIPES = (DEFAULT, FALLBACK, "tensorwise", "block")
+"""Recipes of a pilot by default: the default, and in FP8 alone with scales per row, per tensor and per block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """Recipes: which GEMMs run in FP8, and how, as data. `load("folded")`, `names()`, `explain(recipe)`."""
 
+from octavo._util.recipe_names import BASE, DEFAULT, FALLBACK
 from octavo.recipes.operands import LinearPlan, QuantSpec, StoredScale, Transposed, plan_by
 from octavo.recipes.presets import ALIASES, mx
 from octavo.recipes.spec import (
@@ -22,6 +23,9 @@ from octavo.recipes.text import RecipeLike, about, brief, explain, kept_for_back
 
 __all__ = [
     "ALIASES",
+    "BASE",
+    "DEFAULT",
+    "FALLBACK",
     "GEMMS",
     "OPERANDS",
     "STORED_SCALE_ROLES",

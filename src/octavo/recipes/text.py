@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo._util import config_reader
+from octavo._util.recipe_names import BASE, DEFAULT, FALLBACK
 from octavo.errors import ConfigError, did_you_mean
 from octavo.recipes.presets import ALIASES, PRESETS
 from octavo.recipes.spec import GEMMS, OPERANDS, STORED_SCALE_ROLES, Operand, Recipe, override
@@ -38,7 +39,7 @@ def about(name: str) -> str:
 def load(recipe: RecipeLike, where: str = "recipe") -> Recipe:
     """Return a recipe from a preset's name or alias (`ALIASES`), a `.toml` or `.json` file, or a mapping.
 
-    A mapping names the preset it starts from in `base` (default `folded`) and overrides any of it:
+    A mapping names the preset it starts from in `base` (`BASE` if it names none) and overrides any of it:
 
         base = "folded"
         [wgrad]
@@ -81,7 +82,7 @@ def _load(recipe: Any, where: str, users: tuple[Path | None, ...]) -> Recipe:
 def _suggestion(name: str) -> str:
     """Return a sentence on the preset that an unknown name may mean, or an empty string."""
     if name == "fp8":
-        return " The default in FP8 is 'folded'."
+        return f" The default in eight bits is '{DEFAULT}'; '{FALLBACK}' has all three GEMMs in FP8."
     if name in _ELSEWHERE:
         library, preset = _ELSEWHERE[name]
         return f" {library}'s '{name}' is '{preset}' here."
@@ -89,7 +90,7 @@ def _suggestion(name: str) -> str:
 
 
 def _from_mapping(mapping: Mapping[str, Any], where: str, users: tuple[Path | None, ...]) -> Recipe:
-    base = _load(mapping.get("base", "folded"), f"{where}: base", users)
+    base = _load(mapping.get("base", BASE), f"{where}: base", users)
     changes = {key: value for key, value in mapping.items() if key not in ("base", "modules")}
     merged = config_reader.merge(config_reader.to_dict(base), {"name": f"{base.name}, changed", **changes})
     modules = mapping.get("modules", {})

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo._util.terminal import Report, silent
+from octavo.conversion.default_recipe import choose
 from octavo.conversion.policy import Policy
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.nn.scaling_state import scales as kept_scales
-from octavo.recipes import RecipeLike, load
+from octavo.recipes import RecipeLike
 from octavo.sensitivity import times
 from octavo.sensitivity.gradient import backward_passes, cosines
 from octavo.sensitivity.loss import FORWARD_BACKWARD, UNCHANGED, Change, Loss, loss_changes
@@ -70,7 +71,7 @@ class Work:
 def localize(
     model: nn.Module,
     batches: Sequence[Any],
-    recipe: RecipeLike = "folded",
+    recipe: RecipeLike | None = None,
     *,
     budget: str | float = "0.1%",
     loss: Loss = call_model,
@@ -87,7 +88,7 @@ def localize(
     Args:
         model: not converted. FP32 weights are best: BF16 rounding requires ten times the tokens.
         batches: representative data, preferably not trained on, on the model's device, in the form that `loss` takes.
-        recipe: recipe of layers in FP8.
+        recipe: recipe of layers in FP8; None: the default (`octavo.plan`).
         budget: loss that the map may cost, as a share of the loss, '0.1%', or in nats per token, 0.002.
         loss: (model, batch) -> nats per token, of the batch or per sequence (B,). Without autocast: see `autocast`.
         policy: layers that it keeps in BF16 are left out; layers too small to gain are measured.
@@ -99,12 +100,12 @@ def localize(
     """
     if not batches:
         raise ConfigError("localize: there are no batches. Give it representative data.")
-    allowed, recipe, how = parse_budget(budget), load(recipe), Measurement(**options)
+    allowed, how = parse_budget(budget), Measurement(**options)
+    recipe, _ = choose(recipe, model, policy or Policy(), device := next(model.parameters()).device)
     few, tokens = how.few or max(1, len(batches) // 4), how.tokens or 8192
     given = None if how.scales is None else str(how.scales)
     with switchable(model, recipe, policy, tokens, given) as switch, matmul_precision("highest"), _no_gradients(model):
         _start_scales(switch, batches[:few], loss, given)
-        device = next(model.parameters()).device
         measure = device.type == "cuda" if how.measure is None else how.measure
         each = 1 + len(switch.only("fprop")) + FORWARD_BACKWARD * (1 + backward_passes(switch))
         report = Work(how.report, FORWARD_BACKWARD * len(batches) + few * each + len(switch.layers) * measure)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from octavo._util import config_reader
 from octavo._util.config_reader import merge, shown
 from octavo._util.last_share import in_last_share
+from octavo._util.recipe_names import BASE, DEFAULT, FALLBACK
 from octavo.errors import ConfigError, did_you_mean
 from octavo.guard.config import GuardConfig
 from octavo.models.config import ModelConfig
@@ -126,8 +127,9 @@ class LoopConfig:
     """Sequences per step."""
     accumulate: int = 1
     """Number of parts that a batch is split into to save memory; their gradients are averaged."""
-    recipe: str = "folded"
-    """FP8 recipe: a name listed by `octavo recipes`, or the path of a recipe file."""
+    recipe: str = DEFAULT
+    """Recipe: a name listed by `octavo recipes`, or the path of a recipe file. Where a run names none: `rotated`, or
+    `folded` for weights in FP8, for experts, and where tensor parallelism would cut blocks of the rotation."""
     defaults: Literal["octavo", "guides"] = "octavo"
     """`guides` starts a run as guides on FP8 do: `delayed` (not with `weights = "fp8"`), a dynamic loss scale (not with
     FP8 gradients, which have scales of their own), `optimizer.weight_decay` 0.01 and `optimizer.min_lr` 0.01 as
@@ -388,7 +390,7 @@ def assemble(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     for where, settings in layers:
         before, merged = merged, merge(merged, settings)
         try:
-            config = config_reader.read(RunConfig, _with_defaults(merged, where), where)
+            config = _with_recipe(config_reader.read(RunConfig, _with_defaults(merged, where), where), merged)
         except ConfigError as error:
             raise ConfigError(f"{error}{_set_by(merged, str(error))}") from error
         _refuse_without_effect(before, config, where)
@@ -481,6 +483,45 @@ def _of_guides(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         section: {key: value for key, value in values.items() if (section, key) not in left_out}
         for section, values in GUIDES.items()
     }
+
+
+def _with_recipe(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with the recipe of a run that names none."""
+    run = settings.get("run", {})
+    if "recipe" in run or config.run.recipe != DEFAULT:  # `run.defaults` has a recipe
+        return config
+    if run.keys() >= _WRITTEN:
+        return config.with_run(recipe=BASE)
+    return config.with_run(recipe=FALLBACK) if _reason_against_default(config) else config
+
+
+_WRITTEN = {"steps", "batch", "accumulate", "weights", "seed", "device", "compile", "out"}
+"""Keys of the section `run` that are together in a configuration that a run has written, and in no other."""
+
+
+def reason_for_fallback(config: RunConfig) -> str:
+    """Return why a run by `FALLBACK` has not the default recipe; empty if it could have it."""
+    reason = _reason_against_default(config) if config.run.recipe == FALLBACK else ""
+    return f"recipe '{FALLBACK}' in place of the default, '{DEFAULT}': {reason}" if reason else ""
+
+
+def _reason_against_default(config: RunConfig) -> str:
+    """Return why the default recipe would be refused, in training or by an export; empty if it is not."""
+    model, ranks = config.model, config.parallel.tensor
+    if config.run.weights == "fp8":
+        return "weights stored in FP8 have no INT8 codes"
+    if model.architecture == "moe":
+        return "inference engines rotate the inputs of linear layers, not of experts"
+    if ranks == 1:
+        return ""
+    from octavo.numerics import block_for
+    from octavo.recipes import load
+
+    largest = load(DEFAULT).fprop.input.rotation
+    for inputs in (model.heads * model.head_dim, model.ffn_dim):  # of the layers whose inputs ranks share
+        if block_for(inputs, largest) != block_for(inputs // ranks, largest):
+            return f"{ranks} tensor-parallel ranks would cut blocks of the rotation of {inputs} inputs"
+    return ""
 
 
 def _set_by(settings: Mapping[str, Any], message: str) -> str:

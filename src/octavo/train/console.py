@@ -21,10 +21,11 @@ from rich.table import Table
 
 from octavo import __version__
 from octavo._util import terminal
+from octavo._util.recipe_names import FALLBACK
 from octavo._util.terminal import quantity
 from octavo.guard.alarms import GuardEvent
 from octavo.train import events
-from octavo.train.config import RunConfig
+from octavo.train.config import RunConfig, reason_for_fallback
 from octavo.train.setup import trains_with
 from octavo.train.summary import final_report
 
@@ -32,7 +33,7 @@ _ROWS = 12
 SLOW_ON_A_CPU = "CPUs emulate FP8: slower than BF16 here, with the same numerics as on a GPU"
 _WIDTH = 11
 NOT_KNOWN = "-"
-OTHERS = ("folded", "block", "rowwise")
+OTHERS = (FALLBACK, "block", "rowwise")
 """Recipes to try next."""
 
 
@@ -107,6 +108,8 @@ class ConsoleReporter:
             f"{event.config.model.architecture.capitalize()}, {_count(event.parameters)} parameters, recipe"
             f" {run.recipe}{baseline}, on {event.device}"
         )
+        if reason := reason_for_fallback(event.config):
+            self._say(reason)
         self._say(
             f"{quantity(run.steps, 'step')} of {run.batch} x {data.sequence} tokens, {event.config.tokens:,} in all;"
             f" results in {run.out}"

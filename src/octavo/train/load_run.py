@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo._util.config_reader import blaming, merge, read_file
+from octavo._util.recipe_names import BASE
 from octavo.conversion import Plan, Policy
 from octavo.errors import CheckpointError
 from octavo.guard.ladder import Ladder
@@ -93,7 +94,7 @@ def _restore(found: checkpoint.Checkpoint, config: RunConfig, state: TrainState,
     """Load the weights of the checkpoint and convert the layers that were in FP8; return their plan."""
     policy = _policy_as_trained(found.run, config, plan)
     own, began = config.run.recipe, found.state["config"]["run"]
-    last = found.state.get("recipe", began.get("recipe"))
+    last = found.state.get("recipe", began.get("recipe", BASE))
     last = {began[key]: copy for key, copy in copies(began, found.run).items()}.get(last, last)
     refined = _ladder(last, found.state.get("guard", {}).get("ladder", {}))
     if plan is not None and (policy is not None or last != own or refined.state_dict()):

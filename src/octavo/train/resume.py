@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo._util import config_reader
 from octavo._util.config_reader import blaming
+from octavo._util.recipe_names import BASE
 from octavo._util.rng import generator_states, restore_generators
 from octavo.errors import CheckpointError, DivergedError
 from octavo.models.config import ModelConfig
@@ -140,8 +141,8 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, where: Path) -> 
     Raises:
         CheckpointError: they differ in a key that affects the numbers; the message names the first one.
     """
-    # A key that is newer than the checkpoint had its default value.
-    there, here = {**_defaults(), **_by_key(saved)}, _by_key(config_reader.to_dict(config))
+    # A key that is newer than the checkpoint had its default value; the default recipe has changed.
+    there, here = {**_defaults(), "run.recipe": BASE, **_by_key(saved)}, _by_key(config_reader.to_dict(config))
     for key in [*here, *(there.keys() - here.keys())]:
         section, _, name = key.partition(".")
         if section == "run" and are_same(name, there.get(key), config):
