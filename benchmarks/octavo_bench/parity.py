@@ -442,6 +442,8 @@ class Study:
         row |= {name: loss for name, loss in heldout.items() if math.isfinite(loss)}  # else: of BF16's weights
         if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
             row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
+        if blocks := lane.rotations:
+            row["rotations"] = blocks
         if text.bytes_per_token != 1:
             row["bytes_per_token"] = round(text.bytes_per_token, 6)
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}

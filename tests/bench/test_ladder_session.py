@@ -66,6 +66,7 @@ def test_a_session_continues_the_share_of_bf16_that_another_kept(
     monkeypatch.setitem(ladder.SIZES, "tiny", large)
     expected = session(1)
     shares: list[int] = []
+    sessions: list[parity.Session] = []
     together = parity.run_together
     kept = tmp_path / "kept"
 
@@ -73,13 +74,13 @@ def test_a_session_continues_the_share_of_bf16_that_another_kept(
         if "until" in options:
             shares.append(seed)
             return together(lanes, seed, **options)  # type: ignore[arg-type]
-        return bool(finishes) and together(lanes, seed, **options)  # type: ignore[arg-type]
+        return len(sessions) == 2 and together(lanes, seed, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(parity, "run_together", cut)
-    for finishes in (False, True):
-        length = parity.Session(pairs=1, device="cpu", keep=kept)
+    for _ in range(2):
+        sessions.append(parity.Session(pairs=1, device="cpu", keep=kept))
         out = Output(write=tmp_path / "large")
-        parity.command(sizes="tiny", conditions="half", recipes="folded", session=length, output=out)
+        parity.command(sizes="tiny", conditions="half", recipes="folded", session=sessions[-1], output=out)
         assert len([*kept.glob("tiny-100-*.safetensors")]) == 1 and not [*kept.glob("*.partial")]
     assert shares == [100]
     assert figures(ladder.read_rows(tmp_path / "large")) == figures(expected)
