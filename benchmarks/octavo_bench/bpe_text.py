@@ -12,6 +12,7 @@ import hashlib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import cyclopts
 import numpy as np
@@ -57,9 +58,8 @@ def write(folder: Path, file: Path, *, vocab: int = VOCAB, tokens: int | None = 
     ids = _encode(tokenizer, ordered)
     parts = {f"{_HELDOUT}{name}": _encode(tokenizer, [text.decode() for text in own]) for name, own in heldout.items()}
     sizes = sum(map(len, train.values())) + len(train)
-    np.savez_compressed(
-        file, **{_TRAIN: ids[:tokens], **parts}, vocab=tokenizer.vocab, bytes_per_token=sizes / len(ids)
-    )
+    arrays: dict[str, Any] = {_TRAIN: ids[:tokens], **parts}
+    np.savez_compressed(file, vocab=tokenizer.vocab, bytes_per_token=sizes / len(ids), **arrays)
     own = read(file)
     print(f"{file}: text {own.digest}, {len(own.train):,} tokens of {own.bytes_per_token:.3f} bytes, {own.vocab} ids")
     return 0

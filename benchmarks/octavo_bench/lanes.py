@@ -32,8 +32,10 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.models import build, count_parameters
 from octavo.models.config import ModelConfig
 from octavo.models.moe import MoE
+from octavo.nn import Linear
 from octavo.nn.lora import add_lora
 from octavo.nn.scaling_state import ScalingState
+from octavo.numerics import block_for
 from octavo.optim import AdamW, states_named
 from octavo.recipes import OPERANDS, Recipe
 from octavo.train.config import LoopConfig
@@ -372,9 +374,9 @@ class Lane:
         self._clear() if self.stream is None else None
 
     def _reset(self, seed: int) -> None:
-        initial = self.base or initial_weights(self.training.model, seed, self.training.outliers)
-        for name, value in {**initial, **self._updates}.items():
-            self._parameters[name].copy_(value)
+        weights = self.base or initial_weights(self.training.model, seed, self.training.outliers)
+        for name, weight in {**weights, **self._updates}.items():
+            self._parameters[name].copy_(weight)
         for buffer, initial in self._buffers.values():
             buffer.copy_(initial)
         for state in self.optimizer.state.values():
@@ -450,6 +452,13 @@ class Lane:
     def evaluations(self) -> list[str]:
         """Names accepted by `heldout`."""
         return [name for name in self._graphs if name.startswith("heldout")]
+
+    @property
+    def rotations(self) -> list[int]:
+        """Sizes of the blocks by which linear layers are rotated, if they are not that of the recipe."""
+        operands = [(m.in_features, m.recipe.fprop.input) for m in self.model.modules() if isinstance(m, Linear)]
+        blocks = {abs(block_for(features, operand.signed_rotation)) for features, operand in operands}
+        return sorted(blocks) if blocks - {operand.rotation or 1 for _, operand in operands} else []
 
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights by name; waits for the stream of the lane."""

@@ -8,6 +8,7 @@ minutes are over, saves after each, and reports the results so far.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import math
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.memory.forecast import GIB
 from octavo.models.factory import model_name
-from octavo_bench import bpe_text, ladder, ladder_plots, results, spreads
+from octavo_bench import bpe_text, ladder, ladder_plots, results, snapshots, spreads
 from octavo_bench.evidence import stored_curve
 from octavo_bench.installed_text import InstalledText, installed_text, tuning_texts
 from octavo_bench.kind import TO_STDOUT, Kind, Output, command_line, known
@@ -94,6 +95,9 @@ class Session:
     """Maximum bytes of training text per language, with an eighth of it for held-out text: for a trial."""
     text: Path | None = None
     """Tokenised text by `python -m octavo_bench.bpe_text`, for sizes of its vocabulary, in place of installed text."""
+
+    keep: Path | None = None
+    """Folder for BF16's shares of large blocks: a later session on this machine continues one that the end cut off."""
 
 
 SESSION = Session()
@@ -323,7 +327,7 @@ class Study:
         began, rows, finished = time.monotonic(), list[Row](), True
         if began + (size.block or 0.0) > self._end:  # time ran out while another session had its turn
             return []
-        snapshot = self._snapshot(size, seed, text)
+        snapshot = self._kept_snapshot(size, seed, text)
         began_well = snapshot is not None or not size.training.branch
         before = {BF16: time.monotonic() - began}  # BF16's share of the run that all continue
         bf16 = next(lane for lane in lanes if lane.arm == BF16)
@@ -352,6 +356,21 @@ class Study:
         source = self._lanes(size, [BF16], text)
         done = run_together(source, seed, until=size.training.first, deadline=self._end)
         return source[0].snapshot() if done else None
+
+    def _kept_snapshot(self, size: _Size, seed: int, text: InstalledText) -> Snapshot | None:
+        """Return `_snapshot`, of a file if an earlier session left one of this code, text and machine."""
+        if self.session.keep is None or size.training.together or not size.training.branch:
+            return self._snapshot(size, seed, text)
+        study = f"{size.model} {size.training.tokens} {size.condition} {seed} {text.digest} {self.machine}"
+        name = hashlib.blake2b(f"{study} {results.package_digest()}".encode(), digest_size=8).hexdigest()
+        path = self.session.keep / f"{size.name}-{seed}-{name}.safetensors"
+        if path.exists():
+            self.say(f"{size.title}, seed {seed}: BF16's share is that of {path}")
+            return snapshots.load(path, self.device)
+        snapshot = self._snapshot(size, seed, text)
+        if snapshot is not None:
+            snapshots.save(snapshot, path)
+        return snapshot
 
     def _lanes(self, size: _Size, arms: Sequence[str], text: InstalledText) -> list[Lane]:
         """Return the lanes of arms, made once per session.
@@ -423,6 +442,8 @@ class Study:
         row |= {name: loss for name, loss in heldout.items() if math.isfinite(loss)}  # else: of BF16's weights
         if size.training.tokens <= len(text.train):  # one pass: no run has seen these windows before
             row["fresh_loss"] = float(losses[-round(FRESH * len(losses)) :].mean())
+        if blocks := lane.rotations:
+            row["rotations"] = blocks
         if text.bytes_per_token != 1:
             row["bytes_per_token"] = round(text.bytes_per_token, 6)
         row["by_language"] = {language: round(loss, 6) for language, loss in by_language["heldout"].items()}

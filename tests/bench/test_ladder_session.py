@@ -59,6 +59,33 @@ def test_fine_tunings_of_a_session_share_their_base(session: Run, monkeypatch: p
         session(1, conditions="half,lora")
 
 
+def test_a_session_continues_the_share_of_bf16_that_another_kept(
+    session: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = replace(ladder.SIZES["tiny"], together=False, branch=0.5)
+    monkeypatch.setitem(ladder.SIZES, "tiny", large)
+    expected = session(1)
+    shares: list[int] = []
+    sessions: list[parity.Session] = []
+    together = parity.run_together
+    kept = tmp_path / "kept"
+
+    def cut(lanes: list[parity.Lane], seed: int, **options: object) -> bool:
+        if "until" in options:
+            shares.append(seed)
+            return together(lanes, seed, **options)  # type: ignore[arg-type]
+        return len(sessions) == 2 and together(lanes, seed, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(parity, "run_together", cut)
+    for _ in range(2):
+        sessions.append(parity.Session(pairs=1, device="cpu", keep=kept))
+        out = Output(write=tmp_path / "large")
+        parity.command(sizes="tiny", conditions="half", recipes="folded", session=sessions[-1], output=out)
+        assert len([*kept.glob("tiny-100-*.safetensors")]) == 1 and not [*kept.glob("*.partial")]
+    assert shares == [100]
+    assert figures(ladder.read_rows(tmp_path / "large")) == figures(expected)
+
+
 def figures(rows: list[Row]) -> list[Row]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 

@@ -219,6 +219,16 @@ def test_the_options_of_a_run_that_an_arm_may_change() -> None:
             schedule_of(f"folded+run.{wrong}", 10)
 
 
+@pytest.mark.parametrize(
+    ("arm", "blocks"),
+    [(BF16, []), ("folded", []), ("rotated", [16, 64]), ("rotated+fprop.*.rotation=16", []),
+     ("rotated+fprop.*.rotation=128+fprop.*.hadamard=sylvester", [16, 64])],
+)  # fmt: skip
+def test_a_lane_names_the_blocks_of_its_rotations_where_they_are_smaller(arm: str, blocks: list[int]) -> None:
+    own = replace(TINY, model=replace(TINY.model, dim=64, ffn=80))
+    assert Lane(arm, own, text(), CPU).rotations == blocks
+
+
 def test_an_arm_may_leave_blocks_and_layers_in_bf16() -> None:
     def in_fp8(arm: str) -> set[str]:
         model = Lane(arm, two_blocks, text(), CPU).model

@@ -38,7 +38,7 @@ def test_sylvesters_matrix_is_orthogonal_symmetric_and_gathers_a_mean(size):
     h = hadamard(-size)
     torch.testing.assert_close(h @ h, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-14)
     assert torch.equal(h, h.t()) and bool((h.abs() == size**-0.5).all())
-    assert torch.equal(h.sum(0).abs() > 1e-9, torch.arange(size) == 0)  # the first row is constant, all others have a mean of 0
+    assert torch.equal(h.sum(0).abs() > 1e-9, torch.arange(size) == 0)  # one row is constant
 
 
 @every_block

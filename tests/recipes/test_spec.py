@@ -265,7 +265,8 @@ INTEGER = Operand(format="int8", rotation=256, scaling="float32")
         (dict.fromkeys(("input", "weight"), Operand(format="int8", granularity="tensor", scale_from="delayed")),
          "INT8 has the scale of its own maximum"),
     ],
-    ids=["mixed", "two rotations", "no size", "no size of Sylvester's", "no rotation", "two matrices", "tiles rotated", "tiles of INT8", "stored"],
+    ids=["mixed", "two rotations", "no size", "no size of Sylvester's", "no rotation", "two matrices", "tiles rotated",
+         "tiles of INT8", "stored"],
 )  # fmt: skip
 def test_integer_and_rotated_operands(fprop, message):
     refused(message, fprop=Fprop(**fprop))

@@ -55,7 +55,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
         ConfigError: `block` is no such size, or does not divide C.
     """
     rows, cols = x.shape
-    if block != 1 and (block not in BLOCKS and -block not in SYLVESTER or cols % block):
+    if block != 1 and ((block not in BLOCKS and -block not in SYLVESTER) or cols % block):
         raise ConfigError(
             f"a rotation by blocks of {block} does not fit rows of {cols}. Blocks: {BLOCKS}; Sylvester's, as negative "
             f"numbers: {SYLVESTER}."

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.numerics import BLOCKS, NARROW, SYLVESTER, PER_COLUMN, Granularity, Rounding, Scaling, granularity_named
+from octavo.numerics import BLOCKS, NARROW, PER_COLUMN, SYLVESTER, Granularity, Rounding, Scaling, granularity_named
 from octavo.recipes.operands import LinearPlan, plan_of
 
 GEMMS = ("fprop", "dgrad", "wgrad")
