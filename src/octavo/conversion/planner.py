@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -52,7 +52,7 @@ def make_plan(
 
     Args:
         model: any module; on the meta device too.
-        recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern. None:
+        recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern. By default
             `octavo.recipes.DEFAULT`, or `FALLBACK` where that is refused (`Plan.instead` says why).
         policy: what stays in BF16; the default keeps heads, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
@@ -87,8 +87,6 @@ def make_plan(
     rows = plan_weights(model, layers, planner.layers(layers), recipes, policy.weights)
     expert_rows = list(planner.experts(experts))
     ordered = _in_order_of(model, [*rows, *expert_rows])
-    read = {id(layer.weight) for layer in layers.values()}
-    read |= {id(parameter) for name in experts for parameter in model.get_submodule(name).parameters()}
     plan = Plan(
         recipe=recipe,
         device=str(where),
@@ -99,10 +97,16 @@ def make_plan(
         policy=policy,
         instead=instead,
         refused=_refusal(where),
-        unconverted=tuple(find_unconverted(model, read, policy.min_features, roles)),
+        unconverted=tuple(find_unconverted(model, _read(model, layers, experts), policy.min_features, roles)),
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
     return _with_patterns(plan, model, mlps)
+
+
+def _read(model: nn.Module, layers: Mapping[str, Layer], experts: Iterable[str]) -> set[int]:
+    """Return the parameters (`id`) that layers and experts multiply by."""
+    read = {id(layer.weight) for layer in layers.values()}
+    return read | {id(parameter) for name in experts for parameter in model.get_submodule(name).parameters()}
 
 
 def _refusal(device: torch.device) -> str:
