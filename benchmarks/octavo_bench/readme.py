@@ -174,7 +174,10 @@ def _on(rows: Sequence[Row]) -> str:
 
 
 def _study(measured: Measured) -> tuple[Sequence[ladder.Gap], Sequence[Row]] | None:
-    """Return the gaps of `ladder.SUMMARY` in the largest Llama's study that bounds the default's (else `folded`'s), and runs."""
+    """Return the gaps of `ladder.SUMMARY` in the largest Llama's study that bounds the first, and the runs of it.
+
+    Without a study that bounds the default's, one that bounds that of `folded`.
+    """
     studies = [
         (rows, {gap.arm: gap for gap in ladder.gaps(rows) if gap.half_width is not None})
         for rows in reversed(ladder.studies(measured.pairs))

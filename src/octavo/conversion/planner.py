@@ -56,8 +56,7 @@ def make_plan(
             `octavo.recipes.DEFAULT`, or `FALLBACK` where that is refused (`Plan.instead` says why).
         policy: what stays in BF16; the default keeps heads, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
-        device: where it will run; by default the model's device. GPUs of `octavo.kernels.devices.GPUS` need not be
-            present.
+        device: where it will run, by default the model's device; GPUs of `kernels.devices.GPUS` need not be present.
 
     Raises:
         ConfigError: an argument of another type, a lazy module that has not run, an unknown recipe or device, no
