@@ -84,10 +84,10 @@ def curves(directory: Path) -> dict[str, Any]:
     """Return the losses of a run in FP8 and of its BF16 baseline: the largest pair of the parity study, or the demo."""
     whole = [row for row in ladder.read_rows(directory) if row["condition"] == "whole"]
     rows = [row for row in whole if "training_loss" in row]
-    both = [block for block in ladder.blocks(rows) if "bf16" in block]
-    arm = next((arm for arm in (DEFAULT, "folded") if any(arm in block for block in both)), "")
-    if pairs := [block for block in both if arm in block]:
-        pair = max(pairs, key=lambda block: int(block["bf16"]["tokens"]))
+    both = [block for block in ladder.blocks(rows) if "bf16" in block and {DEFAULT, "folded"} & block.keys()]
+    if both:
+        pair = max(both, key=lambda block: int(block["bf16"]["tokens"]))
+        arm = DEFAULT if DEFAULT in pair else "folded"
         model, tokens = pair["bf16"]["model"], pair["bf16"]["tokens"]
         own = [row for row in whole if (row["model"], row["tokens"]) == (model, tokens)]
         gap = next((gap for gap in ladder.gaps(own) if gap.arm == arm), None)

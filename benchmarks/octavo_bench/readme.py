@@ -174,11 +174,18 @@ def _on(rows: Sequence[Row]) -> str:
 
 
 def _study(measured: Measured) -> tuple[Sequence[ladder.Gap], Sequence[Row]] | None:
-    """Return the gaps of `ladder.SUMMARY` in the largest Llama's study that bounds the default's, and its runs."""
-    for rows in reversed(ladder.studies(measured.pairs)):
-        if rows[0]["condition"] in ("half", "whole") and rows[0]["model"].startswith("llama"):
-            bounded = {gap.arm: gap for gap in ladder.gaps(rows) if gap.half_width is not None}
-            if ladder.SUMMARY[0] in bounded:
+    """Return the gaps of `ladder.SUMMARY` in the largest Llama's study that bounds the first, and the runs of it.
+
+    Without a study that bounds the default's, one that bounds that of `folded`.
+    """
+    studies = [
+        (rows, {gap.arm: gap for gap in ladder.gaps(rows) if gap.half_width is not None})
+        for rows in reversed(ladder.studies(measured.pairs))
+        if rows[0]["condition"] in ("half", "whole") and rows[0]["model"].startswith("llama")
+    ]
+    for first in (DEFAULT, "folded"):
+        for rows, bounded in studies:
+            if first in bounded:
                 return [bounded[arm] for arm in ladder.SUMMARY if arm in bounded], rows
     return None
 
@@ -416,7 +423,8 @@ def _losses(measured: Measured) -> Iterator[Sequence[str]]:
             found = [(block[BF16][loss], block[gap.arm][loss]) for block in ladder.blocks(rows) if gap.arm in block]
             change = f"{gap.mean:+z.2f} % ± {gap.half_width:.2f} %"
             arm = _ARMS.get(gap.arm, f"`{gap.arm}`")
-            yield name, *_means(found), arm, change, f"{len(gap.differences)} pairs {_on(rows)}"
+            shown = name if gap is gaps[0] else "the same, in other pairs"
+            yield shown, *_means(found), arm, change, f"{len(gap.differences)} pairs {_on(rows)}"
     for model, tokens, pairs in _pairs(measured)[-1:]:
         interval, each = over_seeds(_gaps(pairs)), [f"{gap:+z.2f} %" for gap in _gaps(pairs)]
         change = f"{interval.mean:+z.2f} % ± {interval.half_width:.2f} %" if len(pairs) > 2 else ", ".join(each)

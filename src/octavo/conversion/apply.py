@@ -82,11 +82,7 @@ def convert(
         refuse_reference(plan)
     if strict:
         refuse_unapplied(plan)
-    if plan.instead:
-        warn_once(f"octavo.convert: {plan.instead}")
-    for note in plan.notes:
-        if note == FAST_PATH or not plan.fp8_layers or plan.is_little:
-            warn_once(f"octavo.convert: {note}")
+    _warn(plan)
     layers = layers_of(model)
     refuse_sharded(model, layers)
     patterns = [pattern.name for pattern in plan.structures if pattern.kind in ("mlp", "norm")]
@@ -105,6 +101,13 @@ def convert(
         stored.start_from(calibrated)
     watch_first_step(model, [layers[name] for name in plan.recipes if name in layers])
     return plan
+
+
+def _warn(plan: Plan) -> None:
+    """Log what a user should not miss who does not print the plan."""
+    notes = (note for note in plan.notes if note == FAST_PATH or not plan.fp8_layers or plan.is_little)
+    for note in filter(None, (plan.instead, *notes)):
+        warn_once(f"octavo.convert: {note}")
 
 
 def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> None:

@@ -53,12 +53,11 @@ def make_plan(
 
     Args:
         model: any module; on the meta device too.
-        recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern. None:
+        recipe: a name, a file, a mapping or a Recipe; `modules` in it overrides it by name pattern. By default
             `octavo.recipes.DEFAULT`, or `FALLBACK` where that is refused (`Plan.instead` says why).
         policy: what stays in BF16; the default keeps heads, routers and small layers.
         tokens: tokens of one forward, for the predicted gain; of a convolution the output pixels.
-        device: where it will run; by default the model's device. GPUs of `octavo.kernels.devices.GPUS` need not be
-            present.
+        device: where it will run, by default the model's device; GPUs of `kernels.devices.GPUS` need not be present.
 
     Raises:
         ConfigError: an argument of another type, a lazy module that has not run, an unknown recipe or device, no
@@ -88,7 +87,7 @@ def make_plan(
     rows = plan_weights(model, layers, planner.layers(layers), recipes, policy.weights)
     expert_rows, stack_rows = list(planner.experts(experts)), list(planner.stacks(stacks))
     ordered = _in_order_of(model, [*rows, *expert_rows, *stack_rows])
-    read = _weights_read(model, layers, (*experts, *stacks))
+    read = _weights_read(model, layers, [*experts, *stacks])
     plan = Plan(
         recipe=recipe,
         device=str(where),

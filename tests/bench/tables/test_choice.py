@@ -52,7 +52,7 @@ def test_the_largest_model_decides_who_is_inside_the_spread(directory: Path) -> 
     rows = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines()[2:4]
     }
-    assert rows["`folded` (default)"][:4] == ["+0.10 %", "yes", "1.40", "9.0"]
+    assert rows["`folded`"][:4] == ["+0.10 %", "yes", "1.40", "9.0"]
     assert rows["`delayed`"][:3] == ["+5.00 %", "no", "1.50"]
     assert "llama-350m, 1,000 tokens; 2 BF16 seeds lie 1.98 % apart. Inside that spread: `folded`." in text
     assert "The fastest of them is `folded`." in text

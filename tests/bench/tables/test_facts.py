@@ -57,5 +57,5 @@ def test_every_error_has_a_line_and_a_meaning() -> None:
 
 def test_every_key_of_a_run_file_says_what_it_means() -> None:
     lines = facts.run_file_table().splitlines()[2:]
-    assert any(line.startswith("| `run.recipe` | `str` | `folded` |") for line in lines)
+    assert any(line.startswith("| `run.recipe` | `str` | `rotated` |") for line in lines)
     assert [line for line in lines if line.endswith("|  |")] == []
