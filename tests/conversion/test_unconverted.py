@@ -6,6 +6,8 @@ from torch import nn
 
 import octavo
 from octavo.conversion import Policy, make_plan
+from octavo.conversion.unconverted import IN_ONE_CALL
+from octavo.kernels import record
 
 
 def test_attention_of_pytorch():
@@ -20,6 +22,18 @@ def test_attention_of_pytorch():
     assert "self_attn.in_proj_weight  192 x 64  -        not converted" in text
     assert f"{plan.share:.0%} of the FLOPs of products with weights" in text
     assert '"unconverted": [' in plan.to_json()
+
+
+def test_what_the_plan_says_of_attention_of_pytorch_is_true():
+    """It is one call for `octavo.autocast` too; projections that are layers run in FP8."""
+    plan = make_plan(attention := nn.MultiheadAttention(64, 4, batch_first=True))
+    reasons = [plan.unconverted[0].reason, *(row.reason for row in plan.layers)]
+    assert len(reasons) == 2 and all(reason.endswith(IN_ONE_CALL) for reason in reasons)
+    assert "neither a layer nor octavo.autocast is inside it" in IN_ONE_CALL
+    x = torch.randn(2, 8, 64)
+    with record() as ledger, octavo.autocast("folded"):
+        attention(x, x, x, need_weights=False)[0].sum().backward()
+    assert not ledger.gemms
 
 
 def test_little_in_fp8_is_said_and_warned_of(monkeypatch):

@@ -1,5 +1,9 @@
 """Accelerate: a converted model under `mixed_precision="bf16"`, and with weights that it brings from elsewhere."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -10,6 +14,9 @@ from safetensors.torch import load_file
 
 import octavo
 from octavo import kernels
+from octavo.errors import ConfigError
+from octavo.integrations.accelerate import Accelerator as OctavoAccelerator
+from octavo.integrations.accelerate import main
 from octavo.nn import Linear
 
 FP8_LAYERS = 14
@@ -60,3 +67,51 @@ def test_it_saves_the_values_of_weights_in_fp8(llama, tmp_path):
     for name, parameter in model.named_parameters():
         stored = parameter.detach()
         assert torch.equal(stored.dequantize() if isinstance(stored, octavo.FP8Tensor) else stored, saved[name]), name
+
+
+SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+import helper
+
+accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.randn(16, 64)).float().square().mean())
+optimizer.step()
+inner = accelerator.unwrap_model(model)
+print(sys.argv[1:], helper.NAME, type(inner[0]).__name__, inner[0].recipe.name)
+"""
+
+
+@pytest.mark.parametrize("module", [[], ["accelerate.commands.launch", "--cpu", "--mixed_precision", "bf16", "-m"]])
+def test_a_script_runs_in_fp8_without_a_change(tmp_path, module):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("NAME = 'beside'")
+    command = [*module, "octavo.integrations.accelerate", str(tmp_path / "train.py"), "--lr", "3"]
+    environ = os.environ | {"OCTAVO_RECIPE": "rowwise", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-m", *command], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["['--lr', '3'] beside Linear rowwise"], done.stderr
+
+
+def test_models_that_are_prepared_alone_are_converted_once(llama):
+    accelerator = OctavoAccelerator(mixed_precision="bf16", cpu=True)
+    accelerator.octavo_recipe, accelerator.octavo_policy = "folded", octavo.Policy(keep=["*.q_proj"])
+    reference, own = llama(), llama()
+    octavo.convert(own, "rowwise")
+    accelerator.prepare_model(reference, evaluation_mode=True)
+    assert accelerator.plan is not None and accelerator.plan.fp8_layers == FP8_LAYERS - 2
+    plan = accelerator.plan
+    accelerator.prepare(reference, own)
+    assert accelerator.plan is plan and own.model.layers[0].mlp.up_proj.recipe.name == "rowwise"
+
+
+def test_another_librarys_fp8_is_refused(llama, monkeypatch):
+    accelerator = OctavoAccelerator(cpu=True)
+    monkeypatch.setattr(type(accelerator), "mixed_precision", "fp8")
+    with pytest.raises(ConfigError, match="torchao, Transformer Engine or MS-AMP"):
+        accelerator.prepare(llama())
+    with pytest.raises(ConfigError, match="name a script"):
+        main([])

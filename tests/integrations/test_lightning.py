@@ -1,5 +1,6 @@
 """Lightning's Trainer and Fabric with Octavo's precision plugin."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ import torch
 pytest.importorskip("lightning", reason="needs lightning (octavo[clients])")
 
 import lightning
+import ranks
+import transformers
 from lightning.fabric import Fabric
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import octavo
 from octavo.errors import ConfigError
@@ -136,3 +143,54 @@ def test_what_refuses_the_last_share_is_raised_before_the_first_step(
 ):
     with pytest.raises(ConfigError, match=message):
         fit(llama(), sequences, tmp_path, callbacks=[last], **options)
+
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+class Sharded(Module):
+    """The recipe of the docs: converted, then sharded by FSDP2."""
+
+    def __init__(self, model: Any, recipe: str) -> None:
+        super().__init__(model)
+        self.recipe = recipe
+
+    def configure_model(self) -> None:
+        if self.recipe:
+            octavo.convert(self.model, self.recipe)
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+def counting(index: int) -> dict[str, torch.Tensor]:
+    ids = (torch.arange(24) * (1 + index % 3) + index * 5) % 93 + 3
+    return {"input_ids": ids, "labels": ids}
+
+
+def train_sharded(rank: int, size: int, recipe: str, config: dict[str, Any]) -> tuple[list[float], int]:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29500")  # the group is there already
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    module, strategy = Sharded(model, recipe), ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=size, strategy=strategy, plugins=[TorchElasticEnvironment()], max_steps=6,
+        precision="bf16-mixed", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    with octavo.kernels.record() as ledger:
+        trainer.fit(module, torch.utils.data.DataLoader([counting(i) for i in range(96)], batch_size=8))
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return module.losses, sum(ledger.gemms.values())
+
+
+def test_fsdp2_by_the_strategy_of_model_parallelism() -> None:
+    baseline, _ = ranks.run(train_sharded, 2, "", SIZES)[0]
+    (losses, gemms), (_, others) = ranks.run(train_sharded, 2, "folded", SIZES)
+    assert gemms == others == 6 * 2 * 15
+    assert losses[-1] < losses[0] and abs(losses[-1] - baseline[-1]) < 0.05 * baseline[-1]

@@ -18,6 +18,7 @@ from octavo._util.terminal import quantity
 from octavo.conversion.blocks import unwrapped_class
 from octavo.conversion.layer_plan import Weights
 from octavo.conversion.roles import HEAD, HEAD_NAMES, ROUTER, ROUTER_NAMES
+from octavo.conversion.unconverted import IN_ONE_CALL
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn.adopted import is_taken
 from octavo.nn.conv import Convolution, unsupported_reason
@@ -251,7 +252,7 @@ class Policy:
         if "weight" not in layer._parameters:
             return "its weight is computed, by a parametrization for example"
         if isinstance(layer, NonDynamicallyQuantizableLinear):
-            return "nn.MultiheadAttention reads its weight and never calls it; octavo.autocast computes such products"
+            return f"nn.MultiheadAttention reads its weight and never calls it: {IN_ONE_CALL}"
         sizes = layer.weight.shape if is_transposed(layer) else (layer.in_features, layer.out_features)
         if min(sizes) < self.min_features:
             return f"fewer than {self.min_features} features"

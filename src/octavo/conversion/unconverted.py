@@ -12,6 +12,13 @@ from octavo.nn import GroupedLinear
 from octavo.nn.modules import full_name
 
 
+IN_ONE_CALL = (
+    "one call of PyTorch computes both projections and attention, and neither a layer nor octavo.autocast is inside it. "
+    "Projections that are layers, beside scaled_dot_product_attention, run in FP8"
+)
+"""Why the projections of `nn.MultiheadAttention` stay as they are, and what to do."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unconverted:
     """A weight that stays unchanged, because no layer that can be converted reads it."""
@@ -66,7 +73,7 @@ def _reason(module: nn.Module, tensor: Tensor, dims: int) -> tuple[str, float]:
     if not tensor.is_floating_point():
         return f"{kind} holds quantised weights already", 1.0
     if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention multiplies by it itself: there is no layer to convert", 1.0
+        return f"nn.MultiheadAttention multiplies by it itself: {IN_ONE_CALL}", 1.0
     if isinstance(module, nn.RNNBase):
         return f"{kind} multiplies by it itself, step by step", 1.0
     if dims == 3:
