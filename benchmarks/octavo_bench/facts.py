@@ -33,7 +33,7 @@ from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
 from octavo.recipes.spec import MOST_MARGIN
 from octavo.train.config import LEVELS, RunConfig
-from octavo_bench import ladder
+from octavo_bench import api, ladder
 from octavo_bench.kind import kinds
 from octavo_bench.passes import (
     Pass,
@@ -476,6 +476,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors": error_table,
     "devices": device_table,
     "support": support_table,
+    **api.TABLES,
     "fp8-lm-levels": level_table,
     "operators": operator_table,
     "optimizer-states": optimizer_state_table,
