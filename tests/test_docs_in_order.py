@@ -57,7 +57,7 @@ def shortened(command: str) -> str:
         command = re.sub(pattern, by, command)
     if re.match(r"octavo (eval|localize)\b(?!.* --tokens)", command):
         command += " --tokens 512"
-    if re.match(r"octavo train mine\.toml(?!.*--dry-run)", command):
+    if re.match(r"octavo train (mine|packed)\.toml(?!.*--dry-run)", command):
         command += " --eval-tokens 512"
     if re.match(r"octavo train --preset tiny(?!.*--steps)", command):
         command += " --steps 8 --eval-tokens 512"

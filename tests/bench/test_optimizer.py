@@ -6,6 +6,7 @@ import pytest
 
 from octavo.cli.main import main
 from octavo.optim import TIERS
+from octavo_bench import optimizer
 from octavo_bench.ablation import CHOICES, DECADE, bars, run_ablation
 from octavo_bench.facts import optimizer_state_table
 from octavo_bench.optimizer import ABLATION, BASELINE, CASES, KIND, bench_optimizer
@@ -17,7 +18,8 @@ def run(*arguments):
     return ended.value.code
 
 
-def test_every_tier_is_timed():
+def test_every_tier_is_timed(monkeypatch):
+    monkeypatch.setattr(optimizer, "STEPS", 10)
     rows = [*bench_optimizer(parameters=10**5, device="cpu", repeats=1)]
     assert [row["states"] for row in rows] == [case.label for case in CASES]
     assert not [row for row in rows if "error" in row]
@@ -34,7 +36,8 @@ def test_every_tier_is_timed():
     assert bytes_of["fp8-min", eight] == pytest.approx(5, abs=0.05)
 
 
-def test_one_tier(capsys):
+def test_one_tier(monkeypatch, capsys):
+    monkeypatch.setattr(optimizer, "STEPS", 2)
     assert run("--states", "exact", "--parameters", "1e5", "--device", "cpu", "--json") == 0
     assert {row["states"] for row in json.loads(capsys.readouterr().out)} == {BASELINE, "exact"}
 

@@ -93,6 +93,7 @@ def products(model: torch.nn.Sequential, x: torch.Tensor, dy: torch.Tensor) -> d
     return stress._step(model, stress.Inputs(x, model[0].weight.detach().clone(), dy))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("recipe", FP8)
 def test_a_nonfinite_token_poisons_its_own_row_only(recipe: str, value: float) -> None:
@@ -111,6 +112,7 @@ def test_a_nonfinite_token_poisons_its_own_row_only(recipe: str, value: float) -
     assert found["dw"][:, columns].isfinite().all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("recipe", FP8)
 def test_a_nonfinite_gradient_poisons_its_own_row_only(recipe: str, value: float) -> None:
@@ -126,6 +128,7 @@ def test_a_nonfinite_gradient_poisons_its_own_row_only(recipe: str, value: float
     assert found["dw"][rows].isfinite().all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("recipe", FP8)
 def test_in_a_model_it_goes_where_it_goes_in_bf16(recipe: str, value: float) -> None:

@@ -82,10 +82,11 @@ def export_flags(run: Path) -> str | None:
         ConfigError: the files of the run are damaged.
     """
     overwrite = " --overwrite" if (run / "export").exists() else ""
-    _, config = without_weights(run)
+    model, config = without_weights(run)
     own = format_of(config)
-    for format in (own, "plain"):
-        model, _ = without_weights(run)
+    for format in dict.fromkeys((own, "plain")):
+        if format != own:
+            model, _ = without_weights(run)  # the other one is merged
         _merge(model, config, format)
         try:
             check(model, format)

@@ -60,16 +60,20 @@ def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter keep what it makes anew all the time: that would be most of the time of these tests.
 
     At every call of a function `triton.language` as it is inside of a kernel; at every operation the type of its
-    result with its shape as constants, and a table of NumPy's types.
+    result with its shape as constants, a table of NumPy's types, and the type that two operands are converted to.
+    Shapes of the same sizes are one object, so that operands of one shape need no broadcast.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return  # the compiler stays as it is
     from triton.language.core import block_type, tensor
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    patched, dtypes, blocks, shapes = set(), {}, {}, {}
+    patched, dtypes, blocks, shapes, interned, common = set(), {}, {}, {}, {}, {}
     launch, patch, numpy_type = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
     fill, make = block_type.__init__, tensor.__init__
+    convert, promote = TritonSemantic.cast, TritonSemantic.computation_type_impl
+    broadcast = TritonSemantic.broadcast_impl_value
 
     def launch_anew(self, *args, **kwargs):
         patched.clear()
@@ -91,6 +95,7 @@ def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = element_ty.name, *(getattr(size, "value", size) for size in shape)
         if sizes not in blocks:
             fill(self, element_ty, shape)
+            self.shape = interned.setdefault(sizes[1:], self.shape)
             blocks[sizes] = vars(self).copy()
         vars(self).update(blocks[sizes])
 
@@ -102,8 +107,44 @@ def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[sizes]
 
+    def convert_others(self, x, kind, *rest, **named):
+        return x if kind is x.dtype else convert(self, x, kind, *rest, **named)
+
+    def promote_once(self, a, a_is_scalar, b, b_is_scalar, *rest):
+        pair = a.name, a_is_scalar, b.name, b_is_scalar, rest
+        if pair not in common:
+            common[pair] = promote(self, a, a_is_scalar, b, b_is_scalar, *rest)
+        return common[pair]
+
+    def broadcast_others(self, a, b):
+        is_same = a.type.is_block() and b.type.is_block() and a.type.shape is b.type.shape
+        return (a, b) if is_same else broadcast(self, a, b)
+
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+    monkeypatch.setattr(TritonSemantic, "cast", convert_others)
+    monkeypatch.setattr(TritonSemantic, "computation_type_impl", promote_once)
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_others)
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type_once)
     monkeypatch.setattr(block_type, "__init__", fill_once)
     monkeypatch.setattr(tensor, "__init__", make_once)
+
+
+@pytest.fixture(autouse=True)
+def overflow_checked_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the sums and products of integers at once: the interpreter does so by eight operations of its own for each."""
+    import numpy as np
+    from triton.language.semantic import TritonSemantic
+
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(self, a, b, operation):
+        kind = a.type.scalar
+        if kind.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
+            return
+        wide = operations[operation.__name__](a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
+        fits = kind.get_int_min_value() <= wide.min() and wide.max() <= kind.get_int_max_value()
+        assert fits, f"{kind} overflow detected for operation {operation.__name__}"
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", check)
