@@ -490,6 +490,16 @@ def test_a_bare_layer_is_the_model_itself():
     assert str(plan).splitlines()[1].startswith("the model itself  64 x 64") and plan.layers[0].name == ""
 
 
+def test_sylvesters_blocks_are_the_largest_power_of_two_that_fits():
+    operand = {"rotation": 256, "hadamard": "sylvester"}
+    model = nn.Sequential(nn.Linear(384, 512), nn.Linear(512, 384))
+    made = make_plan(
+        model, {"base": "rotated", "fprop": {"input": operand, "weight": operand}}, policy=Policy(min_gain=0)
+    )
+    assert made.layers[0].reason == "rotated by blocks of 128, the largest that divides 384"
+    assert "blocks" not in made.layers[1].reason
+
+
 def test_layers_that_cannot_rotate_compute_fprop_in_fp8():
     model = nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 100), nn.Linear(100, 64), nn.Conv2d(64, 64, 3))
     made = make_plan(model, "rotated", policy=Policy(min_gain=0))

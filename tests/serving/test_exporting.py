@@ -328,6 +328,16 @@ def test_a_rotated_head_is_written_in_its_own_basis(make_llama, tmp_path):
     assert sqnr_db(model.lm_head.weight, values) > 35
 
 
+def test_what_sylvesters_matrices_have_rotated_is_exported_as_values_alone(make_llama, tmp_path):
+    operand = {"rotation": 64, "hadamard": "sylvester"}
+    model = make_llama({"base": "rotated", "fprop": {"input": operand, "weight": operand}})
+    with pytest.raises(UnsupportedError, match="rotated by Sylvester's matrices, but the export writes regular ones"):
+        export(model, tmp_path / "codes", format="compressed-tensors")
+    export(model, tmp_path / "values", format="plain", dtype=torch.float32)
+    values = read(tmp_path / "values")[0]["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(values, model.layers[0].feed_forward.w3.weight.detach())
+
+
 def test_rotated_experts_are_refused(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
