@@ -30,6 +30,22 @@ def test_newest_first_by_their_path(folder: Path) -> None:
     assert runs_below(folder).open("sweep/tensorwise").name == "tensorwise"
 
 
+def test_reading_a_run_does_not_make_it_the_newest(folder: Path) -> None:
+    for age, name in enumerate(("sweep/tensorwise", "first")):
+        for file in (folder / name).iterdir():
+            os.utime(file, (time.time() - 100 * (age + 1),) * 2)
+    known = runs_below(folder)
+    assert known.names() == ["sweep/tensorwise", "first"]
+    reading = RunReader(folder / "first")
+    log = folder / "first" / f"{FILE}-wal"
+    log.touch()  # as SQLite does for a reader of a file in WAL mode
+    assert known.names() == runs_below(folder).names() == ["sweep/tensorwise", "first"]
+    log.write_bytes(b"frames of a writer")
+    assert runs_below(folder).names() == ["first", "sweep/tensorwise"]
+    log.unlink()
+    reading.close()
+
+
 @pytest.mark.parametrize("named", ["first", f"first/{FILE}"])
 def test_a_run_may_be_the_folder(folder: Path, named: str) -> None:
     known = runs_below(folder / named)

@@ -123,7 +123,10 @@ def _distinct(folders: Sequence[Path]) -> list[str]:
 
 
 def _changed(file: Path) -> float:
-    """Return the time of the last write to a run, including its log; 0 if it was just deleted."""
-    return max(
-        (each.stat().st_mtime for each in (file, file.with_name(f"{file.name}-wal")) if each.exists()), default=0
-    )
+    """Return the time of the last write to a run, including its log; 0 if it was just deleted.
+
+    An empty log is not a writer's: SQLite makes one for each reader, as this dashboard is.
+    """
+    log = file.with_name(f"{file.name}-wal")
+    states = [each.stat() for each in (file, log) if each.exists()]
+    return max((state.st_mtime for place, state in enumerate(states) if place == 0 or state.st_size), default=0)
