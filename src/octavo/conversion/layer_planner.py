@@ -80,9 +80,9 @@ class LayerPlanner:
             if kept is None and not recipe.is_fp8:
                 kept = _chosen_reason(evidence)
             carried_out = recipe if kept is None else None
-            row = self._grouped(name, f"{stack.count} matrices", stack.shape, stack.count, carried_out)
+            row = self._grouped(name, f"{stack.experts} matrices", stack.shape, stack.experts, carried_out)
             notes = evidence.reason if evidence else "", self.in_fp8.get(name), _block_note(recipe, stack.shape[1])
-            active = active_share(module, stack.count)
+            active = active_share(module, stack.experts)
             yield replace(row, active=active, reason=kept or "; ".join(filter(None, notes)), evidence=evidence)
 
     def _layer(self, name: str, layer: Layer, kept: str | None) -> LayerPlan:

@@ -30,7 +30,7 @@ Sizes = tuple[int, ...]
 class FoundStack(NamedTuple):
     """A module with one matrix per expert."""
 
-    count: int
+    experts: int
     """E."""
     shape: tuple[int, int]
     """(N, K) of the product of an expert."""
@@ -73,7 +73,8 @@ def _arguments_of(module: nn.Module) -> tuple[str, str] | None:
     names = tuple(inspect.signature(forward).parameters)[1:]
     if len(names) != 2:
         return None
-    ways = itertools.product((list, torch.tensor), (False, True))
+    forms: tuple[Callable[..., Any], ...] = list, torch.tensor
+    ways = itertools.product(forms, (False, True))
     is_stack = any(_multiplies(module, forward, form, resized) for form, resized in ways)
     return (names[0], names[1]) if is_stack else None
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from octavo.nn import GroupedLinear
 from octavo.nn.modules import full_name
 
-
 IN_ONE_CALL = (
-    "one call of PyTorch computes both projections and attention, and neither a layer nor octavo.autocast is inside it. "
+    "one call of PyTorch computes projections and attention, and neither a layer nor octavo.autocast is inside it. "
     "Projections that are layers, beside scaled_dot_product_attention, run in FP8"
 )
 """Why the projections of `nn.MultiheadAttention` stay as they are, and what to do."""

@@ -38,7 +38,7 @@ def companions(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
     """
     contents: dict[str, Any] = {}
     generation = getattr(model, "generation_config", None)
-    if hasattr(generation, "to_json_string"):
+    if generation is not None and hasattr(generation, "to_json_string"):
         contents[GENERATION] = json.loads(generation.to_json_string())
     if hasattr(tokenizer, "save_pretrained"):
         with tempfile.TemporaryDirectory() as directory:
