@@ -45,7 +45,7 @@ def _unsupported_reason(model: nn.Module, policy: Policy, device: torch.device) 
     if (name := next(stored, None)) is not None:
         return f"{name} is stored in FP8, and has no INT8 codes"
     for name, found in find_experts(model).items():
-        if policy.reason_to_keep_experts(name, model.get_submodule(name), found) is None:
+        if policy.reason_to_keep_experts(name, model.get_submodule(name), (*found.first, *found.second)) is None:
             return (
                 f"inference engines rotate the inputs of linear layers, not of experts ({name or 'the model itself'})"
             )
