@@ -47,6 +47,7 @@ from octavo_bench.passes import (
     passes,
     recomputed,
 )
+from octavo_bench.registered import registered_table
 from octavo_bench.render import table
 
 FIELD_HEADER = ("key", "type or choices", "default", "meaning")
@@ -495,5 +496,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity-constants": ladder.constant_table,
     "parity-sizes": ladder.size_table,
     "parity-intervals": ladder.interval_table,
+    "parity-registered": registered_table,
 }
 """Tables by name. To add one, write a function above and a line here."""
