@@ -46,6 +46,7 @@ from octavo_bench.passes import (
     passes,
     recomputed,
 )
+from octavo_bench.registered import registered_table
 from octavo_bench.render import table
 from octavo_bench.support import support_table
 
@@ -496,5 +497,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity-constants": ladder.constant_table,
     "parity-sizes": ladder.size_table,
     "parity-intervals": ladder.interval_table,
+    "parity-registered": registered_table,
 }
 """Tables by name. To add one, write a function above and a line here."""

@@ -390,6 +390,26 @@ def summary_table(directory: Path) -> str:
     return table(header, body) if body else ""
 
 
+def post_hoc_table(directory: Path, condition: str = "whole") -> str:
+    """Return the paired difference of `SUMMARY`'s two recipes in whole runs, in percent of BF16's loss; empty if none.
+
+    The protocol does not have it: both gaps had been seen before the comparison was made.
+    """
+    body = []
+    for rows in studies([row for row in read_rows(directory) if row["condition"] == condition]):
+        loss = decisive(rows)
+        differences = []
+        for block in blocks(rows):
+            if any("error" in block.get(arm, {"error": ""}) for arm in (BF16, CONTROL, *SUMMARY)):
+                continue
+            one, other, first, second = (block[arm][loss] for arm in (*SUMMARY, BF16, CONTROL))
+            differences.append(100 * (one - other) / fmean((first, second)))
+        if differences:
+            gap = Gap("", tuple(differences), 0)
+            body.append((condition, str(rows[0]["model"]), str(len(differences)), _interval(gap)))
+    return table(("condition", "model", "pairs", f"`{SUMMARY[0]}` less `{SUMMARY[1]}`"), body) if body else ""
+
+
 def _interval(gap: Gap | None) -> str:
     if gap is None or not gap.differences:
         return ""

@@ -64,6 +64,7 @@ KIND = Kind(
     tables={
         ladder.NAME: ladder.evidence,
         "parity-summary": ladder.summary_table,
+        "parity-post-hoc": ladder.post_hoc_table,
         "parity-worth": ladder.worth_table,
         "parity-trend": ladder.trend_table,
         "parity-pilot": spreads.pilot_table,

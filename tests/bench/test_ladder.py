@@ -101,6 +101,18 @@ def test_blocks_of_several_versions_of_the_code_are_pooled_and_said() -> None:
     assert "Blocks by code: 2 of unrecorded code, 1 of abc." in ladder.report(newer)
 
 
+def test_two_recipes_are_compared_in_the_blocks_that_have_both(tmp_path: Path) -> None:
+    assert ladder.post_hoc_table(tmp_path) == ""
+    rows = [
+        {**row, "condition": "whole"}
+        for seed, folded in enumerate((1.01, 1.03))
+        for row in [*block(seed, bf16=1.0, control=1.0, folded=folded), run(ladder.SUMMARY[1], seed, 1.0)]
+    ]
+    rows += [{**row, "condition": "whole"} for row in block(2, bf16=1.0, control=1.0, folded=9.0)]
+    results.write(results.made_today(ladder.NAME, rows, "octavo bench parity"), tmp_path)
+    assert "| whole | llama-1m | 2 | +2.000 % |" in ladder.post_hoc_table(tmp_path)
+
+
 def test_a_model_served_in_fp8_is_beside_one_trained_in_bf16_and_quantised() -> None:
     """Both of its losses are the recipe's: what its forward pass costs is in both."""
     crossed = {"heldout_bf16_loss": 2.002, "heldout_of_bf16_loss": 2.01}
