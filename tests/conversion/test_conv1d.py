@@ -66,7 +66,7 @@ def test_it_stays_what_it_was_and_comes_back():
     with octavo.observed(theirs) as report:
         theirs(x)
     assert "0" in str(report)
-    assert str(octavo.plan(theirs)) == str(octavo.convert(theirs, "folded"))
+    assert str(octavo.plan(theirs, "folded")) == str(octavo.convert(theirs, "folded"))
     assert octavo.revert(theirs) == 1 and type(layer) is Conv1D and vars(layer) == before
     assert torch.equal(theirs(x), expected)
 

@@ -225,10 +225,10 @@ def test_what_is_computed_together_is_found_among_fakes_as_among_true_tensors(
 ) -> None:
     """The probe compares values, and reading fakes gives True."""
     policy = octavo.Policy(min_gain=0.0)
-    plans = [octavo.plan(build(), policy=policy)]
+    plans = [octavo.plan(build(), "folded", policy=policy)]
 
     def made() -> Program:
-        plans.append(octavo.plan(build(), policy=policy))
+        plans.append(octavo.plan(build(), "folded", policy=policy))
         return Program(models=[], forward_backward=lambda: None)
 
     forecast(made)
