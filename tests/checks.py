@@ -27,8 +27,7 @@ def name_of(check: str) -> str:
 
 def named() -> set[str]:
     """Return the checks that the page names, without result files and pages."""
-    quoted = re.findall(r"`([^`]+)`", PAGE.read_text(encoding="utf-8"))
-    return {check for check in quoted if re.match(r"tests/.*\.py\b", check)}
+    return set(re.findall(r"`(tests/[^`\s]+\.py(?:::\w+)?)`", PAGE.read_text(encoding="utf-8")))
 
 
 def passed() -> dict[str, list[str]]:

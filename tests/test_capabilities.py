@@ -70,6 +70,10 @@ def test_what_works_ran_and_what_ran_nowhere_is_not_checked() -> None:
     assert [row.numbers.start for row in ROWS if row.state == "not checked" and ran(row)] == [], "these rows work"
 
 
+def test_the_checks_to_record_are_those_of_the_rows() -> None:
+    assert checks.named() == {check for row in ROWS for check in row.checks if check.startswith("tests/")}
+
+
 def test_a_check_is_recorded_by_folder_file_and_test() -> None:
     assert checks.name_of("tests/nn/test_linear.py::test_a[1-x]") == "nn/test_linear.py::test_a"
     assert checks.name_of("tests/lab/monitor/test_gap.py") == "monitor/test_gap.py"

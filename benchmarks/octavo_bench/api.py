@@ -78,7 +78,7 @@ def _signature(documented: Any) -> str:
 
 def _parameters(parameters: Sequence[inspect.Parameter]) -> Iterator[str]:
     """Yield the parameters as in a definition, with the marks of positional and of named ones."""
-    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    star: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     named = False
     for place, each in enumerate(parameters):
         if each.kind is each.KEYWORD_ONLY and not named:
