@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo._util.former_names import find_former_names
 from octavo._util.lazy import lazy
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ _HOMES = {
     **dict.fromkeys(("distributed", "guard", "optim"), ""),
 }
 __getattr__ = lazy(__name__, _HOMES)
+find_former_names()
 
 
 def __dir__() -> list[str]:
