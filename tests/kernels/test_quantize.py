@@ -5,6 +5,8 @@ import torch
 
 from octavo import kernels
 from octavo.errors import ConfigError
+from octavo.kernels import dispatch
+from octavo.kernels.quantize import LONGEST_NORM
 from octavo.numerics import format_named, granularity_named
 from octavo.numerics import quantize as specified
 
@@ -51,3 +53,17 @@ def test_unknown_names():
         kernels.quantize(x, "e4m3", "row", "pow2")
     with pytest.raises(ConfigError, match="takes a matrix"):
         kernels.quantize(x[0], "e4m3", "row")
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_a_normed_row_too_long_for_triton_is_a_recorded_fallback(longer, monkeypatch):
+    """On a GPU: `uses_triton` asks for the reason there, and records it."""
+    asked = []
+    monkeypatch.setattr(dispatch, "uses_triton", lambda x, operation, refused: asked.append(refused))
+    x = torch.randn(2, LONGEST_NORM + longer)
+    norm, target = (torch.rand(2), torch.rand(x.shape[1])), kernels.QuantSpec("e4m3", "row", "power_of_two")
+    codes, scale = kernels.quantize_normed(x, norm, target, target)
+    expected = kernels.quantize(x * norm[0][:, None] * norm[1], *target[:3])
+    assert torch.equal(uint8(codes.codes), uint8(expected.codes)) and torch.equal(codes.scale, expected.scale)
+    assert torch.equal(scale, expected.scale)
+    assert asked[:1] == ([f"rows of {LONGEST_NORM + 1} elements are longer than {LONGEST_NORM}"] if longer else [None])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.kernels.dispatch import launches_on, on_gpu, runs_triton, uses_triton
+from octavo.kernels.dispatch import launches_on, on_gpu, run_kernel, runs_triton, uses_triton
 from octavo.kernels.operator import call, define_packed
 from octavo.kernels.quant_spec import QuantSpec, empty, empty_scale, laid_out
 from octavo.kernels.reference import quantize as reference
@@ -254,22 +254,15 @@ def _quantize_transposed_shape(x: Tensor, target: QuantSpec, after: Tensor) -> l
     return [empty(target, x.shape[1], x.shape[0], x.device)]
 
 
-def _normed(x: Tensor, norm: Norm) -> Tensor:
-    return x.float() * norm[0][:, None] * norm[1].float()
-
-
 def _quantize_normed(
     x: Tensor, norm: Norm, target: QuantSpec, second: QuantSpec | None
 ) -> tuple[Quantized, Tensor | None]:
-    if x.numel() and x.shape[1] <= LONGEST_NORM and uses_triton(x, "quantize"):
-        from octavo.kernels.triton.quantize import quantize_normed as fast
-
-        with launches_on(x.device):
-            return fast(x, norm, target, second)
-    y = _normed(x, norm)
-    codes, rows = (spec and reference.quantize_pair([y], spec, None)[0] for spec in (target, second))
-    assert codes is not None
-    return codes, rows and rows.scale
+    cols = x.shape[1]
+    refused = f"rows of {cols} elements are longer than {LONGEST_NORM}" if cols > LONGEST_NORM else None
+    result: tuple[Quantized, Tensor | None] = run_kernel(
+        "quantize.quantize_normed", x, (x, norm, target, second), "quantize", refused
+    )
+    return result
 
 
 def _quantize_normed_shape(
@@ -292,7 +285,7 @@ def _requantize_transposed(
 
         with launches_on(x.device):
             return (fast(weights, scale, target, after, norm),)
-    values = torch.cat(weights).float() if norm is None else _normed(x, norm)
+    values = torch.cat(weights).float() if norm is None else reference.normed(x, norm)
     codes = to_codes(values * scale.reciprocal(), target.fmt)
     return (Quantized(codes.t().contiguous(), scale.new_ones(x.shape[1], 1), PER_ROW),)
 

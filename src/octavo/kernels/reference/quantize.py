@@ -1,4 +1,4 @@
-"""Reference `quantize_pair`: concatenate the sources, fold, quantise X and X^T."""
+"""Reference `quantize_pair` and `quantize_normed`: concatenate or normalise, fold, quantise X and X^T."""
 
 from __future__ import annotations
 
@@ -23,9 +23,26 @@ def quantize_pair(
     return _quantize(x, rows, row_fold), _quantize(x.t(), columns, None if column_fold is None else column_fold.t())
 
 
+def quantize_normed(
+    x: Tensor, norm: tuple[Tensor, Tensor], target: QuantSpec, second: QuantSpec | None
+) -> tuple[Quantized, Tensor | None]:
+    """See `octavo.kernels.quantize.quantize_normed`."""
+    y = normed(x, norm)
+    return _codes(y, target), None if second is None else _codes(y, second).scale
+
+
+def normed(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
+    """Return x * rstd * weight in FP32, from (rstd (M,), weight (D,))."""
+    return x.float() * norm[0][:, None] * norm[1].float()
+
+
+def _codes(x: Tensor, target: QuantSpec) -> Quantized:
+    return laid_out(quantize(x, target.fmt, target.tile, target.scaling, rotation=target.rotation))
+
+
 def _quantize(x: Tensor, target: QuantSpec | None, fold: Tensor | None) -> Quantized | None:
     if target is None:
         return None
     if fold is not None:
         x = x.float() * fold
-    return laid_out(quantize(x, target.fmt, target.tile, target.scaling, rotation=target.rotation))
+    return _codes(x, target)
