@@ -38,7 +38,7 @@ THEMES = {
     }.items()
 }
 """The colours of the dashboard."""
-SHOWN = ("bf16", "torchao tensorwise", readme.OWN, "octavo folded", "octavo folded_fast")
+SHOWN = ("bf16", "torchao tensorwise", readme.OWN, f"{readme.OWN}_fast", "octavo folded", "octavo folded_fast")
 """Bars of the hero plot, besides the fastest of Transformer Engine, if measured."""
 
 
@@ -74,9 +74,12 @@ def hero_data(directory: Path) -> dict[str, Any]:
     step = measured.step(readme.BLOCKS, readme.OWN) or measured.step(readme.BLOCKS, readme.FOLDED)
     if step is None:
         raise ConfigError(f"{directory}: no step of {readme.BLOCKS} has been measured.")
-    rows = [row for row in step.rows if row["implementation"] in SHOWN] + ([step.engine] if step.engine else [])
+    rows = [row for row in step.rows if row["implementation"] in SHOWN]
+    engine, where = measured.engine(step)
+    if engine:
+        rows.append(engine | {"implementation": f"{engine['implementation']}\n({where})"} if where else engine)
     keys = ("implementation", "tokens_per_s", "ratio_to_bf16")
-    bars = sorted(({key: row[key] for key in keys} for row in rows), key=lambda bar: float(bar["tokens_per_s"]))
+    bars = sorted(({key: row[key] for key in keys} for row in rows), key=lambda bar: float(bar["ratio_to_bf16"]))
     return {"hardware": step.result.hardware, "shape": step.own["shape"], "bars": bars, **curves(directory)}
 
 
@@ -182,7 +185,7 @@ def _bars(axes: Any, data: dict[str, Any], tones: dict[str, str]) -> None:
 
 def _shown(implementation: str) -> str:
     if implementation.startswith(readme.ENGINE):
-        return "Transformer Engine"
+        return "Transformer Engine" + implementation[len(implementation.partition("\n")[0]) :]
     return implementation.replace("bf16", "BF16").replace("octavo", "Octavo")
 
 

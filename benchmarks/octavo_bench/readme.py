@@ -28,6 +28,8 @@ STEPS = {
 }
 """Title of each workload shown, and Octavo's fastest implementation."""
 SHARDED = "Llama-3-8B, FSDP2"
+ELSEWHERE = "another session"
+"""Where a step is from that was not measured beside the others of its row."""
 MACHINE, SECOND = "nvidia-h200", "nvidia-h100-80gb-hbm3"
 """Machine of all figures that do not name another, as README says; and the one that blocks are shown on besides."""
 
@@ -68,6 +70,19 @@ class Measured:
                 found.append(Step(own=own[0], rows=_having(result.rows, {"workload": workload}), result=result))
         beside = TORCHAO, OWN, FOLDED, STEPS.get(workload, ("", FAST))[1]
         return max(found, key=lambda step: sum(map(bool, (step.engine, *map(step.peer, beside)))), default=None)
+
+    def engine(self, step: Step) -> tuple[Row | None, str]:
+        """Return Transformer Engine's fastest step of a workload, beside BF16 of its session, and where it is from.
+
+        Of the session of a step, with no word about it; else of the newest that has one, which is said.
+        """
+        if step.engine:
+            return step.engine, ""
+        for result in self.steps:
+            rows = _having(result.rows, {"workload": step.own["workload"]})
+            if rows and (other := Step(own=rows[0], rows=rows, result=result).engine):
+                return other, ELSEWHERE
+        return None, ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,22 +127,29 @@ def headline(directory: Path) -> str:
 
 def _speed(measured: Measured, second: Measured) -> str:
     own = OWN if measured.step(BLOCKS, OWN) else FOLDED
-    step, other = measured.step(BLOCKS, own), second.step(BLOCKS, own)
+    step = measured.step(BLOCKS, own)
+    other = second.step(BLOCKS, own) or second.step(BLOCKS, FOLDED)
     if step is None:
         return ""
-    fast = step.peer(FAST)
+    fast = [row for name in (f"{OWN}_fast", FAST) if (row := step.peer(name))]
     said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16** with recipe `{_recipe(own)}`"
-    said += f", {fast['ratio_to_bf16']:.2f} times with `{_recipe(FAST)}`" if fast else ""
-    said += f": {STEPS[BLOCKS][0]} with BF16 weights, compiled, on one {_machine(MACHINE)}{_beside(step)}"
+    said += "".join(f", {row['ratio_to_bf16']:.2f} with `{_recipe(row['implementation'])}`" for row in fast)
+    said += f": {STEPS[BLOCKS][0]} with BF16 weights, compiled, on one {_machine(MACHINE)}{_beside(measured, step)}"
     if other:
-        said += f"; {other.own['ratio_to_bf16']:.2f} times on one {_machine(SECOND)}{_beside(other)}"
+        recipe = _recipe(other.own["implementation"])
+        with_recipe = "" if recipe == _recipe(own) else f" with `{recipe}`"
+        said += f"; {other.own['ratio_to_bf16']:.2f}{with_recipe} on one {_machine(SECOND)}{_beside(second, other)}"
     return f"{said}."
 
 
-def _beside(step: Step) -> str:
-    """Return the speeds of the other libraries in the session of a step, in brackets; empty without one."""
-    peers = {"torchao": step.peer(TORCHAO), "Transformer Engine": step.engine}
-    beside = ", ".join(f"{name} {row['ratio_to_bf16']:.2f}" for name, row in peers.items() if row)
+def _beside(measured: Measured, step: Step) -> str:
+    """Return the speeds of the other libraries beside a step, in brackets; empty without one."""
+    engine, where = measured.engine(step)
+    peers = {"torchao": step.peer(TORCHAO), "Transformer Engine": engine}
+    shown = {name: f"{row['ratio_to_bf16']:.2f}" for name, row in peers.items() if row}
+    if where:
+        shown["Transformer Engine"] += f", in {where}"
+    beside = ", ".join(f"{name} {ratio}" for name, ratio in shown.items())
     return f" ({beside})" if beside else ""
 
 
@@ -249,7 +271,10 @@ def speed(directory: Path) -> str:
     found = [*_steps(measured, tuple(STEPS)[:1]), *_on_second(second), *_steps(measured, tuple(STEPS)[1:-1])]
     found += [row for part in (_sharded, _tensor, _trainer, _experts, _images) for row in part(measured)]
     rows = [
-        (row.name, row.bf16, *map(_times, (row.torchao, row.engine, row.default, row.own)), _times(row.fast, row.how))
+        (
+            *(row.name, row.bf16, _times(row.torchao), _times(row.engine, row.where), _times(row.default)),
+            *(_times(row.own), _times(row.fast, row.how)),
+        )
         for row in found
     ]
     own = (f"Octavo `{_recipe(implementation)}`" for implementation in (OWN, FOLDED))
@@ -265,6 +290,8 @@ class Speed:
     """Absolute speed of BF16, with its unit."""
     torchao: Row | None = None
     engine: Row | None = None
+    where: str = ""
+    """Where `engine` is from, if not of the session."""
     default: Row | None = None
     """The default recipe, `OWN`."""
     own: Row | None = None
@@ -287,11 +314,13 @@ def _steps(measured: Measured, workloads: Iterable[str], unit: str = "tokens/s",
         title, fastest = STEPS[workload]
         default, own, fast = (measured.step(workload, implementation) for implementation in (OWN, FOLDED, fastest))
         if beside := own or fast:
+            engine, elsewhere = measured.engine(beside)
             yield Speed(
                 name=title + where,
                 bf16=_rate(beside.peer(BF16), unit=unit),
                 torchao=beside.peer(TORCHAO),
-                engine=beside.engine,
+                engine=engine,
+                where=elsewhere,
                 default=default.own if default else None,
                 own=own.own if own else None,
                 fast=fast.own if fast else None,
