@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-FILE = Path(__file__).parents[1] / "src" / "octavo" / "doctor" / "tested.json"
+FILE = Path(__file__).parents[1] / "src" / "octavo" / "lab" / "doctor" / "tested.json"
 
 
 def minor(version: str) -> str:

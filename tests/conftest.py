@@ -77,8 +77,8 @@ def train_run(write_text: Callable[[Path], Path]) -> Callable[..., Path]:
 
     `train_run(home, "name", model={"layers": 2}, steps=3)`: fields of `[run]` by name, other sections as mappings.
     """
-    from octavo.train import train
-    from octavo.train.config import assemble, load_preset
+    from octavo.lab.train import train
+    from octavo.lab.train.config import assemble, load_preset
 
     def make(home: Path, name: str = "run", *, model: Any = None, optimizer: Any = None, **run: Any) -> Path:
         text = home / "text"
@@ -97,7 +97,7 @@ def train_run(write_text: Callable[[Path], Path]) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def octavo() -> Callable[[str | Sequence[object]], int]:
     """Return what runs a command, a line or its words, in this process and returns its exit code; it raises errors."""
-    from octavo.cli.main import app
+    from octavo.lab.cli.main import app
 
     def run(command: str | Sequence[object]) -> int:
         words = command if isinstance(command, str) else [str(word) for word in command]

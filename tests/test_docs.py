@@ -15,8 +15,8 @@ import pytest
 import octavo
 from octavo import recipes
 from octavo._util.config_reader import to_dict
-from octavo.cli.main import app
-from octavo.train.config import RunConfig, assemble, load_preset, presets
+from octavo.lab.cli.main import app
+from octavo.lab.train.config import RunConfig, assemble, load_preset, presets
 from octavo_bench import api
 from octavo_bench.cli import COMMANDS
 
@@ -97,7 +97,7 @@ def test_commands_are_accepted() -> None:
     for line in sorted(lines):
         command, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
         name = line.split()[1]
-        where = "octavo_bench." if name == "bench" else "octavo.cli."
+        where = "octavo_bench." if name == "bench" else "octavo.lab.cli."
         assert f"{command.__module__}.".startswith(where), line
         assert name in ("bench", command.__name__.removesuffix("_")), line
 
@@ -133,7 +133,7 @@ def test_the_api_page_names_what_users_import() -> None:
     headings = re.findall(r"^### (octavo\S+)$", page, re.MULTILINE)
     assert headings == api.names()
     assert [name for name in headings if not callable(api.named(name))] == []
-    modules = {"__version__", "calibration", "distributed", "guard", "optim"}
+    modules = {"__version__", "calibration", "distributed", "guard", "lab", "optim"}
     assert {f"octavo.{name}" for name in octavo.__all__ if name not in modules} <= {*headings}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.main import main
+from octavo.lab.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -5,8 +5,8 @@ import pytest
 from torch import nn
 
 from octavo.conversion import mlps
-from octavo.models.config import ModelConfig
-from octavo.models.llama import FeedForward
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import FeedForward
 from octavo.nn import probe
 
 CONFIG = ModelConfig(vocab=64, dim=32, layers=1, heads=2, kv_heads=2, sequence=8)

@@ -23,7 +23,9 @@ def test_imports_point_down_the_layers() -> None:
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    code = "import sys, octavo, octavo.data, octavo.models, octavo.cli.main; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, octavo, octavo.lab.data, octavo.lab.models, octavo.lab.cli.main; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -59,20 +61,7 @@ def test_functions_have_at_most_sixty_lines() -> None:
 
 # --- the library at its top level -----------------------------------------------------------------------------------
 
-LAB = {
-    "__main__",
-    "cli",
-    "data",
-    "doctor",
-    "evaluation",
-    "guard",
-    "memory",
-    "models",
-    "monitor",
-    "pilot",
-    "sensitivity",
-    "train",
-}
+LAB = {"__main__", "lab"}
 """What is above the library: the lab and the command."""
 
 
@@ -137,7 +126,7 @@ REGISTRIES = {
     "nn/weight_notes.py": {"_KINDS"},
     "recipes/operands.py": {"_plans"},
     "tensor/fp8_tensor.py": {"_OPERATIONS"},
-    "train/parallel.py": {"_runs"},
+    "lab/train/parallel.py": {"_runs"},
 }
 """Files of the package with variables that change while a process runs. Those that change what kernels compute are in
 kernels/host_state.py alone; the others are registries, which its docstring lists."""

@@ -11,22 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from octavo.cli.flags import field_docs
+from octavo.lab.cli.flags import field_docs
 from octavo_bench.render import table
 
 SECTIONS: Mapping[str, str] = {
     "convert": "plan convert revert disabled Policy Plan conversion.LayerPlan autocast Operators compile"
     " conversion.Compiled recompute offload",
-    "train": "optim.AdamW optim.Muon optim.settings.OptimizerOptions graph skip_own_guards train.LossScale guard.Loop"
-    " guard.GuardConfig nn.reuse_weight_codes nn.reuse_weight_codes_per_step",
+    "train": "optim.AdamW optim.Muon optim.settings.OptimizerOptions graph skip_own_guards lab.train.LossScale"
+    " lab.guard.Loop lab.guard.GuardConfig nn.reuse_weight_codes nn.reuse_weight_codes_per_step",
     "measure": "calibrate Calibration calibration.ScalePolicy calibration.Updates scales localize"
-    " sensitivity.localisation.Measurement Monitor nn.telemetry.Telemetry observed kernels.record memory.forecast",
+    " lab.sensitivity.localisation.Measurement Monitor nn.telemetry.Telemetry observed kernels.record"
+    " lab.memory.forecast",
     "distributed": "distributed.shard distributed.sharding.shard.FullyShardOptions distributed.tensor_parallel"
     " distributed.context_parallel distributed.Context distributed.expert_parallel distributed.set_reduction"
     " distributed.GreedyZeRO distributed.PipelineStage distributed.save distributed.load",
     "numbers": "Recipe recipes.load recipes.explain quantize dequantize FP8Tensor",
     "serve": "export serving.WeightPush serving.mismatch serving.Mismatch",
-    "pilot": "pilot.load_workload pilot.run_pilot pilot.Settings",
+    "pilot": "lab.pilot.load_workload lab.pilot.run_pilot lab.pilot.Settings",
 }
 """Section of the page -> its names below `octavo`. Their order is that of the page."""
 _HEADINGS = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}

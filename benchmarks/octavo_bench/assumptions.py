@@ -11,7 +11,7 @@ from typing import Any
 from octavo._util import config_reader
 from octavo.errors import ConfigError
 from octavo.kernels.message import GROUP
-from octavo.models.config import ModelConfig
+from octavo.lab.models.config import ModelConfig
 
 PEER = "bf16"
 """Baseline scheme."""

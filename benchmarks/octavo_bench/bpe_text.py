@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.data.bpe import BPETokenizer
 from octavo.errors import ConfigError, DataError
+from octavo.lab.data.bpe import BPETokenizer
 from octavo_bench.installed_text import InstalledText, documents
 
 VOCAB = 4096

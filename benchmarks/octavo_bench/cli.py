@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cyclopts import App
 
-from octavo.cli.lazy import add_commands
+from octavo.lab.cli.lazy import add_commands
 
 COMMANDS = {
     "demo": "demo:command",

@@ -27,10 +27,10 @@ from torch.optim.optimizer import Optimizer
 
 import octavo
 from octavo._util.optimizer_steps import after_outermost_step
+from octavo.lab.train.timing import synchronize
 from octavo.nn import GroupedLinear
 from octavo.nn.conv import Convolution
 from octavo.nn.linear import LinearLayer
-from octavo.train.timing import synchronize
 from octavo_bench import results
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
 from octavo_bench.render import figures, has_failed

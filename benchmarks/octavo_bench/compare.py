@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean
 
 from octavo.errors import ConfigError
-from octavo.train.evaluate import student
-from octavo.train.files import read_metrics
+from octavo.lab.train.evaluate import student
+from octavo.lab.train.files import read_metrics
 from octavo_bench.evidence import Curve, equal_loss, gradient_cosines, over_seeds, read_curve
 from octavo_bench.implementations import BF16
 from octavo_bench.kind import TO_STDOUT, Kind, Output, numbers
@@ -186,7 +186,7 @@ def curves(out: Path, rows: Sequence[Row]) -> list[Row]:
 
 def report_of(rows: Sequence[Row], out: Path) -> str:
     """Return the tables of the study and its loss gaps over time."""
-    from octavo.train.plot import plot
+    from octavo.lab.train.plot import plot
 
     parts = [by_recipe(rows)]
     if gaps := gap_curves(out, rows):

@@ -16,14 +16,14 @@ import torch
 from cyclopts import Parameter
 
 from octavo._util.terminal import quantity
-from octavo.data.loader import Batch
-from octavo.train import control
-from octavo.train.config import RunConfig, assemble, load_preset
-from octavo.train.device import describe
-from octavo.train.evaluate import heldout_losses, paired_interval
-from octavo.train.schedule import learning_rate
-from octavo.train.setup import set_up
-from octavo.train.train_state import TrainState
+from octavo.lab.data.loader import Batch
+from octavo.lab.train import control
+from octavo.lab.train.config import RunConfig, assemble, load_preset
+from octavo.lab.train.device import describe
+from octavo.lab.train.evaluate import heldout_losses, paired_interval
+from octavo.lab.train.schedule import learning_rate
+from octavo.lab.train.setup import set_up
+from octavo.lab.train.train_state import TrainState
 from octavo_bench.kind import TO_STDOUT, Kind, Output, positive
 from octavo_bench.lanes import ULP_SEED, move
 from octavo_bench.render import Table

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 
 import octavo.distributed.storage  # noqa: F401  before any fork
-from octavo.cli.main import main
 from octavo.errors import ConfigError
-from octavo.monitor.store import RunReader
-from octavo.train import checkpoint
-from octavo.train.files import read_metrics
-from octavo.train.train_state import TrainState
+from octavo.lab.cli.main import main
+from octavo.lab.monitor.store import RunReader
+from octavo.lab.train import checkpoint
+from octavo.lab.train.files import read_metrics
+from octavo.lab.train.train_state import TrainState
 from octavo_bench.robustness import TEXT, Outcome, Trial
 
 SOURCE = Path(__file__).with_name("kill_at.c")

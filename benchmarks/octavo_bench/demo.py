@@ -6,8 +6,8 @@ from pathlib import Path
 
 from octavo._util import config_reader
 from octavo.errors import ConfigError
-from octavo.monitor.gap import fluctuation
-from octavo.train.files import read_metrics
+from octavo.lab.monitor.gap import fluctuation
+from octavo.lab.train.files import read_metrics
 from octavo_bench import results
 from octavo_bench.kind import TO_STDOUT, Kind, Output
 from octavo_bench.render import figures

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from octavo._util.dist import is_first_rank
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
-from octavo.train.device import WARM_UP_STEPS, gc_frozen
-from octavo.train.profile import profile
-from octavo.train.timing import milliseconds, synchronize
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.train.device import WARM_UP_STEPS, gc_frozen
+from octavo.lab.train.profile import profile
+from octavo.lab.train.timing import milliseconds, synchronize
 from octavo_bench.implementations import BF16
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
 from octavo_bench.ranks import any_rank, process_group, under_torchrun

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.models.llama import Block, FeedForward
+from octavo.lab.models.llama import Block, FeedForward
 from octavo.nn.rotary import rotate
 
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}

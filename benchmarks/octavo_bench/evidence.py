@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from octavo._util import config_reader
 from octavo.conversion import Policy, convert
-from octavo.data.loader import Batch
 from octavo.errors import ConfigError
+from octavo.lab.data.loader import Batch
+from octavo.lab.train import checkpoint
+from octavo.lab.train.config import assemble
+from octavo.lab.train.evaluate import paired_interval, student
+from octavo.lab.train.setup import set_up
+from octavo.lab.train.train_state import TrainState
 from octavo.numerics import cosine_of, inner_products
-from octavo.train import checkpoint
-from octavo.train.config import assemble
-from octavo.train.evaluate import paired_interval, student
-from octavo.train.setup import set_up
-from octavo.train.train_state import TrainState
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,21 +18,21 @@ import torch
 
 from octavo import errors, recipes
 from octavo.calibration.scale_policy import FINER, FLUSHED, SATURATED
-from octavo.cli.flags import field_docs
 from octavo.conversion import Operators
 from octavo.errors import ConfigError
 from octavo.kernels.devices import ARCHITECTURES, mode_of
 from octavo.kernels.sample import limits
-from octavo.monitor.dashboard import verdict
-from octavo.monitor.gap import GAP_LIMIT
-from octavo.monitor.store.schema import TABLES as RUN_STORE
-from octavo.monitor.system import SYSTEM_KEYS
-from octavo.monitor.trackers import AGGREGATES
+from octavo.lab.cli.flags import field_docs
+from octavo.lab.monitor.dashboard import verdict
+from octavo.lab.monitor.gap import GAP_LIMIT
+from octavo.lab.monitor.store.schema import TABLES as RUN_STORE
+from octavo.lab.monitor.system import SYSTEM_KEYS
+from octavo.lab.monitor.trackers import AGGREGATES
+from octavo.lab.train.config import LEVELS, RunConfig
 from octavo.nn.calibration_file import Calibrated, Provenance, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
 from octavo.recipes.spec import MOST_MARGIN
-from octavo.train.config import LEVELS, RunConfig
 from octavo_bench import api, ladder
 from octavo_bench.kind import kinds
 from octavo_bench.passes import (
@@ -261,7 +261,7 @@ def verdict_table() -> str:
 
 def doctor_table() -> str:
     """Return the checks of `octavo doctor`: the symptom of a fault, the check that finds it, and the remedy."""
-    from octavo.doctor.examination import CHECKS
+    from octavo.lab.doctor.examination import CHECKS
 
     rows = [(check.symptom, f"`{check.name}`", kind, check.remedy) for kind in CHECKS for check in CHECKS[kind]]
     return table(("symptom", "check", "target", "remedy"), rows)

@@ -47,7 +47,7 @@ class Fault:
     """One of `CLASSES`."""
     pace: Pace
     cause: str
-    """Expected cause, one of `octavo.guard.diagnosis.Cause`."""
+    """Expected cause, one of `octavo.lab.guard.diagnosis.Cause`."""
     layer: str = ""
     """Expected layer; empty if no layer is at fault."""
     strike: Strike | None = None

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.data.corpus import open_corpus
 from octavo.errors import OctavoError
-from octavo.guard import GuardEvent
-from octavo.train import checkpoint
-from octavo.train.config import RunConfig, assemble
-from octavo.train.events import Event
-from octavo.train.parallel import ranks_of
-from octavo.train.run import Trainer, train
-from octavo.train.setup import set_up
-from octavo.train.state_tensors import restore_tensors
+from octavo.lab.data.corpus import open_corpus
+from octavo.lab.guard import GuardEvent
+from octavo.lab.train import checkpoint
+from octavo.lab.train.config import RunConfig, assemble
+from octavo.lab.train.events import Event
+from octavo.lab.train.parallel import ranks_of
+from octavo.lab.train.run import Trainer, train
+from octavo.lab.train.setup import set_up
+from octavo.lab.train.state_tensors import restore_tensors
 from octavo_bench.fault_cases import FAULTS, Fault
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, by_result, device_named, known, positive
 from octavo_bench.render import figures, has_failed

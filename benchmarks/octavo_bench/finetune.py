@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
-from octavo.train.config import DataConfig, LoopConfig, LoraConfig, OptimizerConfig, RunConfig
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.train.config import DataConfig, LoopConfig, LoraConfig, OptimizerConfig, RunConfig
 from octavo_bench.kind import TO_STDOUT, Kind, Output, numbers
 from octavo_bench.results import Row
 
@@ -97,8 +97,8 @@ def write_texts(folder: Path, count: int) -> tuple[Path, Path]:
 
 def pretrain(folder: Path, text: Path, steps: int) -> Path:
     """Train the model in BF16 and export it; return the directory of the export."""
-    from octavo.train import train
-    from octavo.train.export import export_run
+    from octavo.lab.train import train
+    from octavo.lab.train.export import export_run
 
     config = RunConfig(
         model=ModelConfig(**MODEL),  # type: ignore[arg-type]
@@ -112,8 +112,8 @@ def pretrain(folder: Path, text: Path, steps: int) -> Path:
 
 def finetune(folder: Path, base: Path, chat: Path, method: str, seed: int, steps: int) -> dict[str, Any]:
     """Fine-tune in FP8 and BF16; return the summary."""
-    from octavo.models.hugging_face import read_settings
-    from octavo.train import train
+    from octavo.lab.models.hugging_face import read_settings
+    from octavo.lab.train import train
 
     change = METHODS[method]
     config = RunConfig(

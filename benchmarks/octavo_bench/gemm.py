@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels import integer
 from octavo.kernels.gemm import KERNELS, GemmKernel
-from octavo.monitor.system import SystemProbe
+from octavo.lab.monitor.system import SystemProbe
 from octavo.numerics import PER_ROW, Quantized
 from octavo_bench.implementations import BF16
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, by_result, device_named, positive

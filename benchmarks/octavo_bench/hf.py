@@ -28,7 +28,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import NonFiniteError, UnsupportedError
-from octavo.train.timing import synchronize
+from octavo.lab.train.timing import synchronize
 from octavo_bench.implementations import BF16, TORCHAO, convert_torchao
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
 from octavo_bench.results import Row

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from octavo import skip_own_guards
 from octavo.errors import UnsupportedError
-from octavo.train.timing import Kernel, busy
+from octavo.lab.train.timing import Kernel, busy
 from octavo_bench.implementations import BF16, TORCHAO, Implementation, implementations
 from octavo_bench.kind import TO_STDOUT, Kind, Output, known, positive
 from octavo_bench.results import Row

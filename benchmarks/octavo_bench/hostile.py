@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import octavo
-from octavo.data import ByteTokenizer, prepare
-from octavo.data.chat import ChatFormat
+from octavo.lab.data import ByteTokenizer, prepare
+from octavo.lab.data.chat import ChatFormat
 from octavo.nn.telemetry import STATS, Telemetry
 from octavo_bench.robustness import Outcome, run, workspace
 from octavo_bench.silence import Case, Pair, case_of, converted, equal, right

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.data import ByteTokenizer
-from octavo.data.sources import FEWEST_LETTERS, LARGEST, LONGEST_LINE
 from octavo.errors import DataError
+from octavo.lab.data import ByteTokenizer
+from octavo.lab.data.sources import FEWEST_LETTERS, LARGEST, LONGEST_LINE
 
 LANGUAGES: Mapping[str, tuple[str, ...]] = {
     "python": (".py", ".pyi"),

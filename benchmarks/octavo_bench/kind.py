@@ -171,7 +171,7 @@ def command_line(*words: str, **flags: Any) -> str:
 
 def device_named(name: str) -> str:
     """Return the device type that `--device` selects."""
-    from octavo.train.device import resolve
+    from octavo.lab.train.device import resolve
 
     return resolve(name).type
 

@@ -15,10 +15,10 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
-from octavo.models.factory import model_name
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.factory import model_name
+from octavo.lab.train.evaluate import student
 from octavo.recipes import DEFAULT
-from octavo.train.evaluate import student
 from octavo_bench.evidence import LEVEL, at_any_time, errors_at_any_time, fit, over_seeds
 from octavo_bench.installed_text import HELDOUT_BYTES, HELDOUT_SHARE
 from octavo_bench.kind import known

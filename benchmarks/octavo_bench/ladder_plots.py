@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from octavo._util.terminal import quantity
-from octavo.models.factory import model_name
+from octavo.lab.models.factory import model_name
 from octavo.recipes import DEFAULT
 from octavo_bench import ladder
 from octavo_bench.evidence import over_seeds

@@ -27,19 +27,19 @@ from octavo import recipes
 from octavo._util.collector import no_collection
 from octavo.conversion import Policy, convert, disabled, enable, make_plan
 from octavo.conversion.policy import DEFAULTS, SAVED
-from octavo.data.loader import permutation
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.models import build, count_parameters
-from octavo.models.config import ModelConfig
-from octavo.models.moe import MoE
+from octavo.lab.data.loader import permutation
+from octavo.lab.models import build, count_parameters
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.moe import MoE
+from octavo.lab.train.config import LoopConfig
+from octavo.lab.train.setup import cast_weights
 from octavo.nn import Linear
 from octavo.nn.lora import add_lora
 from octavo.nn.scaling_state import ScalingState
 from octavo.numerics import block_for
 from octavo.optim import AdamW, states_named
 from octavo.recipes import OPERANDS, Recipe
-from octavo.train.config import LoopConfig
-from octavo.train.setup import cast_weights
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.kind import known
 from octavo_bench.one_operand import emulate, unrounded

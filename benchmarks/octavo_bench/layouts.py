@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from octavo.memory.forecast import GIB
-from octavo.models.config import ModelConfig
-from octavo.models.flops import matmul_parameters
+from octavo.lab.memory.forecast import GIB
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.flops import matmul_parameters
 from octavo_bench.assumptions import Assumptions, Group, Scheme
 
 
@@ -111,7 +111,7 @@ def micro_batches(case: Case, layout: Layout) -> int:
 def compute_seconds(case: Case, layout: Layout) -> tuple[float, float]:
     """Return the seconds of forward and backward of a GPU, and of its optimizer.
 
-    6 FLOPs per weight and token; attention as `octavo.models.flops_per_token` counts it. Work is split evenly over
+    6 FLOPs per weight and token; attention as `octavo.lab.models.flops_per_token` counts it. Work is split evenly over
     tensor-parallel ranks and stages.
     """
     model, scheme = case.model, case.scheme

@@ -13,13 +13,13 @@ from torch import nn
 from octavo._util.terminal import Report, progress, silent
 from octavo.conversion.policy import Policy
 from octavo.errors import DataError
-from octavo.models.factory import count_parameters, model_name
-from octavo.sensitivity.localisation import matmul_precision
-from octavo.sensitivity.loss import Loss, losses
-from octavo.sensitivity.precision_switch import Choice, switchable
-from octavo.sensitivity.result import Localisation
-from octavo.sensitivity.run import TOKENS, Settings, by_sequence, count_batches, localize_subject, subject_of
-from octavo.train.evaluate import standard_error
+from octavo.lab.models.factory import count_parameters, model_name
+from octavo.lab.sensitivity.localisation import matmul_precision
+from octavo.lab.sensitivity.loss import Loss, losses
+from octavo.lab.sensitivity.precision_switch import Choice, switchable
+from octavo.lab.sensitivity.result import Localisation
+from octavo.lab.sensitivity.run import TOKENS, Settings, by_sequence, count_batches, localize_subject, subject_of
+from octavo.lab.train.evaluate import standard_error
 from octavo_bench.kind import TO_STDOUT, Kind, Output, device_named
 from octavo_bench.results import Row
 

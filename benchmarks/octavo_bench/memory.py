@@ -12,14 +12,14 @@ import torch
 from cyclopts import Parameter
 
 import octavo
-from octavo import memory
 from octavo.errors import NonFiniteError, RunError, UnsupportedError
 from octavo.kernels.storage import Storage
-from octavo.memory.forecast import GIB
-from octavo.models.llama import Llama
+from octavo.lab import memory
+from octavo.lab.memory.forecast import GIB
+from octavo.lab.models.llama import Llama
+from octavo.lab.train.memory import largest_of
 from octavo.optim import AdamW, keep_none, keep_small
 from octavo.optim.states import States
-from octavo.train.memory import largest_of
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known
 from octavo_bench.render import figures, grouped, has_failed
 from octavo_bench.results import Row

@@ -12,10 +12,10 @@ import torch
 from cyclopts import Parameter
 from torch import Tensor, nn
 
+from octavo.lab.train.timing import synchronize
 from octavo.optim import TIERS, AdamW, Muon, Optimizer, states_named
 from octavo.optim.states import RuleName
 from octavo.tensor import FP8Tensor
-from octavo.train.timing import synchronize
 from octavo_bench.ablation import bars, by_storage, run_ablation
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, by_result, device_named, numbers, positive
 from octavo_bench.rates import copy_rate

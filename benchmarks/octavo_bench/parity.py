@@ -28,8 +28,8 @@ from cyclopts import Parameter
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.memory.forecast import GIB
-from octavo.models.factory import model_name
+from octavo.lab.memory.forecast import GIB
+from octavo.lab.models.factory import model_name
 from octavo_bench import bpe_text, ladder, ladder_plots, results, snapshots, spreads
 from octavo_bench.evidence import stored_curve
 from octavo_bench.installed_text import InstalledText, installed_text, tuning_texts
@@ -201,7 +201,7 @@ class Study:
         found: Sequence[Row],
         say: Callable[[str], None],
     ) -> None:
-        from octavo.train.device import resolve
+        from octavo.lab.train.device import resolve
 
         self._end = time.monotonic() + 60 * session.minutes
         self.device, self.arms, self.session, self._say = resolve(session.device), arms, session, say

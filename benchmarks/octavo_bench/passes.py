@@ -16,7 +16,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from octavo.conversion import Policy
-from octavo.models.config import ModelConfig
+from octavo.lab.models.config import ModelConfig
 from octavo.numerics import PER_ROW, Granularity
 from octavo.recipes.spec import OPERANDS, Operand, Recipe
 

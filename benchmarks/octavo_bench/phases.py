@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from octavo.errors import RunError
-from octavo.pilot import Settings, load_workload, run_pilot
-from octavo.pilot.judging import Pilot
-from octavo.pilot.report import to_text
-from octavo.train.workload import Shape
+from octavo.lab.pilot import Settings, load_workload, run_pilot
+from octavo.lab.pilot.judging import Pilot
+from octavo.lab.pilot.report import to_text
+from octavo.lab.train.workload import Shape
 from octavo_bench.kind import TO_STDOUT, Kind, Output, numbers
 from octavo_bench.results import Row
 

@@ -21,14 +21,14 @@ from rich.console import Console
 from octavo._util import config_reader
 from octavo.conversion import Plan
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.lab.train.config import RunConfig
 from octavo.recipes import DEFAULT
-from octavo.train.config import RunConfig
 from octavo_bench import ladder, readme, results
 from octavo_bench.kind import known
 from octavo_bench.results import Row
 
 ROOT = Path(__file__).parents[2]
-STATIC = ROOT / "src" / "octavo" / "monitor" / "dashboard" / "static"
+STATIC = ROOT / "src" / "octavo" / "lab" / "monitor" / "dashboard" / "static"
 VERDICT = (STATIC.parent / "verdict.py", STATIC.parents[1] / "gap.py")
 THEMES = {
     theme: dict(zip(("text", "quiet", "line", "fp8", "bf16", "peer"), tones.split(), strict=True))
@@ -226,8 +226,8 @@ def draw_terminal(data: dict[str, Any], out: Path, run: Path) -> None:
 
 def printed(row: Row) -> Console:
     """Return a recording of the demo's output, made by its reporter."""
-    from octavo.train.console import ConsoleReporter
-    from octavo.train.events import Finished, Logged, Preparing, Started
+    from octavo.lab.train.console import ConsoleReporter
+    from octavo.lab.train.events import Finished, Logged, Preparing, Started
 
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False, color_system="truecolor")
     console.print("$ make demo", markup=False)
@@ -253,7 +253,7 @@ def _plan_of(row: Row, config: RunConfig) -> Plan:
     import torch
 
     from octavo.conversion import make_plan
-    from octavo.models import build
+    from octavo.lab.models import build
 
     with torch.device("meta"):
         model = build(config.model, config.run.seed)
@@ -310,7 +310,7 @@ def served(folder: Path) -> Iterator[str]:
 
     import uvicorn
 
-    from octavo.monitor.dashboard.server import application, bound
+    from octavo.lab.monitor.dashboard.server import application, bound
 
     with bound(0) as listener:
         server = uvicorn.Server(uvicorn.Config(application(folder), log_level="warning", timeout_graceful_shutdown=1))

@@ -15,11 +15,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from octavo.monitor.dashboard import page
-from octavo.pilot import Settings, load_workload, run_pilot
-from octavo.pilot.judging import ALIKE, Pilot
-from octavo.pilot.report import to_dict, to_html
-from octavo.train.workload import Shape
+from octavo.lab.monitor.dashboard import page
+from octavo.lab.pilot import Settings, load_workload, run_pilot
+from octavo.lab.pilot.judging import ALIKE, Pilot
+from octavo.lab.pilot.report import to_dict, to_html
+from octavo.lab.train.workload import Shape
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
 from octavo_bench.results import Row
 from octavo_bench.timing import attempts

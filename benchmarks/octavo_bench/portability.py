@@ -22,12 +22,12 @@ from octavo.conversion import disabled
 from octavo.errors import ConfigError
 from octavo.kernels.explain import probe_operand
 from octavo.kernels.reference.accumulator import unsupported_reason
-from octavo.models.factory import count_parameters, model_name
-from octavo.train import RunConfig, checkpoint
-from octavo.train.evaluate import heldout_losses
-from octavo.train.load_run import find, restore, settings_of
-from octavo.train.setup import Setup
-from octavo.train.train_state import TrainState
+from octavo.lab.models.factory import count_parameters, model_name
+from octavo.lab.train import RunConfig, checkpoint
+from octavo.lab.train.evaluate import heldout_losses
+from octavo.lab.train.load_run import find, restore, settings_of
+from octavo.lab.train.setup import Setup
+from octavo.lab.train.train_state import TrainState
 from octavo_bench.kind import TO_STDOUT, Kind, Output, device_named
 from octavo_bench.results import Row
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.monitor.system import SystemProbe
+from octavo.lab.monitor.system import SystemProbe
 from octavo.numerics import Quantized
 from octavo_bench.implementations import BF16, Implementation
 from octavo_bench.timing import median_ms

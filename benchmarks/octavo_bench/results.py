@@ -175,7 +175,7 @@ def made_today(
     """Return today's rows with this machine and software.
 
     Args:
-        device: measured device, as `octavo.train.device` resolves it.
+        device: measured device, as `octavo.lab.train.device` resolves it.
         machine: a name in place of the device's.
     """
     machine = machine or hardware(device)
@@ -272,7 +272,7 @@ def today() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions that figures depend on: python, torch, octavo; cuda and triton if they exist."""
-    from octavo.monitor import system
+    from octavo.lab.monitor import system
 
     return {name: version for name, version in system.versions().items() if version is not None}
 
@@ -295,7 +295,7 @@ def hardware(device_name: str = "auto") -> str:
     """Return a slug of the hardware: the name of the GPU, or of the processor; by default the first GPU if any."""
     import torch
 
-    from octavo.train import device
+    from octavo.lab.train import device
 
     name = device.describe(device.resolve(device_name))
     return slug(name.removesuffix(f", {torch.get_num_threads()} threads")) or "unknown"

@@ -63,7 +63,7 @@ class Ended:
 
 def run(arguments: Sequence[str], *, seconds: int = SECONDS) -> Ended:
     """Run a command line in this process, with captured output; code -1 if it takes longer than `seconds`."""
-    from octavo.cli.main import main
+    from octavo.lab.cli.main import main
 
     out, error = io.StringIO(), io.StringIO()
 
@@ -150,7 +150,7 @@ def workspace(place: Path) -> None:
             ended = run(arguments.split())
         if ended.code:
             raise RuntimeError(f"octavo {arguments}: {ended.error}")
-    from octavo.data.bpe import BPETokenizer
+    from octavo.lab.data.bpe import BPETokenizer
 
     BPETokenizer.train([TEXT], 272).save(place / "tokenizer.json")
     (found,) = (place / "cache").iterdir()
@@ -329,7 +329,7 @@ def _words(command: str, draw: Random) -> list[str]:
 
 
 def _flags(command: str) -> list[str]:
-    from octavo.cli.main import app
+    from octavo.lab.cli.main import app
 
     arguments = app[command].assemble_argument_collection()
     return sorted({name for argument in arguments for name in argument.names if name.startswith("--")})

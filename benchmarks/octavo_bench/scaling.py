@@ -16,9 +16,9 @@ from cyclopts import Parameter
 
 from octavo._util import config_reader
 from octavo.errors import ConfigError
-from octavo.memory.forecast import GIB
-from octavo.models.config import ModelConfig
-from octavo.models.flops import matmul_parameters
+from octavo.lab.memory.forecast import GIB
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.flops import matmul_parameters
 from octavo_bench import results
 from octavo_bench.assumptions import PEER, Assumptions, Scheme, load
 from octavo_bench.kind import TO_STDOUT, Output

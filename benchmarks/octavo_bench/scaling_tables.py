@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.flags import field_docs
+from octavo.lab.cli.flags import field_docs
 from octavo_bench import results
 from octavo_bench.assumptions import PEER, Assumptions, Scheme
 from octavo_bench.kind import Kind, by_result

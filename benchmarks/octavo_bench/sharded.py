@@ -21,11 +21,11 @@ from octavo.distributed.context_parallel import Context
 from octavo.distributed.pipeline import SCHEDULES, Pipeline, Sent
 from octavo.distributed.sharding.shard import gather_ahead
 from octavo.kernels.transfers import upload
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
-from octavo.models.stages import Stage, stages
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
+from octavo.lab.models.stages import Stage, stages
+from octavo.lab.train.replay import Replay
 from octavo.tensor import is_distributed
-from octavo.train.replay import Replay
 from octavo_bench.implementations import BF16, ONCE, TORCHAO, convert_torchao, is_no_head
 
 Sharded = Llama | Stage

@@ -24,10 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo import kernels
 from octavo.errors import NonFiniteError, RunError, UnsupportedError
-from octavo.models.flops import datasheet_tflops
-from octavo.monitor.system import SystemProbe
-from octavo.train.profile import Profile, profile
-from octavo.train.timing import milliseconds, warm_up
+from octavo.lab.models.flops import datasheet_tflops
+from octavo.lab.monitor.system import SystemProbe
+from octavo.lab.train.profile import Profile, profile
+from octavo.lab.train.timing import milliseconds, warm_up
 from octavo_bench import rates
 from octavo_bench.implementations import BF16, TORCHAO, Implementation, implementations
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive

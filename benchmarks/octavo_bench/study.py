@@ -20,8 +20,8 @@ import torch
 from cyclopts import Parameter
 
 from octavo.errors import ConfigError, RunError
-from octavo.models.factory import model_name
-from octavo.train.files import read_metrics
+from octavo.lab.models.factory import model_name
+from octavo.lab.train.files import read_metrics
 from octavo_bench.evidence import over_sequences, stored_curve
 from octavo_bench.implementations import BF16
 from octavo_bench.results import Row

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from octavo.kernels.sample import STATS
+from octavo.lab.train.timing import milliseconds, warm_up
 from octavo.nn import telemetry_ops
 from octavo.nn.telemetry import Telemetry
-from octavo.train.timing import milliseconds, warm_up
 from octavo_bench.implementations import implementations
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known, positive
 from octavo_bench.render import figures

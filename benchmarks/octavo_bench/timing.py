@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from octavo.memory.forecast import GIB
-from octavo.train.timing import milliseconds, warm_up
+from octavo.lab.memory.forecast import GIB
+from octavo.lab.train.timing import milliseconds, warm_up
 from octavo_bench.results import Row, failure
 
 
@@ -27,8 +27,8 @@ def median_ms(
     """Return the median milliseconds of a call.
 
     Args:
-        calls, seconds: of the warm-up, as for `octavo.train.timing.warm_up`.
-        queued, cold: as for `octavo.train.timing.milliseconds`.
+        calls, seconds: of the warm-up, as for `octavo.lab.train.timing.warm_up`.
+        queued, cold: as for `octavo.lab.train.timing.milliseconds`.
     """
     warm_up(call, device, calls=calls, seconds=seconds)
     return statistics.median(milliseconds(call, device, repeats, queued=queued, cold=cold))

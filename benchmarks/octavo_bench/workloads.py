@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from octavo import optim, recipes
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
-from octavo.models.flops import matmul_parameters
-from octavo.models.llama import Block, Llama, rotary_tables
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.flops import matmul_parameters
+from octavo.lab.models.llama import Block, Llama, rotary_tables
 from octavo.nn.conv import unsupported_reason_recipe
 from octavo_bench.implementations import BF16, Implementation, implementations
 from octavo_bench.resnet import ResNet
@@ -85,7 +85,7 @@ class Workload:
     def flops(self) -> int:
         """Model FLOPs of a step: `tokens (6 weights + 6 L D T)`, causal attention at half.
 
-        The formula of `octavo.models.flops_per_token`, for a stack without the head. T is that of the document of
+        The formula of `octavo.lab.models.flops_per_token`, for a stack without the head. T is that of the document of
         the token, twice the mean of documents of geometric length. Norms, activations, quantisation and recomputation
         are not counted.
         """

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from octavo.conversion import Operators, Plan, Policy, autocast, convert, disabled, offload, recompute, revert
     from octavo.conversion import compile_blocks as compile
     from octavo.conversion import make_plan as plan
-    from octavo.monitor.monitor import Monitor
+    from octavo.lab import guard
+    from octavo.lab.monitor.monitor import Monitor
+    from octavo.lab.sensitivity import localize
+    from octavo.lab.train.replay import graph
     from octavo.nn.observe import observed
     from octavo.nn.scaling_state import scales
     from octavo.numerics import dequantize, quantize
     from octavo.recipes import Recipe
-    from octavo.sensitivity import localize
     from octavo.serving import export
     from octavo.tensor import FP8Tensor
-    from octavo.train.replay import graph
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "export",
     "graph",
     "guard",
+    "lab",
     "localize",
     "observed",
     "offload",
@@ -67,16 +69,17 @@ _HOMES = {
     "conversion": (
         "Operators Plan Policy autocast compile=compile_blocks convert disabled offload plan=make_plan recompute revert"
     ),
-    "monitor.monitor": "Monitor",
+    "lab.monitor.monitor": "Monitor",
     "nn.observe": "observed",
     "nn.scaling_state": "scales",
     "numerics": "dequantize quantize",
     "recipes": "Recipe",
-    "sensitivity": "localize",
+    "lab.sensitivity": "localize",
     "serving": "export",
     "tensor": "FP8Tensor",
-    "train.replay": "graph",
-    **dict.fromkeys(("distributed", "guard", "optim"), ""),
+    "lab.train.replay": "graph",
+    "lab": "guard",
+    **dict.fromkeys(("distributed", "optim"), ""),
 }
 __getattr__ = lazy(__name__, _HOMES)
 find_former_names()

@@ -1,5 +1,5 @@
 """`python -m octavo` is `octavo`."""
 
-from octavo.cli.main import main
+from octavo.lab.cli.main import main
 
 main()

@@ -1,4 +1,4 @@
-"""Classes in pickled files are found after their module moved; `tests/data` has files of earlier commits."""
+"""Classes in pickled files are found after their module moved; `tests/lab/data` has files of earlier commits."""
 
 from __future__ import annotations
 

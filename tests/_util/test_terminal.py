@@ -77,7 +77,11 @@ def test_a_clock(seconds: float, text: str) -> None:
 
 
 def test_all_that_commands_print_goes_this_way() -> None:
-    files = [*(SOURCES / "cli").glob("*.py"), SOURCES / "train/console.py", SOURCES / "train/summary.py"]
+    files = [
+        *(SOURCES / "lab" / "cli").glob("*.py"),
+        SOURCES / "lab" / "train" / "console.py",
+        SOURCES / "lab" / "train" / "summary.py",
+    ]
     calls = [
         node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)
     ]

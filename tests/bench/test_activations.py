@@ -7,7 +7,7 @@ import torch
 
 import octavo
 from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
-from octavo.models.config import ModelConfig
+from octavo.lab.models.config import ModelConfig
 from octavo.nn import norm
 from octavo_bench import passes as activations
 from octavo_bench.facts import activation_table

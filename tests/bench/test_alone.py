@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from octavo.cli.main import main
+from octavo.lab.cli.main import main
 from octavo_bench.distributed import RANK
 from octavo_bench.ranks import join_alone
 

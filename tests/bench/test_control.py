@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.train import control as packaged
-from octavo.train.config import assemble, load_preset
+from octavo.lab.train import control as packaged
+from octavo.lab.train.config import assemble, load_preset
 from octavo_bench import control
 from octavo_bench.results import newest
 

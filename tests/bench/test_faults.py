@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.guard import GuardEvent
-from octavo.train.parallel import ranks_of
-from octavo.train.setup import set_up
+from octavo.lab.guard import GuardEvent
+from octavo.lab.train.parallel import ranks_of
+from octavo.lab.train.setup import set_up
 from octavo_bench import faults as bench_module
 from octavo_bench.fault_cases import CLASSES, FAULTS
 from octavo_bench.faults import CONFIGURATIONS, KIND, STRIKE, Bench, Struck, _run, in_words

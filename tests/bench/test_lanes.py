@@ -296,7 +296,7 @@ def test_a_training_is_cut_to_a_number_of_steps(name: str) -> None:
 
 
 def test_outliers_change_activations_and_not_the_function_but_for_the_gates() -> None:
-    from octavo.models import build
+    from octavo.lab.models import build
 
     config = ladder.SIZES["1m"].model
     plain, hard = build(config, 0).eval(), build(config, 0).eval()

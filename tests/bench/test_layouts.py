@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.models.flops import flops_per_token
+from octavo.lab.models.flops import flops_per_token
 from octavo_bench.assumptions import MODELS, SCHEMES, Assumptions, Group
 from octavo_bench.layouts import (
     GIB,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from octavo.cli.main import main
+from octavo.lab.cli.main import main
 from octavo.optim import TIERS
 from octavo_bench import optimizer
 from octavo_bench.ablation import CHOICES, DECADE, bars, run_ablation

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from octavo.train.evaluate import student
+from octavo.lab.train.evaluate import student
 from octavo_bench.evidence import over_seeds, over_sequences
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from octavo.errors import ConfigError, RunError
-from octavo.models.factory import model_name
+from octavo.lab.models.factory import model_name
 from octavo_bench import compare, results
 from octavo_bench.study import run_all
 

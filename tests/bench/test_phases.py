@@ -10,11 +10,11 @@ import torch
 from octavo.conversion import make_plan
 from octavo.errors import RunError
 from octavo.kernels.devices import H200
-from octavo.models import build
-from octavo.models.config import ModelConfig
-from octavo.pilot.judging import Pilot
-from octavo.pilot.measuring import Measurement
-from octavo.train.workload import Shape
+from octavo.lab.models import build
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.pilot.judging import Pilot
+from octavo.lab.pilot.measuring import Measurement
+from octavo.lab.train.workload import Shape
 from octavo_bench import results
 from octavo_bench.phases import command, rows_of
 

@@ -6,10 +6,10 @@ import pytest
 
 from octavo.conversion import make_plan
 from octavo.kernels.devices import H200
-from octavo.models import build
-from octavo.models.config import ModelConfig
-from octavo.pilot.judging import Pilot
-from octavo.pilot.measuring import Measurement
+from octavo.lab.models import build
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.pilot.judging import Pilot
+from octavo.lab.pilot.measuring import Measurement
 from octavo_bench.pilot import MODELS, is_right
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from octavo.cli.main import main
+from octavo.lab.cli.main import main
 from octavo_bench.reduce import KIND, Work, bench_reduce
 
 

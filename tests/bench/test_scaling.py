@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
+from octavo.lab.models.config import ModelConfig
 from octavo_bench import results
 from octavo_bench.assumptions import Assumptions, Links, load
 from octavo_bench.layouts import GIB
@@ -207,7 +207,7 @@ def test_assumptions_are_all_there(directory):
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):
-    from octavo.cli.main import main
+    from octavo.lab.cli.main import main
 
     committed(tmp_path / "in")
     (tmp_path / "few.toml").write_text("gpus = [8]\nbatch_tokens = 65536")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, RunError, UnsupportedError
-from octavo.train import profile
+from octavo.lab.train import profile
 from octavo_bench import implementations, rates, results, step
 from octavo_bench.implementations import Implementation
 from octavo_bench.workloads import WORKLOADS

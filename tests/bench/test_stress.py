@@ -10,7 +10,7 @@ import torch
 
 import octavo
 from octavo import recipes
-from octavo.models import ModelConfig, build
+from octavo.lab.models import ModelConfig, build
 from octavo.numerics import sqnr_db
 from octavo_bench import stress
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.cli.main import main
+from octavo.lab.cli.main import main
 from octavo.nn import telemetry_ops
 from octavo_bench import results
 from octavo_bench.results import Result

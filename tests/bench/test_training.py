@@ -11,8 +11,8 @@ import torch
 from ranks import launch
 from torch.distributed.device_mesh import init_device_mesh
 
-from octavo.cli.main import main
 from octavo.errors import ConfigError
+from octavo.lab.cli.main import main
 from octavo_bench import distributed as training
 from octavo_bench.distributed import WORKLOADS, Work, bench_distributed
 from octavo_bench.results import Result, load, write

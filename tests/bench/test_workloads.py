@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.models.flops import flops_per_token
+from octavo.lab.models.flops import flops_per_token
 from octavo_bench.implementations import Implementation
 from octavo_bench.workloads import WORKLOADS, build
 

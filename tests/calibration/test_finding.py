@@ -14,7 +14,7 @@ import octavo
 from octavo.calibration import ScalePolicy
 from octavo.calibration.finding import HEADER
 from octavo.errors import ConfigError, NonFiniteError
-from octavo.models import ModelConfig, build
+from octavo.lab.models import ModelConfig, build
 from octavo.nn import calibration_file
 
 EXACT = ScalePolicy(margin=0)

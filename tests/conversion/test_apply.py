@@ -26,7 +26,7 @@ from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
 from octavo.kernels import dispatch
 from octavo.kernels.devices import architecture_of
 from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
-from octavo.models import ModelConfig, build
+from octavo.lab.models import ModelConfig, build
 from octavo.nn import GroupedLinear, Linear
 from octavo.nn.adopted import Adopted
 from octavo.nn.attention import ScaledDotProduct

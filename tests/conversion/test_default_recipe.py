@@ -10,7 +10,7 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.errors import ConfigError
-from octavo.models import ModelConfig, build
+from octavo.lab.models import ModelConfig, build
 
 
 def layers():

@@ -15,10 +15,10 @@ import octavo
 from octavo.conversion.experts import find_experts
 from octavo.errors import NonFiniteError, UnsupportedError
 from octavo.kernels import record
-from octavo.models import ModelConfig, build
+from octavo.lab.models import ModelConfig, build
+from octavo.lab.sensitivity.precision_switch import switchable
 from octavo.nn.experts import Experts
 from octavo.numerics import sqnr_db
-from octavo.sensitivity.precision_switch import switchable
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "num_experts_per_tok": 2, "eos_token_id": None}

@@ -13,8 +13,8 @@ from octavo.conversion import Policy, convert, disabled, make_plan, mlps, revert
 from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.conversion.mlps import find_mlp
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn import norm as norms
 from octavo.nn.fused import FusedMLP, MLPRoles

@@ -12,9 +12,9 @@ import octavo
 from octavo.conversion import offloading as subject
 from octavo.conversion.offloading import OffloadedBlock
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
-from octavo.models.gpt import GPT
-from octavo.models.llama import FeedForward
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.gpt import GPT
+from octavo.lab.models.llama import FeedForward
 from octavo_bench.workloads import Stack
 
 CONFIG = ModelConfig(vocab=64, dim=64, heads=4, kv_heads=2, layers=4, sequence=16, ffn=96)

@@ -16,7 +16,7 @@ from octavo.kernels import dispatch
 from octavo.kernels import ledger as module_ledger
 from octavo.kernels.devices import GPUS, H200, architecture_of
 from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
-from octavo.models import ModelConfig, build
+from octavo.lab.models import ModelConfig, build
 from octavo.recipes import load
 from octavo.tensor import FP8Tensor
 

@@ -13,8 +13,8 @@ from octavo.conversion.blocks import Wrapped, choose, unwrap, wrap
 from octavo.conversion.recomputation import RecomputedBlock, price
 from octavo.errors import ConfigError
 from octavo.kernels import ledger
-from octavo.models.config import ModelConfig
-from octavo.models.gpt import GPT
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.gpt import GPT
 from octavo_bench.workloads import Stack
 
 CONFIG = ModelConfig(vocab=64, dim=64, heads=4, kv_heads=2, layers=2, sequence=16, ffn=96)

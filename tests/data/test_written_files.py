@@ -21,7 +21,7 @@ from write_files import digest, loss_of, parameters, set_gradients
 import octavo
 from octavo import FP8Tensor, Policy
 from octavo.distributed import GreedyZeRO, load, merge_state_dicts, shard
-from octavo.monitor.store import RunReader
+from octavo.lab.monitor.store import RunReader
 from octavo.nn import Linear
 from octavo.optim import AdamW, Lion, Muon, keep_none, unflatten
 from octavo.tensor import local
@@ -118,7 +118,7 @@ def test_a_sharded_run_resumes_on_two_ranks_and_loads_on_one(
 
 def resume(run: str) -> None:
     """Be one rank of a resumed run."""
-    from octavo.cli.main import main
+    from octavo.lab.cli.main import main
 
     main(["train", run, "--resume"])
 

@@ -1,7 +1,8 @@
 """Write small files of every kind, with what they must give when they are read: `python write_files.py ARCHIVE`.
 
 Run it with the code of the commit that the folder of the archive is named after, in PYTHONPATH; `test_written_files.py`
-reads the archive with today's. Files of `rotated`, which is younger: `--recipes rotated`.
+reads the archive with today's. Commits before `octavo.lab` need this file as it was then. Files of `rotated`, which
+is younger: `--recipes rotated`.
 
     runs/<name>           directories of `octavo train`, with the checkpoint of step 4; `pair` is of two ranks, sharded
     runs/<name>.json      digests of the weights after step 8
@@ -37,8 +38,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import octavo
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
 from octavo.optim import TIERS, AdamW, Lion, Muon, flatten, keep_none
 
 RUN = """
@@ -142,7 +143,7 @@ def write_run(name: str, flags: list[str], ranks: int = 1) -> None:
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
     """Return the tensors of the model in a checkpoint, as octavo loads it."""
-    from octavo.train import checkpoint as checkpoints
+    from octavo.lab.train import checkpoint as checkpoints
 
     tensors = checkpoints.load(checkpoint).tensors["fp8"]
     return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}

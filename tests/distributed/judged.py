@@ -28,7 +28,7 @@ def _key(module: nn.Module) -> Hashable | None:
             return None
         shapes = [(each, p.shape, p.dtype) for each, p in part.named_parameters(recurse=False)]
         key.append((name, type(part), type(part).forward, repr(held), *shapes))
-    return tuple(key) if type(module).__module__.startswith("octavo.models.") else None
+    return tuple(key) if type(module).__module__.startswith("octavo.lab.models.") else None
 
 
 def judge_once(judge: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:

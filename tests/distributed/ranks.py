@@ -47,7 +47,13 @@ SOURCES = Path(__file__).parents[2] / "src"
 LAST_WORDS = 3000
 """Characters of a rank's output that are shown."""
 IMPORTED = ["judged", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
-IMPORTED += ["octavo.distributed", "octavo.models.llama", "octavo.optim", "octavo.cli.train", "octavo.train.run"]
+IMPORTED += [
+    "octavo.distributed",
+    "octavo.lab.models.llama",
+    "octavo.optim",
+    "octavo.lab.cli.train",
+    "octavo.lab.train.run",
+]
 IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest"]
 """What ranks have imported when they begin."""
 _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
@@ -143,7 +149,7 @@ def command(words: Sequence[str], log: str) -> BaseProcess:
 
 
 def _command(words: list[str], log: str) -> None:
-    from octavo.cli.main import main
+    from octavo.lab.cli.main import main
 
     with Path(log).open("ab") as output:
         os.dup2(output.fileno(), 1)

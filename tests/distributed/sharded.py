@@ -6,8 +6,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import octavo
 from octavo.distributed import shard
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
 
 FP32 = MixedPrecisionPolicy()
 """Nothing is cast, as in a run of one process."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from octavo.conversion import Policy
 from octavo.distributed import load, save, save_async, shard
 from octavo.errors import CheckpointError, NonFiniteError
-from octavo.memory.fake_kernels import clear_caches
+from octavo.lab.memory.fake_kernels import clear_caches
 from octavo.nn.scaling_state import scales
 from octavo.optim import AdamW, convert
 from octavo.tensor import local

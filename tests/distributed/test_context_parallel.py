@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from octavo.distributed import context_parallel
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ledger
-from octavo.models import ModelConfig, build
+from octavo.lab.models import ModelConfig, build
 from octavo.nn.attention import ScaledDotProduct
 
 SUMS = {"rtol": 2e-5, "atol": 2e-6}

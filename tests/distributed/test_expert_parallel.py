@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import octavo
 from octavo.distributed import expert_parallel, rank_loads
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.models.moe import Experts
+from octavo.lab.models.moe import Experts
 from octavo.numerics import sqnr_db
 from octavo.tensor import local
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 import octavo
 from octavo.errors import UnsupportedError
 from octavo.kernels import ledger
-from octavo.models.config import ModelConfig
-from octavo.models.gpt import GPT
-from octavo.models.gpt import Attention as GPTAttention
-from octavo.models.llama import Attention, rotary_tables
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.gpt import GPT
+from octavo.lab.models.gpt import Attention as GPTAttention
+from octavo.lab.models.llama import Attention, rotary_tables
 from octavo.nn import attention as module
 from octavo.nn.attached_codes import attached_codes
 from octavo.numerics import sqnr_db

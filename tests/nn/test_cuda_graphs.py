@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from octavo import kernels
 from octavo.conversion import convert
 from octavo.conversion.policy import Policy
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Block, FeedForward, rotary_tables
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Block, FeedForward, rotary_tables
 from octavo.nn import Linear
 from octavo.nn.fused import FusedMLP
 

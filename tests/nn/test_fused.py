@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import kernels
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.functional import Quantizer
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse, fusion_groups

@@ -7,8 +7,8 @@ from torch import nn
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.models import build
-from octavo.models.config import ModelConfig
+from octavo.lab.models import build
+from octavo.lab.models.config import ModelConfig
 from octavo.nn.functional import Quantizer, linears, quantize_operand
 from octavo.nn.mlp import mlp, unsupported_reason
 from octavo.recipes import load, names

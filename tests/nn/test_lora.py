@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.models import ModelConfig, build
+from octavo.lab.models import ModelConfig, build
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.fp8_weights import values
 from octavo.nn.linear import TransposedLinear

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import kernels
-from octavo.memory.fake_kernels import _RMSNorm
-from octavo.models import moe
+from octavo.lab.memory.fake_kernels import _RMSNorm
+from octavo.lab.models import moe
 from octavo.nn import Conv2d, GroupedLinear, Linear
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.cross_entropy import linear_cross_entropy

@@ -15,7 +15,7 @@ import octavo
 from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.kernels import QuantSpec
-from octavo.models import ModelConfig, build
+from octavo.lab.models import ModelConfig, build
 from octavo.nn import Conv1d, Conv2d, GroupedLinear, Linear
 from octavo.nn.observe import Fault, Observed, count_lost
 from octavo.numerics import PER_TENSOR, Quantized

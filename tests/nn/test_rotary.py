@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.models.llama import rotary_tables
+from octavo.lab.models.llama import rotary_tables
 from octavo.nn.rotary import rotate
 
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.sample import BINS, LOWEST, STATS
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Block, rotary_tables
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Block, rotary_tables
 from octavo.nn import Conv1d, Conv2d, GroupedLinear, Linear
 from octavo.nn.telemetry import WAITING, Telemetry
 from octavo.nn.telemetry_ops import stats_buffer_of

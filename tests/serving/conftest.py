@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import octavo
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
 
 MakeLlama = Callable[..., Llama]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.models.llama import Llama
+from octavo.lab.models.llama import Llama
 from octavo.serving.layers import served_layers
 
 

@@ -12,8 +12,8 @@ import torch
 
 import octavo
 from octavo.kernels.quant_spec import spec_of
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
 from octavo.recipes import load
 from octavo.serving import WeightPush, export, mismatch
 

@@ -45,7 +45,7 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, attention: Attention
     """Let the ranks of a mesh share the tokens of sequences, in place; return how.
 
     Attention of all `octavo.nn.attention.ScaledDotProduct` is then over the tokens of all ranks. A model with an
-    attribute `context`, as `octavo.models.Llama`, takes its own tokens of whole sequences; to any other give
+    attribute `context`, as `octavo.lab.models.Llama`, takes its own tokens of whole sequences; to any other give
     `Context.own` of tokens, targets and positions. Gradients of parameters are those of each rank's own tokens: average
     them over these ranks, by `octavo.distributed.shard` over a mesh that has them, or by DDP.
 

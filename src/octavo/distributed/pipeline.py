@@ -1,6 +1,6 @@
 """Pipeline parallel: stages that send activations and gradients in fewer bytes, and PyTorch's schedules over them.
 
-    parts = octavo.models.stages.stages(model, 2)                 # after octavo.convert
+    parts = octavo.lab.models.stages.stages(model, 2)                 # after octavo.convert
     stage = PipelineStage(parts[rank], rank, 2, device, group=mesh["pipeline"].get_group(), sent="fp8")
     schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=given_loss, scale_grads=True)
 
@@ -202,7 +202,7 @@ class Pipeline:
     """Pipeline over the ranks of a process group. All ranks call the same methods, with the same batch.
 
     Args:
-        stages: this rank's stages (`octavo.models.stages`) by their number in the model; sharded or not.
+        stages: this rank's stages (`octavo.lab.models.stages`) by their number in the model; sharded or not.
         schedule: the schedule, which also determines the rank of each stage.
         width: width of the residual stream.
         stream: dtype of the residual stream.

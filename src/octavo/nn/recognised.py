@@ -224,7 +224,9 @@ def enclosed(function: FunctionType) -> Iterator[Any]:
 def _is_of_a_library(name: str | None) -> bool:
     """Return whether a Python module belongs to PyTorch, the standard library or Octavo (except its models)."""
     root, _, rest = (name or "").partition(".")
-    return root == "torch" or root in sys.stdlib_module_names or (root == "octavo" and not rest.startswith("models"))
+    return (
+        root == "torch" or root in sys.stdlib_module_names or (root == "octavo" and not rest.startswith("lab.models"))
+    )
 
 
 def _names_of(code: CodeType) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Models as engines know them: the names of their tensors, and config.json.
 
 A model may say so by itself: its method `stored_form` returns the exported name of a module and config.json, or None. A
-Llama of `octavo.models` is a `LlamaForCausalLM`, or a Qwen's with its options. Hugging Face's keep their names.
+Llama of `octavo.lab.models` is a `LlamaForCausalLM`, or a Qwen's with its options. Hugging Face's keep their names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def engine_model(model: nn.Module, dtype: torch.dtype) -> EngineModel:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise UnsupportedError(
-            f"export: no engine supports a {type(model).__name__}. A Llama of octavo.models and models of Hugging "
+            f"export: no engine supports a {type(model).__name__}. A Llama of octavo.lab.models and models of Hugging "
             "Face's transformers can be exported."
         )
     known = json.loads(config.to_json_string())

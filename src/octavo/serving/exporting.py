@@ -79,7 +79,7 @@ def export(
     scales that are not rounded up to powers of two.
 
     Args:
-        model: converted by `octavo.convert`: a Llama of `octavo.models`, or a model of Hugging Face's transformers.
+        model: converted by `octavo.convert`: a Llama of `octavo.lab.models`, or a model of Hugging Face's transformers.
         directory: directory to create.
         format: `compressed-tensors` (vLLM, SGLang, transformers), for scales per row, tensor or block, and rotated
             INT8; `fp8`, the blocks of DeepSeek-V3, for the recipe `block`; `plain`: values of all weights, nothing in

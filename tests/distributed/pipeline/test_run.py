@@ -13,11 +13,11 @@ import octavo
 from octavo.distributed import shard
 from octavo.distributed.pipeline import SCHEDULES, Pipeline
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
-from octavo.models.stages import stages
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
+from octavo.lab.models.stages import stages
+from octavo.lab.train.config import ParallelConfig
 from octavo.tensor import local
-from octavo.train.config import ParallelConfig
 
 
 def llama():

@@ -14,9 +14,9 @@ from octavo import kernels
 from octavo.distributed import PipelineStage, given_loss, shard
 from octavo.distributed.pipeline import pack, unpack
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
-from octavo.models.stages import stages
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
+from octavo.lab.models.stages import stages
 
 MICROBATCHES = 4
 ONE_PASS = ["Schedule1F1B", "ScheduleInterleaved1F1B"]

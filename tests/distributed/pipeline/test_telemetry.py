@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 import octavo
 from octavo.distributed.pipeline import SCHEDULES, Pipeline
 from octavo.kernels.sample import BINS, SAMPLED, STATS, WIDTH
-from octavo.models.stages import Stage, stages
+from octavo.lab.models.stages import Stage, stages
 from octavo.nn import Linear
 from octavo.nn.telemetry import Telemetry
 from octavo.nn.telemetry_ranks import combined

@@ -21,8 +21,8 @@ from octavo import kernels
 from octavo.distributed import shard
 from octavo.distributed.sharding.weights import GatherSpec, Memory, UnitCodes, WeightShard
 from octavo.kernels import QuantSpec
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
 from octavo_bench.ranks import join_alone
 
 RANKS = 4

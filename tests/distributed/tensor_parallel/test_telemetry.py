@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import octavo
 from octavo.distributed import tensor_parallel
 from octavo.kernels.sample import STATS
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.telemetry import Telemetry
 from octavo.tensor import local

@@ -20,8 +20,8 @@ from octavo.distributed.tensor_parallel import tokens as tokens_of
 from octavo.distributed.tensor_parallel.layers import _check_recipe, _rounds_gradient
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import QuantSpec, quantize_matrix
-from octavo.models.config import ModelConfig
-from octavo.models.llama import Llama
+from octavo.lab.models.config import ModelConfig
+from octavo.lab.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import linear

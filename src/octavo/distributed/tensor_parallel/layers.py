@@ -170,7 +170,7 @@ class Replicated(ParallelStyle):
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) -> TensorParallelPlan:
-    """Shard the layers of an `octavo.models.llama.Llama`, or a model of that structure, over a mesh, in place.
+    """Shard the layers of an `octavo.lab.models.llama.Llama`, or a model of that structure, over a mesh, in place.
 
     Attention and feed-forward of each block are sharded. With `sequence`, the residual stream, the norms, the head and
     its loss are sharded by tokens: embedding and head are replicated, and their gradients are summed. Every rank calls
@@ -230,7 +230,7 @@ def _blocks(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> dict[str, nn.
     if missing or not blocks:
         raise ConfigError(
             f"tensor_parallel: {type(model).__name__} has no {missing[0] if missing else 'layers'}: it supports models "
-            "with the structure of octavo.models.llama. For others call parallelize_module with a plan of "
+            "with the structure of octavo.lab.models.llama. For others call parallelize_module with a plan of "
             "octavo.distributed.Parallel."
         )
     if sequence and not all(_has(model, name, nn.Module) for name in _ENDS):

@@ -1,0 +1,440 @@
+"""The page in a real browser: every view, a run that goes on, themes, a phone, a long run, a report from disk."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic import synthetic_run
+
+from octavo.lab.monitor.dashboard.report import report
+from octavo.lab.monitor.store import STATS, RunReader
+from octavo.lab.monitor.store.writer import RunWriter
+
+api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: {', '.join(BROWSERS)}")
+
+MIDDLE = "layers.1.attention.wo"
+VIEWS = {
+    "overview?run=first": "21 of 22 layers in FP8",
+    "layers?run=first&stat=saturated": "beyond the largest code",
+    f"layer?run=first&layer={MIDDLE}": "a quarter of grad_output saturated",
+    "plan?run=first": "1 in BF16: a head",
+    "performance?run=first": "speed-up",
+    "events?run=first": "scale window raised",
+    "settings?run=first": "optimizer.lr",
+    "compare?run=first&run=sweep/tensorwise": "run.recipe",
+    "runs": "sweep/tensorwise",
+}
+"""A link to each view, and a text on it."""
+NAMELESS = """[...document.querySelectorAll("button, select, input, a, .plot, [role=region]")]
+    .filter(each => !(each.innerText?.trim() || each.ariaLabel || each.labels?.length)).map(each => each.outerHTML)"""
+"""Elements without a name for screen readers."""
+LIGHT, DARK = "rgb(244, 246, 249)", "rgb(14, 18, 23)"
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path, serve: Any) -> str:
+    return str(serve(folder))
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Open]:
+    """Return a function that opens an address and waits for all charts. Fails on script errors and foreign requests."""
+    complaints: list[str] = []
+    contexts: list[Any] = []
+
+    def opened(link: str, width: int = 1280, **options: Any) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 860}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: own(request.url) or complaints.append(f"asked {request.url}"))
+        page.goto(link)
+        drawn(page)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def own(url: str) -> bool:
+    return url.startswith(("http://127.0.0.1:", "data:", "blob:", "file:"))
+
+
+def drawn(page: Any, view: str = "") -> None:
+    page.wait_for_selector(f"main[aria-busy=false]{f'[data-view={view}]' * bool(view)}", timeout=30_000)
+
+
+def follow(page: Any, link: str) -> None:
+    """Follow a link within the page, and wait until all is drawn."""
+    page.goto(link)
+    drawn(page, link.split("#/")[1].split("?")[0])
+
+
+def holds(page: Any, condition: str) -> None:
+    """Wait until a condition holds, by polling: the page's policy forbids evaluating text."""
+    end = time.monotonic() + 20
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
+        time.sleep(0.05)
+
+
+def text(page: Any) -> str:
+    return " ".join(page.inner_text("main").split())
+
+
+def marks(page: Any) -> int:
+    """Return the number of lines, bars and maps that are on the page."""
+    return int(page.locator(".plot .scatterlayer .trace, .plot .barlayer .trace, .plot .heatmaplayer image").count())
+
+
+@pytest.mark.parametrize(("theme", "links"), [("light", list(VIEWS)), ("dark", list(VIEWS)[:2])])
+def test_every_view(address: str, visit: Open, theme: str, links: list[str]) -> None:
+    page = visit(f"{address}/#/overview?run=first", color_scheme=theme)
+    for link, told in ((link, VIEWS[link]) for link in links):
+        follow(page, f"{address}/#/{link}")
+        assert told in text(page)
+        is_charted = link.split("?")[0] in ("overview", "layers", "layer", "performance", "compare")
+        assert (marks(page) > 2) == is_charted
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (LIGHT if theme == "light" else DARK)
+        assert page.evaluate(NAMELESS) == []
+
+
+def test_charts_show_what_was_stored(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/layers?run=first&stat=saturated&role=grad_output")
+    trace = page.evaluate("""(({x, y, customdata}) => ({x, y, all: customdata.map(row => Array.from(row))}))
+        (document.querySelector(".plot").data[0])""")
+    row = trace["all"][trace["y"].index(MIDDLE)]
+    assert max(row) == 0.25 and row[trace["x"].index(160)] == 0.25
+    assert sum(value > 0 for each in trace["all"] for value in each) == 1
+
+
+def test_the_address_holds_what_is_shown(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/layers?run=first")
+    page.get_by_label("statistic").select_option("kurtosis")
+    page.get_by_label("role", exact=True).select_option("weight")
+    page.get_by_label("layers", exact=True).fill("mlp")
+    holds(page, "location.hash.includes('filter=mlp')")
+    again = visit(page.url)
+    assert again.get_by_label("statistic").input_value() == "kurtosis"
+    assert again.locator("figure").count() == 1
+    names = again.evaluate("document.querySelector('.plot').data[0].y")
+    assert len(names) == 9 and all("mlp" in name for name in names)
+
+
+def test_keys_lead_everywhere(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/overview?run=first")
+    page.keyboard.press("2")
+    page.wait_for_selector("main[data-view=layers]")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.type") == "search"
+    page.keyboard.type("2")  # text, no longer a key
+    page.keyboard.press("Escape")
+    follow(page, f"{address}/#/layer?run=first&layer={MIDDLE}")
+    page.keyboard.press("]")
+    holds(page, "location.hash.includes('layers.1.mlp.w1') && document.querySelector('h1').innerText.includes('w1')")
+    page.keyboard.press("[")
+    holds(page, f"location.hash.includes('{MIDDLE}')")
+    page.keyboard.press("?")
+    assert page.locator("dialog[open]").count() == 1
+    page.keyboard.press("Escape")
+    page.keyboard.press("t")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == DARK
+    page.reload()
+    drawn(page)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == DARK
+    page.keyboard.press("r")
+    page.wait_for_selector("main[data-view=runs]")
+
+
+def test_a_phone_shows_all_of_it(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/runs", width=360, has_touch=True, is_mobile=True)
+    for link in VIEWS:
+        follow(page, f"{address}/#/{link}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert (
+            page.evaluate(
+                "Math.max(0, ...[...document.querySelectorAll('.plot')].map(e => e.getBoundingClientRect().right))"
+            )
+            <= 360
+        )
+
+
+def test_a_row_of_the_map_opens_its_layer(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/layers?run=first&role=input")
+    box = page.locator(".plot .plot-container .nsewdrag").first.bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] * 10.5 / 21)
+    page.wait_for_selector("main[data-view=layer]")
+    assert MIDDLE in page.url
+
+
+def test_a_layer_shows_its_histograms_against_the_window_of_the_format(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/layer?run=first&layer={MIDDLE}")
+    drawn = page.evaluate("""[...document.querySelectorAll(".plot")].filter(each => each.data?.[0]?.type === "bar")
+        .map(each => [each.data[0].name, each.layout.shapes?.length ?? 0, each.layout.xaxis.title.text])""")
+    assert [name for name, _, _ in drawn] == ["input", "weight", "grad output", "grad weight"]
+    assert [shapes for _, shapes, _ in drawn] == [4, 4, 4, 0]  # two bands and two edges each
+    assert drawn[0][2].startswith("value / scale<br>e4m3: ")
+    assert "SQNR" in page.inner_text("figure")
+
+
+def test_a_live_run_is_followed(tmp_path: Path, serve: Any, visit: Open) -> None:
+    run = synthetic_run(tmp_path / "live", layers=7, steps=60, spike_at=0, finished=False, start=time.time() - 6)
+    address = serve(tmp_path)
+    page = visit(f"{address}/#/overview?run=live")
+    assert "training · step 60" in page.inner_text("#state")
+    snapshot = np.zeros((28, len(STATS)), dtype=np.float32)
+    snapshot[6, STATS.index("nonfinite")] = 0.5
+    with run.batch():
+        for step in range(61, 91):
+            run.write_step(step, {"loss_fp8": 1.0, "loss_bf16": 1.0, "gap_percent": 0.0}, snapshot)
+    holds(page, "document.querySelector('#state').innerText.includes('step 90')")
+    assert "not finite" in page.inner_text("#verdict")
+    assert page.evaluate("document.querySelector('.plot').data[0].x.at(-1)") == 90
+    run.close()
+    holds(page, "document.querySelector('#state').innerText.includes('finished')")
+
+
+def test_a_run_of_200_layers_and_20000_steps_opens_in_two_seconds(
+    tmp_path_factory: pytest.TempPathFactory, serve: Any, visit: Open
+) -> None:
+    root = tmp_path_factory.mktemp("large")
+    synthetic_run(root / "small", layers=7, steps=60)
+    synthetic_run(root / "large", layers=200, steps=20_000)
+    try:
+        address = serve(root)
+        visit(f"{address}/#/plan?run=large").close()  # the browser and the disk are warm
+        for view in ("overview", "layers"):
+            assert any(opens_in(2.0, f"{address}/#/{view}?run=", visit) for _ in range(4))
+    finally:
+        shutil.rmtree(root)
+
+
+def opens_in(seconds: float, link: str, visit: Open) -> bool:
+    """Return whether the large run opens in time: where others use the machine too, in little more than a small one."""
+    small, large = took(f"{link}small", visit), took(f"{link}large", visit)
+    return large < max(seconds, 1.6 * small)
+
+
+def took(link: str, visit: Open) -> float:
+    start = time.perf_counter()
+    page = visit(link)
+    end = time.perf_counter()
+    assert marks(page) > 2
+    page.context.close()
+    return end - start
+
+
+def test_what_a_run_says_is_never_read_as_html(tmp_path: Path, serve: Any, visit: Open) -> None:
+    run = synthetic_run(tmp_path / "bad", layers=7, steps=60, spike_at=0, finished=False)
+    nasty = "<img src=x onerror=document.title='taken'>"
+    run.write_event(60, nasty, nasty, level="error", layer="layers.0.mlp.w2", action=nasty)
+    run.write_document("config", {"run": {"recipe": nasty, "steps": 60}, nasty: nasty})
+    run.write_step(61, {nasty: 1.0})
+    run.close("failed", nasty)
+    address = serve(tmp_path)
+    page = visit(f"{address}/#/overview?run=bad")
+    for view in ("overview", "events", "settings", "runs"):
+        follow(page, f"{address}/#/{view}?run=bad")
+        assert nasty in text(page) or view == "runs"
+        assert page.locator("img").count() == 0
+        assert page.title() != "taken"
+
+
+def test_a_wrong_link_says_what_is_wrong(address: str, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(f"{address}/#/overview?run=frist")
+    page.wait_for_selector("[role=alert]")
+    assert "Did you mean 'first'?" in text(page)
+    page.goto(f"{address}/#/nowhere")
+    drawn(page, "runs")
+    page.close()
+
+
+def test_a_report_opens_from_disk(folder: Path, tmp_path: Path, visit: Open) -> None:
+    path = report([folder / "first", folder / "sweep" / "tensorwise"], tmp_path / "report.html")
+    page = visit(path.as_uri())
+    for link, told in VIEWS.items():
+        link = link.replace("sweep/", "")
+        follow(page, f"{path.as_uri()}#/{link}")
+        assert told.replace("sweep/", "") in text(page)
+    follow(page, f"{path.as_uri()}#/layer?run=first&layer={MIDDLE}")
+    saturated = page.locator("figure", has_text=re.compile("^saturated")).locator(".plot")
+    assert max(saturated.evaluate("e => e.data.find(trace => trace.name === 'grad output').y")) == 25.0
+
+
+def test_the_plan_shows_what_a_precision_map_found(address, visit):
+    page = visit(f"{address}/#/plan?run=first")
+    shown = page.inner_text("main")
+    assert "2.0e-5 ± 3.0e-6" in shown and "1.5e-4" in shown and "0.03 of 0.05" in shown
+
+
+CURVES = """Object.fromEntries([...document.querySelectorAll("figure")]
+    .map(figure => [figure.querySelector(".title").innerText.trim(), figure.querySelector(".plot").data])
+    .filter(([, data]) => data?.length)
+    .map(([title, data]) => [title, data.map(({name, x, y, line, opacity}) =>
+        ({name, x: Array.from(x), y: Array.from(y), dash: line?.dash ?? "", faint: opacity !== undefined}))]))"""
+"""The lines of each chart, by its title."""
+
+
+def chart(curves: dict[str, Any], title: str) -> list[Any]:
+    return next(lines for name, lines in curves.items() if name.startswith(title))
+
+
+def test_the_learning_rate_is_drawn_as_it_was(address: str, folder: Path, visit: Open) -> None:
+    page = visit(f"{address}/#/overview?run=first&smooth=0.99")
+    [line] = chart(page.evaluate(CURVES), "Learning")
+    steps, values = RunReader(folder / "first").scalar("lr").points()
+    assert line["x"] == [int(step) for step in steps] and line["y"] == pytest.approx([float(v) for v in values])
+
+
+def test_smoothing_keeps_both_ends_and_the_range(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/overview?run=first&smooth=0.99&clip=0")  # the widest window: it cuts most off the ends
+    lines = [line for line in chart(page.evaluate(CURVES), "Loss") if line["name"] == "FP8"]
+    raw, smooth = (next(line["y"] for line in lines if line["faint"] is faint) for faint in (True, False))
+    assert (smooth[0], smooth[-1]) == (pytest.approx(raw[0]), pytest.approx(raw[-1]))
+    assert min(raw) <= min(smooth) and max(smooth) <= max(raw)
+    roughness = [sum(abs(b - a) for a, b in itertools.pairwise(y)) for y in (smooth, raw)]
+    assert roughness[0] < roughness[1]
+
+
+def test_the_window_of_smoothing_fits_a_short_run(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "short") as run:
+        for step in range(1, 34):
+            run.write_step(step, {"loss_fp8": 2 + 4 * 0.8**step, "loss_bf16": 2 + 4 * 0.8**step})
+    page = visit(f"{serve(tmp_path)}/#/overview?run=short")
+    smooth = next(line for line in chart(page.evaluate(CURVES), "Loss") if line["name"] == "FP8" and not line["faint"])
+    assert smooth["y"] == pytest.approx([2 + 4 * 0.8**step for step in smooth["x"]], rel=0.05)
+
+
+def test_of_two_equal_curves_both_are_seen(address: str, visit: Open) -> None:
+    lines = [
+        line for line in chart(visit(f"{address}/#/overview?run=first").evaluate(CURVES), "Loss") if not line["faint"]
+    ]
+    drawn = [(line["name"], line["dash"]) for line in lines if "held" not in line["name"]]
+    assert drawn == [("FP8", ""), ("BF16", "6px,5px")]
+
+
+def test_zooming_one_chart_zooms_all(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/overview?run=first")
+    page.evaluate("Plotly.relayout(document.querySelector('.plot'), {'xaxis.range[0]': 50, 'xaxis.range[1]': 90})")
+    shown = (
+        "[...document.querySelectorAll('.plot')].filter(each => each.data?.length).map(each => each.layout.xaxis.range)"
+    )
+    holds(page, f"{shown}.length === 4 && {shown}.every(range => range && range[0] === 50 && range[1] === 90)")
+
+
+def test_resumes_and_checkpoints_are_marked(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "run") as run:
+        for step in range(1, 41):
+            run.write_step(step, {"loss_fp8": 1.0 + 1 / step})
+        run.write_event(20, "checkpoint", "checkpoint step-000020")
+    with RunWriter(tmp_path / "run", keep_until=20) as run:
+        for step in range(21, 61):
+            run.write_step(step, {"loss_fp8": 1.0 + 1 / step})
+    page = visit(f"{serve(tmp_path)}/#/overview?run=run")
+    marked = page.evaluate("document.querySelector('.plot').layout.shapes.map(({x0, y1}) => [x0, y1])")
+    assert marked == [[20, 1], [20, 0.04]]
+
+
+def test_the_list_of_runs_sorts_by_its_columns(tmp_path: Path, serve: Any, visit: Open) -> None:
+    for name, loss, count in (("a", 2.0, 10**6), ("b", 1.0, 3 * 10**9), ("c", 3.0, 2 * 10**6)):
+        with RunWriter(tmp_path / name) as run:
+            run.write_document("env", {"parameters": count})
+            run.write_document("config", {"model": {"architecture": "llama"}})
+            for step in range(1, 9):
+                run.write_step(step, {"loss_fp8": loss + 1 / step})
+    (tmp_path / "b" / "notes.md").write_text("# larger batch\n\nmore\n")
+    page = visit(f"{serve(tmp_path)}/#/runs")
+    names = "[...document.querySelectorAll('tbody tr a.strong')].map(each => each.firstChild.textContent)"
+    page.get_by_role("button", name="loss", exact=True).click()
+    assert page.evaluate(names) == ["b", "a", "c"]
+    page.get_by_role("button", name="loss ↑").click()
+    assert page.evaluate(names) == ["c", "a", "b"]
+    page.get_by_role("button", name="model", exact=True).click()
+    assert page.evaluate(names) == ["a", "c", "b"]
+    assert "llama 3.0 B" in text(page) and "larger batch" in text(page)
+    assert page.locator("svg.spark polyline").count() == 3
+    again = visit(page.url)
+    assert again.evaluate(names) == ["a", "c", "b"]
+
+
+def test_a_run_in_bf16_is_compared_with_one_in_fp8(tmp_path: Path, serve: Any, visit: Open) -> None:
+    for name, key in (("fp8", "loss_fp8"), ("bf16", "loss_bf16")):
+        with RunWriter(tmp_path / name) as run:
+            run.write_document("config", {"run": {"recipe": name}})
+            for step in range(1, 9):
+                run.write_step(step, {key: 1.0 + 1 / step})
+            run.write_document("summary", {f"heldout_{key}": 1.25})
+    address = serve(tmp_path)
+    page = visit(f"{address}/#/compare?run=fp8&run=bf16")
+    drawn = {line["name"]: line for line in chart(page.evaluate(CURVES), "loss") if not line["faint"]}
+    assert drawn["fp8"]["y"] == drawn["bf16"]["y"] == [pytest.approx(1.0 + 1 / step) for step in range(1, 9)]
+    assert (drawn["fp8"]["dash"], drawn["bf16"]["dash"]) == ("", "6px,5px")
+    assert page.locator("fieldset .swatch").count() == 2  # one legend for all charts
+    follow(page, f"{address}/#/runs")
+    cells = "[...document.querySelectorAll('tbody tr')].map(row => [row.cells[5].innerText, row.cells[9].innerText])"
+    assert sorted(page.evaluate(cells)) == [["bf16", "1.25"], ["fp8", "1.25"]]
+
+
+def test_statistics_of_a_layer_share_a_legend_and_zoom(address: str, visit: Open) -> None:
+    page = visit(f"{address}/#/layer?run=first&layer={MIDDLE}")
+    assert page.locator(".legend .swatch").count() == 4
+    assert page.locator("figure", has_text=re.compile("^nonfinite")).inner_text().endswith("Always 0.")
+    shown = "[...document.querySelectorAll('.legend ~ .grid .plot')].filter(each => each.data?.length)"
+    page.evaluate(f"Plotly.relayout({shown}[0], {{'xaxis.range[0]': 50, 'xaxis.range[1]': 90}})")
+    holds(page, f"{shown}.length > 4 && {shown}.every(each => each.layout.xaxis.range?.[0] === 50)")
+
+
+def test_changed_settings_come_first(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "run") as run:
+        run.write_document("config", {"run": {"batch": 8, "steps": 9}})
+        run.write_document("env", {"changed": ["run.steps"], "command": "octavo train", "commit": "abc+"})
+        run.write_step(1, {"loss": 1.0})
+    page = visit(f"{serve(tmp_path)}/#/settings?run=run")
+    shown = text(page)
+    assert "command octavo train" in shown and "abc+" in shown and "run.steps" in shown
+    assert "run.batch" not in shown and "settings at their defaults: 1" in shown
+    page.locator("summary").click()
+    assert text(page).index("run.steps") < text(page).index("run.batch")
+    assert page.locator("strong", has_text="9").count() == 1
+    page.get_by_role("searchbox").fill("batch")  # a search opens the fold
+    holds(page, "location.hash.includes('filter=batch')")
+    assert "run.batch" in text(page)
+
+
+def test_units_of_metrics_of_ones_own(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "run") as run:
+        for step in range(1, 9):
+            run.write_step(step, {"loss": 1.0, "accuracy_percent": 50.0 + step, "score": 2.0})
+    page = visit(f"{serve(tmp_path)}/#/overview?run=run")
+    units = page.evaluate("""Object.fromEntries([...document.querySelectorAll(".plot")]
+        .filter(each => each.data?.length).map(each => [each.data[0].name, each.layout.yaxis.ticksuffix ?? ""]))""")
+    assert units["accuracy_percent"] == " %" and units["score"] == ""
+    heights = (
+        """[...document.querySelectorAll('.plot')].filter(each => !each.data?.length).map(each => each.clientHeight)"""
+    )
+    assert max(page.evaluate(heights)) < 130  # a chart with lines has 260
