@@ -112,11 +112,11 @@ REGISTRIES = {
     "conversion/autocast_mode.py": {"_blocks"},
     "conversion/first_step.py": {"_WAITING"},
     "distributed/checkpoint.py": {"_background_groups"},
-    "kernels/host_state.py": {"_state", "_lock"},
-    "kernels/ledger.py": {"_warned"},
-    "kernels/operator.py": {"_composites", "_library"},
-    "kernels/sample.py": {"_idle"},
-    "kernels/tape.py": {"_recordings", "_thread"},
+    "kernels/runtime/host_state.py": {"_state", "_lock"},
+    "kernels/runtime/ledger.py": {"_warned"},
+    "kernels/runtime/operator.py": {"_composites", "_library"},
+    "kernels/sample/__init__.py": {"_idle"},
+    "kernels/runtime/tape.py": {"_recordings", "_thread"},
     "nn/adopted.py": {"_CLASSES"},
     "nn/first_call.py": {"_OPEN"},
     "nn/scaling_state.py": {"_live", "_numbers"},
@@ -129,7 +129,7 @@ REGISTRIES = {
     "lab/train/parallel.py": {"_runs"},
 }
 """Files of the package with variables that change while a process runs. Those that change what kernels compute are in
-kernels/host_state.py alone; the others are registries, which its docstring lists."""
+kernels/runtime/host_state.py alone; the others are registries, which its docstring lists."""
 
 _MUTABLE = {
     "Condition", "ContextVar", "Counter", "Library", "Lock", "OrderedDict", "RLock", "WeakIdKeyDictionary",
@@ -185,9 +185,9 @@ def test_state_of_the_process_is_where_it_is_listed() -> None:
         for path in sorted(package.rglob("*.py"))
         if (names := _state_of(ast.parse(path.read_text("utf-8"))))
     }
-    assert found.keys() <= REGISTRIES.keys(), f"put a switch into kernels/host_state.py: {found}"
+    assert found.keys() <= REGISTRIES.keys(), f"put a switch into kernels/runtime/host_state.py: {found}"
     new = {path: names - REGISTRIES[path] for path, names in found.items() if names - REGISTRIES[path]}
-    assert not new, f"put a switch into kernels/host_state.py, or list a registry here and there: {new}"
+    assert not new, f"put a switch into kernels/runtime/host_state.py, or list a registry here and there: {new}"
 
 
 @pytest.mark.parametrize(

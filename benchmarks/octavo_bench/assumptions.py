@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo._util import config_reader
 from octavo.errors import ConfigError
-from octavo.kernels.message import GROUP
+from octavo.kernels.wire.message import GROUP
 from octavo.lab.models.config import ModelConfig
 
 PEER = "bf16"

@@ -20,7 +20,7 @@ from octavo import errors, recipes
 from octavo.calibration.scale_policy import FINER, FLUSHED, SATURATED
 from octavo.conversion import Operators
 from octavo.errors import ConfigError
-from octavo.kernels.devices import ARCHITECTURES, mode_of
+from octavo.kernels.runtime.devices import ARCHITECTURES, mode_of
 from octavo.kernels.sample import limits
 from octavo.lab.cli.flags import field_docs
 from octavo.lab.monitor.dashboard import verdict

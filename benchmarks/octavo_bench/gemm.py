@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels import integer
-from octavo.kernels.gemm import KERNELS, GemmKernel
+from octavo.kernels.gemm import KERNELS, GemmKernel, integer
 from octavo.lab.monitor.system import SystemProbe
 from octavo.numerics import PER_ROW, Quantized
 from octavo_bench.implementations import BF16

@@ -21,7 +21,7 @@ from octavo import kernels, recipes
 from octavo.conversion import disabled
 from octavo.errors import ConfigError
 from octavo.kernels.explain import probe_operand
-from octavo.kernels.reference.accumulator import unsupported_reason
+from octavo.kernels.gemm.accumulator import unsupported_reason
 from octavo.lab.models.factory import count_parameters, model_name
 from octavo.lab.train import RunConfig, checkpoint
 from octavo.lab.train.evaluate import heldout_losses

@@ -20,7 +20,7 @@ from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, context_paral
 from octavo.distributed.context_parallel import Context
 from octavo.distributed.pipeline import SCHEDULES, Pipeline, Sent
 from octavo.distributed.sharding.shard import gather_ahead
-from octavo.kernels.transfers import upload
+from octavo.kernels.runtime.transfers import upload
 from octavo.lab.models.config import ModelConfig
 from octavo.lab.models.llama import Llama
 from octavo.lab.models.stages import Stage, stages

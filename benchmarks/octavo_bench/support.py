@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from octavo.kernels.devices import ARCHITECTURES
+from octavo.kernels.runtime.devices import ARCHITECTURES
 from octavo_bench.render import table
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
+from octavo.kernels.gemm.vendor import cpu_unsupported_reason
 from octavo.lab.models.config import ModelConfig
 from octavo.nn import norm
 from octavo_bench import passes as activations

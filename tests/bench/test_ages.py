@@ -30,7 +30,7 @@ def clone(tmp_path: Path) -> Path:
     if shutil.which("git") is None:
         pytest.skip("needs git")
     git(tmp_path, "init", "-q")
-    commit(tmp_path, "src/octavo/kernels/gemm.py", "1")
+    commit(tmp_path, "src/octavo/kernels/gemm/__init__.py", "1")
     commit(tmp_path, f"benchmarks/results/{FILE}", "{}")
     ages.age.cache_clear()
     return tmp_path
@@ -40,7 +40,7 @@ def test_only_commits_to_the_measured_code_count(clone: Path) -> None:
     commit(clone, "src/octavo/nn/linear.py", "1")
     assert ages.age(FILE, clone) == (FILE, 0, ("src/octavo/kernels",))
     assert ages.with_ages(LINE, clone) == LINE
-    commit(clone, "src/octavo/kernels/gemm.py", "2")
+    commit(clone, "src/octavo/kernels/gemm/__init__.py", "2")
     commit(clone, "src/octavo/kernels/new.py", "1")
     ages.age.cache_clear()
     assert ages.with_ages(f"text\n{LINE}\n", clone) == (
@@ -49,18 +49,18 @@ def test_only_commits_to_the_measured_code_count(clone: Path) -> None:
 
 
 def test_measuring_again_starts_anew(clone: Path) -> None:
-    commit(clone, "src/octavo/kernels/gemm.py", "2")
+    commit(clone, "src/octavo/kernels/gemm/__init__.py", "2")
     commit(clone, f"benchmarks/results/{FILE}", '{"again": 1}')
     assert ages.age(FILE, clone) == (FILE, 0, ("src/octavo/kernels",))
 
 
 def test_a_file_that_a_sentence_names_gets_no_age(clone: Path) -> None:
-    commit(clone, "src/octavo/kernels/gemm.py", "2")
+    commit(clone, "src/octavo/kernels/gemm/__init__.py", "2")
     assert ages.with_ages(f"See `{FILE}`.", clone) == f"See `{FILE}`."
 
 
 def test_without_history_nothing_is_said(clone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    commit(clone, "src/octavo/kernels/gemm.py", "2")
+    commit(clone, "src/octavo/kernels/gemm/__init__.py", "2")
     (clone / ".git" / "shallow").write_text("")
     assert ages.with_ages(LINE, clone) == LINE
     (clone / ".git").rename(clone / "no-git")

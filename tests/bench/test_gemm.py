@@ -9,8 +9,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import planning_for
 from octavo.kernels.gemm import KERNELS
+from octavo.kernels.runtime.dispatch import planning_for
 from octavo.numerics import PER_ROW, Quantized, quantize
 from octavo_bench import gemm, results
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.kernels import ledger
+from octavo.kernels.runtime import ledger
 from octavo_bench import kernels, results
 
 

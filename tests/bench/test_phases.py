@@ -9,7 +9,7 @@ import torch
 
 from octavo.conversion import make_plan
 from octavo.errors import RunError
-from octavo.kernels.devices import H200
+from octavo.kernels.runtime.devices import H200
 from octavo.lab.models import build
 from octavo.lab.models.config import ModelConfig
 from octavo.lab.pilot.judging import Pilot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.conversion import make_plan
-from octavo.kernels.devices import H200
+from octavo.kernels.runtime.devices import H200
 from octavo.lab.models import build
 from octavo.lab.models.config import ModelConfig
 from octavo.lab.pilot.judging import Pilot

@@ -23,9 +23,9 @@ import octavo
 from octavo import kernels
 from octavo.conversion import Policy, convert, disabled, enable, layer_planner, make_plan, planner, revert
 from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
-from octavo.kernels import dispatch
-from octavo.kernels.devices import architecture_of
-from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
+from octavo.kernels.gemm.vendor import cpu_unsupported_reason
+from octavo.kernels.runtime import dispatch
+from octavo.kernels.runtime.devices import architecture_of
 from octavo.lab.models import ModelConfig, build
 from octavo.nn import GroupedLinear, Linear
 from octavo.nn.adopted import Adopted

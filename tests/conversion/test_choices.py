@@ -6,7 +6,7 @@ from torch import nn
 
 from octavo.conversion import LayerPlan, Plan, make_plan
 from octavo.conversion.choices import advice, choices, price_of
-from octavo.kernels.devices import GPUS
+from octavo.kernels.runtime.devices import GPUS
 from octavo.recipes import load
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.conversion import gain
-from octavo.kernels.devices import H200
+from octavo.kernels.runtime.devices import H200
 from octavo.recipes import load
 from octavo_bench import results
 

@@ -12,10 +12,10 @@ from octavo.conversion import LayerPlan, Policy, convert, make_plan, planner
 from octavo.conversion import layer_planner as module
 from octavo.conversion.refusals import refuse_reference
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.kernels import dispatch
-from octavo.kernels import ledger as module_ledger
-from octavo.kernels.devices import GPUS, H200, architecture_of
-from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
+from octavo.kernels.gemm.vendor import cpu_unsupported_reason
+from octavo.kernels.runtime import dispatch
+from octavo.kernels.runtime import ledger as module_ledger
+from octavo.kernels.runtime.devices import GPUS, H200, architecture_of
 from octavo.lab.models import ModelConfig, build
 from octavo.recipes import load
 from octavo.tensor import FP8Tensor

@@ -12,7 +12,7 @@ import octavo
 from octavo.conversion.blocks import Wrapped, choose, unwrap, wrap
 from octavo.conversion.recomputation import RecomputedBlock, price
 from octavo.errors import ConfigError
-from octavo.kernels import ledger
+from octavo.kernels.runtime import ledger
 from octavo.lab.models.config import ModelConfig
 from octavo.lab.models.gpt import GPT
 from octavo_bench.workloads import Stack

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from octavo.distributed import context_parallel
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import ledger
+from octavo.kernels.runtime import ledger
 from octavo.lab.models import ModelConfig, build
 from octavo.nn.attention import ScaledDotProduct
 

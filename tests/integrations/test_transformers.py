@@ -16,7 +16,7 @@ import octavo
 from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.integrations.transformers import OctavoCallback
-from octavo.kernels.ledger import is_open
+from octavo.kernels.runtime.ledger import is_open
 from octavo.nn import Linear
 
 FP8_LAYERS = 14

@@ -95,7 +95,7 @@ def margin(run):
 
 
 def test_a_reference_that_the_trainer_made_is_converted_as_the_policy(llama, tokenizer, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("octavo.kernels.ledger._warned", set())
+    monkeypatch.setattr("octavo.kernels.runtime.ledger._warned", set())
     run = dpo(llama, tokenizer, tmp_path)
     plan = convert_reference(run)
     assert plan is not None and plan.recipe.name == "folded" and plan.fp8_layers == FP8_LAYERS
@@ -103,7 +103,7 @@ def test_a_reference_that_the_trainer_made_is_converted_as_the_policy(llama, tok
 
 
 def test_a_reference_in_high_precision_is_warned_of(llama, tokenizer, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("octavo.kernels.ledger._warned", set())
+    monkeypatch.setattr("octavo.kernels.runtime.ledger._warned", set())
     run = dpo(llama, tokenizer, tmp_path)
     assert margin(run) > 1e-6 and "convert_reference(trainer)" in caplog.text
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot
-from octavo.kernels.reference import gradient as gradients
-from octavo.kernels.reference import optimizer as reference
-from octavo.kernels.reference.storage import to_groups
+from octavo.kernels.gradient import reference as gradients
+from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot, reference
 from octavo.kernels.storage import GRADIENT_CODES, Storage
+from octavo.kernels.storage.reference import to_groups
 from octavo.optim.states import TIERS, state_tensors
 
 FP8 = torch.float8_e4m3fn

@@ -15,8 +15,8 @@ from octavo.kernels.activation import (
     activation_backward,
     activation_backward_plain,
 )
-from octavo.kernels.operator import pack
 from octavo.kernels.quant_spec import QuantSpec, laid_out
+from octavo.kernels.runtime.operator import pack
 from octavo.numerics import dequantize, quantize
 from octavo.numerics.quantize import to_codes
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from octavo.errors import ConfigError
 from octavo.kernels import attention as contract
 from octavo.kernels.attention import attention, attention_backward, decode
-from octavo.kernels.operator import pack
 from octavo.kernels.quantize import quantize
+from octavo.kernels.runtime.operator import pack
 from octavo.numerics import Quantized, dequantize, sqnr_db
 
 SHAPES = {"heads alike": (2, 24, 4, 4, 16), "grouped": (2, 24, 4, 2, 16), "one token": (3, 1, 2, 1, 8)}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from octavo.kernels.batch import quantize_batch, transpose_batch
-from octavo.kernels.operator import pack
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
+from octavo.kernels.runtime.operator import pack
 
 
 def folded_batch(shape):

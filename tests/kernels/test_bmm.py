@@ -7,8 +7,8 @@ from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.kernels.batch import Batch
 from octavo.kernels.bmm import batched_unsupported_reason, bmm
-from octavo.kernels.operator import pack
 from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.runtime.operator import pack
 from octavo.numerics import PER_ROW, PER_TENSOR, Quantized, dequantize
 
 

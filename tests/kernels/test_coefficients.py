@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from octavo.kernels.coefficients import HYPER, ParamSettings, StepInputs, coefficients, group_squares
+from octavo.kernels.coefficients.reference import power
 from octavo.kernels.optimizer import COEFFICIENTS
-from octavo.kernels.reference.coefficients import power
-from octavo.kernels.transfers import PinnedStaging
+from octavo.kernels.runtime.transfers import PinnedStaging
 
 GROUP = {
     "lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "sign": 1.0, "clip": math.inf,

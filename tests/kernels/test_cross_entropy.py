@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.errors import ConfigError
-from octavo.kernels.cross_entropy import cross_entropy_
-from octavo.kernels.reference import cross_entropy as reference
+from octavo.kernels.cross_entropy import cross_entropy_, reference
 
 
 def inputs(rows=9, vocab=70, dtype=torch.float32):

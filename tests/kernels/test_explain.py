@@ -6,7 +6,7 @@ import torch
 from octavo import kernels
 from octavo.kernels.explain import OPERATIONS, gemm_kernel, probe_operand
 from octavo.kernels.gemm import KERNELS, choose
-from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
+from octavo.kernels.gemm.vendor import cpu_unsupported_reason
 
 ROW, TENSOR = ("reference",) * 2 if cpu_unsupported_reason() else ("scaled_mm.row", "scaled_mm.tensor")
 

@@ -12,9 +12,9 @@ import torch
 from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.gemm import KERNELS, GemmKernel, choose
-from octavo.kernels.operator import pack
-from octavo.kernels.reference.gemm import gemm as reference_gemm
-from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
+from octavo.kernels.gemm.reference import gemm as reference_gemm
+from octavo.kernels.gemm.vendor import cpu_unsupported_reason
+from octavo.kernels.runtime.operator import pack
 from octavo.nn import Linear
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import load, names

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels import ledger
-from octavo.kernels.norm import KEPT, normalise, normalise_backward, unsupported_reason
-from octavo.kernels.operator import pack
+from octavo.kernels.norm import KEPT, normalise, normalise_backward, reference, unsupported_reason
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize
-from octavo.kernels.reference import norm as reference
+from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime.operator import pack
 from octavo.numerics import dequantize
 
 EPS = 1e-5

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.kernels.optimizer import load_gradient, momentum, squares, store_gradient, update
-from octavo.kernels.reference import optimizer as reference
-from octavo.kernels.reference import storage as codec
-from octavo.kernels.reference.storage import from_groups
-from octavo.kernels.transfers import PinnedStaging
+from octavo.kernels.optimizer import load_gradient, momentum, reference, squares, store_gradient, update
+from octavo.kernels.runtime.transfers import PinnedStaging
+from octavo.kernels.storage import reference as codec
+from octavo.kernels.storage.reference import from_groups
 
 sys.path.insert(0, str(Path(__file__).parent))
 import optimizer_cases as cases

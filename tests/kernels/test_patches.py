@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from octavo.kernels.patches import fold, quantize_patches, unfold, unfold_rows
+from octavo.kernels.patches.window import Window
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
-from octavo.kernels.window import Window
 
 WINDOWS = [
     Window((1, 1)),

@@ -5,8 +5,8 @@ import torch
 
 from octavo import kernels
 from octavo.errors import ConfigError
-from octavo.kernels import dispatch
 from octavo.kernels.quantize import LONGEST_NORM
+from octavo.kernels.runtime import dispatch
 from octavo.numerics import format_named, granularity_named
 from octavo.numerics import quantize as specified
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.kernels.operator import pack
-from octavo.kernels.reference.rotary import rotate as reference
 from octavo.kernels.rotary import rotate
+from octavo.kernels.rotary.reference import rotate as reference
+from octavo.kernels.runtime.operator import pack
 
 
 def operands(batches: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

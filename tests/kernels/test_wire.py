@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.kernels.message import message_bytes
 from octavo.kernels.wire import add, pack
+from octavo.kernels.wire.message import message_bytes
 from octavo.numerics import E4M3, E8M0, TILE_1x128, dequantize, quantize
 
 

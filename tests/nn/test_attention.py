@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.errors import UnsupportedError
-from octavo.kernels import ledger
+from octavo.kernels.runtime import ledger
 from octavo.lab.models.config import ModelConfig
 from octavo.lab.models.gpt import GPT
 from octavo.lab.models.gpt import Attention as GPTAttention

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import Policy, kernels
-from octavo.kernels import tape
+from octavo.kernels.runtime import tape
 from octavo.nn import GroupedLinear, reuse_weight_codes
 from octavo.nn.telemetry import Telemetry
 from octavo.recipes import load

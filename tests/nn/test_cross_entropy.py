@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.errors import ConfigError
-from octavo.kernels.operator import pack
+from octavo.kernels.runtime.operator import pack
 from octavo.nn import cross_entropy as module
 from octavo.nn.cross_entropy import chunk_of, linear_cross_entropy
 from octavo.numerics import sqnr_db

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
-from octavo.kernels import ledger
+from octavo.kernels.runtime import ledger
 from octavo.nn.documents import attend, block_mask, dense_mask, mask_of
 
 LISTS = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")

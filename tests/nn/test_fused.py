@@ -357,7 +357,7 @@ def test_compiled_code_notices_whatever_changes_the_formula(recompiles):
 
 
 def test_a_change_of_the_formula_is_said(caplog, monkeypatch):
-    monkeypatch.setattr("octavo.kernels.ledger._warned", set())
+    monkeypatch.setattr("octavo.kernels.runtime.ledger._warned", set())
     model = Configured()
     octavo.convert(model, policy=octavo.Policy(min_features=8))
     model.train().eval().requires_grad_(False)

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import kernels
 from octavo.kernels.activation import KINDS, activation_backward_plain
+from octavo.kernels.activation.reference import value
 from octavo.kernels.quant_spec import spec_of
-from octavo.kernels.reference.activation import value
 from octavo.nn.functional import Quantizer, linear, linears
 from octavo.nn.mlp import mlp, unsupported_reason
 from octavo.numerics import E4M3, Quantized, TILE_1x128, dequantize, quantize, sqnr_db

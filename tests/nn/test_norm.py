@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import kernels
-from octavo.kernels import ledger
 from octavo.kernels.norm import normalise
 from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.runtime import ledger
 from octavo.nn import attached_codes as attached_codes_module
 from octavo.nn import norm
 from octavo.nn.adopted import Adopted

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.kernels import ledger
+from octavo.kernels.runtime import ledger
 from octavo.nn import Conv1d, Conv2d, GroupedLinear, Linear
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.functional import linear

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
-from octavo.kernels.vendor.scaled_mm import cpu_unsupported_reason
+from octavo.kernels.gemm.vendor import cpu_unsupported_reason
 from octavo.nn import Linear
 
 PACKAGE = str(Path(octavo.__file__).parent)

@@ -137,7 +137,7 @@ def converted(module: nn.Module) -> FusedMLP:
 
 @configs
 def test_a_change_inside_a_configuration_is_computed_and_said(config, caplog, monkeypatch):
-    monkeypatch.setattr("octavo.kernels.ledger._warned", set())
+    monkeypatch.setattr("octavo.kernels.runtime.ledger._warned", set())
     held = CONFIGS[config]()
     module = converted(Configured(held))
     assert torch.equal(module(X), module(X))

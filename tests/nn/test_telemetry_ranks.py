@@ -5,8 +5,8 @@ import torch
 
 from octavo.kernels import quantize
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.reference.sample import sample
 from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, SampleInput
+from octavo.kernels.sample.reference import sample
 from octavo.nn.telemetry_ranks import combined
 from octavo.numerics import dequantize
 

@@ -13,7 +13,7 @@ import octavo
 from octavo import Policy, kernels
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
-from octavo.kernels.operator import pack
+from octavo.kernels.runtime.operator import pack
 from octavo.nn import Conv2d, GroupedLinear, Linear, reuse_weight_codes
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.functional import Quantizer, linears

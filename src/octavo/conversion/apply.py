@@ -20,8 +20,8 @@ from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied, refuse_wrapped
 from octavo.conversion.weights import Layer, check_free, make_plain, store
 from octavo.errors import NonFiniteError
-from octavo.kernels.ledger import warn_once
 from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.runtime.ledger import warn_once
 from octavo.nn import GroupedLinear, calibration_file
 from octavo.nn.adopted import is_taken
 from octavo.nn.attention import ScaledDotProduct

@@ -25,8 +25,8 @@ from octavo.conversion.matmul_ops import PARSERS, MatmulCall
 from octavo.conversion.operators import Operators
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.bmm import batched_unsupported_reason
-from octavo.kernels.devices import Rates
-from octavo.kernels.dispatch import rates
+from octavo.kernels.runtime.devices import Rates
+from octavo.kernels.runtime.dispatch import rates
 from octavo.nn.first_call import note_weight
 from octavo.nn.functional import compute_dtype
 from octavo.nn.operands import autocast_dtype

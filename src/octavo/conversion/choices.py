@@ -14,8 +14,8 @@ from octavo.conversion.gain import predicted_ms
 from octavo.conversion.layer_plan import LayerPlan
 from octavo.conversion.policy import NO_FP8, TOO_SMALL
 from octavo.conversion.roles import HEAD
-from octavo.kernels.devices import GPUS, Rates
-from octavo.kernels.dispatch import rates
+from octavo.kernels.runtime.devices import GPUS, Rates
+from octavo.kernels.runtime.dispatch import rates
 from octavo.recipes import Recipe, load, names
 
 

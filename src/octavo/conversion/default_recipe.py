@@ -9,7 +9,7 @@ from torch import nn
 
 from octavo.conversion.experts import find_experts
 from octavo.conversion.policy import Policy
-from octavo.kernels.integer import unsupported_reason_device
+from octavo.kernels.gemm.integer import unsupported_reason_device
 from octavo.recipes import DEFAULT, FALLBACK, Recipe, RecipeLike, load
 from octavo.tensor import FP8Tensor
 

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.kernels.activation import KINDS
-from octavo.kernels.dispatch import architecture, on_gpu
-from octavo.kernels.reference.activation import value
+from octavo.kernels.activation.reference import value
+from octavo.kernels.runtime.dispatch import architecture, on_gpu
 from octavo.nn.adopted import own_class
 from octavo.nn.experts import ExpertRoles, Experts
 from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy

@@ -13,7 +13,7 @@ from torch import nn
 
 from octavo._util.optimizer_steps import after_outermost_step
 from octavo._util.terminal import quantity
-from octavo.kernels.ledger import warn_once
+from octavo.kernels.runtime.ledger import warn_once
 from octavo.nn.first_call import CallNotes
 
 _SHOWN = 4

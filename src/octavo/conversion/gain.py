@@ -1,6 +1,7 @@
 """The predicted gain of a layer: time of its three GEMMs in BF16 over their time in FP8 with the quantisation passes.
 
-Rates are those of the GPU (`octavo.kernels.devices`): dense, random normal data; without rates there is no prediction.
+Rates are those of the GPU (`octavo.kernels.runtime.devices`): dense, random normal data; without rates there is no
+prediction.
 Passes run at the speed of a device copy, one per matrix that is quantised or transposed. Convolutions and batches have
 many small kernels: the time that a host takes to launch them is the minimum, as measured with an H200. `octavo bench
 step` measures.
@@ -11,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from octavo.kernels.devices import Rates, mode_of
 from octavo.kernels.patches import makes_directly
+from octavo.kernels.runtime.devices import Rates, mode_of
 from octavo.recipes import GEMMS, OPERANDS, Operand, Recipe
 
 _LARGE = 2048

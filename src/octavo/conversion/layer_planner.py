@@ -21,9 +21,9 @@ from octavo.conversion.stacks import FoundStack
 from octavo.conversion.unconverted import active_share
 from octavo.conversion.unfit import find_unfit
 from octavo.conversion.weights import Layer
-from octavo.kernels.dispatch import on_gpu, rates
 from octavo.kernels.explain import gemm_kernel
 from octavo.kernels.gemm import EMULATED
+from octavo.kernels.runtime.dispatch import on_gpu, rates
 from octavo.nn.attention import ScaledDotProduct
 from octavo.nn.conv import unsupported_reason_recipe
 from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason

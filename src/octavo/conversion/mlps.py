@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels.activation import KINDS
-from octavo.kernels.reference.activation import value_and_slope
+from octavo.kernels.activation.reference import value_and_slope
 from octavo.nn.fused import FusedMLP, MLPRoles
 from octavo.nn.probe import CALLS, computes, is_as_its_class, judge_once, random_tensor, shallow_copy
 from octavo.nn.side_effects import Conduct

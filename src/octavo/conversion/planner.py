@@ -28,9 +28,9 @@ from octavo.conversion.stacks import find_stacks
 from octavo.conversion.unconverted import find_unconverted
 from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.devices import GPUS
-from octavo.kernels.dispatch import architecture, on_gpu, planning_for, rates
-from octavo.kernels.integer import unsupported_reason_device
+from octavo.kernels.gemm.integer import unsupported_reason_device
+from octavo.kernels.runtime.devices import GPUS
+from octavo.kernels.runtime.dispatch import architecture, on_gpu, planning_for, rates
 from octavo.nn.experts import FIRST, SECOND
 from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed

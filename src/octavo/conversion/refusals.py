@@ -12,8 +12,8 @@ from torch import nn
 from octavo.conversion.blocks import Wrapped
 from octavo.conversion.plan import Plan
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.devices import GPUS
-from octavo.kernels.dispatch import architecture, is_planning, planning_for, triton_unsupported_reason
+from octavo.kernels.runtime.devices import GPUS
+from octavo.kernels.runtime.dispatch import architecture, is_planning, planning_for, triton_unsupported_reason
 from octavo.tensor import WrapperTensor
 
 

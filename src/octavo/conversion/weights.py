@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo.conversion.layer_plan import LayerPlan, Weights
 from octavo.errors import ConfigError
-from octavo.kernels.dispatch import is_plain
+from octavo.kernels.runtime.dispatch import is_plain
 from octavo.nn.conv import AnyConvolution
 from octavo.nn.fp8_weights import recipes_for_fp8_weights, unsupported_reason
 from octavo.nn.linear import is_transposed

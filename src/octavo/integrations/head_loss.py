@@ -23,7 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from octavo.conversion.blocks import Wrapped, unwrap, wrap
 from octavo.errors import UnsupportedError
-from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.runtime.dispatch import PLAIN
 from octavo.nn import Linear
 from octavo.nn.cross_entropy import IGNORED, linear_cross_entropy
 from octavo.nn.modules import has_hooks, hooked

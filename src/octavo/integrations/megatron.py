@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.conversion.planner import SMALLEST_ROTATION
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.integer import unsupported_reason_device
+from octavo.kernels.gemm.integer import unsupported_reason_device
 from octavo.nn.functional import linear
 from octavo.numerics import block_for
 from octavo.recipes import DEFAULT, FALLBACK, Recipe, RecipeLike, load

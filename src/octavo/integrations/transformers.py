@@ -16,7 +16,7 @@ from octavo.integrations.full_masks import FullMarks, FullMaskDropper, mark_full
 from octavo.integrations.head_loss import fuse_head_and_loss
 from octavo.integrations.recipe_switch import RecipeSwitch
 from octavo.kernels import record
-from octavo.kernels.ledger import Ledger, warn_once
+from octavo.kernels.runtime.ledger import Ledger, warn_once
 from octavo.nn import reuse_weight_codes_per_step
 from octavo.nn.step_codes import StepCodes
 from octavo.recipes import RecipeLike

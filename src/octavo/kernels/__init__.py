@@ -1,8 +1,7 @@
-"""Kernels: one contract per operation, over `reference/`, `triton/` and PyTorch's own in `vendor/`; the ledger."""
+"""Kernels: one folder per operation, its contract over `reference`, `triton` and PyTorch's own in `vendor`."""
 
 from octavo.kernels.explain import explain
 from octavo.kernels.gemm import ACCUMULATORS, gemm, gemm_by
-from octavo.kernels.ledger import Ledger, record
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import (
     contiguous,
@@ -18,6 +17,7 @@ from octavo.kernels.quantize import (
     without_scale,
 )
 from octavo.kernels.quantize_with_scale import ScaleRef, quantize_with_scale
+from octavo.kernels.runtime.ledger import Ledger, record
 from octavo.kernels.transpose import transpose, transpose_folded
 
 __all__ = [

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels import ledger
 from octavo.kernels.batch import Batch
-from octavo.kernels.dispatch import architecture, launches_on, triton_unsupported_reason
 from octavo.kernels.gemm import gemm
 from octavo.kernels.grouped import ALIGNED
-from octavo.kernels.host_state import host_state
-from octavo.kernels.operator import call, define_packed
+from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime.dispatch import architecture, launches_on, triton_unsupported_reason
+from octavo.kernels.runtime.host_state import host_state
+from octavo.kernels.runtime.operator import call, define_packed
 from octavo.numerics import PER_ROW, PER_TENSOR, Granularity, Quantized, granularity_named
 
 
@@ -74,7 +74,7 @@ def _unsupported_reason(a: Batch, b: Batch) -> str | None:
 
 def _grouped(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """Compute all products in one grouped GEMM, each matrix of the batch a group of rows."""
-    from octavo.kernels.triton import grouped_gemm as fused
+    from octavo.kernels.grouped_gemm import triton as fused
 
     batch, rows, _ = a.codes.shape
     ends = torch.arange(rows, (batch + 1) * rows, rows, dtype=torch.int32, device=a.codes.device)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch._subclasses import FakeTensorMode
 
-from octavo.kernels.dispatch import check_present, is_planning, triton_unsupported_reason
 from octavo.kernels.gemm import KERNELS, choose
+from octavo.kernels.runtime.dispatch import check_present, is_planning, triton_unsupported_reason
 from octavo.numerics import Quantized, format_named, granularity_named, quantize
 
 OPERATIONS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.operator import define
+from octavo.kernels.runtime.operator import define
 
 _BY_DIM = {2: torch.ops.aten.mm.default, 3: torch.ops.aten.bmm.default, 4: torch.ops.aten.matmul.default}
 

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedError
 from octavo.kernels.activation import INPUTS
-from octavo.kernels.dispatch import architecture, implementation, launches_on, triton_unsupported_reason
+from octavo.kernels.activation import reference as activation
+from octavo.kernels.norm import reference as norm
 from octavo.kernels.quant_spec import QuantSpec, empty
-from octavo.kernels.reference import activation, norm, wire
+from octavo.kernels.runtime.dispatch import architecture, implementation, launches_on, triton_unsupported_reason
+from octavo.kernels.wire import reference as wire
 from octavo.numerics import Quantized, quantize
 
 SHAPES = ((130, 300), (256, 1024))
@@ -227,7 +229,7 @@ def _transpose() -> Iterator[Case]:
 
 def _weights() -> Iterator[Case]:
     def run(weights: list[Tensor], target: QuantSpec) -> Quantized:
-        fused, rows = implementation("triton", "weights"), sum(weight.shape[0] for weight in weights)
+        fused, rows = implementation("triton_weights", "quantize"), sum(weight.shape[0] for weight in weights)
         out = empty(target, rows, weights[0].shape[1], weights[0].device)
         fused.quantize_rows(fused.find_rows(weights), weights[0].dtype, out, target.rule)
         return out

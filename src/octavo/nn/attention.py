@@ -18,10 +18,11 @@ from torch import Tensor
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo.errors import UnsupportedError
-from octavo.kernels import QuantSpec, ledger
+from octavo.kernels import QuantSpec
 from octavo.kernels.attention import attention, attention_backward
-from octavo.kernels.dispatch import is_plain
 from octavo.kernels.quant_spec import spec_of
+from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime.dispatch import is_plain
 from octavo.nn import documents
 from octavo.nn.attached_codes import attach_codes
 from octavo.nn.documents import Mask

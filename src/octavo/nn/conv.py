@@ -23,7 +23,7 @@ from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.patches import fold, quantize_patches, unfold
-from octavo.kernels.window import Pair, Window
+from octavo.kernels.patches.window import Pair, Window
 from octavo.nn import functional
 from octavo.nn.adopted import Adopted
 from octavo.nn.first_call import AWAITS_CALL

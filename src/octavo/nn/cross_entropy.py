@@ -23,9 +23,9 @@ from octavo._util import config_reader
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
-from octavo.kernels.dispatch import on_gpu
-from octavo.kernels.operator import call, define_packed, unpack
 from octavo.kernels.product import product
+from octavo.kernels.runtime.dispatch import on_gpu
+from octavo.kernels.runtime.operator import call, define_packed, unpack
 from octavo.nn.first_call import note_weight
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import (

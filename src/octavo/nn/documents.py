@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels import ledger
+from octavo.kernels.runtime import ledger
 from octavo.nn.operands import autocast_dtype
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch import Tensor
 from octavo import kernels
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
-from octavo.kernels.operator import define
 from octavo.kernels.quant_spec import parse_spec
+from octavo.kernels.runtime.operator import define
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, load, names
 from octavo.tensor import FP8Tensor, implements

@@ -36,9 +36,9 @@ from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo._util.compiler import enter_graph, opaque
 from octavo.kernels import ScaleRef
-from octavo.kernels.host_state import host_state
 from octavo.kernels.product import product
-from octavo.kernels.tape import Result, replay
+from octavo.kernels.runtime.host_state import host_state
+from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn import telemetry_ops
 from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention, renew
 from octavo.nn.fp8_weights import has_fp8_weight, values

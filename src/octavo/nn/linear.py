@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from octavo._util.compiler import assume_constant_result
 from octavo.errors import ConfigError
-from octavo.kernels.ledger import warn_once
+from octavo.kernels.runtime.ledger import warn_once
 from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.calibration_file import check
 from octavo.nn.first_call import AWAITS_CALL

@@ -23,8 +23,8 @@ from octavo._util.autograd import first_order
 from octavo._util.compiler import enter_graph, opaque
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activate, activation_backward
-from octavo.kernels.host_state import host_state
-from octavo.kernels.tape import Result, replay
+from octavo.kernels.runtime.host_state import host_state
+from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.attached_codes import renew
 from octavo.nn.functional import (
     InputSource,

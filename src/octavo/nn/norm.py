@@ -30,11 +30,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo._util.compiler import assume_constant_result
-from octavo.kernels import ledger, norm
-from octavo.kernels.dispatch import is_plain, on_gpu, triton_unsupported_reason
+from octavo.kernels import norm
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
-from octavo.kernels.tape import Result, replay
+from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime.dispatch import is_plain, on_gpu, triton_unsupported_reason
+from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
 from octavo.nn.operands import autocast_dtype

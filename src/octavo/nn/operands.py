@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo._util.compiler import assume_constant_result
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.ledger import warn_once
+from octavo.kernels.runtime.ledger import warn_once
 from octavo.nn.weight_notes import WeightNotes
 from octavo.tensor import is_distributed
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo._util.compiler import assume_constant_result
-from octavo.kernels.ledger import warn_once
+from octavo.kernels.runtime.ledger import warn_once
 from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.modules import OF_EVERY_MODULE, full_name, is_position
 

@@ -41,7 +41,7 @@ from torch.optim.optimizer import Optimizer
 from octavo._util.dist import in_process_group
 from octavo._util.optimizer_steps import after_outermost_step
 from octavo.errors import CheckpointError
-from octavo.kernels.ledger import warn_once
+from octavo.kernels.runtime.ledger import warn_once
 from octavo.nn import calibration_file
 from octavo.nn.calibration_file import Calibrated, Provenance
 from octavo.nn.modules import full_name

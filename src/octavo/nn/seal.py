@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.runtime.dispatch import PLAIN
 
 
 class Seal(NamedTuple):

@@ -32,8 +32,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._util.compiler import traced_version
 from octavo.errors import UnsupportedError
-from octavo.kernels import ledger
-from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime.dispatch import PLAIN
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.functional import Quantizer, compute_dtype, linears

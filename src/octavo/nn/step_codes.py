@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo._util.compiler import run_eagerly
-from octavo.kernels.dispatch import PLAIN
+from octavo.kernels.runtime.dispatch import PLAIN
 from octavo.nn.code_reuse import quantising_layers, reuse_weight_codes, weights_of
 from octavo.nn.seal import Unwritten
 

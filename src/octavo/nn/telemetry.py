@@ -29,8 +29,8 @@ from torch.optim.optimizer import Optimizer
 
 from octavo._util.optimizer_steps import after_outermost_step
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.runtime.transfers import AsyncHostCopy
 from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, mark_idle
-from octavo.kernels.transfers import AsyncHostCopy
 from octavo.nn.fused import fusion_groups
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.telemetry_ranks import Gathering, RankMerger, RankRows

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import ExpertCodes, grouped_gemm
-from octavo.kernels.operator import call, define_packed
+from octavo.kernels.runtime.operator import call, define_packed
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
 from octavo.nn.telemetry_ops import (
     ROWS,

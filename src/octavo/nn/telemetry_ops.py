@@ -24,12 +24,12 @@ from torch import Tensor
 from octavo import kernels
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, activation_backward_plain
-from octavo.kernels.operator import call, define_packed
+from octavo.kernels.activation.reference import value
 from octavo.kernels.patches import unfold_rows
+from octavo.kernels.patches.window import Window
 from octavo.kernels.quant_spec import spec_of
-from octavo.kernels.reference.activation import value
+from octavo.kernels.runtime.operator import call, define_packed
 from octavo.kernels.sample import SampleInput, is_idle, sample, sampled_rows, sampling_off
-from octavo.kernels.window import Window
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.first_call import note_calls
 from octavo.nn.fp8_weights import has_fp8_weight

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError, UnsupportedError
-from octavo.kernels.optimizer import Layout, Slot
-from octavo.kernels.reference import optimizer as reference
-from octavo.kernels.reference import storage as codec
+from octavo.kernels.optimizer import Layout, Slot, reference
 from octavo.kernels.storage import Storage
+from octavo.kernels.storage import reference as codec
 from octavo.optim.sharded import spread, unspread
 from octavo.optim.states import RuleName, States
 from octavo.optim.tensors import as_matrix, check, like, like_state, matrix_shape, slot_of, stored_weight, value_of

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.coefficients import ParamSettings
 from octavo.kernels.optimizer import COEFFICIENTS, Control, Layout, Slot, momentum, update
-from octavo.kernels.reference.storage import LEAST_DIVISOR
+from octavo.kernels.storage.reference import LEAST_DIVISOR
 from octavo.optim import convert
 from octavo.optim.matrix_all_to_all import ShardLayout, gather_full, scatter_full, shard_layouts
 from octavo.optim.optimizer import Entry, Optimizer

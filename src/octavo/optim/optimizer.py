@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.coefficients import ParamSettings, StepInputs, coefficients, group_squares
 from octavo.kernels.optimizer import Control, Layout, Slot, squares, update
-from octavo.kernels.transfers import PinnedStaging
+from octavo.kernels.runtime.transfers import PinnedStaging
 from octavo.optim import convert
 from octavo.optim.gradients import GradientStore, StoredGradient
 from octavo.optim.reducers import is_under_ddp

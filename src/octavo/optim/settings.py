@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
 from octavo.kernels.coefficients import HYPER
-from octavo.kernels.transfers import PinnedStaging
+from octavo.kernels.runtime.transfers import PinnedStaging
 from octavo.optim.states import DEFAULT, States, keep_small
 
 GRADIENTS = ("wide", "fp8")

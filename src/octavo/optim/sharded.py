@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import UnsupportedError
+from octavo.kernels.runtime.transfers import PinnedStaging
 from octavo.kernels.storage import GROUP, groups_of
-from octavo.kernels.transfers import PinnedStaging
 from octavo.tensor import is_distributed, local
 from octavo.tensor.local import dtensor_like
 

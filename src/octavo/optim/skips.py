@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import NonFiniteError
-from octavo.kernels.transfers import AsyncHostCopy
+from octavo.kernels.runtime.transfers import AsyncHostCopy
 
 NAMED = 3
 """Largest number of parameters that a message names."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import CheckpointError, UnsupportedError
-from octavo.kernels.operator import define
+from octavo.kernels.runtime.operator import define
 from octavo.numerics import Granularity, Quantized, Scaling, dequantize, format_of, granularity_named
 
 aten = torch.ops.aten

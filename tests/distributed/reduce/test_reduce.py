@@ -21,7 +21,7 @@ from octavo.distributed.reduce import FLAT
 from octavo.distributed.reduce.fp8_lm import FP8LM, ring_sum
 from octavo.distributed.reduce.scheme import TwoLevel
 from octavo.errors import ConfigError
-from octavo.kernels.message import message_bytes
+from octavo.kernels.wire.message import message_bytes
 from octavo.numerics import E4M3, TILE_1x128, dequantize, quantize, sqnr_db
 
 WORLDS = (1, 2, 3, 4)

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize
-from octavo.kernels.reference import accumulator
-from octavo.kernels.reference.accumulator import chain, matmul
-from octavo.kernels.vendor import scaled_mm as vendor
+from octavo.kernels.gemm import accumulator, vendor
+from octavo.kernels.gemm.accumulator import chain, matmul
 from octavo.numerics import E4M3, E5M2, PER_TENSOR, Format, Quantized
 
 NAN, INF = math.nan, math.inf

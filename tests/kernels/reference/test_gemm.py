@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.reference.gemm import gemm
+from octavo.kernels.gemm.reference import gemm
 from octavo.numerics import PER_COLUMN, PER_ROW, PER_TENSOR, Quantized, TILE_1x128
 
 

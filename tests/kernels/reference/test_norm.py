@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from octavo.kernels.norm.reference import backward, forward
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.reference.norm import backward, forward
 from octavo.numerics import quantize
 
 EPS = 1e-5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.reference.rotary import rotate
+from octavo.kernels.rotary.reference import rotate
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from octavo.kernels import quantize
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.reference import sample as reference
 from octavo.kernels.sample import (
     BINS,
     DETAILED,
@@ -21,6 +20,7 @@ from octavo.kernels.sample import (
     count,
     limits,
     mark_idle,
+    reference,
     sampled_rows,
     warm_up,
 )

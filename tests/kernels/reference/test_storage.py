@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.kernels.reference import storage as codec
 from octavo.kernels.storage import BF16, E4M3, E5M2, FLOATS, FP16, UE4M4, Storage
+from octavo.kernels.storage import reference as codec
 
 EIGHT = [E4M3, E5M2, UE4M4]
 

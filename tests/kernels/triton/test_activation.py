@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from octavo.kernels.activation import INPUTS, KINDS
+from octavo.kernels.activation import INPUTS, KINDS, reference
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.reference import activation as reference
 from octavo.numerics import dequantize
 
-fused = pytest.importorskip("octavo.kernels.triton.activation")
+fused = pytest.importorskip("octavo.kernels.activation.triton")
 Shape = pytest.importorskip("octavo.kernels.triton.shape").Shape
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
@@ -259,7 +258,7 @@ def test_gradients_from_codes_are_those_of_their_values(target, gated, rows, col
 @pytest.mark.gpu
 def test_the_operators_run_in_triton_on_a_gpu():
     from octavo.kernels import activation as contract
-    from octavo.kernels.ledger import record
+    from octavo.kernels.runtime.ledger import record
 
     dh, gate, up = inputs("cuda", 300, 1000)
     with record() as ledger:

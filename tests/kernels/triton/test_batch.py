@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from octavo.kernels.batch import triton as fast
 from octavo.kernels.quant_spec import QuantSpec, empty_scale
-from octavo.kernels.reference.quantize import quantize_pair
-from octavo.kernels.triton import batch as fast
+from octavo.kernels.quantize.reference import quantize_pair
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
 

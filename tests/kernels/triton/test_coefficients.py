@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from octavo.kernels.coefficients import ParamSettings, StepInputs
-from octavo.kernels.reference import coefficients as reference
-from octavo.kernels.transfers import PinnedStaging
+from octavo.kernels.coefficients import ParamSettings, StepInputs, reference
+from octavo.kernels.runtime.transfers import PinnedStaging
 
-fast = pytest.importorskip("octavo.kernels.triton.coefficients")
+fast = pytest.importorskip("octavo.kernels.coefficients.triton")
 
 
 def settings(groups, parameters, device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-fast = pytest.importorskip("octavo.kernels.triton.cross_entropy")
+fast = pytest.importorskip("octavo.kernels.cross_entropy.triton")
 
 # What lies past the end of a row is -inf, and in the interpreter NumPy warns of what is computed from it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

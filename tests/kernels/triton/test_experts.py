@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from octavo.kernels.activation import INPUTS, Factors, Targets
-from octavo.kernels.experts import route
+from octavo.kernels.experts import reference, route
+from octavo.kernels.experts import triton as fast
+from octavo.kernels.grouped import reference as reference_groups
+from octavo.kernels.grouped import triton as fast_groups
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.reference import experts as reference
-from octavo.kernels.reference import grouped as reference_groups
-from octavo.kernels.reference.quantize import quantize_pair
-from octavo.kernels.triton import experts as fast
-from octavo.kernels.triton import grouped as fast_groups
+from octavo.kernels.quantize.reference import quantize_pair
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
 ROWS = QuantSpec("e4m3", "row", "power_of_two")

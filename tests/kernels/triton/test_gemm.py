@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from octavo.kernels.integer import gemm as contract
-from octavo.kernels.reference.gemm import gemm as reference
+from octavo.kernels.gemm.integer import gemm as contract
+from octavo.kernels.gemm.reference import gemm as reference
 from octavo.numerics import PER_ROW, PER_TENSOR, Quantized
 
-gemm = pytest.importorskip("octavo.kernels.triton.gemm")
+gemm = pytest.importorskip("octavo.kernels.gemm.triton")
 triton, tl = gemm.triton, gemm.tl
 SMALL = gemm.Config(32, 32, 32, warps=4, stages=3)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.kernels.reference import gradient as reference
-from octavo.kernels.transfers import PinnedStaging
+from octavo.kernels.gradient import reference
+from octavo.kernels.runtime.transfers import PinnedStaging
 
-fast = pytest.importorskip("octavo.kernels.triton.gradient")
+fast = pytest.importorskip("octavo.kernels.gradient.triton")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import optimizer_cases as cases  # noqa: E402
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from octavo.kernels.grouped import reference
+from octavo.kernels.grouped import triton as fast
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.reference import grouped as reference
-from octavo.kernels.triton import grouped as fast
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from octavo.kernels.padding import padded_length
-from octavo.kernels.reference import grouped_gemm as reference
-from octavo.kernels.triton import grouped_gemm as fast
+from octavo.kernels.grouped.padding import padded_length
+from octavo.kernels.grouped_gemm import reference
+from octavo.kernels.grouped_gemm import triton as fast
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
 

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import QuantSpec
-from octavo.kernels.reference import quantize as reference
+from octavo.kernels.quantize import reference
 from octavo.numerics import Quantized
 
-groups = pytest.importorskip("octavo.kernels.triton.groups")
+groups = pytest.importorskip("octavo.kernels.quantize.triton_groups")
 
 TARGETS = [QuantSpec(format, "1x32", "power_of_two") for format in ("e4m3", "e5m2")]
 ROW = QuantSpec("e4m3", "row", "power_of_two")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.kernels import triton as package
+import octavo.kernels as package
 from octavo.kernels.triton.launch import Kernel
 
 pytest.importorskip("triton")
@@ -20,9 +20,11 @@ pytest.importorskip("triton")
 def kernels() -> dict[str, Kernel]:
     found: dict[str, Kernel] = {}
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if ".triton" not in module.name:
+            continue
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, Kernel):
-                found[f"{module.name.rpartition('.')[2]}.{name}"] = value
+                found[f"{module.name.removeprefix('octavo.kernels.').replace('.triton', '')}.{name}"] = value
     return found
 
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from octavo.kernels.norm import KEPT
+from octavo.kernels.norm import KEPT, reference
+from octavo.kernels.norm import triton as fused
 from octavo.kernels.quant_spec import QuantSpec, laid_out
-from octavo.kernels.reference import norm as reference
-from octavo.kernels.triton import norm as fused
 from octavo.numerics import E4M3, Quantized, quantize
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.kernels.reference import optimizer as reference
-from octavo.kernels.transfers import PinnedStaging
+from octavo.kernels.optimizer import reference
+from octavo.kernels.runtime.transfers import PinnedStaging
 
-fast = pytest.importorskip("octavo.kernels.triton.optimizer")
+fast = pytest.importorskip("octavo.kernels.optimizer.triton")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import optimizer_cases as cases  # noqa: E402
 

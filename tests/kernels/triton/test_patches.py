@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from octavo.kernels.patches import reference
+from octavo.kernels.patches import triton as fast
+from octavo.kernels.patches.window import Window
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.reference import patches as reference
-from octavo.kernels.reference.quantize import quantize_pair
-from octavo.kernels.triton import patches as fast
-from octavo.kernels.window import Window
+from octavo.kernels.quantize.reference import quantize_pair
 
 pytestmark = pytest.mark.usefixtures("loops_with_bounds")
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import empty_scale
-from octavo.kernels.reference import quantize as reference
+from octavo.kernels.quantize import reference
 from octavo.numerics import Quantized
 
-triton_quantize = pytest.importorskip("octavo.kernels.triton.quantize")
+triton_quantize = pytest.importorskip("octavo.kernels.quantize.triton")
 output = pytest.importorskip("octavo.kernels.triton.output")
 shape = pytest.importorskip("octavo.kernels.triton.shape")
 

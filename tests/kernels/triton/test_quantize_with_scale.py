@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import QuantSpec
-from octavo.kernels.reference import quantize_with_scale as reference
+from octavo.kernels.quantize_with_scale import reference
 from octavo.numerics import Quantized
 
-triton_quantize_at = pytest.importorskip("octavo.kernels.triton.quantize_with_scale")
+triton_quantize_at = pytest.importorskip("octavo.kernels.quantize_with_scale.triton")
 
 TARGETS = [
     QuantSpec(format, "tensor", scaling)

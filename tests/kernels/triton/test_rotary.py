@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from octavo.kernels.reference.rotary import rotate as reference
-from octavo.kernels.triton.rotary import rotate as fused
+from octavo.kernels.rotary.reference import rotate as reference
+from octavo.kernels.rotary.triton import rotate as fused
 
 SHAPES = [(1, 1, 1, 2), (2, 5, 3, 12), (1, 9, 7, 64), (2, 33, 2, 128)]
 

@@ -7,9 +7,8 @@ pytest.importorskip("triton")
 
 from octavo.kernels import quantize
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.reference import sample as reference
-from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, SampleInput
-from octavo.kernels.triton import sample as fast
+from octavo.kernels.sample import BINS, DETAILED, PHASE, SAMPLED, STATS, WIDTH, SampleInput, reference
+from octavo.kernels.sample import triton as fast
 from octavo.numerics import dequantize
 
 EXACT = [STATS.index(name) for name in ("amax", "scale", "flushed", "subnormal", "saturated", "nonfinite")]

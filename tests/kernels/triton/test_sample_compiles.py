@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.kernels.triton import sample
+from octavo.kernels.sample import triton as sample
 
 POINTERS = {"fold_ptr": "*fp32", "scale_ptr": "*fp32", "edge_ptr": "*bf16", "row_ptr": "*fp32", "work_ptr": "*fp32",
             "bins_ptr": "*i32", "powers_ptr": "*fp32"}

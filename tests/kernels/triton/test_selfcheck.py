@@ -75,7 +75,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("kernel", "function", "change"), WRONG.values(), ids=WRONG)
 def test_a_wrong_kernel_is_found(kernel, function, change, device, monkeypatch):
-    module = pytest.importorskip(f"octavo.kernels.triton.{kernel}")
+    module = pytest.importorskip(f"octavo.kernels.{kernel}.triton")
     right = getattr(module, function)
 
     def wrong(*operands):
@@ -91,7 +91,7 @@ def test_a_wrong_kernel_is_found(kernel, function, change, device, monkeypatch):
 
 
 def test_the_weights_kernel_is_found_too(device, monkeypatch):
-    fused = pytest.importorskip("octavo.kernels.triton.weights")
+    fused = pytest.importorskip("octavo.kernels.quantize.triton_weights")
     right = fused.quantize_rows
 
     def wrong(rows, dtype, out, rule):
@@ -104,7 +104,7 @@ def test_the_weights_kernel_is_found_too(device, monkeypatch):
 
 
 def test_what_a_kernel_raises_is_a_finding_and_the_next_case_is_looked_at(device, monkeypatch):
-    fused = pytest.importorskip("octavo.kernels.triton.transpose")
+    fused = pytest.importorskip("octavo.kernels.transpose.triton")
 
     def broken(codes, after):
         raise RuntimeError("illegal instruction\nand much more")

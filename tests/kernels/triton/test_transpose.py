@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-triton_transpose = pytest.importorskip("octavo.kernels.triton.transpose")
+triton_transpose = pytest.importorskip("octavo.kernels.transpose.triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])

@@ -8,8 +8,8 @@ from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import empty
 from octavo.numerics import quantize
 
-triton_quantize = pytest.importorskip("octavo.kernels.triton.quantize")
-triton_weights = pytest.importorskip("octavo.kernels.triton.weights")
+triton_quantize = pytest.importorskip("octavo.kernels.quantize.triton")
+triton_weights = pytest.importorskip("octavo.kernels.quantize.triton_weights")
 
 
 @pytest.mark.parametrize("scaling", ["power_of_two", "float32"])

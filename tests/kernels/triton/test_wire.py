@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from octavo.kernels.message import message_bytes
-from octavo.kernels.reference import wire as reference
+from octavo.kernels.wire import reference
+from octavo.kernels.wire.message import message_bytes
 
-fast = pytest.importorskip("octavo.kernels.triton.wire")
+fast = pytest.importorskip("octavo.kernels.wire.triton")
 
 SHAPES = [(1, 1, 1), (2, 3, 5), (4, 128, 512), (3, 300, 700), (2, 4200, 8400), (3, 130, 140)]
 """Messages, their length, and values: the last messages may be empty."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.kernels.vendor import dequantized
+from octavo.kernels.gemm import dequantized
 from octavo.numerics import E4M3, E5M2, PER_ROW, GROUP_1x32, dequantize, quantize
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

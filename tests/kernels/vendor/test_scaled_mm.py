@@ -8,7 +8,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch.torch_version import TorchVersion
 
 from octavo import kernels
-from octavo.kernels.vendor import scaled_mm
+from octavo.kernels.gemm import vendor as scaled_mm
 from octavo.numerics import BLOCK_128x128, Quantized, TILE_1x128, dequantize, granularity_named, to_e8m0
 
 on_a_cpu = pytest.mark.skipif(

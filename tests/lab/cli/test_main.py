@@ -18,7 +18,7 @@ import pytest
 
 from octavo import __version__, recipes
 from octavo.errors import ConfigError
-from octavo.kernels.devices import GPUS, H100
+from octavo.kernels.runtime.devices import GPUS, H100
 from octavo.lab.cli.main import COMMANDS, main
 
 Done = subprocess.CompletedProcess[str]

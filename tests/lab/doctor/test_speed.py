@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.conversion.gain import predicted_gain
-from octavo.kernels import ledger
-from octavo.kernels.devices import H200
+from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime.devices import H200
 from octavo.lab.doctor import speed
 from octavo.lab.doctor.check import run_check
 from octavo.lab.doctor.speed import (

@@ -80,7 +80,7 @@ def test_notes_are_told():
 
 
 def test_kernels_that_ran_are_counted():
-    from octavo.kernels.ledger import count, fall_back
+    from octavo.kernels.runtime.ledger import count, fall_back
 
     def score(batches):
         for _ in batches:

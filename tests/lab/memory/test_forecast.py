@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.kernels import dispatch
+from octavo.kernels.runtime import dispatch
 from octavo.lab.memory import Forecast, Program, forecast
 from octavo.lab.memory.forecast import WORKSPACE_OF_CUBLAS, largest
 from octavo.lab.memory.timeline import Kind

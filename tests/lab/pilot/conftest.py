@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.conversion import make_plan
-from octavo.kernels.devices import H200
+from octavo.kernels.runtime.devices import H200
 from octavo.lab.pilot.judging import Pilot
 from octavo.lab.pilot.measuring import Measurement
 from octavo.lab.train.workload import load_workload

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.kernels.devices import H200
+from octavo.kernels.runtime.devices import H200
 from octavo.lab.monitor.system import SystemProbe
 from octavo.lab.pilot import Settings, load_workload, measuring, run_pilot
 from octavo.lab.pilot.measuring import Conditions, Flops, count_flops, measure

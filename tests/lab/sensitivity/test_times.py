@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo.conversion.gain import predicted_gain, predicted_ms
-from octavo.kernels.devices import H200
+from octavo.kernels.runtime.devices import H200
 from octavo.lab.sensitivity import times
 from octavo.lab.sensitivity.precision_switch import switchable
 from octavo.recipes import load

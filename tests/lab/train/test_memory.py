@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo import Policy, convert, scales
-from octavo.kernels.dispatch import planning_for
+from octavo.kernels.runtime.dispatch import planning_for
 from octavo.lab.memory import Forecast
 from octavo.lab.models import build, count_parameters
 from octavo.lab.models.config import ModelConfig
@@ -33,7 +33,7 @@ def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
 def test_the_largest_model_alone_is_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.kernels.ledger._warned", set())
+    monkeypatch.setattr("octavo.kernels.runtime.ledger._warned", set())
     tried: set[str] = set()
     with planning_for("h200"):
         found = largest_model(CONFIG, 0.07, report=lambda doing, _: tried.add(doing.partition(",")[0]))

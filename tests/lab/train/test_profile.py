@@ -56,7 +56,7 @@ def test_kernels_that_only_quantise_are_told_from_others() -> None:
 )
 def test_own_kernels_belong_to_parts(file: str, part: str) -> None:
     pytest.importorskip("triton")
-    module = importlib.import_module(f"octavo.kernels.triton.{file}")
+    module = importlib.import_module(f"octavo.kernels.{file}.triton")
     own = [name for name, value in vars(module).items() if name.endswith("_kernel") and hasattr(value, "function")]
     names = [name for name in own if name != "_blocks_kernel"]
     assert len(names) >= 2 and {category(name) for name in names} == {part}

@@ -53,7 +53,7 @@ class GraphsOnCPU(Graphs):
         kept, stored = [(p, p.grad) for p in own._parameters], _stored(own._optimizer)
 
         def replay() -> None:
-            with kernels.ledger.apart():  # a graph launches kernels, and no operator that would count them
+            with kernels.runtime.ledger.apart():  # a graph launches kernels, and no operator that would count them
                 own._optimizer.zero_grad(set_to_none=True)
                 loss.copy_(work())
             for parameter, gradient in kept:
@@ -227,7 +227,7 @@ def test_captured_code_is_specialised_as_what_ran_before() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def passes(tokens: Tensor, targets: Tensor) -> Tensor:
-        seen.append(kernels.ledger.is_open())
+        seen.append(kernels.runtime.ledger.is_open())
         return passes_of(model)(tokens, targets)
 
     replay = GraphsOnCPU().replay(passes, model, list(model.parameters()), optimizer)

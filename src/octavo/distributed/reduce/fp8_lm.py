@@ -22,8 +22,8 @@ from torch import Tensor
 
 from octavo.distributed.reduce.scheme import Scheme, padded, part_length
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.dispatch import architecture
-from octavo.kernels.ledger import fall_back
+from octavo.kernels.runtime.dispatch import architecture
+from octavo.kernels.runtime.ledger import fall_back
 from octavo.numerics import E4M3, PER_TENSOR, scale_from_amax, tile_amax, to_codes
 
 THRESHOLD = 1e-5

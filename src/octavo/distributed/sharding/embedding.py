@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.transfers import upload
+from octavo.kernels.runtime.transfers import upload
 
 
 @dataclass(frozen=True)

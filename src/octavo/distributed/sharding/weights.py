@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from octavo import kernels
-from octavo.kernels import QuantSpec, scattered_rows
-from octavo.kernels.scattered_rows import ScatteredRows, quantize_scattered_rows
+from octavo.kernels import QuantSpec
+from octavo.kernels.quantize import scattered_rows
+from octavo.kernels.quantize.scattered_rows import ScatteredRows, quantize_scattered_rows
 from octavo.nn.weight_codes import split_rows
 from octavo.numerics import PER_TENSOR, Quantized, scale_from_amax, tile_amax, to_codes
 from octavo.tensor import FP8Tensor, WrapperTensor, local

@@ -26,7 +26,7 @@ from octavo.distributed.reduce import reduction as reduction_named
 from octavo.distributed.reduce.scheme import Scheme, Wire
 from octavo.distributed.zero.greedy import Assignment
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
-from octavo.kernels.transfers import PinnedStaging
+from octavo.kernels.runtime.transfers import PinnedStaging
 from octavo.optim import Optimizer, convert
 from octavo.optim.optimizer import Entry
 from octavo.optim.states import state_tensors

@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs. `reference/` defines each, under the same file name."""
+"""What the Triton kernels of several operations share. An operation's own are in its `triton.py`."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.dispatch import PLAIN
-from octavo.kernels.host_state import has_launch_hooks
-from octavo.kernels.tape import recorder_here
+from octavo.kernels.runtime.dispatch import PLAIN
+from octavo.kernels.runtime.host_state import has_launch_hooks
+from octavo.kernels.runtime.tape import recorder_here
 
 _UNTRACED = ("enable_fp_fusion", "maxnreg")
 """Triton options that tracing does not support. Traced kernels do not need them: none adds a product (FMA)."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.storage.triton import DROPPED_E4M3, as_bits, decode
 from octavo.kernels.triton.codes import INTERPRETED
-from octavo.kernels.triton.storage import DROPPED_E4M3, as_bits, decode
 
 
 @triton.jit

@@ -179,8 +179,8 @@ def _show(planned: Plan, json_output: bool) -> None:
 
 def _memory(config: RunConfig, gpu: str | None, gpus: int, fits: float | None, json_output: bool) -> int:
     """Print the forecast; return 1 if no model of these proportions fits."""
-    from octavo.kernels.devices import GPUS
-    from octavo.kernels.dispatch import planning_for
+    from octavo.kernels.runtime.devices import GPUS
+    from octavo.kernels.runtime.dispatch import planning_for
     from octavo.lab.train.memory import forecast_run, largest_model
 
     if fits is not None and not 0 < fits < math.inf:
@@ -213,7 +213,7 @@ def _forecast_for(gpu: str | None) -> str:
     """
     import torch
 
-    from octavo.kernels.devices import GPUS
+    from octavo.kernels.runtime.devices import GPUS
 
     if gpu is None:
         return "cuda" if torch.cuda.is_available() else "h200"

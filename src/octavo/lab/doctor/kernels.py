@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.kernels.dispatch import triton_unsupported_reason
-from octavo.kernels.gemm import choose
-from octavo.kernels.reference import accumulator
+from octavo.kernels.gemm import accumulator, choose
+from octavo.kernels.runtime.dispatch import triton_unsupported_reason
 from octavo.kernels.selfcheck import check_kernels
 from octavo.lab.doctor.check import Finding, check, failure, ok
 from octavo.lab.doctor.subjects import Machine, a_gpu

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from octavo import kernels
 from octavo._util.terminal import and_more, quantity
 from octavo.conversion.gain import predicted_gain
-from octavo.kernels.devices import H200, Rates
-from octavo.kernels.dispatch import rates
+from octavo.kernels.runtime.devices import H200, Rates
+from octavo.kernels.runtime.dispatch import rates
 from octavo.lab.doctor.check import Finding, check, failure, ok, skipped, warning
 from octavo.lab.doctor.subjects import Trial, a_gpu, fp8_layers
 from octavo.lab.train.timing import busy, kernels_of, synchronize

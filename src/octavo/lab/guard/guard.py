@@ -30,7 +30,7 @@ from torch import Tensor
 
 from octavo._util.terminal import quantity
 from octavo.errors import RunError
-from octavo.kernels.transfers import AsyncHostCopy
+from octavo.kernels.runtime.transfers import AsyncHostCopy
 from octavo.lab.guard import diagnosis
 from octavo.lab.guard.alarms import Alarm, GuardEvent, Observation
 from octavo.lab.guard.config import GuardConfig

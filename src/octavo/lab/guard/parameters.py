@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from octavo.kernels.transfers import AsyncHostCopy
+from octavo.kernels.runtime.transfers import AsyncHostCopy
 from octavo.tensor import FP8Tensor, is_distributed, local, non_finite
 
 SAMPLE = 4096

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from octavo._util.autograd import first_order
 from octavo.kernels import cross_entropy, norm, optimizer
 from octavo.kernels.explain import gemm_kernel
-from octavo.kernels.operator import unpack
+from octavo.kernels.runtime.operator import unpack
 
 Replacement = tuple[Any, str, Any]
 """(module of Octavo, name, function on fake tensors)."""

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octavo.kernels import dispatch, operator
+from octavo.kernels.runtime import dispatch, operator
 from octavo.lab.memory.compiled import compiler
 from octavo.lab.memory.fake_kernels import AsOnGpu, FakeMode, clear_caches, replacements, workspace
 from octavo.lab.memory.timeline import Allocation, Step, Timeline

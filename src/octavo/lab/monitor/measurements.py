@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
-from octavo.kernels.transfers import AsyncHostCopy
+from octavo.kernels.runtime.transfers import AsyncHostCopy
 from octavo.nn.telemetry import Telemetry
 
 

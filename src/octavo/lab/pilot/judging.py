@@ -12,7 +12,7 @@ from typing import NamedTuple
 from octavo._util.terminal import quantity
 from octavo.conversion import Plan
 from octavo.conversion.plan import commonest_reason
-from octavo.kernels.devices import Rates
+from octavo.kernels.runtime.devices import Rates
 from octavo.lab.doctor.accuracy import COSINE
 from octavo.lab.guard.alarms import percent_above
 from octavo.lab.monitor.gap import GAP_LIMIT

@@ -8,7 +8,7 @@ from torch import nn
 from octavo.conversion import Plan, convert, make_plan
 from octavo.conversion.gain import predicted_ms
 from octavo.errors import ConfigError
-from octavo.kernels.devices import GPUS, H200, Rates
+from octavo.kernels.runtime.devices import GPUS, H200, Rates
 from octavo.lab import memory
 from octavo.lab.pilot.measuring import PRECISIONS, Conditions, Measurement
 from octavo.lab.train.workload import NO_VALUES, Workload, build_without_values

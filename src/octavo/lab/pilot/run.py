@@ -9,7 +9,7 @@ import torch
 
 from octavo.conversion import Plan
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.devices import GPUS, rates_named
+from octavo.kernels.runtime.devices import GPUS, rates_named
 from octavo.lab.models.factory import count_parameters
 from octavo.lab.pilot import predicting
 from octavo.lab.pilot.judging import Pilot

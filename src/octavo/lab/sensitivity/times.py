@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion.gain import predicted_ms
-from octavo.kernels.devices import H200
+from octavo.kernels.runtime.devices import H200
 from octavo.lab.sensitivity.loss import Loss, ReportPasses
 from octavo.lab.sensitivity.precision_switch import Choice, Layer, PrecisionSwitch
 from octavo.lab.train.timing import milliseconds, warm_up

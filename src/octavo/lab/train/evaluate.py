@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from octavo.kernels.transfers import upload
+from octavo.kernels.runtime.transfers import upload
 from octavo.lab.data.loader import Batch
 from octavo.lab.train.train_state import TrainState
 from octavo.nn.cross_entropy import count_targets, weighted

@@ -16,7 +16,7 @@ from octavo._util import config_reader
 from octavo._util.files import os_errors, remove
 from octavo._util.terminal import quantity
 from octavo.errors import RunError
-from octavo.kernels.ledger import Ledger
+from octavo.kernels.runtime.ledger import Ledger
 from octavo.lab.data import TokenFiles
 from octavo.lab.data.chat import TASKS
 from octavo.lab.data.quality import judge

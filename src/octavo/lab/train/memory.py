@@ -13,7 +13,7 @@ from torch import nn
 from octavo import recipes
 from octavo._util.terminal import Report, quantity, silent
 from octavo.conversion import enable
-from octavo.kernels.ledger import hold_warnings, warn_once
+from octavo.kernels.runtime.ledger import hold_warnings, warn_once
 from octavo.lab import memory
 from octavo.lab.memory.forecast import largest
 from octavo.lab.models.config import ModelConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.dispatch import is_plain
+from octavo.kernels.runtime.dispatch import is_plain
 from octavo.lab.train.config import OptimizerConfig
 from octavo.optim import AdamW, Lion, Muon, keep_small
 from octavo.tensor import local

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from octavo._util.collector import no_collection
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
-from octavo.kernels import ledger, sample
-from octavo.kernels.dispatch import launches_on
+from octavo.kernels import sample
+from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime.dispatch import launches_on
 from octavo.optim import Optimizer
 from octavo.tensor import FP8Tensor, local
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.conversion import disabled, enable
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
-from octavo.kernels.transfers import upload
+from octavo.kernels.runtime.transfers import upload
 from octavo.lab.guard import GuardEvent
 from octavo.lab.train import checkpoint, events
 from octavo.lab.train.background import BackgroundWriter

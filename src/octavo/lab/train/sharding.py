@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.transfers import upload
+from octavo.kernels.runtime.transfers import upload
 from octavo.lab.train.parallel import Ranks
 from octavo.lab.train.parallel_checks import two_level_sizes
 

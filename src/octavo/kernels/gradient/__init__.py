@@ -1,0 +1,1 @@
+"""Gradient storage and norms; the contract is `kernels/optimizer`."""

@@ -1,0 +1,1 @@
+"""GEMMs of groups; the contract is `kernels/grouped`."""

@@ -1,0 +1,165 @@
+"""The norm contract: normalisation of the rows of a matrix, fused with quantisation for the GEMMs that read them.
+
+    RMS norm      y = x * rstd * weight                   rstd = 1 / sqrt(mean(x^2) + eps)
+    layer norm    y = (x - mean) * rstd * weight + bias   rstd = 1 / sqrt(mean((x - mean)^2) + eps)
+
+M: rows, one per token. D: width. Arithmetic is FP32; y is rounded once to x's dtype. y is quantised *before* that
+rounding, to save one. As summation order differs from the reference's, a code may be off by one. Backward takes x, or
+its codes as described by `KEPT`, with the same result as for the dequantised values.
+
+All are custom operators: Triton on a GPU; `reference.py`, the definition, elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
+from octavo.kernels.runtime.dispatch import run_kernel
+from octavo.kernels.runtime.operator import call, define_packed
+from octavo.numerics import Quantized
+
+GRANULARITIES = ("row", "1x128")
+"""Granularities available to a program that holds one row."""
+KEPT = QuantSpec("e4m3", "1x128", "power_of_two")
+"""Quantisation of x if saved for backward as codes: `kernels.quantize(x, *KEPT)`."""
+LONGEST_ROW = 16384
+"""Maximum row length of the Triton kernels, which hold one row per program."""
+
+
+class Normed(NamedTuple):
+    """Results of one forward pass."""
+
+    y: Tensor
+    """(M, D), x's dtype."""
+    quantized: Quantized | None
+    """Codes of y (M, D); None without a target."""
+    rstd: Tensor
+    """(M,), FP32, for backward."""
+    mean: Tensor | None
+    """(M,), FP32, for backward of a layer norm; None for an RMS norm."""
+
+
+def unsupported_reason(target: QuantSpec) -> str | None:
+    """Return why a norm cannot quantise to `target` in the same pass, or None."""
+    if target.rounding != "nearest":
+        return f"it rounds to nearest only, not '{target.rounding}'"
+    if target.rotation:
+        return "it does not rotate"
+    if target.granularity not in GRANULARITIES:
+        return f"it has {' and '.join(GRANULARITIES)} scales only, not '{target.granularity}'"
+    return None
+
+
+def normalise(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centred: bool = False,
+    target: QuantSpec | None = None,
+) -> Normed:
+    """Return the norm of each row of x.
+
+    Args:
+        x: (M, D), BF16, FP16 or FP32; rows need not be adjacent in memory.
+        weight: (D,), any of these dtypes, or None.
+        bias: as weight, for a layer norm.
+        centred: True for a layer norm, False for an RMS norm.
+        target: quantisation of y, or None to skip it.
+
+    Raises:
+        ConfigError: mismatched shapes.
+        UnsupportedError: `unsupported_reason(target)`; omit the target, and pass y to `kernels.quantize`.
+    """
+    _check(x, weight=weight, bias=bias)
+    if target is not None and (reason := unsupported_reason(target)):
+        raise UnsupportedError(f"a norm cannot quantise to '{target}': {reason}. Quantise y after it, or change one.")
+    return Normed(*call("norm", _forward, (x, weight, bias, eps, target, centred), [True, target, True, centred]))
+
+
+def normalise_backward(
+    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of x, weight and bias.
+
+    Args:
+        dy: (M, D), BF16, FP16 or FP32.
+        x: (M, D), or its codes as in `KEPT`.
+        weight: (D,) or None.
+        bias: as weight.
+        mean: FP32 (M,), from forward; None for an RMS norm.
+        rstd: FP32 (M,), from forward.
+
+    Returns:
+        dx (M, D) in x's dtype, or in dy's if x is codes; dweight and dbias (D,), accumulated in FP32, in the dtypes of
+        weight and bias.
+
+    Raises:
+        ConfigError: mismatched shapes.
+        UnsupportedError: codes with a granularity other than that of `KEPT`.
+    """
+    if isinstance(x, Quantized) and x.granularity != KEPT.tile:
+        raise UnsupportedError(f"a norm's input is kept as '{KEPT}', got codes with '{x.granularity.name}' scales.")
+    _check(x if isinstance(x, Tensor) else x.codes, dy=dy, weight=weight, bias=bias)
+    results = [True, weight is not None, bias is not None]
+    dx, dweight, dbias = call("norm_backward", _backward, (dy, x, weight, bias, mean, rstd), results)
+    return dx, dweight, dbias
+
+
+def _check(x: Tensor, **others: Tensor | None) -> None:
+    if x.dim() != 2:
+        raise ConfigError(f"a norm takes a matrix (M, D), got shape {tuple(x.shape)}: flatten the leading dimensions.")
+    for name, other in others.items():
+        expected = x.shape[1:] if name in ("weight", "bias") else x.shape
+        if other is not None and other.shape != expected:
+            raise ConfigError(f"{name} has shape {tuple(other.shape)}, but x {tuple(x.shape)} wants {tuple(expected)}.")
+
+
+def _refused(x: Tensor) -> str | None:
+    cols = x.shape[1]
+    return f"rows of {cols} elements are longer than {LONGEST_ROW}" if cols > LONGEST_ROW else None
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
+) -> list[Tensor | Quantized | None]:
+    operation = "layer_norm" if centred else "rms_norm"
+    y, quantized, rstd, mean = run_kernel(
+        "norm.forward", x, (x, weight, bias, eps, target, centred), operation, _refused(x)
+    )
+    return [y.contiguous(), None if quantized is None else laid_out(quantized), rstd, mean]
+
+
+def _forward_shape(
+    x: Tensor, _weight: Tensor | None, _bias: Tensor | None, _eps: float, target: QuantSpec | None, centred: bool
+) -> list[Tensor | Quantized | None]:
+    quantized = None if target is None else empty(target, x.shape[0], x.shape[1], x.device)
+    rstd, mean = (x.new_empty(x.shape[0], dtype=torch.float32) if is_made else None for is_made in (True, centred))
+    return [x.new_empty(x.shape), quantized, rstd, mean]
+
+
+def _backward(
+    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+) -> Sequence[Tensor | None]:
+    arguments = dy, x if isinstance(x, Tensor) else laid_out(x), weight, bias, mean, rstd
+    operation = "rms_norm_backward" if mean is None else "layer_norm_backward"
+    dx, *sums = run_kernel("norm.backward", dy, arguments, operation, _refused(dy))
+    return [dx.contiguous(), *sums]
+
+
+def _backward_shape(
+    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, *_: object
+) -> Sequence[Tensor | None]:
+    sums = (None if parameter is None else parameter.new_empty(parameter.shape) for parameter in (weight, bias))
+    return [(x if isinstance(x, Tensor) else dy).new_empty(dy.shape), *sums]
+
+
+define_packed("norm", _forward, _forward_shape)
+define_packed("norm_backward", _backward, _backward_shape)
