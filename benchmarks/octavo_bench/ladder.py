@@ -371,7 +371,9 @@ def _with(rows: Sequence[Row], loss: str) -> list[Row]:
     return [row for row in rows if loss in row or "error" in row or row["recipe"] in (BF16, CONTROL)]
 
 
-SUMMARY = (DEFAULT, "folded", "folded+run.last_share=0.3")
+REMEDY = ("folded", "folded+run.last_share=0.3")
+"""The recipe in FP8 alone, and the same with the remedy of its gap."""
+SUMMARY = (DEFAULT, *REMEDY)
 """Recipes of the summary: the default, the one in FP8 alone, and its main remedy."""
 
 
@@ -391,7 +393,7 @@ def summary_table(directory: Path) -> str:
 
 
 def post_hoc_table(directory: Path, condition: str = "whole") -> str:
-    """Return the paired difference of `SUMMARY`'s two recipes in whole runs, in percent of BF16's loss; empty if none.
+    """Return the paired difference of `folded` and its remedy in whole runs, in percent of BF16's loss; empty if none.
 
     The protocol does not have it: both gaps had been seen before the comparison was made.
     """
@@ -400,14 +402,14 @@ def post_hoc_table(directory: Path, condition: str = "whole") -> str:
         loss = decisive(rows)
         differences = []
         for block in blocks(rows):
-            if any("error" in block.get(arm, {"error": ""}) for arm in (BF16, CONTROL, *SUMMARY)):
+            if any("error" in block.get(arm, {"error": ""}) for arm in (BF16, CONTROL, *REMEDY)):
                 continue
-            one, other, first, second = (block[arm][loss] for arm in (*SUMMARY, BF16, CONTROL))
+            one, other, first, second = (block[arm][loss] for arm in (*REMEDY, BF16, CONTROL))
             differences.append(100 * (one - other) / fmean((first, second)))
         if differences:
             gap = Gap("", tuple(differences), 0)
             body.append((condition, str(rows[0]["model"]), str(len(differences)), _interval(gap)))
-    return table(("condition", "model", "pairs", f"`{SUMMARY[0]}` less `{SUMMARY[1]}`"), body) if body else ""
+    return table(("condition", "model", "pairs", f"`{REMEDY[0]}` less `{REMEDY[1]}`"), body) if body else ""
 
 
 def _interval(gap: Gap | None) -> str:

@@ -46,7 +46,7 @@ def weight_scales(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize("options", [{}, *({name: "fp8"} for name in FP8), FP8], ids=str)
 def test_what_is_kept(options, stack):
     policy = octavo.Policy(**options)
-    octavo.convert(stack, policy=policy, strict=True)
+    octavo.convert(stack, "folded", policy=policy, strict=True)
     x = torch.randn(2, CONFIG.sequence, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
     activations_bytes = 2 * CONFIG.sequence * sum(activations.block_kept(CONFIG, policy).values())
     assert saved(stack, x) == activations_bytes + weight_scales(stack)
@@ -57,7 +57,7 @@ def test_what_is_kept_by_compiled_blocks(options, stack, monkeypatch):
     monkeypatch.setattr(norm, "on_gpu", lambda x: True)
     monkeypatch.setattr(norm, "COMPILED_ROW", 0)
     policy = octavo.Policy(**options)
-    octavo.convert(stack, policy=policy, strict=True)
+    octavo.convert(stack, "folded", policy=policy, strict=True)
     torch._dynamo.reset()
     for block in stack.layers:
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
@@ -76,7 +76,7 @@ def unrounded(model: torch.nn.Module, lowest: float) -> int:
 @pytest.mark.parametrize("keep", ["products", 300, "nothing"])
 @pytest.mark.parametrize("options", [{}, FP8], ids=["", "fp8"])
 def test_what_a_block_that_is_recomputed_keeps(keep, options, stack):
-    octavo.convert(stack, policy=octavo.Policy(**options))
+    octavo.convert(stack, "folded", policy=octavo.Policy(**options))
     x = torch.randn(2, CONFIG.sequence, CONFIG.dim, dtype=torch.bfloat16, requires_grad=True)
     everything, chosen = octavo.recompute(stack, keep).costs(lambda: stack(x), ())
     lowest = {"products": 1.0, "nothing": float("inf")}.get(keep, keep)

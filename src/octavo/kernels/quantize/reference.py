@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def quantize_normed(
 ) -> tuple[Quantized, Tensor | None]:
     """See `octavo.kernels.quantize.quantize_normed`."""
     y = normed(x, norm)
-    return _codes(y, target), None if second is None else _codes(y, second).scale
+    codes, others = (_quantize(y, spec, None) for spec in (target, second))
+    return cast("Quantized", codes), others and others.scale
 
 
 def normed(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
@@ -36,13 +38,9 @@ def normed(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
     return x.float() * norm[0][:, None] * norm[1].float()
 
 
-def _codes(x: Tensor, target: QuantSpec) -> Quantized:
-    return laid_out(quantize(x, target.fmt, target.tile, target.scaling, rotation=target.rotation))
-
-
 def _quantize(x: Tensor, target: QuantSpec | None, fold: Tensor | None) -> Quantized | None:
     if target is None:
         return None
     if fold is not None:
         x = x.float() * fold
-    return _codes(x, target)
+    return laid_out(quantize(x, target.fmt, target.tile, target.scaling, rotation=target.rotation))
