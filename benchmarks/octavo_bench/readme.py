@@ -179,7 +179,7 @@ def _accuracy(measured: Measured) -> str:
     if study := _study(measured):
         (gap, *_), rows = study
         model, tokens = rows[0]["model"], rows[0]["tokens"]
-        half = ", in FP8 from half of the run on" if rows[0]["condition"] == "half" else ""
+        half = ", in eight bits from half of the run on" if rows[0]["condition"] == "half" else ""
         line = _gap_line(gap.arm, gap.mean, gap.half_width, len(gap.differences), model, tokens)
         return f"{line}{half}, {_on(rows)}."
     studies = _pairs(measured)

@@ -83,7 +83,7 @@ def test_pairs_of_the_parity_study_come_before_those_of_two_seeds(directory: Pat
     found = next(gap for gap in ladder.gaps(blocks) if gap.arm == "folded")
     gap = f"{found.mean:+.2f} % ± {found.half_width:.2f} %"
     line = f"**Loss {gap} relative to BF16** with recipe `folded`: 6 pairs of a Llama of 4 M parameters on 70 M tokens"
-    assert f"{line}, in FP8 from half of" in readme.headline(directory)
+    assert f"{line}, in eight bits from half of" in readme.headline(directory)
     text = readme.losses(directory)
     name = "| training loss over the last fifth, 4 M parameters, 70 M tokens"
     assert f"{name} | 1.0000 | 1.0012 | `folded` | {gap} | 6 pairs on" in text

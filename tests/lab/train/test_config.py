@@ -12,7 +12,7 @@ import torch
 
 from octavo import recipes
 from octavo._util import config_reader
-from octavo._util.recipe_names import DEFAULT
+from octavo._util.recipe_names import DEFAULT, FALLBACK
 from octavo.errors import ConfigError, DataError
 from octavo.lab.models import Llama, count_parameters
 from octavo.lab.train.config import (
@@ -28,7 +28,6 @@ from octavo.lab.train.config import (
 from octavo.optim import TIERS
 
 TINY = load_preset("tiny", cuda=False)
-OCTAVO_RECIPE = assemble(TINY).run.recipe
 
 
 def with_settings(**sections: Any) -> RunConfig:
@@ -199,7 +198,7 @@ def test_defaults_of_guides_are_set_where_no_other_layer_sets_them() -> None:
         with_settings(run={"defaults": "guide"})
 
 
-@pytest.mark.parametrize(("level", "recipe"), [(1, "delayed"), (2, "delayed"), (3, OCTAVO_RECIPE)])
+@pytest.mark.parametrize(("level", "recipe"), [(1, "delayed"), (2, "delayed"), (3, FALLBACK)])
 def test_defaults_of_guides_go_with_every_level(level: int, recipe: str) -> None:
     config = with_settings(run={"defaults": "guides", "level": level})
     found = config.run.recipe, config.optimizer.loss_scale, config.optimizer.weight_decay, config.optimizer.min_lr
