@@ -126,7 +126,8 @@ def finetune(folder: Path, base: Path, chat: Path, method: str, seed: int, steps
         lora=change.get("lora", LoraConfig()),
         run=LoopConfig(
             start_from=str(base), steps=steps, batch=8, seed=seed, weights=change.get("weights", "fp32"), device="cpu",
-            recipe="folded", min_gain=0.0, telemetry_every=0, out=folder / f"{method}-{seed}".replace(" ", "-"), eval_tokens=2**20,
+            recipe="folded", min_gain=0.0, telemetry_every=0, out=folder / f"{method}-{seed}".replace(" ", "-"),
+            eval_tokens=2**20,
         ),
     )  # fmt: skip
     return train(config)
