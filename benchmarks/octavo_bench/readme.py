@@ -371,8 +371,8 @@ def _trainer(measured: Measured) -> Iterator[Speed]:
     for mode, title in {"torch_compile": "compiled", "eager": "eager"}.items():
         bf16, peer, default, own, fast = (_trained(measured, mode, name) for name in (BF16, TORCHAO, OWN, FOLDED, FAST))
         if own:
-            rows = {"torchao": peer, "default": default, "own": own, "fast": fast}
-            yield Speed(name=f"{TRAINER}, {title}", bf16=_rate(bf16), how=f"`{_recipe(FAST)}`", **rows)
+            name, how = f"{TRAINER}, {title}", f"`{_recipe(FAST)}`"
+            yield Speed(name=name, bf16=_rate(bf16), torchao=peer, default=default, own=own, fast=fast, how=how)
 
 
 def _layer_of_experts(measured: Measured) -> Sequence[Row]:
