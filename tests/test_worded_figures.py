@@ -149,17 +149,21 @@ DEFINED = {
         "A last share of three tenths",
         "whether FP8 starts at a quarter or at half",
         "leaves a fifth of the run in FP8",  # 1 - 0.5 - 0.3
+        "The share of three tenths was",
+        "(rotated-int8.md) has a ninth",  # by the formula there
     ),
     "parity-protocol": (
         "a third held-out loss",  # an ordinal
         "between a fifth and a half of the run",  # of the pilot, before this version: in its log
         "differ after a tenth of the steps",
+        "on a quarter of its tokens of code, is continued by all arms on a tenth of its tokens",  # of conditions
         "by some thousandths of a percent",
     ),
     "rotated-int8": (
         "INT8's variance is then a ninth of E4M3's",  # by the formula above it
         "spread over its block, a sixteenth as large",  # a Hadamard block of 256
     ),
+    "convolutions-and-experts": ("A step sends an eighth less",),  # 7 D of 8 D, by the table beside it
     "scaling": ("three quarters on 4",),  # (n - 1) / n
     "steady-a-run": ("did not fall by a thousandth", "For the last three tenths of the steps"),  # the file above it
     "troubleshoot": ("`--share 0.1` a tenth of them",),

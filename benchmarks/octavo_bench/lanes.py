@@ -154,7 +154,7 @@ class GraphMemory:
 
     PyTorch's allocator reuses memory only within one pool and one stream. Warm-up steps allocate from the pool as well:
     outside it they would need the same memory a second time. Replays of graphs captured before overwrite what a warm-up
-    leaves there: it may only be what every run starts anew, such as moments.
+    leaves there: it may only be what every run resets, such as moments.
 
     Args:
         device: a GPU.

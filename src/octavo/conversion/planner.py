@@ -76,9 +76,7 @@ def make_plan(
     layers, experts, stacks, mlps = layers_of(model), find_experts(model), find_stacks(model), find_mlps(model)
     names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND)), *stacks]
     _check_patterns(recipe, policy, names)
-    recipes = {name: recipe.for_layer(name) for name in names}
-    in_fp8 = {name: why for name in names if (why := _no_integer_fprop(recipes[name], layers.get(name), where))}
-    recipes = _with_fprop_in_fp8(recipes, in_fp8)
+    recipes, in_fp8 = _recipes_of(names, recipe, layers, where)
     roles = find_roles(model)
     planner = LayerPlanner(
         model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where, roles=roles,
@@ -103,6 +101,15 @@ def make_plan(
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),  # numel() is 0 under ZeRO-3
     )
     return _with_patterns(plan, model, mlps)
+
+
+def _recipes_of(
+    names: Iterable[str], recipe: Recipe, layers: Mapping[str, Layer], device: torch.device
+) -> tuple[dict[str, Recipe], dict[str, str]]:
+    """Return the recipe of each layer by name, and why those that compute fprop in FP8 instead of INT8 do so."""
+    recipes = {name: recipe.for_layer(name) for name in names}
+    in_fp8 = {name: why for name in recipes if (why := _no_integer_fprop(recipes[name], layers.get(name), device))}
+    return _with_fprop_in_fp8(recipes, in_fp8), in_fp8
 
 
 def _weights_read(model: nn.Module, layers: Mapping[str, Layer], modules: Iterable[str]) -> set[int]:

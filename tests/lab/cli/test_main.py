@@ -421,8 +421,8 @@ def test_recipes(octavo: Octavo) -> None:
         ),
         (["dump", "runs/mine", "--format", "xlsx"], "xlsx.*parquet.*csv.*tensorboard"),
         (
-            ["train", "--preset", "tiny", "--level", "1", "--defaults", "guides"],
-            "loss_scale is set by run.defaults = 'guides'",
+            ["train", "--preset", "tiny", "--level", "1", "--optimizer.loss_scale", "dynamic"],
+            "gradients is set by run.level = 1",
         ),
         (["train", "--preset", "tiny", "--model.layers", "1000000"], "model.layers: 1000000 is more than 10000"),
     ],
