@@ -158,6 +158,8 @@ def _members(documented: type) -> Iterator[str]:
         told = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if name.startswith("_") or not inspect.isfunction(told) or not told.__doc__:
             continue
+        if told.__qualname__ != f"{documented.__qualname__}.{name}":
+            continue  # PyTorch stores the inherited `step` in the class of the first optimizer that is made
         call = "" if isinstance(member, property) else _flat(_signature(told)).replace("( ", "(").replace(", )", ")")
         lines.append(f"- `{name}{call}`: {_flat((inspect.getdoc(told) or '').split(chr(10) * 2)[0])}")
     if lines:

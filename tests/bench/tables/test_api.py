@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+import torch
+from torch import nn
 
+from octavo import optim
 from octavo_bench import api
 
 Call = object
@@ -88,3 +91,9 @@ def test_no_entry_has_an_address_or_an_empty_text() -> None:
     for name in api.SECTIONS:
         text = api.section(name)
         assert " at 0x" not in text and "\n\n\n" not in text and text == api.section(name)
+
+
+def test_an_optimizer_that_was_made_does_not_change_the_page() -> None:
+    before = api.section("train")
+    optim.AdamW([nn.Parameter(torch.zeros(4, 4))])
+    assert "step" in vars(optim.AdamW) and api.section("train") == before
