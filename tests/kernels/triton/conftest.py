@@ -11,6 +11,13 @@ if not torch.cuda.is_available():
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def interprets() -> bool:
+    """Return whether kernels are interpreted: not on a GPU, and not by `compile_only`, which overrides the knob."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
 @pytest.fixture
 def device() -> str:
     return DEVICE
@@ -63,7 +70,7 @@ def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     result with its shape as constants, a table of NumPy's types, and the type that two operands are converted to.
     Shapes of the same sizes are one object, so that operands of one shape need no broadcast.
     """
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    if not interprets():
         return  # the compiler stays as it is
     from triton.language.core import block_type, tensor
     from triton.language.semantic import TritonSemantic
@@ -149,5 +156,5 @@ def overflow_checked_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         fits = kind.get_int_min_value() <= wide.min() and wide.max() <= kind.get_int_max_value()
         assert fits, f"{kind} overflow detected for operation {operation.__name__}"
 
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interprets():
         monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", check)
