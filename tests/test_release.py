@@ -72,7 +72,9 @@ def test_a_forge_runs_what_the_script_runs_and_its_targets_exist() -> None:
     script, makefile = ((ROOT / name).read_text(encoding="utf-8") for name in (".ci/run", "Makefile"))
     assert "run: .ci/run" in workflow
     targets = re.findall(r"^make (\w+)$", script, re.MULTILINE)
-    assert {"test", "clients", "kernels", "lint", "types", "layers", "site", "sdist", "wheel"} == {*targets}
+    assert {"test", "clients", "lint", "types", "layers", "site", "sdist", "wheel"} == {*targets}
+    targets += re.findall(r"run: make (\w+)", workflow)
+    assert "kernels" in targets  # minutes of compiling: where a forge has them
     assert [name for name in targets if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
 
 
