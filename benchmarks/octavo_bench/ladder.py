@@ -114,7 +114,12 @@ _POWER = 0.8416
 
 def sizes_by_model() -> dict[str, Training]:
     """Return the sizes of the ladder by the model's name in result files."""
-    return {model_name(own.model.architecture, own.parameters): own for own in SIZES.values()}
+    return {model_name_of(own): own for own in SIZES.values()}
+
+
+def model_name_of(training: Training) -> str:
+    """Return the name of a size's model in result files."""
+    return model_name(training.model.architecture, training.parameters)
 
 
 def under(condition: str, training: Training) -> Training:
@@ -350,9 +355,9 @@ def _crossed(rows: Sequence[Row]) -> str:
     in_fp8 = {gap.arm: gap for gap in served(rows)}
     body = []
     for arm in found[0]:
-        cells = [_interval(own.get(arm)) for own in found] if arm != CONTROL else [_interval(found[0][arm]), "", ""]
+        cells = [interval(own.get(arm)) for own in found] if arm != CONTROL else [interval(found[0][arm]), "", ""]
         both = in_fp8.get(arm)
-        body.append((arm, *cells, _interval(both), both.flagged_verdict if both else ""))
+        body.append((arm, *cells, interval(both), both.flagged_verdict if both else ""))
     return table(CROSSED, body)
 
 
@@ -385,7 +390,7 @@ def summary_table(directory: Path) -> str:
         shown = [found.get(arm) for arm in SUMMARY]
         if any(shown):
             cells = (
-                (str(len(gap.differences)), _interval(gap), gap.flagged_verdict) if gap else ("",) * 3 for gap in shown
+                (str(len(gap.differences)), interval(gap), gap.flagged_verdict) if gap else ("",) * 3 for gap in shown
             )
             body.append((own[0]["condition"], own[0]["model"], *chain.from_iterable(cells)))
     header = ("condition", "model", *chain.from_iterable(("pairs", f"`{arm}`", "verdict") for arm in SUMMARY))
@@ -408,11 +413,12 @@ def post_hoc_table(directory: Path, condition: str = "whole") -> str:
             differences.append(100 * (one - other) / fmean((first, second)))
         if differences:
             gap = Gap("", tuple(differences), 0)
-            body.append((condition, str(rows[0]["model"]), str(len(differences)), _interval(gap)))
+            body.append((condition, str(rows[0]["model"]), str(len(differences)), interval(gap)))
     return table(("condition", "model", "pairs", f"`{REMEDY[0]}` less `{REMEDY[1]}`"), body) if body else ""
 
 
-def _interval(gap: Gap | None) -> str:
+def interval(gap: Gap | None) -> str:
+    """Return a mean gap and its anytime-valid half width in percent; empty without pairs."""
     if gap is None or not gap.differences:
         return ""
     width = "" if gap.half_width is None else f" ± {gap.half_width:.3f} %"
@@ -541,7 +547,7 @@ def worth_table(directory: Path, arm: str = "folded", condition: str = "half") -
         below, above, gap = max(0, at - 1), min(len(found) - 1, at + 1), rung.gaps[arm]
         slope = math.log(found[below].loss / found[above].loss) / math.log(computes[above] / computes[below])
         worths = [f"{100 * math.expm1(gap.mean / 100 / each):.1f} %" for each in (slope, LARGE_SLOPE)]
-        body.append((rung.model, f"{compute:.1e} FLOP", f"{rung.loss:.4f}", _interval(gap), *worths))
+        body.append((rung.model, f"{compute:.1e} FLOP", f"{rung.loss:.4f}", interval(gap), *worths))
     return table([name.format(arm=arm) for name in WORTH], body)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.lab.memory.forecast import GIB
 from octavo.lab.models.factory import model_name
-from octavo_bench import bpe_text, ladder, ladder_plots, results, snapshots, spreads
+from octavo_bench import bpe_text, ladder, ladder_plots, registered, results, snapshots, spreads
 from octavo_bench.evidence import stored_curve
 from octavo_bench.installed_text import InstalledText, installed_text, tuning_texts
 from octavo_bench.kind import TO_STDOUT, Kind, Output, command_line, known
@@ -67,6 +67,7 @@ KIND = Kind(
         "parity-post-hoc": ladder.post_hoc_table,
         "parity-worth": ladder.worth_table,
         "parity-trend": ladder.trend_table,
+        "parity-registered-results": registered.results_table,
         "parity-pilot": spreads.pilot_table,
         "parity-cost": spreads.cost_table,
     },

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from octavo_bench import ladder
+from octavo_bench.ladder import SIZES, Gap, under
+from octavo_bench.lanes import BF16, CONTROL
 from octavo_bench.render import table
+from octavo_bench.results import Row
 
 HEADER = ("study", "size, first seed, pairs", "arms", "expected")
 REGISTERED = (
@@ -73,14 +81,73 @@ REGISTERED = (
     ),
     (
         "`130m`",
-        "under *half+short*, 1000, 2",
+        "under *half+short+short*, 1000, 2",
         "`rotated`",
-        "0.11 to 0.14 times `folded`'s +0.118 %: +0.015 %; two pairs have no interval",
+        "0.11 to 0.14 times `folded`'s +0.118 % under *half+short*: at most +0.015 %; two pairs have no interval",
     ),
 )
 """One row per study; written before its first run, and never changed afterwards."""
 
 
+BESIDE = "rotated"
+"""The recipe that parts of it are compared with, pair by pair."""
+_SYLVESTER = f"{BESIDE}+fprop.*.hadamard=sylvester"
+_ROWWISE = ("rowwise", *(f"rowwise+{gemm}.precision=bf16" for gemm in ("fprop", "dgrad", "wgrad")))
+ARMS = {
+    "control of the bench itself": {
+        ("1m", "half"): ["folded+run.disabled=yes"],
+        ("3m", "half"): ["folded+run.disabled=yes"],
+    },
+    "fast accumulation in dgrad": {("3m", "half"): ["rotated_fast"]},
+    "block size": {("3m", "half"): [f"{BESIDE}+fprop.*.rotation={size}" for size in (64, 16)]},
+    "Sylvester's matrices": {
+        ("3m", "half"): [_SYLVESTER, f"{_SYLVESTER}+fprop.*.rotation=128"],
+        ("1m", "half"): [f"{_SYLVESTER}+fprop.*.rotation=128"],
+    },
+    "power-of-two scales": {("3m", "half"): [f"{BESIDE}+fprop.*.scaling=power_of_two"]},
+    "weights alone, inputs alone": {("3m", "half"): [f"{BESIDE}+emulate.only={role}" for role in ("weight", "input")]},
+    "single GEMMs in BF16": {("1m", "half"): _ROWWISE},
+    "tokenised text": {("3m-bpe", "half"): ["folded", BESIDE]},
+    "fine-tuning, all weights and LoRA": {("3m", "tuned"): ["folded", BESIDE], ("3m", "lora"): ["folded", BESIDE]},
+    "`130m`": {("130m", "half+short+short"): [BESIDE]},
+}
+"""Arms of each study with results, by size and condition."""
+
+
 def registered_table() -> str:
     """Return the registered studies and their predictions."""
     return table(HEADER, REGISTERED)
+
+
+def results_table(directory: Path) -> str:
+    """Return the results of the registered studies, a line per arm; empty without any.
+
+    The last column is the mean paired difference to `BESIDE` in the blocks that have both, with its interval.
+    """
+    rows, body = ladder.read_rows(directory), []
+    for study, sizes in ARMS.items():
+        for (size, condition), arms in sizes.items():
+            own = _of_study(rows, size, condition)
+            found = {gap.arm: gap for gap in ladder.gaps(own)} if own else {}
+            for gap in (found[arm] for arm in arms if arm in found):
+                cells = (str(len(gap.differences)), ladder.interval(gap), gap.flagged_verdict, _beside(own, gap.arm))
+                body.append((study, f"`{size}`", condition, f"`{gap.arm}`", *cells))
+    header = ("study", "size", "condition", "arm", "pairs", "gap", "verdict", f"less `{BESIDE}`, same pairs")
+    return table(header, body) if body else ""
+
+
+def _of_study(rows: Sequence[Row], size: str, condition: str) -> list[Row]:
+    training = under(condition, SIZES[size])
+    key = (ladder.model_name_of(training), training.tokens, condition)
+    return [row for row in rows if tuple(row[name] for name in ladder.STUDY) == key]
+
+
+def _beside(rows: Sequence[Row], arm: str) -> str:
+    """Return the paired difference of an arm to `BESIDE`, in percent of BF16's loss; empty for itself."""
+    loss, differences = ladder.decisive(rows), []
+    for block in ladder.blocks(rows):
+        if arm == BESIDE or any("error" in block.get(name, {"error": ""}) for name in (BF16, CONTROL, BESIDE, arm)):
+            continue
+        bf16 = fmean((block[BF16][loss], block[CONTROL][loss]))
+        differences.append(100 * (block[arm][loss] - block[BESIDE][loss]) / bf16)
+    return ladder.interval(Gap(arm, tuple(differences), 0)) if differences else ""
