@@ -36,7 +36,7 @@ from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
 from octavo.nn.operands import autocast_dtype, dtype_note
-from octavo.numerics import block_for
+from octavo.numerics import SMALLEST_ROTATION, is_rotatable
 from octavo.recipes import Recipe, RecipeLike
 
 
@@ -126,10 +126,6 @@ def _refusal(device: torch.device) -> str:
     return f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
 
 
-SMALLEST_ROTATION = 16
-"""Smallest block whose rotation spreads outliers enough for INT8: narrower layers compute fprop in FP8."""
-
-
 def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device) -> str:
     """Return why a layer computes fprop by its recipe's codes in FP8; empty if it does not.
 
@@ -140,8 +136,7 @@ def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device)
         return ""
     if layer is not None and not isinstance(layer, nn.Linear):
         return "fprop in FP8: only linear layers and experts rotate their inputs"
-    narrow = layer is not None and block_for(layer.in_features, SMALLEST_ROTATION) < SMALLEST_ROTATION
-    if layer is not None and recipe.fprop.input.rotation and narrow:
+    if layer is not None and recipe.fprop.input.rotation and not is_rotatable(layer.in_features):
         return f"fprop in FP8: no rotation by {SMALLEST_ROTATION} or more divides {layer.in_features} features"
     reason = unsupported_reason_device(device)
     return f"fprop in FP8: {reason}" if reason else ""

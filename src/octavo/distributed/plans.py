@@ -88,7 +88,8 @@ class LayerPlan:
     sent: str
     """Format of the tokens gathered before a column-parallel layer, or of the sums after a row-parallel one."""
     reason: str
-    """Reason why the input of a column-parallel layer is not sent as codes; else empty."""
+    """Why the input of a column-parallel layer is not sent as codes, or why a row-parallel layer is rotated by smaller
+    blocks than on one rank; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ class LoopConfig:
     """Number of parts that a batch is split into to save memory; their gradients are averaged."""
     recipe: str = DEFAULT
     """Recipe: a name listed by `octavo recipes`, or the path of a recipe file. Where a run names none: `rotated`, or
-    `folded` for weights in FP8, for experts, and where tensor parallelism would cut blocks of the rotation."""
+    `folded` for weights in FP8, for experts, and where no rotation divides a tensor-parallel rank's inputs."""
     defaults: Literal["octavo", "guides"] = "octavo"
     """`guides` starts a run as guides on FP8 do: `delayed` (not with `weights = "fp8"`), a dynamic loss scale (not with
     FP8 gradients, which have scales of their own), `optimizer.weight_decay` 0.01 and `optimizer.min_lr` 0.01 as
@@ -514,13 +514,11 @@ def _reason_against_default(config: RunConfig) -> str:
         return "inference engines rotate the inputs of linear layers, not of experts"
     if ranks == 1:
         return ""
-    from octavo.numerics import block_for
-    from octavo.recipes import load
+    from octavo.numerics import SMALLEST_ROTATION, is_rotatable
 
-    largest = load(DEFAULT).fprop.input.rotation
     for inputs in (model.heads * model.head_dim, model.ffn_dim):  # of the layers whose inputs ranks share
-        if block_for(inputs, largest) != block_for(inputs // ranks, largest):
-            return f"{ranks} tensor-parallel ranks would cut blocks of the rotation of {inputs} inputs"
+        if is_rotatable(inputs) and not is_rotatable(inputs // ranks):
+            return f"no rotation by {SMALLEST_ROTATION} or more divides the {inputs // ranks} inputs of a rank"
     return ""
 
 
