@@ -8,8 +8,8 @@ are norms and the residual stream.
 With one scale per token, each rank quantises its own tokens once, and the gathered codes are bitwise those of one
 process. Rows of a column-parallel weight are whole on a rank, and so are their scales and products. For a row-parallel
 weight and its input, each rank has part of every row, with its own scale: at most that of the whole row, so that no
-precision is lost, but the bits differ. A rotation takes the largest blocks that divide a rank's part of a row, which may
-be smaller than those of the whole row.
+precision is lost, but the bits differ. A rotation takes the largest blocks that divide a rank's part of a row, which
+may be smaller than those of the whole row.
 """
 
 from __future__ import annotations
@@ -313,11 +313,12 @@ def _row(layer: nn.Module, name: str, style: Parallel, attribute: str, ranks: in
 def _rotation_note(layer: nn.Linear, ranks: int) -> str:
     """Return a note if a rank rotates its part of a row-parallel layer's inputs by smaller blocks than whole rows."""
     whole, part = _blocks_of(layer, ranks)
-    inputs = layer.in_features // ranks
-    return "" if part == whole else f"rotated by blocks of {abs(part)}, the largest that divides a rank's {inputs} inputs"
+    if part == whole:
+        return ""
+    return f"rotated by blocks of {abs(part)}, the largest that divides a rank's {layer.in_features // ranks} inputs"
 
 
-def _blocks_of(layer: nn.Linear, ranks: int) -> tuple[int, int]:
+def _blocks_of(layer: nn.Module, ranks: int) -> tuple[int, int]:
     """Return the blocks by which a layer rotates whole rows of its inputs, and the parts of `ranks`."""
     if not isinstance(layer, LinearLayer) or not layer.recipe.fprop.is_fp8:
         return 1, 1
