@@ -38,7 +38,10 @@ def test_inside_it_computes_as_chosen_and_afterwards_the_model_is_as_it_was(case
 def test_a_rotated_forward_pass_is_switched_layer_by_layer(case):
     model, batches, loss = case
     with switchable(model.eval(), "rotated", None, 24, None) as switch:
-        for choice, gemms in ((("fprop",), {"int8": 1}), (("fprop", "dgrad", "wgrad"), {"int8": 1, "scaled_mm.row": 2})):
+        for choice, gemms in {
+            ("fprop",): {"int8": 1},
+            ("fprop", "dgrad", "wgrad"): {"int8": 1, "scaled_mm.row": 2},
+        }.items():
             with switch.using({"second": choice}), kernels.record() as ledger:
                 loss(model, batches[0]).sum().backward()
             assert ledger.gemms == gemms, choice
