@@ -277,8 +277,9 @@ class ParallelConfig:
     zero: Literal["fsdp", "greedy"] = "fsdp"
     """Optimizer states: `fsdp`: sharded with the weights; `greedy`: each whole on one rank, and weights on every rank
     (`octavo.distributed.GreedyZeRO`; `data` is the number of ranks)."""
-    gather: Literal["bf16", "stored"] = "bf16"
-    """Format in which parameters that are not FP8 codes are gathered; `stored`: as in a single process."""
+    gather: Literal["bf16", "int8", "stored"] = "bf16"
+    """Format in which parameters that are not FP8 codes are gathered; `stored`: as in a single process; `int8`: as
+    `bf16`, and weights that fprop reads in INT8 as these codes, which rounds dgrad's twice."""
     reshard: bool = True
     """Free gathered weights after forward and gather them again for backward. `false` keeps them: faster, with less
     communication, but a block in FP8 then takes one byte per weight until its backward. Pipelines always keep them."""
@@ -308,7 +309,7 @@ class ParallelConfig:
         """
         if self.reduce is not None:
             return self.reduce
-        return "bf16" if self.gather == "bf16" and self.pipeline == 1 else "fp32"
+        return "bf16" if self.gather != "stored" and self.pipeline == 1 else "fp32"
 
     @property
     def splits_model(self) -> bool:
