@@ -28,7 +28,7 @@ from octavo.conversion.stacks import find_stacks
 from octavo.conversion.unconverted import find_unconverted
 from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.gemm.integer import unsupported_reason_device
+from octavo.kernels.gemm.integer import unsupported_reason_device, untried_reason
 from octavo.kernels.runtime.devices import GPUS
 from octavo.kernels.runtime.dispatch import architecture, on_gpu, planning_for, rates
 from octavo.nn.experts import FIRST, SECOND
@@ -37,7 +37,7 @@ from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
 from octavo.nn.operands import autocast_dtype, dtype_note
 from octavo.numerics import SMALLEST_ROTATION, is_rotatable
-from octavo.recipes import Recipe, RecipeLike
+from octavo.recipes import FALLBACK, Recipe, RecipeLike
 
 
 @suspended()  # modules are recognised by running them
@@ -138,7 +138,7 @@ def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device)
         return "fprop in FP8: only linear layers and experts rotate their inputs"
     if layer is not None and recipe.fprop.input.rotation and not is_rotatable(layer.in_features):
         return f"fprop in FP8: no rotation by {SMALLEST_ROTATION} or more divides {layer.in_features} features"
-    reason = unsupported_reason_device(device)
+    reason = unsupported_reason_device(device, grouped=layer is None)
     return f"fprop in FP8: {reason}" if reason else ""
 
 
@@ -257,6 +257,8 @@ def _notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterato
             yield "No gain is predicted: Octavo has no rates of this GPU. `octavo bench step` measures"
         elif known.derived:
             yield f"Gains are predicted from {known.derived}"
+        if any(row.kernels.startswith("int8") for row in rows) and (reason := untried_reason(device)):
+            yield f"{reason}. Compare the first steps with recipe '{FALLBACK}'"
     if not dtypes and (recipe.is_fp8 or recipe.modules):
         yield f"Nothing will run in FP8: {commonest_reason(rows, plan.unconverted)}"
     if dtypes and plan.policy.fuse:

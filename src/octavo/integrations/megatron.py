@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.gemm.integer import unsupported_reason_device
+from octavo.kernels.gemm.integer import untried_reason
 from octavo.nn.functional import linear
 from octavo.numerics import is_rotatable
 from octavo.recipes import DEFAULT, FALLBACK, Recipe, RecipeLike, load
@@ -41,7 +41,7 @@ class _InFP8:
 
 def _default_for(weight: Tensor) -> str:
     """Return the recipe of a layer for which none is named, by the features of its rank and by its device."""
-    return DEFAULT if is_rotatable(weight.shape[1]) and unsupported_reason_device(weight.device) is None else FALLBACK
+    return DEFAULT if is_rotatable(weight.shape[1]) and untried_reason(weight.device) is None else FALLBACK
 
 
 class ColumnParallelLinear(_InFP8, tensor_parallel.ColumnParallelLinear):
