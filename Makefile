@@ -24,7 +24,7 @@ endif
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test latest clients kernels lint format types layers tables docs site sdist wheel check wheels clean
+.PHONY: help demo test latest clients kernels older lint format types layers tables docs site sdist wheel check wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,12 @@ clients: $(VENV)/installed-dev ## the training loops of others, at pinned versio
 kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one
 	PYTHONOPTIMIZE=1 PYTHONPATH=tests/kernels/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p compile_only \
 		--assert=plain --numprocesses auto --maxprocesses 8 tests/kernels/triton
+
+INTEGER = $(patsubst %,tests/kernels/triton/test_%.py,gemm grouped_gemm decode quantize activation)
+older: $(VENV)/installed-dev ## compile the INT8 kernels for Ampere (RTX 30: 8.6) and Ada
+	for target in 8.0 8.6 8.9; do OCTAVO_COMPILE_FOR=$$target PYTHONOPTIMIZE=1 PYTHONPATH=tests/kernels/triton OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -p compile_only --assert=plain $(INTEGER) \
+		-k "integer or exact_sums or rotated or decoded" || exit 1; done
 
 lint: $(VENV)/installed-dev ## ruff and codespell
 	$(BIN)/ruff check .

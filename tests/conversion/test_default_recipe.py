@@ -43,7 +43,8 @@ def test_without_a_name_a_model_is_converted_to_the_default(said):
     [
         (layers, octavo.Policy(weights="fp8"), None, "weights stored in FP8 have no INT8 codes"),
         (mixture, None, None, r"engines rotate the inputs of linear layers, not of experts \(.*layers\.0"),
-        *((layers, None, gpu, "INT8 GEMM is Hopper's") for gpu in ("l40s", "b200", "mi355x", "a100")),
+        *((layers, None, gpu, "INT8 GEMM does not run on this GPU") for gpu in ("b200", "mi355x", "a100")),
+        (layers, None, "l40s", "INT8 GEMM compiles for Ada, but was not run there"),
     ],
 )
 def test_where_the_default_is_refused_the_plan_says_why_above_its_table(make, policy, device, why):

@@ -86,10 +86,14 @@ def seen(monkeypatch):
     return order
 
 
-@pytest.mark.parametrize("policy", [None, octavo.Policy(), FP8], ids=["bf16", "folded", "fp8"])
+@pytest.mark.parametrize(
+    ("policy", "recipe"),
+    [(None, None), (octavo.Policy(min_gain=0), "rotated"), (FP8, "folded")],
+    ids=["bf16", "rotated", "fp8"],
+)
 @pytest.mark.parametrize("keep", [None, "products", "nothing"])
-def test_results_are_the_same_to_the_bit(policy, keep):
-    model = model_of(policy)
+def test_results_are_the_same_to_the_bit(policy, recipe, keep):
+    model = model_of(policy, recipe)
     want = results(model)
     if keep is not None:
         octavo.recompute(model, keep)

@@ -518,8 +518,12 @@ def test_layers_that_cannot_rotate_compute_fprop_in_fp8():
     assert torch.equal(model[2](x), twin[0](x))
 
 
-@pytest.mark.parametrize(("gpu", "kernel"), [("h200", "int8"), ("h100", "int8"), ("l40s", "scaled_mm.row")])
+@pytest.mark.parametrize(
+    ("gpu", "kernel"), [("h200", "int8"), ("h100", "int8"), ("l40s", "int8"), ("b200", "scaled_mm.row")]
+)
 def test_devices_without_the_integer_gemm_compute_fprop_in_fp8(gpu, kernel):
-    row = make_plan(nn.Linear(256, 256), "rotated", policy=Policy(min_gain=0), device=gpu).layers[0]
+    plan = make_plan(nn.Linear(256, 256), "rotated", policy=Policy(min_gain=0), device=gpu)
+    row = plan.layers[0]
     assert row.kernels.startswith(kernel)
-    assert ("loads by TMA" in row.reason) == (kernel != "int8")
+    assert ("INT8 GEMM does not run on this GPU" in row.reason) == (kernel != "int8")
+    assert ("INT8 GEMM compiles for Ada, but was not run there" in "".join(plan.notes)) == (gpu == "l40s")

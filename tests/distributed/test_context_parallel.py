@@ -77,7 +77,7 @@ def of_model(rank: int, count: int, recipe: str) -> dict[str, Any]:
     return {"loss": context.mean(loss), "by_sequence": by_sequence, "gradients": gradients}
 
 
-@pytest.mark.parametrize(("count", "recipe"), [(2, "bf16"), (2, "folded"), (4, "bf16")])
+@pytest.mark.parametrize(("count", "recipe"), [(2, "bf16"), (2, "rotated"), (4, "bf16")])
 def test_a_models_loss_and_gradients_are_those_of_one_process(count: int, recipe: str) -> None:
     found = ranks.run(of_model, count, recipe)
     model = llama(recipe)

@@ -27,7 +27,7 @@ WEIGHTS = 7
 SAME = 1e-2
 """Of two runs of the same kernels, whose sums may be in another order. Codes of other weights are 100 times as far."""
 
-every_recipe = pytest.mark.parametrize("recipe", ["folded", "tensorwise", "block"])
+every_recipe = pytest.mark.parametrize("recipe", ["folded", "rotated", "tensorwise", "block"])
 every_model = pytest.mark.parametrize("name", ["linear", "mlp", "block"])
 
 

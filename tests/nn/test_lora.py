@@ -27,7 +27,7 @@ SHAPE = ModelConfig(vocab=272, dim=64, layers=2, heads=4, ffn=128, sequence=32)
 TOKENS = torch.arange(64).view(2, 32)
 
 
-def adapted(weights: str | None) -> nn.Module:
+def adapted(weights: str | None, recipe: str = "folded") -> nn.Module:
     """A Llama with updates that are not zero; in FP8 unless `weights` is None."""
     model = build(SHAPE, 0)
     names = add_lora(model, 4, 8.0, "layers.*")
@@ -36,13 +36,15 @@ def adapted(weights: str | None) -> nn.Module:
         if isinstance(module, LoRA):
             nn.init.normal_(module.B, std=0.05)
     if weights is not None:
-        octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0, weights=weights))
+        octavo.convert(model, recipe, policy=octavo.Policy(min_gain=0, weights=weights))
     return model
 
 
-@pytest.mark.parametrize("weights", [None, "unchanged", "fp8"])
-def test_only_updates_are_trained(weights: str | None) -> None:
-    model = adapted(weights)
+@pytest.mark.parametrize(
+    ("weights", "recipe"), [(None, "bf16"), ("unchanged", "folded"), ("unchanged", "rotated"), ("fp8", "folded")]
+)
+def test_only_updates_are_trained(weights: str | None, recipe: str) -> None:
+    model = adapted(weights, recipe)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if not isinstance(p, FP8Tensor)}
     fp8 = {name: p.codes.clone() for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
     assert bool(fp8) == (weights == "fp8")

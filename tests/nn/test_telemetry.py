@@ -20,7 +20,7 @@ from octavo.lab.models.llama import Block, rotary_tables
 from octavo.nn import Conv1d, Conv2d, GroupedLinear, Linear
 from octavo.nn.telemetry import WAITING, Telemetry
 from octavo.nn.telemetry_ops import stats_buffer_of
-from octavo.numerics import dequantize
+from octavo.numerics import INT8, PER_ROW, dequantize, quantize, rotate
 from octavo.tensor import FP8Tensor
 
 CONFIG = ModelConfig(vocab=16, dim=32, ffn=48, heads=2, kv_heads=1, layers=1, sequence=16)
@@ -154,6 +154,25 @@ def test_histograms_and_noise_are_those_of_the_codes(recipe):
     assert kept[row].sum() == finite.sum() - 1
     flushed = kept[row][: int(np.log2(octavo.numerics.format_of(quantized.codes).smallest_subnormal)) - 1 - LOWEST]
     assert flushed.sum() == (quantized.codes.float()[finite & (x != 0)] == 0).sum()
+
+
+def test_figures_of_rotated_operands_are_those_of_the_rotated_values():
+    """Noise, scale, and codes that are zero or at the end of their range, of the input and of the weight."""
+    layer = Linear(64, 16, bias=False, recipe="rotated")
+    x = torch.randn(16, 64) * torch.logspace(-3, 0, 64)
+    x[:, 7] *= 1000  # an outlier channel, which the rotation spreads
+    with Telemetry(layer, histograms_every=1) as telemetry:
+        layer(x)
+        _, values = measured(telemetry)
+    for role, tensor in {"input": x, "weight": layer.weight.detach()}.items():
+        read, made = rotate(tensor, 64), quantize(tensor, INT8, PER_ROW, "float32", rotation=64)
+        error = (made.codes.double() * made.scale - read).square().sum()
+        found = values["", role]
+        assert found[SQNR] == pytest.approx(float(10 * torch.log10(read.double().square().sum() / error)), abs=1e-3)
+        assert found[SCALE] == made.scale.max() and found[AMAX] == read.abs().max() and found[NONFINITE] == 0
+        flushed, clipped = (made.codes == 0) & (read != 0), made.codes.abs() > 127
+        assert found[STATS.index("flushed")] == pytest.approx(float(flushed.double().mean()), abs=1e-9)
+        assert found[STATS.index("saturated")] == clipped.double().mean() == 0
 
 
 def test_telemetry_may_look_for_histograms_alone():

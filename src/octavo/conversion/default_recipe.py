@@ -9,7 +9,7 @@ from torch import nn
 
 from octavo.conversion.experts import find_experts
 from octavo.conversion.policy import Policy
-from octavo.kernels.gemm.integer import unsupported_reason_device
+from octavo.kernels.gemm.integer import untried_reason
 from octavo.recipes import DEFAULT, FALLBACK, Recipe, RecipeLike, load
 from octavo.tensor import FP8Tensor
 
@@ -37,7 +37,7 @@ def choose(recipe: RecipeLike | None, model: nn.Module, policy: Policy, device: 
 
 def _unsupported_reason(model: nn.Module, policy: Policy, device: torch.device) -> str:
     """Return why the default recipe would be refused: at once, or later by an export; empty if it is not."""
-    if reason := unsupported_reason_device(device):
+    if reason := untried_reason(device):
         return reason
     if policy.weights == "fp8":
         return "weights stored in FP8 have no INT8 codes"

@@ -28,7 +28,7 @@ from octavo.conversion.stacks import find_stacks
 from octavo.conversion.unconverted import find_unconverted
 from octavo.conversion.weights import Layer, plan_weights
 from octavo.errors import ConfigError, did_you_mean
-from octavo.kernels.gemm.integer import unsupported_reason_device
+from octavo.kernels.gemm.integer import unsupported_reason_device, untried_reason
 from octavo.kernels.runtime.devices import GPUS
 from octavo.kernels.runtime.dispatch import architecture, on_gpu, planning_for, rates
 from octavo.nn.experts import FIRST, SECOND
@@ -36,8 +36,8 @@ from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
 from octavo.nn.operands import autocast_dtype, dtype_note
-from octavo.numerics import block_for
-from octavo.recipes import Recipe, RecipeLike
+from octavo.numerics import SMALLEST_ROTATION, is_rotatable
+from octavo.recipes import FALLBACK, Recipe, RecipeLike
 
 
 @suspended()  # modules are recognised by running them
@@ -126,10 +126,6 @@ def _refusal(device: torch.device) -> str:
     return f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
 
 
-SMALLEST_ROTATION = 16
-"""Smallest block whose rotation spreads outliers enough for INT8: narrower layers compute fprop in FP8."""
-
-
 def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device) -> str:
     """Return why a layer computes fprop by its recipe's codes in FP8; empty if it does not.
 
@@ -140,10 +136,9 @@ def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device)
         return ""
     if layer is not None and not isinstance(layer, nn.Linear):
         return "fprop in FP8: only linear layers and experts rotate their inputs"
-    narrow = layer is not None and block_for(layer.in_features, SMALLEST_ROTATION) < SMALLEST_ROTATION
-    if layer is not None and recipe.fprop.input.rotation and narrow:
+    if layer is not None and recipe.fprop.input.rotation and not is_rotatable(layer.in_features):
         return f"fprop in FP8: no rotation by {SMALLEST_ROTATION} or more divides {layer.in_features} features"
-    reason = unsupported_reason_device(device)
+    reason = unsupported_reason_device(device, grouped=layer is None)
     return f"fprop in FP8: {reason}" if reason else ""
 
 
@@ -262,6 +257,8 @@ def _notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterato
             yield "No gain is predicted: Octavo has no rates of this GPU. `octavo bench step` measures"
         elif known.derived:
             yield f"Gains are predicted from {known.derived}"
+        if any(row.kernels.startswith("int8") for row in rows) and (reason := untried_reason(device)):
+            yield f"{reason}. Compare the first steps with recipe '{FALLBACK}'"
     if not dtypes and (recipe.is_fp8 or recipe.modules):
         yield f"Nothing will run in FP8: {commonest_reason(rows, plan.unconverted)}"
     if dtypes and plan.policy.fuse:

@@ -88,7 +88,8 @@ class LayerPlan:
     sent: str
     """Format of the tokens gathered before a column-parallel layer, or of the sums after a row-parallel one."""
     reason: str
-    """Reason why the input of a column-parallel layer is not sent as codes; else empty."""
+    """Why the input of a column-parallel layer is not sent as codes, or why a row-parallel layer is rotated by smaller
+    blocks than on one rank; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +122,14 @@ def uses_of(model: nn.Module) -> list[tuple[nn.Parameter, list[ParameterUse]]]:
     return list(found.items())
 
 
-def weight_codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], ranks: int) -> QuantSpec | str | None:
-    """Return the codes that a weight is sent as, or the reason why its values are; None outside of FP8 layers."""
+def weight_codes_or_reason(
+    parameter: Tensor, uses: Sequence[ParameterUse], ranks: int, *, gather_int8: bool = False
+) -> QuantSpec | str | None:
+    """Return the codes that a weight is sent as, or the reason why its values are; None outside of FP8 layers.
+
+    Args:
+        gather_int8: send INT8 codes also where dgrad reads others: layers then read decoded values.
+    """
     if not any(isinstance(use.module, LinearLayer) and use.attribute == "weight" for use in uses):
         return None
     others = [use.full_name for use in uses if not (is_adopted(use.module) and use.attribute == "weight")]
@@ -134,7 +141,7 @@ def weight_codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], rank
     if isinstance(parameter, FP8Tensor):
         return QuantSpec(parameter.format, parameter.granularity.name, parameter.scaling)
     recipes = [use.module.recipe for use in uses if isinstance(use.module, LinearLayer)]
-    reason = next(filter(None, map(_unfit, recipes)), None)
+    reason = next(filter(None, (_unfit(recipe, gather_int8) for recipe in recipes)), None)
     if reason is not None:
         return reason
     targets = {spec_of(recipe.fprop.weight) for recipe in recipes}
@@ -147,13 +154,14 @@ def weight_codes_or_reason(parameter: Tensor, uses: Sequence[ParameterUse], rank
     return target
 
 
-def _unfit(recipe: Recipe) -> str | None:
+def _unfit(recipe: Recipe, gather_int8: bool) -> str | None:
     for name in ("fprop", "dgrad"):
         if not recipe.gemm(name).is_fp8:
             return f"{name} runs in BF16"
     if recipe.fprop.weight.rounding != "nearest":
         return "its rounding is stochastic: each forward has new codes"
-    if not recipe.reuses("dgrad.weight"):
+    is_decoded = gather_int8 and (recipe.fprop.weight.format, recipe.fprop.weight.granularity) == ("int8", "row")
+    if not recipe.reuses("dgrad.weight") and not is_decoded:
         return "fprop and dgrad read different codes: two one-byte copies are as large as BF16"
     return None
 

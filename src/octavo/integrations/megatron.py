@@ -11,11 +11,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from octavo.conversion.planner import SMALLEST_ROTATION
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.gemm.integer import unsupported_reason_device
+from octavo.kernels.gemm.integer import untried_reason
 from octavo.nn.functional import linear
-from octavo.numerics import block_for
+from octavo.numerics import is_rotatable
 from octavo.recipes import DEFAULT, FALLBACK, Recipe, RecipeLike, load
 
 
@@ -42,8 +41,7 @@ class _InFP8:
 
 def _default_for(weight: Tensor) -> str:
     """Return the recipe of a layer for which none is named, by the features of its rank and by its device."""
-    rotates = block_for(weight.shape[1], SMALLEST_ROTATION) == SMALLEST_ROTATION
-    return DEFAULT if rotates and unsupported_reason_device(weight.device) is None else FALLBACK
+    return DEFAULT if is_rotatable(weight.shape[1]) and untried_reason(weight.device) is None else FALLBACK
 
 
 class ColumnParallelLinear(_InFP8, tensor_parallel.ColumnParallelLinear):

@@ -1,5 +1,6 @@
 """Kernels: one folder per operation, its contract over `reference`, `triton` and PyTorch's own in `vendor`."""
 
+from octavo.kernels.decode import decode_rows
 from octavo.kernels.explain import explain
 from octavo.kernels.gemm import ACCUMULATORS, gemm, gemm_by
 from octavo.kernels.quant_spec import QuantSpec
@@ -26,6 +27,7 @@ __all__ = [
     "QuantSpec",
     "ScaleRef",
     "contiguous",
+    "decode_rows",
     "explain",
     "gemm",
     "gemm_by",

@@ -27,7 +27,7 @@ from octavo.numerics.granularity import (
     tile_amax,
 )
 from octavo.numerics.quantize import Quantized, Rounding, dequantize, quantize, random_bits, random_words, to_codes
-from octavo.numerics.rotation import BLOCKS, SYLVESTER, block_for, rotate
+from octavo.numerics.rotation import BLOCKS, SMALLEST_ROTATION, SYLVESTER, block_for, is_rotatable, rotate
 from octavo.numerics.scaling import Scaling, from_e8m0, scale_from_amax, to_e8m0
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "PER_COLUMN",
     "PER_ROW",
     "PER_TENSOR",
+    "SMALLEST_ROTATION",
     "SYLVESTER",
     "BLOCK_128x128",
     "Format",
@@ -61,6 +62,7 @@ __all__ = [
     "from_e8m0",
     "granularity_named",
     "inner_products",
+    "is_rotatable",
     "quantize",
     "random_bits",
     "random_words",

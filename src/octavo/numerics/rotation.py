@@ -27,6 +27,8 @@ BLOCKS = (4, 16, 64, 256, 1024)
 """Sizes of regular H."""
 SYLVESTER = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Sizes of Sylvester's H."""
+SMALLEST_ROTATION = 16
+"""Smallest block whose rotation spreads outliers enough for INT8. Narrower layers compute fprop in FP8."""
 
 
 def block_for(cols: int, largest: int) -> int:
@@ -37,6 +39,11 @@ def block_for(cols: int, largest: int) -> int:
     sizes, sign = (BLOCKS, 1) if largest >= 0 else (SYLVESTER, -1)
     fitting = [block for block in sizes if block <= abs(largest) and cols % block == 0]
     return sign * max(fitting) if fitting else 1
+
+
+def is_rotatable(cols: int) -> bool:
+    """Return whether a block of `SMALLEST_ROTATION` divides rows of `cols` values."""
+    return cols % SMALLEST_ROTATION == 0
 
 
 def rotate(x: Tensor, block: int) -> Tensor:

@@ -26,10 +26,10 @@ GOES_BY_PARTS = TorchVersion(torch.__version__) >= "2.13"
 by_parts = pytest.mark.skipif(not GOES_BY_PARTS, reason="needs PyTorch 2.13")
 
 
-def llama(**shape):
+def llama(recipe="folded", **shape):
     torch.manual_seed(0)
     model = Llama(ModelConfig(**{**SHAPE, "layers": 4, **shape}))
-    octavo.convert(model, "folded")
+    octavo.convert(model, recipe)
     return model
 
 
@@ -56,9 +56,9 @@ def placed(name, rank, count, all_stages):
     return list(range(rank, all_stages, count))
 
 
-def train(name, rank, count, stage_count, sent="as is"):
+def train(name, rank, count, stage_count, sent="as is", recipe="folded"):
     """Return the losses of a pipeline and of one process, the error of gradients, and the FP8 products of both."""
-    model, alone = llama(), llama()
+    model, alone = llama(recipe), llama(recipe)
     group = torch.distributed.group.WORLD
     tokens, targets = batch(0, MICROBATCHES)
     before = len(PRODUCTS)
@@ -100,6 +100,7 @@ def two_ranks(rank, count):
     names = ONE_PASS + (BY_PARTS if GOES_BY_PARTS else [])
     found = {name: train(name, rank, count, 2 if name == "Schedule1F1B" else 4) for name in names}
     found |= {
+        "rotated": train("Schedule1F1B", rank, count, 2, recipe="rotated"),
         "bf16": train("Schedule1F1B", rank, count, 2, "bf16"),
         "fp8 1F1B": train("Schedule1F1B", rank, count, 2, "fp8"),
     }
@@ -142,7 +143,7 @@ def on_two():
     return ranks.run(two_ranks, 2)
 
 
-@pytest.mark.parametrize("schedule", [*ONE_PASS, *(pytest.param(name, marks=by_parts) for name in BY_PARTS)])
+@pytest.mark.parametrize("schedule", ["rotated", *ONE_PASS, *(pytest.param(name, marks=by_parts) for name in BY_PARTS)])
 def test_a_schedule_computes_what_one_process_does_to_the_bit(on_two, schedule):
     found = [result[schedule] for result in on_two]
     assert [x["loss"] for x in found if x["loss"] is not None] == [pytest.approx(found[0]["alone"], rel=1e-6)]

@@ -19,7 +19,9 @@ from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, send_tokens, 
 from octavo.distributed.sharding import embedding
 from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
 from octavo.kernels.quant_spec import spec_of
+from octavo.nn.linear import LinearLayer
 from octavo.nn.scaling_state import scales
+from octavo.numerics import INT8, PER_ROW, block_for, dequantize, quantize, rotate
 from octavo.tensor import FP8Tensor, local
 from octavo_bench.traffic import Traffic
 
@@ -74,6 +76,28 @@ def unlike_codes(model, alone):
     return names
 
 
+def in_int8(rank, count, mesh=None):
+    """Return this rank's loss and gradients, less those of one process whose weights are the values of INT8 codes."""
+    model, alone = (llama("rotated") for _ in range(2))
+    with torch.no_grad():
+        for layer in alone.modules():
+            if isinstance(layer, LinearLayer) and layer.recipe.has_integer_fprop:
+                made = quantize(layer.weight, INT8, PER_ROW, "float32", rotation=256)
+                layer.weight.copy_(rotate(dequantize(made), block_for(layer.in_features, 256)))
+    plan = shard(model, mesh, mp_policy=FP32, gather_int8=True)
+    tokens, targets = batch(0, count)
+    for _ in range(2):  # the second gather writes to memory of the first
+        model.zero_grad()
+        loss = loss_of(model, tokens[rank : rank + 1], targets[rank : rank + 1])
+        loss.backward()
+    losses = [loss_of(alone, tokens[row : row + 1], targets[row : row + 1]) for row in range(count)]
+    (sum(losses) / count).backward()
+    wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    apart = {n: (p.grad.full_tensor() - wanted[n]).norm() / wanted[n].norm() for n, p in model.named_parameters()}
+    sent = {parameter.name: parameter.sent for parameter in plan.parameters}
+    return {"loss": loss.item() - losses[rank].item(), "gradients": max(apart.values()).item(), "sent": sent}
+
+
 def two_ranks(rank, count):
     tied = {"tie_embeddings": True, "policy": Policy(keep_defaults=False)}
     return {
@@ -83,6 +107,7 @@ def two_ranks(rank, count):
         "block": train(rank, count, "block", dim=256, ffn=256, heads=1),
         "rowwise": train(rank, count, "rowwise"),
         "rotated": train(rank, count, "rotated"),
+        "int8": in_int8(rank, count),
         "tied": train(rank, count, **tied),
         "embedding by rows": train(rank, count, by_rows=True, vocab=97),  # the first rank has 49 of them
         "frozen": train(rank, count, freeze=["layers.0.attention.wq.weight", "layers.1.feed_forward.w2.weight"]),
@@ -106,6 +131,7 @@ def four_ranks(rank, count):
         "folded": train(rank, count),
         "hsdp": train(rank, count, mesh=hsdp()),
         "hsdp, rotated": train(rank, count, "rotated", mesh=hsdp()),
+        "hsdp, int8": in_int8(rank, count, hsdp()),
         "embedding by rows": train(rank, count, by_rows=True),
         "hsdp, embedding by rows": train(rank, count, mesh=hsdp(), by_rows=True),
         "uneven": uneven(rank, count),
@@ -141,9 +167,9 @@ def books(rank, count):
 def wire(rank, count):
     """Return the bytes of a forward and backward pass, by FSDP2 in BF16, and by `shard`; and what the plan says."""
     found = {}
-    for name, recipe in (("bf16", "bf16"), ("fp8", "folded")):
+    for name, recipe in (("bf16", "bf16"), ("fp8", "folded"), ("int8", "rotated")):
         model = llama(recipe)
-        plan = shard(model)
+        plan = shard(model, gather_int8=name == "int8")
         tokens, targets = batch(0, count)
         with Traffic() as traffic:
             model(tokens[rank : rank + 1], targets[rank : rank + 1]).backward()
@@ -398,6 +424,13 @@ def test_four_ranks_sum_in_another_order(four, case):
     assert all(sharded == pytest.approx(alone, rel=2e-5) for sharded, alone in found["pairs"])
 
 
+def test_weights_gathered_in_int8_are_the_values_of_their_codes(two, four):
+    for found, error in [(each["int8"], 1e-6) for each in two] + [(each["hsdp, int8"], 1e-5) for each in four]:
+        assert found["loss"] == 0 and found["gradients"] < error
+        assert found["sent"]["layers.0.feed_forward.w1.weight"] == "int8 row"
+        assert found["sent"]["tok_embeddings.weight"] == "float32"
+
+
 def test_rows_that_do_not_divide(four):
     found = four[0]["uneven"]
     assert found["losses"][0::2] == pytest.approx(found["losses"][1::2], rel=1e-6)
@@ -411,7 +444,7 @@ def test_a_state_dict_is_plain(two):
 
 def test_one_byte_a_weight_is_sent(two):
     wire = two[0]["wire"]
-    assert wire["fp8"]["all_gather"] == wire["fp8"]["plan"]
+    assert wire["int8"]["all_gather"] == wire["int8"]["plan"] == wire["fp8"]["all_gather"] == wire["fp8"]["plan"]
     assert wire["bf16"]["all_gather"] == wire["bf16"]["plan"]
     assert wire["fp8"]["reduce_scatter"] == wire["bf16"]["reduce_scatter"]
 

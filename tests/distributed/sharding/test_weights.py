@@ -120,7 +120,7 @@ def test_a_gather_quantises_a_block_in_two_launches(monkeypatch: pytest.MonkeyPa
 def test_a_shard_that_its_unit_does_not_know_is_quantised_by_itself(device: str) -> None:
     memory: Memory = {}
     values = torch.randn(16, 32, device=device)
-    spec = GatherSpec(len(values), len(values), QuantSpec("e4m3", "row", "power_of_two"), UnitCodes(memory))
+    spec = GatherSpec(len(values), len(values), QuantSpec("e4m3", "row", "power_of_two"), False, UnitCodes(memory))
     codes, scale = WeightShard(values, spec).fsdp_pre_all_gather(init_device_mesh(device, (RANKS,)))[0]
     whole = kernels.quantize(values, "e4m3", "row")
     assert torch.equal(codes.view(torch.uint8), whole.codes.view(torch.uint8)) and torch.equal(scale, whole.scale)

@@ -25,7 +25,7 @@ from octavo.lab.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn.attached_codes import attached_codes
 from octavo.nn.functional import linear
-from octavo.numerics import dequantize, sqnr_db
+from octavo.numerics import INT8, PER_ROW, dequantize, quantize, sqnr_db
 from octavo.recipes import load
 from octavo.tensor import FP8Tensor
 from octavo_bench.ranks import join_alone
@@ -33,7 +33,7 @@ from octavo_bench.traffic import Traffic
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
 HOW = ["folded", "whole tokens", "bf16", "tensorwise", "apart", "tied", "norms of heads", "norms, whole tokens"]
-HOW += ["biases", "biases, whole tokens", "rotated", "rotated, whole tokens"]
+HOW += ["biases", "biases, whole tokens", "rotated", "rotated by smaller blocks"]
 
 
 def llama(recipe="folded", policy=None, **shape):
@@ -102,10 +102,10 @@ def two_ranks(rank, count):
         "biases": compare(mesh, qkv_bias=True),
         "biases, whole tokens": compare(mesh, sequence=False, qkv_bias=True, qk_norm=True),
         "rotated": compare(mesh, "rotated", dim=128, ffn=512, layers=1),
-        "rotated, whole tokens": compare(mesh, "rotated", sequence=False, dim=128, ffn=512, layers=1),
+        "rotated by smaller blocks": compare(mesh, "rotated", sequence=False, dim=128, ffn=320, layers=1),
     }
     return {**found, "masked": masked(mesh), "shared": shared(mesh), "gathered": gathered(rank, mesh),
-            "lone": lone(rank, mesh), "once": quantised_once(rank, mesh),
+            "lone": lone(rank, mesh), "part": rotated_part(rank, mesh), "once": quantised_once(rank, mesh),
             "trained": trained(mesh), "frozen": frozen(mesh), "compiled": compiled(count),
             "refused": refusals(mesh), "left whole": left_whole(mesh)}  # fmt: skip
 
@@ -179,6 +179,21 @@ def lone(rank, mesh):
         "bias": ((whole(down.bias.grad) - bias).norm() / bias.norm()).item(),
         "restored": isinstance(up.weight, DTensor),
     }
+
+
+def rotated_part(rank, mesh):
+    """Return whether a row-parallel layer of 320 inputs is, to the bit, the sum of two products rotated by 16."""
+    torch.manual_seed(4)
+    layer, x = Linear(320, 64, bias=False, recipe="rotated"), torch.randn(8, 320).bfloat16()
+    layer.weight.data.mul_(torch.randn(1, 320).mul(2).exp())
+    parts = []
+    for operands in zip(x.chunk(2, 1), layer.weight.data.chunk(2, 1), strict=True):
+        a, b = (quantize(part.contiguous(), INT8, PER_ROW, "float32", rotation=16) for part in operands)
+        sums = (a.codes.long() @ b.codes.long().t()).float()
+        parts.append((sums * a.scale * b.scale.t()).bfloat16())
+    parallelize_module(layer, mesh, RowParallel(sequence=False))
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.equal(layer(x.chunk(2, 1)[rank].contiguous()), parts[0] + parts[1])
 
 
 def frozen(mesh):
@@ -508,16 +523,21 @@ def test_states_of_one_byte_are_told_as_those_of_whole_weights_in_two_cuts(on_fo
     assert all(0.005 < result["moments"] < 0.05 for result in on_four)  # E4M3, rounded stochastically, is 3 % off
 
 
-def test_blocks_of_a_rotation_are_not_parted():
+def test_a_part_of_a_row_is_rotated_by_the_largest_blocks_that_divide_it(on_two):
+    assert all(result["part"] for result in on_two)
+    said = on_two[0]["rotated by smaller blocks"]["reasons"]
+    assert said == {"", "rotated by blocks of 16, the largest that divides a rank's 160 inputs"}
+    assert not any("rotated by" in reason for reason in on_two[0]["rotated"]["reasons"])
+
+
+def test_parts_that_no_rotation_divides_are_refused():
     layer = octavo.nn.Linear(320, 64, recipe="rotated")
-    message = (
-        r"layers\.0\.wo: recipe 'rotated' rotates 320 inputs by blocks of 64, which do not divide the 160 of a rank"
-    )
+    message = r"layers\.0\.wo: .*no block of 16 or more divides the 40 inputs of a rank\. Take fewer ranks, or 'folded'"
     with pytest.raises(UnsupportedError, match=message):
-        _check_recipe(layer, "layers.0.wo", 2)
-    for parts in (1, 5):
+        _check_recipe(layer, "layers.0.wo", 8)
+    for parts in (1, 2, 4, 5):
         _check_recipe(layer, "layers.0.wo", parts)
-    _check_recipe(octavo.nn.Linear(320, 64, recipe="folded"), "layers.0.wo", 2)
+    _check_recipe(octavo.nn.Linear(320, 64, recipe="folded"), "layers.0.wo", 8)
 
 
 def test_columns_of_rotated_layers_are_gathered_as_values(on_two):

@@ -17,6 +17,7 @@ RUNGS = {
     "static": ["static", "folded", "block", "bf16"],
     "folded": ["folded", "block", "bf16"],
     "rowwise": ["rowwise", "block", "bf16"],
+    "rotated": ["rotated", "rotated, fprop in FP8", "block", "bf16"],
     "block": ["block", "bf16"],
     "mxfp8": ["mxfp8", "bf16"],
     "bf16": ["bf16"],

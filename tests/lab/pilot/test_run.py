@@ -103,11 +103,11 @@ def test_numbers_that_are_not_known_are_null_in_json(python_file):
 
 
 def test_the_report_on_a_cpu_predicts_for_a_gpu(python_file, tmp_path):
-    pilot = run_pilot(load_workload(python_file), Settings(recipes=("folded",), steps=4, device="cpu", gpu="h100"))
+    pilot = run_pilot(load_workload(python_file), Settings(recipes=("rotated",), steps=4, device="cpu", gpu="h100"))
     text, data = to_text(pilot), json.loads(json.dumps(to_dict(pilot)))
     assert "times and memory predicted for H100" in text and "not known on this machine: launches" in text
     assert "adopt: no" in text and "too small to gain" in text
-    assert [lane["precision"] for lane in data["measured"]] == ["bf16", "fp16", "folded"]
+    assert [lane["precision"] for lane in data["measured"]] == ["bf16", "fp16", "rotated"]
     assert not data["recommendation"]["adopts"] and [lane["speedup"] for lane in data["measured"]] == [1.0] * 3
     assert pilot.gap("fp16") is not None and abs(pilot.gap("fp16")[0]) < 1
     pytest.importorskip("plotly")

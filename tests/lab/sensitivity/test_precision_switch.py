@@ -35,6 +35,18 @@ def test_inside_it_computes_as_chosen_and_afterwards_the_model_is_as_it_was(case
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_rotated_forward_pass_is_switched_layer_by_layer(case):
+    model, batches, loss = case
+    with switchable(model.eval(), "rotated", None, 24, None) as switch:
+        for choice, gemms in {
+            ("fprop",): {"int8": 1},
+            ("fprop", "dgrad", "wgrad"): {"int8": 1, "scaled_mm.row": 2},
+        }.items():
+            with switch.using({"second": choice}), kernels.record() as ledger:
+                loss(model, batches[0]).sum().backward()
+            assert ledger.gemms == gemms, choice
+
+
 def test_a_layer_is_measured_that_is_predicted_to_gain_nothing_and_none_that_the_policy_keeps(case):
     model, _, _ = case
     policy = octavo.Policy(keep={"last": "mine"}, min_gain=100.0)

@@ -70,7 +70,7 @@ def test_a_batch_is_what_one_forward_of_a_step_sees(configure: Configure) -> Non
 
 @pytest.mark.parametrize(
     ("recipe", "named", "used"),
-    [("folded", None, "static"), ("delayed", None, "delayed"), ("delayed", "static", "static")],
+    [("rotated", None, "static"), ("delayed", None, "delayed"), ("delayed", "static", "static")],
 )
 def test_the_recipe_is_the_runs_if_it_keeps_scales(
     configure: Configure, recipe: str, named: str | None, used: str

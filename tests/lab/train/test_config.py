@@ -264,8 +264,8 @@ def test_a_run_without_a_recipe_has_the_default() -> None:
         ({"run": {"level": 3}}, "weights stored in FP8"),
         ({"model": {"architecture": "moe"}}, "not of experts"),
         (
-            {"model": {"dim": 192, "heads": 2, "ffn": 512}, "parallel": {"tensor": 2}},
-            "cut blocks of the rotation of 192 inputs",
+            {"model": {"dim": 64, "heads": 8, "kv_heads": 8, "ffn": 512}, "parallel": {"tensor": 8}},
+            "no rotation by 16 or more divides the 8 inputs of a rank",
         ),
     ],
 )
@@ -278,9 +278,10 @@ def test_what_the_default_refuses_is_trained_by_folded_and_said(sections: dict[s
     assert named.run.recipe == "rotated" and reason_for_fallback(named) == ""
 
 
-def test_tensor_parallelism_that_cuts_no_block_keeps_the_default() -> None:
-    config = with_settings(model={"dim": 128, "heads": 2, "ffn": 128}, parallel={"tensor": 2})
-    assert config.run.recipe == "rotated"
+@pytest.mark.parametrize("dim", [128, 192])  # ranks rotate by the same blocks, by smaller ones
+def test_tensor_parallelism_keeps_the_default(dim: int) -> None:
+    config = with_settings(model={"dim": dim, "heads": 2, "ffn": 2 * dim}, parallel={"tensor": 2})
+    assert config.run.recipe == "rotated" and reason_for_fallback(config) == ""
 
 
 def test_the_recipe_of_the_guides_stays_theirs() -> None:

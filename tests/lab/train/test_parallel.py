@@ -184,6 +184,22 @@ def test_what_is_gathered_is_kept_if_the_run_says_so(
     assert given["reshard_after_forward"] is expected
 
 
+@pytest.mark.parametrize(
+    ("gather", "dtype", "int8"),
+    [("bf16", torch.bfloat16, False), ("int8", torch.bfloat16, True), ("stored", None, False)],
+)
+def test_parameters_are_gathered_in_the_format_of_the_run(
+    gather: Any, dtype: torch.dtype | None, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("octavo.distributed.shard", lambda *_, **options: given.update(options))
+    ranks = MagicMock(
+        mesh=MagicMock(mesh_dim_names=("shard",)), is_greedy=False, parallel=ParallelConfig(gather=gather)
+    )
+    shard_model(ranks, torch.nn.Linear(2, 2))
+    assert given["mp_policy"].param_dtype is dtype and given["gather_int8"] is int8
+
+
 def copied(two: tuple[RunConfig, Ended], make: Configure, name: str, *, step: int, **sections: Any) -> RunConfig:
     """Return a run whose directory is that of the two ranks after a step."""
     config = make(name, **sections)
@@ -382,6 +398,7 @@ def test_every_reduction_can_be_named() -> None:
     ("said", "expected"),
     [
         ({}, "bf16"),
+        ({"gather": "int8"}, "bf16"),
         ({"gather": "stored"}, "fp32"),  # gradients are in FP32
         ({"pipeline": 2}, "fp32"),  # sums of several gradients travel
         ({"gather": "stored", "reduce": "bf16"}, "bf16"),

@@ -61,6 +61,7 @@ def shard(
     blocks: Sequence[nn.Module] | None = None,
     reduce: str | Scheme | None = None,
     by_rows: Sequence[nn.Embedding] = (),
+    gather_int8: bool = False,
     **fsdp: Any,
 ) -> ShardPlan:
     """Shard a model over the ranks of a mesh, in place: `fully_shard` on each block, then on the model.
@@ -78,6 +79,10 @@ def shard(
         by_rows: embeddings of which only looked-up rows are sent (see `embedding`), worthwhile where a rank has fewer
             tokens than the vocabulary has rows. Nothing else may read their weights. Their gradients are averaged in
             FP32, regardless of `reduce`.
+        gather_int8: send weights that fprop reads in INT8 (recipe `rotated`) as these codes, half the bytes of BF16.
+            Each rank decodes them into values, from which layers make their codes: in fprop the same but for the
+            rounding of values to the policy's `param_dtype`, in dgrad rounded twice. High precision reads the decoded
+            values too.
         fsdp: fields of `FullyShardOptions`, arguments of `fully_shard`.
 
     Returns:
@@ -98,7 +103,7 @@ def shard(
     _check_mesh(mesh)
     _check(model, parts, options.reshard_after_forward)
     embeddings = _row_embeddings(model, by_rows, offload)
-    plan = _prepare(model, parts, mesh, options.mp_policy.param_dtype, ignored, embeddings)
+    plan = _prepare(model, parts, mesh, options.mp_policy.param_dtype, ignored, embeddings, gather_int8)
     ignored.update(parameter for module in by_rows for parameter in module.parameters())  # new ones by now
     settings = vars(options) | {"offload_policy": offload or OffloadPolicy(), "ignored_params": ignored or None}
     for module in (*parts, model):
@@ -215,6 +220,7 @@ def _prepare(
     dtype: torch.dtype | None,
     ignored: set[nn.Parameter],
     embeddings: Mapping[nn.Parameter, nn.Embedding],
+    gather_int8: bool,
 ) -> ShardPlan:
     """Wrap the weights of FP8 layers so that they are gathered in FP8, and return the plan of all parameters."""
     rows, plain, ranks = [], 0, mesh.size(mesh.ndim - 1)
@@ -222,7 +228,9 @@ def _prepare(
     memory: Memory = {}
     units = {owner: UnitCodes(memory) for owner in owners.values()}
     every = [(parameter, uses) for parameter, uses in uses_of(model) if parameter not in ignored]
-    codes = {p: weight_codes_or_reason(p, uses, ranks) for p, uses in every if p not in embeddings}
+    codes = {
+        p: weight_codes_or_reason(p, uses, ranks, gather_int8=gather_int8) for p, uses in every if p not in embeddings
+    }
     for parameter, uses in every:  # check all before changing one
         _check_parameter(parameter, uses[0].full_name, codes.get(parameter))
     for parameter, uses in every:
@@ -240,7 +248,8 @@ def _prepare(
             module, attribute, count = uses[0].module, uses[0].attribute, local(parameter).shape[0]
             unit = units[owners[module]]
             unit.add(module, attribute, groups.get(module, name))
-            _wrap(parameter, uses, GatherSpec(count, -(-count // ranks), sent, unit))
+            decodes = gather_int8 and sent.fmt.is_integer
+            _wrap(parameter, uses, GatherSpec(count, -(-count // ranks), sent, decodes, unit))
     return ShardPlan(ranks=ranks, parameters=tuple(rows), in_high_precision=plain)
 
 

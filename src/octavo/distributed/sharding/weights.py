@@ -7,6 +7,7 @@
 Row-wise scales depend on one row only, so the codes equal those of the whole weight bit for bit, and no rank waits for
 another rank's amax. 128x128 scales need 128 rows on one rank; per-tensor scales need all ranks (`UnitCodes`).
 Each gather quantises the values that the shard has then: a write between two gathers is seen, however it is made.
+INT8 codes (`shard(..., gather_int8=True)`) are decoded into values when they arrive: dgrad makes other codes of these.
 PyTorch calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (see torch.distributed.fsdp.fully_shard).
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +48,8 @@ class GatherSpec:
     """Rows that a rank sends, the last ranks with padding."""
     target: QuantSpec
     """Format and scaling of the codes."""
+    decodes: bool
+    """Whether layers read values, decoded from the codes."""
     unit: UnitCodes
     """Quantises it together with others of its gather unit."""
 
@@ -87,8 +91,10 @@ class WeightShard(WrapperTensor):
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[FP8Tensor, tuple[Tensor, ...]] | None:
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return the whole weight in the memory that FSDP2 gathered into, or None where `out` already views it.
+
+        Decoded values have memory of their own, which FSDP2 frees and allocates with that of the codes.
 
         Over a single rank PyTorch copies the first tensor only; the scale is then taken from `scale`.
         """
@@ -96,11 +102,17 @@ class WeightShard(WrapperTensor):
         sent = len(outputs) > 1
         if not sent and scale.is_cuda:
             scale.record_stream(torch.cuda.current_stream())  # it was made on the stream that FSDP2 gathers on
+        out = None if out is None else local(out)  # a DTensor under tensor parallel
+        if self.spec.decodes:
+            codes = outputs[0][:rows]
+            made = Quantized(codes, outputs[1][:rows] if sent else scale, target.tile)
+            with _unchanged(out):
+                values = kernels.decode_rows(made, target.rotation, dtype, None if out is None else out.detach())
+            return (values, (values,)) if out is None else None
         if out is not None:
-            out = local(out)  # a DTensor under tensor parallel
             assert isinstance(out, FP8Tensor)
             if not sent:  # autograd may have saved this scale: it expects the same values of FSDP2's re-gathers
-                with torch.autograd._unsafe_preserve_version_counter(out.scale):  # type: ignore[attr-defined]
+                with _unchanged(out.scale):
                     out.scale.copy_(scale)
             return None
         codes = outputs[0][:rows]
@@ -155,6 +167,13 @@ _SHARD_PRESERVING = {
     aten._pin_memory.default,
 }
 """Operations of FSDP2, checkpoints and `Module.to` whose results are shards again. Others return plain tensors."""
+
+
+def _unchanged(x: Tensor | None) -> AbstractContextManager[None]:
+    """Let writes to x go uncounted: autograd may have saved it, and FSDP2's gathers write the same values again."""
+    if x is None:
+        return nullcontext()
+    return torch.autograd._unsafe_preserve_version_counter(x)  # type: ignore[attr-defined]
 
 
 def _padded(made: Quantized, rows: int) -> Quantized:

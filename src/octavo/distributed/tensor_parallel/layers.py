@@ -8,7 +8,8 @@ are norms and the residual stream.
 With one scale per token, each rank quantises its own tokens once, and the gathered codes are bitwise those of one
 process. Rows of a column-parallel weight are whole on a rank, and so are their scales and products. For a row-parallel
 weight and its input, each rank has part of every row, with its own scale: at most that of the whole row, so that no
-precision is lost, but the bits differ.
+precision is lost, but the bits differ. A rotation takes the largest blocks that divide a rank's part of a row, which
+may be smaller than those of the whole row.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from octavo.kernels import QuantSpec
 from octavo.nn.cross_entropy import IGNORED
 from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import full_name
-from octavo.numerics import block_for
+from octavo.numerics import SMALLEST_ROTATION, block_for, is_rotatable
 
 
 class Parallel(ParallelStyle):
@@ -205,7 +206,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
             placements += style.placements(module, mesh.size(), where)
             if isinstance(style, Parallel):
                 names = *style.columns, *style.rows
-                rows += [_row(module.get_submodule(name), full_name(where, name), style, name) for name in names]
+                rows += [
+                    _row(module.get_submodule(name), full_name(where, name), style, name, mesh.size()) for name in names
+                ]
     check_placements(placements, mesh)  # of all blocks before one is changed
     for block in blocks.values():
         parallelize_module(block, mesh, {**styles})
@@ -292,10 +295,12 @@ def _place_ends(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     model.register_forward_hook(leave)
 
 
-def _row(layer: nn.Module, name: str, style: Parallel, attribute: str) -> LayerPlan:
+def _row(layer: nn.Module, name: str, style: Parallel, attribute: str, ranks: int) -> LayerPlan:
     assert isinstance(layer, nn.Linear)
     by_columns = attribute in style.columns
-    sent = input_codes_or_reason(layer) if by_columns and style.sequence else ""
+    sent: QuantSpec | str = "" if by_columns else _rotation_note(layer, ranks)
+    if by_columns and style.sequence:
+        sent = input_codes_or_reason(layer)
     return LayerPlan(
         name=name,
         shape=(layer.out_features, layer.in_features),
@@ -303,6 +308,22 @@ def _row(layer: nn.Module, name: str, style: Parallel, attribute: str) -> LayerP
         sent=f"{sent.format} {sent.granularity}" if isinstance(sent, QuantSpec) else "bfloat16",
         reason=sent if isinstance(sent, str) else "",
     )
+
+
+def _rotation_note(layer: nn.Linear, ranks: int) -> str:
+    """Return a note if a rank rotates its part of a row-parallel layer's inputs by smaller blocks than whole rows."""
+    whole, part = _blocks_of(layer, ranks)
+    if part == whole:
+        return ""
+    return f"rotated by blocks of {abs(part)}, the largest that divides a rank's {layer.in_features // ranks} inputs"
+
+
+def _blocks_of(layer: nn.Module, ranks: int) -> tuple[int, int]:
+    """Return the blocks by which a layer rotates whole rows of its inputs, and the parts of `ranks`."""
+    if not isinstance(layer, LinearLayer) or not layer.recipe.fprop.is_fp8:
+        return 1, 1
+    inputs, largest = layer.in_features, layer.recipe.fprop.input.signed_rotation
+    return block_for(inputs, largest), block_for(inputs // ranks, largest)
 
 
 def _target_now(columns: Sequence[nn.Module]) -> QuantSpec | None:
@@ -334,13 +355,11 @@ def _check_recipe(layer: nn.Module, name: str, parts: int) -> None:
             f"tensor parallel: {name}: recipe '{layer.recipe.name}' has stored per-tensor scales, and a rank has parts "
             "of tensors. Take 'folded', 'rowwise', 'block' or 'tensorwise'."
         )
-    if not isinstance(layer, LinearLayer) or not layer.recipe.fprop.is_fp8:
+    if not isinstance(layer, LinearLayer):
         return
-    inputs, largest = layer.in_features, layer.recipe.fprop.input.signed_rotation
-    whole, part = block_for(inputs, largest), block_for(inputs // parts, largest)
-    if whole != part:
+    (whole, part), share = _blocks_of(layer, parts), layer.in_features // parts
+    if whole != part and not is_rotatable(share):
         raise UnsupportedError(
-            f"tensor parallel: {name}: recipe '{layer.recipe.name}' rotates {inputs} inputs by blocks of {abs(whole)}, "
-            f"which do not divide the {inputs // parts} of a rank: its codes would be others than on one GPU. Take "
-            "fewer ranks, or 'folded'."
+            f"tensor parallel: {name}: recipe '{layer.recipe.name}' rotates its inputs, and no block of "
+            f"{SMALLEST_ROTATION} or more divides the {share} inputs of a rank. Take fewer ranks, or 'folded'."
         )

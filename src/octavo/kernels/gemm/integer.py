@@ -3,7 +3,8 @@
     y[m, n] = (sum over k of a[m, k] b[n, k]) * a_scale[m] * b_scale[n]
 
 Integer sums are exact in any order, so that every device gives the same bits (`reference.py` has the roundings).
-On a GPU with TMA (Hopper) Octavo's own Triton kernel; on a CPU the reference.
+On Hopper and Ada Octavo's own Triton kernel; on a CPU the reference. It loads tiles by TMA, in place of which Triton
+compiles plain loads for Ada.
 """
 
 from __future__ import annotations
@@ -20,14 +21,24 @@ LONGEST = (2**31 - 1) // int(INT8.max) ** 2
 """Largest K whose sums fit INT32."""
 
 
-def unsupported_reason_device(device: torch.device) -> str | None:
-    """Return why this GEMM does not run on a device, or None."""
+def unsupported_reason_device(device: torch.device, *, grouped: bool = False) -> str | None:
+    """Return why this GEMM, or its grouped form, does not run on a device, or None."""
     if not on_gpu(device):
         return None
     if device.type == "cuda" and not is_planning() and (reason := triton_unsupported_reason(device)):
         return reason
     arch = architecture(device)
-    return None if arch.integer else f"Octavo's INT8 GEMM is Hopper's (it loads by TMA), this is {arch.name}"
+    if arch.integer and (arch.grouped or not grouped):
+        return None
+    return f"Octavo's {'grouped ' if grouped else ''}INT8 GEMM does not run on this GPU ({arch.name})"
+
+
+def untried_reason(device: torch.device) -> str | None:
+    """Return why no recipe may use this GEMM by default on a device, or None: it cannot run there, or never did."""
+    if reason := unsupported_reason_device(device):
+        return reason
+    arch = architecture(device)
+    return f"Octavo's INT8 GEMM compiles for {arch.name}, but was not run there" if not arch.measured else None
 
 
 def unsupported_reason(a: Quantized, b: Quantized) -> str | None:

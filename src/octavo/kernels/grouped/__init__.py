@@ -184,7 +184,7 @@ def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:
     if a.dtype == torch.int8:
         if a.shape[-1] > integer.LONGEST:
             return f"sums over more than {integer.LONGEST:,} products may exceed INT32"
-        if reason := integer.unsupported_reason_device(a.device):
+        if reason := integer.unsupported_reason_device(a.device, grouped=True):
             return reason
     elif not (arch := architecture(a.device)).grouped:
         return f"the grouped FP8 GEMM is Hopper's, this is {arch.name}"

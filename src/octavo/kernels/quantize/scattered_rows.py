@@ -28,6 +28,8 @@ def is_supported(matrices: Sequence[Tensor], target: QuantSpec) -> bool:
     """Return whether one launch can quantise these matrices (N_i, K)."""
     if not runs_triton(matrices[0]) or (target.granularity, target.rounding) != ("row", "nearest"):
         return False
+    if target.needs_whole_rows:
+        return False
     from octavo.kernels.quantize.triton_weights import unsupported_reason
 
     return unsupported_reason(matrices) is None

@@ -46,7 +46,7 @@ class Architecture:
     grouped: bool = False
     """Whether grouped FP8 GEMMs are supported."""
     integer: bool = False
-    """Whether INT8 GEMMs are supported, plain and grouped: their kernels load by TMA, and were run."""
+    """Whether Octavo's INT8 GEMM compiles for it; its grouped form where `grouped` too."""
     measured: bool = False
     """Whether Octavo was run on this architecture."""
 
@@ -69,7 +69,7 @@ ARCHITECTURES = (
     Architecture(name="Ampere and older", backend="cuda", gpus="A100, RTX 3090",
                  refused="no FP8 tensor cores (compute capability 8.9 has the first)"),
     Architecture(name="Ada", backend="cuda", since=(8, 9), gpus="L40S, RTX 4090",
-                 unsupported={"block": _BLOCK, "mx": _MX}),
+                 unsupported={"block": _BLOCK, "mx": _MX}, integer=True),
     Architecture(name="Hopper", backend="cuda", since=(9, 0), gpus="H100, H200", unsupported={"mx": _MX},
                  grouped=True, integer=True, measured=True),
     Architecture(name="Blackwell", backend="cuda", since=(10, 0), gpus="B200, GB300", unsupported={"block": _BLOCK}),

@@ -129,7 +129,7 @@ class LoopConfig:
     """Number of parts that a batch is split into to save memory; their gradients are averaged."""
     recipe: str = DEFAULT
     """Recipe: a name listed by `octavo recipes`, or the path of a recipe file. Where a run names none: `rotated`, or
-    `folded` for weights in FP8, for experts, and where tensor parallelism would cut blocks of the rotation."""
+    `folded` for weights in FP8, for experts, and where no rotation divides a tensor-parallel rank's inputs."""
     defaults: Literal["octavo", "guides"] = "octavo"
     """`guides` starts a run as guides on FP8 do: `delayed` (not with `weights = "fp8"`), a dynamic loss scale (not with
     FP8 gradients, which have scales of their own), `optimizer.weight_decay` 0.01 and `optimizer.min_lr` 0.01 as
@@ -277,8 +277,9 @@ class ParallelConfig:
     zero: Literal["fsdp", "greedy"] = "fsdp"
     """Optimizer states: `fsdp`: sharded with the weights; `greedy`: each whole on one rank, and weights on every rank
     (`octavo.distributed.GreedyZeRO`; `data` is the number of ranks)."""
-    gather: Literal["bf16", "stored"] = "bf16"
-    """Format in which parameters that are not FP8 codes are gathered; `stored`: as in a single process."""
+    gather: Literal["bf16", "int8", "stored"] = "bf16"
+    """Format in which parameters that are not FP8 codes are gathered; `stored`: as in a single process; `int8`: as
+    `bf16`, and weights that fprop reads in INT8 as these codes, which rounds dgrad's twice."""
     reshard: bool = True
     """Free gathered weights after forward and gather them again for backward. `false` keeps them: faster, with less
     communication, but a block in FP8 then takes one byte per weight until its backward. Pipelines always keep them."""
@@ -308,7 +309,7 @@ class ParallelConfig:
         """
         if self.reduce is not None:
             return self.reduce
-        return "bf16" if self.gather == "bf16" and self.pipeline == 1 else "fp32"
+        return "bf16" if self.gather != "stored" and self.pipeline == 1 else "fp32"
 
     @property
     def splits_model(self) -> bool:
@@ -514,13 +515,11 @@ def _reason_against_default(config: RunConfig) -> str:
         return "inference engines rotate the inputs of linear layers, not of experts"
     if ranks == 1:
         return ""
-    from octavo.numerics import block_for
-    from octavo.recipes import load
+    from octavo.numerics import SMALLEST_ROTATION, is_rotatable
 
-    largest = load(DEFAULT).fprop.input.rotation
     for inputs in (model.heads * model.head_dim, model.ffn_dim):  # of the layers whose inputs ranks share
-        if block_for(inputs, largest) != block_for(inputs // ranks, largest):
-            return f"{ranks} tensor-parallel ranks would cut blocks of the rotation of {inputs} inputs"
+        if is_rotatable(inputs) and not is_rotatable(inputs // ranks):
+            return f"no rotation by {SMALLEST_ROTATION} or more divides the {inputs // ranks} inputs of a rank"
     return ""
 
 

@@ -26,7 +26,7 @@ class PipelinedTrainState(TrainState):
         assert isinstance(model, Llama) and self.ranks.pipeline_group is not None  # ensured by `check_pipeline`
         self.context = None  # refused by `check_pipeline`
         parallel, schedule = self.ranks.parallel, SCHEDULES[self.ranks.parallel.schedule]
-        stream = torch.bfloat16 if parallel.gather == "bf16" else model.tok_embeddings.weight.dtype
+        stream = torch.bfloat16 if parallel.gather != "stored" else model.tok_embeddings.weight.dtype
         places = schedule.places(parallel.pipeline)
         parts = stages(model, len(places))
         table = [{"rank": place, "blocks": part.blocks} for place, part in zip(places, parts, strict=True)]

@@ -75,7 +75,7 @@ def shard_model(ranks: Ranks, model: nn.Module, reduction: Scheme | None = None)
     from octavo.distributed import BF16_GRADIENTS_POLICY, BF16_POLICY, shard
 
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if ranks.parallel.gather == "bf16":
+    if ranks.parallel.gather != "stored":
         each_is_reduced = reduction is not None and ranks.parallel.pipeline == 1
         policy = BF16_GRADIENTS_POLICY if each_is_reduced else BF16_POLICY
     embedding = getattr(model, "tok_embeddings", None)  # None in later stages
@@ -85,6 +85,7 @@ def shard_model(ranks: Ranks, model: nn.Module, reduction: Scheme | None = None)
         _copies(ranks.mesh),
         mp_policy=policy,
         by_rows=by_rows,
+        gather_int8=ranks.parallel.gather == "int8",
         reshard_after_forward=None if ranks.parallel.reshard and ranks.parallel.pipeline == 1 else False,
         reduce=reduction,
     )
