@@ -36,7 +36,8 @@ R = TypeVar("R")
 Implementation = Callable[..., Any]
 
 _library = torch.library.Library("octavo", "FRAGMENT")
-_composites: dict[str, Implementation] = {}
+_operations: dict[str, Operation[..., Any]] = {}
+"""By the name of the operator."""
 
 
 def operation(
@@ -45,7 +46,7 @@ def operation(
     name: str | None = None,
     reference: Implementation | None = None,
     unsupported: Callable[..., str | None] | None = None,
-    ledger: str | None = None,
+    ledger: str | Callable[..., str] | None = None,
     results: Callable[..., Sequence[QuantSpec | bool | None]] | None = None,
     in_graph: Callable[..., bool] | None = None,
     tags: Sequence[torch.Tag] = (),
@@ -58,7 +59,7 @@ def operation(
         reference: the definition. On a GPU, the function of the same name in the `triton.py` beside it runs instead
             (`dispatch.run_kernel`), and the decorated function is a signature only. None: the decorated function runs.
         unsupported: returns why the Triton kernel does not support these arguments, or None.
-        ledger: name in the ledger's fallbacks; default that of the operator.
+        ledger: name in the ledger's fallbacks, or a function that returns it; default that of the operator.
         results: kind of each result: a tensor (True), codes and scales (`QuantSpec`), or none (False, None). Required
             if a result may be absent or is a `Quantized`.
         in_graph: returns whether the operation consists only of Triton launches and PyTorch operators, so that a
@@ -79,7 +80,7 @@ def operation(
 
 
 def _dispatched(
-    reference: Implementation, label: str, unsupported: Callable[..., str | None] | None
+    reference: Implementation, label: str | Callable[..., str], unsupported: Callable[..., str | None] | None
 ) -> Implementation:
     """Return a function that runs the Triton kernel on a GPU, the reference elsewhere."""
     kernel = f"{reference.__module__.split('.')[-2]}.{reference.__name__}"
@@ -87,7 +88,7 @@ def _dispatched(
     def run(*arguments: Any) -> Any:
         first = _first_tensor(next(x for x in arguments if isinstance(x, Tensor | tuple | list)))
         refused = unsupported(*arguments) if unsupported is not None and first.is_cuda else None
-        return run_kernel(kernel, first, arguments, label, refused)
+        return run_kernel(kernel, first, arguments, label if isinstance(label, str) else label(*arguments), refused)
 
     return run
 
@@ -105,8 +106,9 @@ def is_direct(x: Tensor) -> bool:
 
 def composite(operator: Any) -> Implementation | None:
     """Return the implementation of an operator that calls several kernels; None for any other operator."""
-    name = operator._schema.name if isinstance(operator, torch._ops.OpOverload) else ""
-    return _composites.get(name)
+    namespace, _, name = operator._schema.name.partition("::") if isinstance(operator, torch._ops.OpOverload) else "::"
+    made = _operations.get(name) if namespace == "octavo" else None
+    return None if made is None or made.__module__.startswith("octavo.kernels") else made.on_flat(made.run)
 
 
 class Operation(Generic[P, R]):
@@ -127,28 +129,29 @@ class Operation(Generic[P, R]):
         self.run, self.fake = run, fake
         self._results, self._returned = results, hints["return"]
         self._defaults = {name: parameter.default for name, parameter in parameters.items()}
-        self._schema = [(parameter + suffix, kind) for parameter, codec in codecs.items() for suffix, kind in codec.flat]
+        self._schema = [
+            (parameter + suffix, kind) for parameter, codec in codecs.items() for suffix, kind in codec.flat
+        ]
         self._decoders = [codec.decode for codec in codecs.values()]
-        self._layout = tuple(codec.layout for codec in codecs.values())
-        self._lead = next(i for i, codec in enumerate(codecs.values()) if codec.flat[0][1].startswith("Tensor"))
+        self.layout = tuple(codec.layout for codec in codecs.values())
+        self.lead = next(i for i, codec in enumerate(codecs.values()) if codec.flat[0][1].startswith("Tensor"))
         self.operator: Any = None
 
     def define(self, tags: Sequence[torch.Tag], in_graph: Callable[..., bool] | None) -> None:
         """Define the operator for every device."""
         arguments = ", ".join(f"{kind} {name}" for name, kind in self._schema)
         result = "Tensor" if self._returned is Tensor else "Tensor[]"
-        run, fake = self._on_flat(self.run), self._on_flat(self.fake)
+        run, fake = self.on_flat(self.run), self.on_flat(self.fake)
         signature = f'{self.name}({arguments}, *, str code="") -> {result}'
         _library.define(signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _library.impl(self.name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"octavo::{self.name}", fake, lib=_library)
         if in_graph is not None:
             self._decompose(run, in_graph)
-        if not self.__module__.startswith("octavo.kernels"):
-            _composites[f"octavo::{self.name}"] = run
+        _operations[self.name] = self
         self.operator = getattr(torch.ops.octavo, self.name).default
 
-    def _on_flat(self, function: Implementation) -> Implementation:
+    def on_flat(self, function: Implementation) -> Implementation:
         """Return a function of the operator's arguments."""
 
         def on_flat(*flat: Any, code: str = "") -> Tensor | list[Tensor]:
@@ -170,14 +173,16 @@ class Operation(Generic[P, R]):
         torch.library.register_torch_dispatch(f"octavo::{self.name}", FunctionalTensorMode, trace, lib=_library)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        arguments: Sequence[Any] = args if len(args) == len(self._layout) else self._bound(args, kwargs)
-        first = arguments[self._lead]
+        """Run the operation, through the operator where something traces."""
+        lead, layout = (self.lead, self.layout) if not torch.compiler.is_compiling() else _constants_of(self.name)
+        arguments: Sequence[Any] = args if len(args) == len(layout) else self._bound(args, kwargs)
+        first = arguments[lead]
         while not isinstance(first, Tensor):
             first = first[0]
         if is_direct(first):
             made: R = self.run(*arguments)
             return made
-        return self._through_operator(arguments)
+        return self._through_operator(arguments, _encode(arguments, layout))
 
     def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Return all arguments by position."""
@@ -190,21 +195,21 @@ class Operation(Generic[P, R]):
             raise TypeError(f"{self.name}() takes no argument '{', '.join(unknown)}', or has it by position already.")
         return arguments
 
-    def _through_operator(self, arguments: Sequence[Any]) -> Any:
-        made = self.operator(*self.encode(*arguments), code=_code() if host_state().is_open_to_compilers else "")
+    def _through_operator(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
+        made = self.operator(*flat, code=_code() if host_state().is_open_to_compilers else "")
         if self._results is None:
             return made if self._returned in (Tensor, list[Tensor]) else _structure(self._returned, made)
-        flat, values = iter(made), []
+        rest, values = iter(made), []
         for kind in self._results(*arguments):
             if isinstance(kind, QuantSpec):
-                values.append(Quantized(next(flat), next(flat), kind.tile))
+                values.append(Quantized(next(rest), next(rest), kind.tile))
             else:
-                values.append(next(flat) if kind else None)
+                values.append(next(rest) if kind else None)
         return values[0] if self._returned is Quantized else _structure(self._returned, values)
 
     def encode(self, *arguments: Any) -> list[Any]:
         """Return the operator's arguments."""
-        return _encode(arguments, self._layout)
+        return _encode(arguments, self.layout)
 
     def decode(self, flat: Sequence[Any]) -> list[Any]:
         """Return the operation's arguments: undo `encode`."""
@@ -224,6 +229,12 @@ def _tensors_of(made: Any) -> Iterator[Tensor]:
     elif isinstance(made, tuple | list):
         for part in made:
             yield from _tensors_of(part)
+
+
+@assume_constant_result
+def _constants_of(name: str) -> tuple[int, Layout]:
+    """Return where the first tensor of an operation is, and its layout, on which Dynamo need not guard."""
+    return _operations[name].lead, _operations[name].layout
 
 
 @assume_constant_result
@@ -249,7 +260,7 @@ def _digest_of_sources() -> str:
 # --- the arguments of an operator, by annotation ----------------------------------------------------------------------
 
 Layout = Any
-"""How many arguments an operator has for a value: 1, or a tuple with the layout of each field; `[layout]` for a sequence
+"""How many arguments an operator has for a value: 1, or a tuple with the layout of each field; (0, layout) for a sequence
 of structures, which becomes a list per field."""
 
 
@@ -342,7 +353,7 @@ def _sequence(inner: _Codec) -> _Codec:
         return _Codec(flat, 1, lambda values: [inner.decode(iter([x])) for x in next(values)])
     return _Codec(
         flat,
-        [inner.layout],
+        (0, inner.layout),
         lambda values: [inner.decode(iter(row)) for row in zip(*(next(values) for _ in flat), strict=True)],
     )
 
@@ -364,10 +375,11 @@ def _encode(value: Any, layout: Layout) -> list[Any]:
         return [value.name if isinstance(value, Granularity) else value]
     if value is None or isinstance(value, Tensor):
         return [value] + [None] * (_count(layout) - 1)
-    if isinstance(layout, list):
-        return [list(column) for column in zip(*(_encode(part, layout[0]) for part in value), strict=True)]
+    if layout[0] == 0:
+        rows = [_encode(part, layout[1]) for part in value]
+        return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in range(_count(layout))]
     return [flat for part, inner in zip(value, layout, strict=True) for flat in _encode(part, inner)]
 
 
 def _count(layout: Layout) -> int:
-    return 1 if layout == 1 else sum(map(_count, layout))
+    return layout if isinstance(layout, int) else sum(map(_count, layout))
