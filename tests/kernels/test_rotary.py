@@ -65,7 +65,9 @@ def test_shapes_that_do_not_fit():
 
 def test_the_operator_is_well_formed():
     x, cos, sin = operands()
-    torch.library.opcheck(torch.ops.octavo.rotate, rotary._rotate.encode(x, cos, sin, True), test_utils="test_faketensor")
+    torch.library.opcheck(
+        torch.ops.octavo.rotate, rotary._rotate.encode(x, cos, sin, True), test_utils="test_faketensor"
+    )
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels.quant_spec import QuantSpec, parse_spec
-from octavo.kernels.runtime.dispatch import PLAIN, is_triton_off, run_kernel
+from octavo.kernels.runtime.dispatch import PLAIN, is_triton_off, run_kernel, runs_triton
 from octavo.kernels.runtime.host_state import host_state
 from octavo.numerics import Granularity, Quantized, granularity_named
 
@@ -58,7 +58,7 @@ def operation(
         name: of the operator; default that of the function, without leading underscores.
         reference: the definition. On a GPU, the function of the same name in the `triton.py` beside it runs instead
             (`dispatch.run_kernel`), and the decorated function is a signature only. None: the decorated function runs.
-        unsupported: returns why the Triton kernel does not support these arguments, or None.
+        unsupported: returns why the Triton kernel does not support these arguments, or None. Called where Triton runs.
         ledger: name in the ledger's fallbacks, or a function that returns it; default that of the operator.
         results: kind of each result: a tensor (True), codes and scales (`QuantSpec`), or none (False, None). Required
             if a result may be absent or is a `Quantized`.
@@ -87,7 +87,7 @@ def _dispatched(
 
     def run(*arguments: Any) -> Any:
         first = _first_tensor(next(x for x in arguments if isinstance(x, Tensor | tuple | list)))
-        refused = unsupported(*arguments) if unsupported is not None and first.is_cuda else None
+        refused = unsupported(*arguments) if unsupported is not None and runs_triton(first) else None
         return run_kernel(kernel, first, arguments, label if isinstance(label, str) else label(*arguments), refused)
 
     return run
@@ -260,8 +260,9 @@ def _digest_of_sources() -> str:
 # --- the arguments of an operator, by annotation ----------------------------------------------------------------------
 
 Layout = Any
-"""How many arguments an operator has for a value: 1, or a tuple with the layout of each field; (0, layout) for a sequence
-of structures, which becomes a list per field."""
+"""How many arguments an operator has for a value: 1, or a tuple with the layout of each field.
+
+(0, layout) for a sequence of structures, which becomes a list per field."""
 
 
 class _Codec(NamedTuple):
