@@ -307,7 +307,7 @@ def _codec_of(annotation: Any) -> _Codec:
     if origin in (types.UnionType, typing.Union):
         return _union(annotation, [part for part in parts if part is not type(None)])
     if origin in (list, Sequence) or (origin is tuple and parts[-1] is Ellipsis):
-        return _sequence(_codec_of(parts[0]))
+        return _sequence(_codec_of(parts[0]), tuple if origin is tuple else list)
     if origin is tuple:
         return _fields(lambda values: tuple(values), {f"_{i}": part for i, part in enumerate(parts)})
     if hasattr(annotation, "_fields"):
@@ -348,14 +348,14 @@ def _tensor_or(inner: _Codec, optional: str) -> _Codec:
     return _Codec((("", first + optional), *rest), inner.layout, decode)
 
 
-def _sequence(inner: _Codec) -> _Codec:
+def _sequence(inner: _Codec, build: Callable[[Iterator[Any]], Any]) -> _Codec:
     flat = tuple((name, kind + "[]") for name, kind in inner.flat)
     if inner.layout == 1:
-        return _Codec(flat, 1, lambda values: [inner.decode(iter([x])) for x in next(values)])
+        return _Codec(flat, 1, lambda values: build(inner.decode(iter([x])) for x in next(values)))
     return _Codec(
         flat,
         (0, inner.layout),
-        lambda values: [inner.decode(iter(row)) for row in zip(*(next(values) for _ in flat), strict=True)],
+        lambda values: build(inner.decode(iter(row)) for row in zip(*(next(values) for _ in flat), strict=True)),
     )
 
 
