@@ -12,7 +12,6 @@ dtype of the GEMM. Reading and writing it is the cost of many small chunks: a fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -305,7 +304,7 @@ def _fake(
 @operation(fake=_fake, results=lambda *arguments: [True, *arguments[4].needed])
 def _linear_cross_entropy(
     x_MK: Tensor, weight: Tensor | _OwnCodes, bias_V: Tensor | None, targets_M: Tensor, options: _Options
-) -> Sequence[Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the loss of each token, FP32 (M,), and the gradients of their sum that are needed.
 
     Args:
@@ -337,7 +336,7 @@ def _linear_cross_entropy(
     dw_VK = None
     if needs_weight:
         dw_VK = _like(x_MK, weight_VK).zero_() if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
-    return [loss_M, dx_MK, dw_VK, None if db_V is None or bias_V is None else db_V.to(bias_V.dtype)]
+    return loss_M, dx_MK, dw_VK, None if db_V is None or bias_V is None else db_V.to(bias_V.dtype)
 
 
 _GEMM = ("precision", "accumulate")

@@ -98,7 +98,7 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None)
     return backend if fused else SDPBackend.MATH
 
 
-def _attention_fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _attention_fake(q: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)
 

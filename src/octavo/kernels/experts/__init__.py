@@ -155,8 +155,8 @@ def activation_backward(
         targets: for D per row, for D per column and expert, and for h, of which only the format is used.
         factors: FP32; for D per row (E, N), per column (R, 1); for h (R, 1), powers of two: the forward scales.
     """
-    row, column, *rest = _activation_backward(kind, dh, gate, up, weights, ends, targets, factors)
-    return Gradients(row, None if column is None else Padded(*column[:2]), *rest)
+    row, column, hidden, made = _activation_backward(kind, dh, gate, up, weights, ends, targets, factors)
+    return Gradients(row, None if column is None else Padded(*column[:2]), hidden, made)
 
 
 def _tokens_fake(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None) -> tuple[Quantized, Quantized]:
@@ -214,5 +214,6 @@ def _activation_backward(
     factors: Factors,
 ) -> Results:
     arguments, label = (kind, dh, gate, up, weights, ends, targets, factors), f"expert_activation_backward {kind}"
-    row, column, hidden, made = run_kernel("experts.activation_backward", dh, arguments, label, _refused(dh))
-    return row and Quantized(*row, PER_ROW), column and Quantized(*column, PER_ROW), hidden, made
+    *pairs, hidden, made = run_kernel("experts.activation_backward", dh, arguments, label, _refused(dh))
+    row, column = (None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in pairs)
+    return row, column, hidden, made

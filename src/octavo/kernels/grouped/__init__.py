@@ -223,8 +223,9 @@ def _quantize_groups(
 ) -> tuple[Quantized | None, Quantized | None]:
     _check_ends(ends, len(x if source is None else source))
     arguments, first = (x, ends, rows, columns, row_fold, column_fold, source), x if len(ends) else ends
-    row, column = run_kernel("grouped.quantize_groups", first, arguments, "quantize_groups")
-    return row and Quantized(*row, PER_ROW), column and Quantized(*column, PER_ROW)
+    pairs = run_kernel("grouped.quantize_groups", first, arguments, "quantize_groups")
+    row, column = (None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in pairs)
+    return row, column
 
 
 def _check_ends(ends: Tensor, tokens: int) -> None:

@@ -60,8 +60,8 @@ def quantize_with_scale(
     _check(sources, scale_ref, rows, columns)
     codes, codes_t, scale = _quantize(sources, scale_ref, rows, columns)
     return (
-        None if rows is None else Quantized(codes, scale, rows.tile),
-        None if columns is None else Quantized(codes_t, scale, columns.tile),
+        None if rows is None or codes is None else Quantized(codes, scale, rows.tile),
+        None if columns is None or codes_t is None else Quantized(codes_t, scale, columns.tile),
     )
 
 

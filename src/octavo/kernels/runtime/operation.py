@@ -106,8 +106,8 @@ def is_direct(x: Tensor) -> bool:
 
 def composite(operator: Any) -> Implementation | None:
     """Return the implementation of an operator that calls several kernels; None for any other operator."""
-    namespace, _, name = operator._schema.name.partition("::") if isinstance(operator, torch._ops.OpOverload) else "::"
-    made = _operations.get(name) if namespace == "octavo" else None
+    qualified = operator._schema.name if isinstance(operator, torch._ops.OpOverload) else ""
+    made = _operations.get(qualified.removeprefix("octavo::")) if qualified.startswith("octavo::") else None
     return None if made is None or made.__module__.startswith("octavo.kernels") else made.on_flat(made.run)
 
 
@@ -176,13 +176,15 @@ class Operation(Generic[P, R]):
         """Run the operation, through the operator where something traces."""
         lead, layout = (self.lead, self.layout) if not torch.compiler.is_compiling() else _constants_of(self.name)
         arguments: Sequence[Any] = args if len(args) == len(layout) else self._bound(args, kwargs)
+        made: R
         first = arguments[lead]
         while not isinstance(first, Tensor):
             first = first[0]
         if is_direct(first):
-            made: R = self.run(*arguments)
+            made = self.run(*arguments)
             return made
-        return self._through_operator(arguments, _encode(arguments, layout))
+        made = self._through_operator(arguments, _encode(arguments, layout))
+        return made
 
     def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Return all arguments by position."""
@@ -199,7 +201,8 @@ class Operation(Generic[P, R]):
         made = self.operator(*flat, code=_code() if host_state().is_open_to_compilers else "")
         if self._results is None:
             return made if self._returned in (Tensor, list[Tensor]) else _structure(self._returned, made)
-        rest, values = iter(made), []
+        values: list[Any] = []
+        rest = iter(made)
         for kind in self._results(*arguments):
             if isinstance(kind, QuantSpec):
                 values.append(Quantized(next(rest), next(rest), kind.tile))
@@ -319,7 +322,7 @@ def _codec_of(annotation: Any) -> _Codec:
 def _union(annotation: Any, parts: list[Any]) -> _Codec:
     if len(parts) == 1 != len(typing.get_args(annotation)):
         return _optional(_codec_of(parts[0]))
-    if len(parts) != 2 or parts[0] is not Tensor:
+    if len(parts) != 2 or parts[0] is not Tensor or not hasattr(parts[1], "_fields"):
         raise TypeError(f"an argument is a tensor or one structure, not {annotation}.")
     return _tensor_or(_codec_of(parts[1]), "?" if len(typing.get_args(annotation)) > 2 else "")
 
