@@ -23,7 +23,7 @@ from octavo.kernels.gemm import accumulator, dequantized, integer, vendor
 from octavo.kernels.gemm.reference import gemm as reference_gemm
 from octavo.kernels.runtime import ledger
 from octavo.kernels.runtime.host_state import host_state, switched
-from octavo.kernels.runtime.operation import operation
+from octavo.kernels.runtime.operation import is_direct, operation
 from octavo.numerics import Quantized
 
 
@@ -122,7 +122,9 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, accumulate: str = "
         out_dtype: BF16, FP16 or FP32.
         accumulate: `slow` or `fast`; kernels without fast accumulation ignore `fast`.
     """
-    return _gemm(a, b, out_dtype, accumulate == "fast")
+    multiply = _gemm.run if is_direct(a.codes) else _gemm  # the most frequent call: a frame less
+    result: Tensor = multiply(a, b, out_dtype, accumulate == "fast")
+    return result
 
 
 def _fake(left: Quantized, right: Quantized, out_dtype: torch.dtype, _fast: bool) -> Tensor:
