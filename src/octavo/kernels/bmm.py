@@ -18,7 +18,7 @@ from octavo.kernels.batch import Batch
 from octavo.kernels.gemm import gemm
 from octavo.kernels.grouped import ALIGNED
 from octavo.kernels.runtime import ledger
-from octavo.kernels.runtime.dispatch import architecture, launches_on, triton_unsupported_reason
+from octavo.kernels.runtime.dispatch import architecture, implementation, launches_on, triton_unsupported_reason
 from octavo.kernels.runtime.host_state import host_state
 from octavo.kernels.runtime.operation import operation
 from octavo.numerics import PER_ROW, PER_TENSOR, Granularity, granularity_named
@@ -72,12 +72,10 @@ def _unsupported_reason(a: Batch, b: Batch) -> str | None:
 
 def _grouped(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """Compute all products in one grouped GEMM, each matrix of the batch a group of rows."""
-    from octavo.kernels.grouped_gemm import triton as fused
-
     batch, rows, _ = a.codes.shape
     ends = torch.arange(rows, (batch + 1) * rows, rows, dtype=torch.int32, device=a.codes.device)
     with launches_on(a.codes.device):
-        y = fused.grouped_gemm(
+        y: Tensor = implementation("triton", "grouped_gemm").grouped_gemm(
             a.codes.flatten(0, 1), _row_scale(a).flatten(), b.codes.contiguous(), _row_scale(b), ends, out_dtype, fast
         )
     return y.view(batch, rows, -1).detach()  # autograd forbids in-place writes to a view from an autograd function

@@ -56,8 +56,9 @@ def operation(
     Args:
         fake: returns results of the same structure, shapes, dtypes and strides, without data.
         name: of the operator; default that of the function, without leading underscores.
-        reference: the definition. On a GPU, the function of the same name in the `triton.py` beside it runs instead
-            (`dispatch.run_kernel`), and the decorated function is a signature only. None: the decorated function runs.
+        reference: the definition; the decorated function is a signature only. On a GPU, the function of the same name
+            in the `triton.py` beside it runs instead (`dispatch.run_kernel`). None: the decorated function runs, for
+            operations composed of others, and those whose first tensor says neither where they run nor if they are empty.
         unsupported: returns why the Triton kernel does not support these arguments, or None. Called where Triton runs.
         ledger: name in the ledger's fallbacks, or a function that returns it; default that of the operator.
         results: kind of each result: a tensor (True), codes and scales (`QuantSpec`), or none (False, None). Required
@@ -68,11 +69,9 @@ def operation(
     """
 
     def decorate(function: Callable[P, R]) -> Operation[P, R]:
-        run: Implementation = function
-        named = name or function.__name__.lstrip("_")
+        made: Operation[P, R] = Operation(name or function.__name__.lstrip("_"), function, fake, results)
         if reference is not None:
-            run = _dispatched(reference, ledger or named, unsupported)
-        made: Operation[P, R] = Operation(named, function, run, fake, results)
+            made.run = _dispatched(reference, made.lead, ledger or made.name, unsupported)
         made.define(tags, in_graph)
         return made
 
@@ -80,23 +79,20 @@ def operation(
 
 
 def _dispatched(
-    reference: Implementation, label: str | Callable[..., str], unsupported: Callable[..., str | None] | None
+    reference: Implementation,
+    lead: int,
+    label: str | Callable[..., str],
+    unsupported: Callable[..., str | None] | None,
 ) -> Implementation:
     """Return a function that runs the Triton kernel on a GPU, the reference elsewhere."""
     kernel = f"{reference.__module__.split('.')[-2]}.{reference.__name__}"
 
     def run(*arguments: Any) -> Any:
-        first = _first_tensor(next(x for x in arguments if isinstance(x, Tensor | tuple | list)))
-        refused = unsupported(*arguments) if unsupported is not None and runs_triton(first) else None
-        return run_kernel(kernel, first, arguments, label if isinstance(label, str) else label(*arguments), refused)
+        x = arguments[lead]
+        refused = unsupported(*arguments) if unsupported is not None and runs_triton(x) else None
+        return run_kernel(kernel, x, arguments, label if isinstance(label, str) else label(*arguments), refused)
 
     return run
-
-
-def _first_tensor(x: Any) -> Tensor:
-    while not isinstance(x, Tensor):
-        x = x[0]
-    return x
 
 
 def is_direct(x: Tensor) -> bool:
@@ -118,7 +114,6 @@ class Operation(Generic[P, R]):
         self,
         name: str,
         signature: Callable[P, R],
-        run: Implementation,
         fake: Implementation,
         results: Callable[..., Sequence[Any]] | None,
     ) -> None:
@@ -126,9 +121,11 @@ class Operation(Generic[P, R]):
         hints, parameters = typing.get_type_hints(signature), inspect.signature(signature).parameters
         codecs = {parameter: _codec_of(hints[parameter]) for parameter in parameters}
         self.name = name
-        self.run, self.fake = run, fake
-        self._results, self._returned = results, hints["return"]
-        self._defaults = {name: parameter.default for name, parameter in parameters.items()}
+        self.run: Implementation = signature
+        self.fake = fake
+        self._results, self._structure = results, _structure_of(hints["return"])
+        self._result = "Tensor" if hints["return"] is Tensor else "Tensor[]"
+        self._names, self._defaults = tuple(parameters), tuple(x.default for x in parameters.values())
         self._schema = [
             (parameter + suffix, kind) for parameter, codec in codecs.items() for suffix, kind in codec.flat
         ]
@@ -140,9 +137,8 @@ class Operation(Generic[P, R]):
     def define(self, tags: Sequence[torch.Tag], in_graph: Callable[..., bool] | None) -> None:
         """Define the operator for every device."""
         arguments = ", ".join(f"{kind} {name}" for name, kind in self._schema)
-        result = "Tensor" if self._returned is Tensor else "Tensor[]"
         run, fake = self.on_flat(self.run), self.on_flat(self.fake)
-        signature = f'{self.name}({arguments}, *, str code="") -> {result}'
+        signature = f'{self.name}({arguments}, *, str code="") -> {self._result}'
         _library.define(signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _library.impl(self.name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"octavo::{self.name}", fake, lib=_library)
@@ -188,19 +184,21 @@ class Operation(Generic[P, R]):
 
     def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """Return all arguments by position."""
-        arguments = [*args]
-        for name, default in list(self._defaults.items())[len(args) :]:
-            if name not in kwargs and default is inspect.Parameter.empty:
-                raise TypeError(f"{self.name}() misses the argument '{name}'.")
-            arguments.append(kwargs.get(name, default))
-        if unknown := kwargs.keys() - [*self._defaults][len(args) :]:
-            raise TypeError(f"{self.name}() takes no argument '{', '.join(unknown)}', or has it by position already.")
+        arguments = [*args, *self._defaults[len(args) :]]
+        for name, value in kwargs.items():
+            if name not in self._names[len(args) :]:
+                raise TypeError(f"{self.name}() takes no argument '{name}', or has it by position already.")
+            arguments[self._names.index(name)] = value
+        if len(arguments) > len(self._names) or any(x is inspect.Parameter.empty for x in arguments[len(args) :]):
+            raise TypeError(f"{self.name}() takes the arguments {', '.join(self._names)}: one is missing, or too many.")
         return arguments
 
     def _through_operator(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
         made = self.operator(*flat, code=_code() if host_state().is_open_to_compilers else "")
+        if self._structure is None:
+            return made
         if self._results is None:
-            return made if self._returned in (Tensor, list[Tensor]) else _structure(self._returned, made)
+            return self._structure(*made)
         values: list[Any] = []
         rest = iter(made)
         for kind in self._results(*arguments):
@@ -208,7 +206,7 @@ class Operation(Generic[P, R]):
                 values.append(Quantized(next(rest), next(rest), kind.tile))
             else:
                 values.append(next(rest) if kind else None)
-        return values[0] if self._returned is Quantized else _structure(self._returned, values)
+        return self._structure(*values)
 
     def encode(self, *arguments: Any) -> list[Any]:
         """Return the operator's arguments."""
@@ -220,9 +218,13 @@ class Operation(Generic[P, R]):
         return [decode(values) for decode in self._decoders]
 
 
-def _structure(returned: Any, values: Sequence[Any]) -> Any:
-    """Return the results as the operation does: as a named tuple, or a plain one."""
-    return returned(*values) if hasattr(returned, "_fields") else tuple(values)
+def _structure_of(returned: Any) -> Implementation | None:
+    """Return what makes the operation's result of the operator's: None if they are the same."""
+    if returned in (Tensor, list[Tensor]):
+        return None
+    if returned is Quantized:
+        return lambda quantized: quantized
+    return returned if hasattr(returned, "_fields") else lambda *values: values  # type: ignore[no-any-return]
 
 
 def _tensors_of(made: Any) -> Iterator[Tensor]:
