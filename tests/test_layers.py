@@ -114,7 +114,7 @@ REGISTRIES = {
     "distributed/checkpoint.py": {"_background_groups"},
     "kernels/runtime/host_state.py": {"_state", "_lock"},
     "kernels/runtime/ledger.py": {"_warned"},
-    "kernels/runtime/operator.py": {"_composites", "_library"},
+    "kernels/runtime/operation.py": {"_library", "_operations"},
     "kernels/sample/__init__.py": {"_idle"},
     "kernels/runtime/tape.py": {"_recordings", "_thread"},
     "nn/adopted.py": {"_CLASSES"},

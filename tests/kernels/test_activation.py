@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.errors import ConfigError
+from octavo.kernels import activation as contract
 from octavo.kernels.activation import (
     INPUTS,
     KINDS,
@@ -16,7 +17,6 @@ from octavo.kernels.activation import (
     activation_backward_plain,
 )
 from octavo.kernels.quant_spec import QuantSpec, laid_out
-from octavo.kernels.runtime.operator import pack
 from octavo.numerics import dequantize, quantize
 from octavo.numerics.quantize import to_codes
 
@@ -218,20 +218,21 @@ def test_empty_matrices(target, shape):
 
 def test_operators_obey_their_schemas_and_shapes():
     dh, gate, up = inputs(6, 8)
-    ops, scale = torch.ops.octavo, activation("silu", gate, up, ROW).scale
-    check = torch.library.opcheck
+    scale, check = activation("silu", gate, up, ROW).scale, torch.library.opcheck
+    forward, backward = contract._activation, contract._activation_backward
+    plain = contract._activation_backward_plain
     for second in (up, None):
-        check(ops.activation, pack((gate, second, "gelu", ROW, False, ROW)))
-        check(ops.activation_backward_plain, pack((dh, gate, second, "gelu")))
-        check(ops.activation, pack((gate, second, "gelu", ROW, True, None)))
-        rest = "gelu", Targets(ROW, None, COLUMN), Factors()
-        check(ops.activation_backward, pack((dh, gate, second, *rest)))
+        check(forward.operator, forward.encode("gelu", gate, second, ROW, None, ROW))
+        check(plain.operator, plain.encode("gelu", dh, gate, second))
+        check(forward.operator, forward.encode("gelu", gate, second, ROW, INPUTS, None))
+        rest = Targets(ROW, None, COLUMN), Factors()
+        check(backward.operator, backward.encode("gelu", dh, gate, second, *rest))
         codes = activate("gelu", gate, second, ROW, keeps_inputs=True)[:2][1]
-        from_codes = pack((dh, *codes, *[None] * (2 - len(codes)), *rest))
+        from_codes = backward.encode("gelu", dh, *codes, *[None] * (2 - len(codes)), *rest)
         # The schema's own test compares inputs in arithmetic that PyTorch does not have for FP8.
-        check(ops.activation_backward, from_codes, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+        check(backward.operator, from_codes, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
     factors = Factors(None, torch.ones(6, 1), scale)
-    check(ops.activation_backward, pack((dh, gate, up, "gelu", Targets(None, ROW, COLUMN), factors)))
+    check(backward.operator, backward.encode("gelu", dh, gate, up, Targets(None, ROW, COLUMN), factors))
 
 
 def test_compiled_code_calls_them_whole():

@@ -1,5 +1,6 @@
 """Attention: the definition against float64, PyTorch's fused kernels against the definition, codes in place of y."""
 
+import functools
 import math
 
 import pytest
@@ -10,7 +11,6 @@ from octavo.errors import ConfigError
 from octavo.kernels import attention as contract
 from octavo.kernels.attention import attention, attention_backward, decode
 from octavo.kernels.quantize import quantize
-from octavo.kernels.runtime.operator import pack
 from octavo.numerics import Quantized, dequantize, sqnr_db
 
 SHAPES = {"heads alike": (2, 24, 4, 4, 16), "grouped": (2, 24, 4, 2, 16), "one token": (3, 1, 2, 1, 8)}
@@ -133,9 +133,10 @@ def test_what_does_not_fit(change):
 def test_the_operators_are_well_formed():
     q, k, v, dy = drawn(SHAPES["grouped"], torch.bfloat16)
     y, lse = attention(q, k, v)
-    codes, ops, check = codes_of(y), torch.ops.octavo, torch.library.opcheck
-    check(ops.attention, pack((q, k, v, True, None)), test_utils="test_faketensor")
-    check(ops.attention_backward, pack((dy, (q, k, v), codes, lse, True, 0.1)), test_utils="test_faketensor")
+    codes, forward, backward = codes_of(y), contract._attention, contract._attention_backward
+    check = functools.partial(torch.library.opcheck, test_utils="test_faketensor")
+    check(forward.operator, forward.encode(q, k, v, True, None))
+    check(backward.operator, backward.encode(dy, (q, k, v), codes, lse, True, 0.1))
 
 
 @pytest.mark.gpu

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from octavo.kernels.batch import quantize_batch, transpose_batch
+from octavo.kernels.batch import _quantize_batch, quantize_batch, transpose_batch
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize_pair
-from octavo.kernels.runtime.operator import pack
 
 
 def folded_batch(shape):
@@ -46,6 +45,6 @@ def test_shape_functions(shape):
     x, row_fold, column_fold = folded_batch(shape)
     row, tile = QuantSpec("e4m3", "row", "power_of_two"), QuantSpec("e4m3", "1x128", "power_of_two")
     for args in ((x, row, tile, row_fold, column_fold), (x, row, None, None, None)):
-        torch.library.opcheck(torch.ops.octavo.quantize_batch, pack(args), test_utils="test_faketensor")
+        torch.library.opcheck(_quantize_batch.operator, _quantize_batch.encode(*args), test_utils="test_faketensor")
     codes = x.to(torch.float8_e4m3fn)
-    torch.library.opcheck(torch.ops.octavo.transpose_batch, pack((codes,)), test_utils="test_faketensor")
+    torch.library.opcheck(transpose_batch.operator, (codes,), test_utils="test_faketensor")

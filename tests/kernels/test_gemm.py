@@ -11,10 +11,9 @@ import torch
 
 from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.gemm import KERNELS, GemmKernel, choose
+from octavo.kernels.gemm import KERNELS, GemmKernel, _gemm, choose
 from octavo.kernels.gemm.reference import gemm as reference_gemm
 from octavo.kernels.gemm.vendor import cpu_unsupported_reason
-from octavo.kernels.runtime.operator import pack
 from octavo.nn import Linear
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import load, names
@@ -121,9 +120,8 @@ def test_rule_6_padding_changes_no_sum(oracle):
 @pytest.mark.parametrize("name", ["rows", "0x128"])
 def test_unknown_granularity(name):
     codes, scale = torch.zeros(2, 2).to(torch.float8_e4m3fn), torch.ones(1, 1)
-    arguments = f"quantized {name}|quantized tensor|dtype float32|bool False"
     with pytest.raises(ConfigError, match="unknown granularity"):
-        torch.ops.octavo.gemm([codes, scale, codes, scale], [], arguments)
+        torch.ops.octavo.gemm(codes, scale, name, codes, scale, "tensor", torch.float32, False)
 
 
 # --- who runs -------------------------------------------------------------------------------------------------------
@@ -210,7 +208,7 @@ def test_autocast_does_not_reach_into_a_gemm(left, right):
 
 def test_the_operator_is_well_formed():
     a, b = operands(5, 4, 6, ("e4m3", "row"), ("e4m3", "tensor"))
-    torch.library.opcheck(torch.ops.octavo.gemm, pack((a, b, torch.float32, False)), test_utils="test_faketensor")
+    torch.library.opcheck(_gemm.operator, _gemm.encode(a, b, torch.float32, False), test_utils="test_faketensor")
 
 
 # --- by a named accumulator -----------------------------------------------------------------------------------------

@@ -6,11 +6,18 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.norm import KEPT, normalise, normalise_backward, reference, unsupported_reason
+from octavo.kernels.norm import (
+    KEPT,
+    _norm,
+    _norm_backward,
+    normalise,
+    normalise_backward,
+    reference,
+    unsupported_reason,
+)
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import quantize
 from octavo.kernels.runtime import ledger
-from octavo.kernels.runtime.operator import pack
 from octavo.numerics import dequantize
 
 EPS = 1e-5
@@ -86,13 +93,14 @@ def test_shapes_that_do_not_fit():
 
 def test_the_operators_are_well_formed():
     x, weight, rows = torch.randn(200, 5).bfloat16().t(), torch.randn(200), torch.rand(5)
-    ops, check = torch.ops.octavo, torch.library.opcheck
+    check = torch.library.opcheck
     for target in (None, BLOCK):
         for bias in (None, weight):
             arguments = x, weight, bias, EPS, target, bias is not None
-            check(ops.norm, pack(arguments), test_utils="test_faketensor")
+            check(_norm.operator, _norm.encode(*arguments), test_utils="test_faketensor")
     for parameter, mean in itertools.product((None, weight.half()), (None, rows)):
-        check(ops.norm_backward, pack((x, x, parameter, None, mean, rows)), test_utils="test_faketensor")
+        arguments = _norm_backward.encode(x, x, parameter, None, mean, rows)
+        check(_norm_backward.operator, arguments, test_utils="test_faketensor")
 
 
 def test_compiled_code_gives_the_same():
@@ -149,5 +157,5 @@ def test_the_backward_of_codes_is_well_formed():
     x, weight, rows = torch.randn(5, 200).bfloat16(), torch.randn(200), torch.rand(5)
     codes = quantize(x, *KEPT)
     for bias, mean in ((None, None), (weight, rows)):
-        arguments = pack((x, codes, weight, bias, mean, rows))
-        torch.library.opcheck(torch.ops.octavo.norm_backward, arguments, test_utils="test_faketensor")
+        arguments = _norm_backward.encode(x, codes, weight, bias, mean, rows)
+        torch.library.opcheck(_norm_backward.operator, arguments, test_utils="test_faketensor")

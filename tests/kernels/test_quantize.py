@@ -6,7 +6,7 @@ import torch
 from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.kernels.quantize import LONGEST_NORM
-from octavo.kernels.runtime import dispatch
+from octavo.kernels.runtime import dispatch, operation
 from octavo.numerics import format_named, granularity_named
 from octavo.numerics import quantize as specified
 
@@ -59,6 +59,7 @@ def test_unknown_names():
 def test_a_normed_row_too_long_for_triton_is_a_recorded_fallback(longer, monkeypatch):
     """On a GPU: `uses_triton` asks for the reason there, and records it."""
     asked = []
+    monkeypatch.setattr(operation, "runs_triton", lambda x: True)
     monkeypatch.setattr(dispatch, "uses_triton", lambda x, operation, refused: asked.append(refused))
     x = torch.randn(2, LONGEST_NORM + longer)
     norm, target = (torch.rand(2), torch.rand(x.shape[1])), kernels.QuantSpec("e4m3", "row", "power_of_two")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
+from octavo.kernels import rotary
 from octavo.kernels.rotary import rotate
 from octavo.kernels.rotary.reference import rotate as reference
-from octavo.kernels.runtime.operator import pack
 
 
 def operands(batches: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,7 +65,9 @@ def test_shapes_that_do_not_fit():
 
 def test_the_operator_is_well_formed():
     x, cos, sin = operands()
-    torch.library.opcheck(torch.ops.octavo.rotate, pack((x, cos, sin, True)), test_utils="test_faketensor")
+    torch.library.opcheck(
+        torch.ops.octavo.rotate, rotary._rotate.encode(x, cos, sin, True), test_utils="test_faketensor"
+    )
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from octavo import kernels
 from octavo.errors import ConfigError
-from octavo.kernels.runtime.operator import pack
 from octavo.nn import cross_entropy as module
 from octavo.nn.cross_entropy import chunk_of, linear_cross_entropy
 from octavo.numerics import sqnr_db
@@ -377,9 +376,10 @@ def test_it_compiles_with_inductor() -> None:
 def test_the_operator_is_what_its_schema_says() -> None:
     x, weight, bias, targets = (t.detach() for t in operands())
     for needs in ([True, True, True], [False, True, False], [False, False, False]):
+        operation, options = module._linear_cross_entropy, ("bf16", torch.bfloat16, -100, 0.0, 0.0, 16, needs)
         torch.library.opcheck(
-            torch.ops.octavo.linear_cross_entropy,
-            pack((x, weight, bias, targets, ("bf16", torch.bfloat16, -100, 0.0, 0.0, 16, needs))),
+            operation.operator,
+            operation.encode(x, weight, bias, targets, options),
             test_utils=("test_schema", "test_faketensor"),
         )
 

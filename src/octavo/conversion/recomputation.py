@@ -158,9 +158,9 @@ _LENGTHS: dict[str | None, Callable[[tuple[Any, ...]], int]] = {
     "aten::baddbmm": _summed(1),
     "aten::convolution": _taps,
     "octavo::rounded_product": _summed(0),
-    **{f"octavo::{name}": lambda args: args[0][0].shape[-1] for name in ("gemm", "bmm", "grouped_gemm")},
+    **{f"octavo::{name}": lambda args: args[0].shape[-1] for name in ("gemm", "bmm", "grouped_gemm")},
     **{f"aten::_scaled_dot_product_{name}": lambda args: args[1].shape[-2] for name in _ATTENTION},
-    "octavo::attention": lambda args: args[0][1].shape[1],
+    "octavo::attention": lambda args: args[1].shape[1],
 }
 """Length of the sum behind one element of the result, by operator."""
 

@@ -18,10 +18,10 @@ from octavo.kernels.batch import Batch
 from octavo.kernels.gemm import gemm
 from octavo.kernels.grouped import ALIGNED
 from octavo.kernels.runtime import ledger
-from octavo.kernels.runtime.dispatch import architecture, launches_on, triton_unsupported_reason
+from octavo.kernels.runtime.dispatch import architecture, implementation, launches_on, triton_unsupported_reason
 from octavo.kernels.runtime.host_state import host_state
-from octavo.kernels.runtime.operator import call, define_packed
-from octavo.numerics import PER_ROW, PER_TENSOR, Granularity, Quantized, granularity_named
+from octavo.kernels.runtime.operation import operation
+from octavo.numerics import PER_ROW, PER_TENSOR, Granularity, granularity_named
 
 
 def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") -> Tensor:
@@ -40,9 +40,7 @@ def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") ->
         raise ConfigError(
             f"bmm takes (B, M, K) and (B, N, K), got shapes {tuple(a.codes.shape)} and {tuple(b.codes.shape)}."
         )
-    arguments = Quantized(*a), Quantized(*b), out_dtype, accumulate == "fast"
-    result: Tensor = call("bmm", _bmm, arguments, [True])[0]
-    return result
+    return _bmm(a, b, out_dtype, accumulate == "fast")
 
 
 def batched_unsupported_reason(device: torch.device, a: tuple[str, str], b: tuple[str, str]) -> str | None:
@@ -74,12 +72,10 @@ def _unsupported_reason(a: Batch, b: Batch) -> str | None:
 
 def _grouped(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """Compute all products in one grouped GEMM, each matrix of the batch a group of rows."""
-    from octavo.kernels.grouped_gemm import triton as fused
-
     batch, rows, _ = a.codes.shape
     ends = torch.arange(rows, (batch + 1) * rows, rows, dtype=torch.int32, device=a.codes.device)
     with launches_on(a.codes.device):
-        y = fused.grouped_gemm(
+        y: Tensor = implementation("triton", "grouped_gemm").grouped_gemm(
             a.codes.flatten(0, 1), _row_scale(a).flatten(), b.codes.contiguous(), _row_scale(b), ends, out_dtype, fast
         )
     return y.view(batch, rows, -1).detach()  # autograd forbids in-place writes to a view from an autograd function
@@ -91,19 +87,16 @@ def _row_scale(x: Batch) -> Tensor:
     return x.scale.expand(batch, rows, 1).reshape(batch, rows).contiguous()
 
 
-def _bmm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> list[Tensor]:
-    left, right = Batch(*a), Batch(*b)
+def _fake(a: Batch, b: Batch, out_dtype: torch.dtype, _fast: bool) -> Tensor:
+    return a.scale.new_empty(a.codes.shape[0], a.codes.shape[1], b.codes.shape[1], dtype=out_dtype)
+
+
+@operation(fake=_fake, tags=[torch.Tag.needs_fixed_stride_order])
+def _bmm(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
     if 0 in (*a.codes.shape, *b.codes.shape):
-        return [_bmm_shape(a, b, out_dtype)[0].zero_()]
-    if not host_state().accumulator and _unsupported_reason(left, right) is None:
+        return _fake(a, b, out_dtype, fast).zero_()
+    if not host_state().accumulator and _unsupported_reason(a, b) is None:
         ledger.count("grouped_bmm", a.codes.shape[0])
-        return [_grouped(left, right, out_dtype, fast)]
-    pairs = zip(left.matrices(), right.matrices(), strict=True)
-    return [torch.stack([gemm(x, y, out_dtype, "fast" if fast else "slow") for x, y in pairs])]
-
-
-def _bmm_shape(a: Quantized, b: Quantized, out_dtype: torch.dtype, *_: bool) -> list[Tensor]:
-    return [a.scale.new_empty(a.codes.shape[0], a.codes.shape[1], b.codes.shape[1], dtype=out_dtype)]
-
-
-define_packed("bmm", _bmm, _bmm_shape, torch.Tag.needs_fixed_stride_order)
+        return _grouped(a, b, out_dtype, fast)
+    pairs = zip(a.matrices(), b.matrices(), strict=True)
+    return torch.stack([gemm(x, y, out_dtype, "fast" if fast else "slow") for x, y in pairs])

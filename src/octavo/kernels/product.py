@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.runtime.operator import define
+from octavo.kernels.runtime.operation import operation
 
 _BY_DIM = {2: torch.ops.aten.mm.default, 3: torch.ops.aten.bmm.default, 4: torch.ops.aten.matmul.default}
 
@@ -29,14 +29,8 @@ def rounded_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+@operation(fake=lambda a, b, dtype: a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
 def _rounded_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32).to(dtype)  # no partial sums in BF16
     return product(a.float(), b.float()).to(dtype)
-
-
-define(
-    "rounded_product(Tensor a, Tensor b, ScalarType dtype) -> Tensor",
-    _rounded_product,
-    lambda a, b, dtype: a.new_empty(a.shape[0], b.shape[1], dtype=dtype),
-)

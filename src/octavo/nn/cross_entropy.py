@@ -25,7 +25,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
 from octavo.kernels.product import product
 from octavo.kernels.runtime.dispatch import on_gpu
-from octavo.kernels.runtime.operator import call, define_packed, unpack
+from octavo.kernels.runtime.operation import operation
 from octavo.nn.first_call import note_weight
 from octavo.nn.fp8_weights import values
 from octavo.nn.functional import (
@@ -42,7 +42,7 @@ from octavo.nn.functional import (
 )
 from octavo.nn.lora import has_update
 from octavo.nn.operands import check_dtypes
-from octavo.numerics import Quantized
+from octavo.numerics import Granularity, Quantized, Scaling
 from octavo.recipes import OPERANDS, Recipe, RecipeLike, load, names
 from octavo.tensor import FP8Tensor, implements
 
@@ -184,8 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x_MK: Tensor, weight_VK: Tensor, bias_V: Tensor | None, targets_M: Tensor, options: _Options
     ) -> Tensor:
-        arguments = x_MK, weight_VK, bias_V, targets_M, options
-        loss_M, *gradients = call("linear_cross_entropy", _linear_cross_entropy, arguments, [True, *options.needed])
+        loss_M, *gradients = _linear_cross_entropy(x_MK, weight_VK, bias_V, targets_M, options)
         ctx.save_for_backward(*gradients)
         ctx.set_materialize_grads(False)
         total: Tensor = loss_M.sum()
@@ -276,16 +275,43 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
-def _linear_cross_entropy(
-    x_MK: Tensor, weight: Tensor | list[Any], bias_V: Tensor | None, targets_M: Tensor, options: _Options
+class _OwnCodes(NamedTuple):
+    """The parts of an FP8 weight, as arguments of `FP8Tensor`."""
+
+    codes: Tensor
+    scale: Tensor
+    granularity: Granularity
+    dtype: torch.dtype
+    scaling: Scaling
+
+
+def _like(x: Tensor, of: Tensor) -> Tensor:
+    """Return memory for a gradient; that of an FP8 weight is a plain tensor."""
+    return x.new_empty(of.shape, dtype=of.dtype)
+
+
+def _fake(
+    x_MK: Tensor, weight: Tensor | _OwnCodes, bias_V: Tensor | None, _targets_M: Tensor, options: _Options
 ) -> list[Tensor | None]:
+    like = weight if isinstance(weight, Tensor) else weight.codes.new_empty(weight.codes.shape, dtype=weight.dtype)
+    gradients = (
+        _like(x_MK, of) if is_needed and of is not None else None
+        for of, is_needed in zip((x_MK, like, bias_V), options.needed, strict=True)
+    )
+    return [x_MK.new_empty(x_MK.shape[0], dtype=torch.float32), *gradients]
+
+
+@operation(fake=_fake, results=lambda *arguments: [True, *arguments[4].needed])
+def _linear_cross_entropy(
+    x_MK: Tensor, weight: Tensor | _OwnCodes, bias_V: Tensor | None, targets_M: Tensor, options: _Options
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the loss of each token, FP32 (M,), and the gradients of their sum that are needed.
 
     Args:
-        weight: (V, K), or codes, dtype and scaling of an FP8 weight.
+        weight: (V, K), or the parts of an FP8 weight.
     """
-    weight_VK = weight if isinstance(weight, Tensor) else FP8Tensor(*weight[0], *weight[1:])
-    recipe, dtype, ignore_index, softcap, z_loss, chunk, needed = _Options(*options)
+    weight_VK = weight if isinstance(weight, Tensor) else FP8Tensor(*weight)
+    recipe, dtype, ignore_index, softcap, z_loss, chunk, needed = options
     needs_x, needs_weight, needs_bias = needed
     loss_M = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)
     dx_MK = _like(x_MK, x_MK) if needs_x else None
@@ -310,23 +336,7 @@ def _linear_cross_entropy(
     dw_VK = None
     if needs_weight:
         dw_VK = _like(x_MK, weight_VK).zero_() if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
-    return [loss_M, dx_MK, dw_VK, None if db_V is None or bias_V is None else db_V.to(bias_V.dtype)]
-
-
-def _like(x: Tensor, of: Tensor) -> Tensor:
-    """Return memory for a gradient; that of an FP8 weight is a plain tensor."""
-    return x.new_empty(of.shape, dtype=of.dtype)
-
-
-def _linear_cross_entropy_shape(
-    x_MK: Tensor, weight: Tensor | list[Any], bias_V: Tensor | None, _targets_M: Tensor, options: _Options
-) -> list[Tensor | None]:
-    like = weight if isinstance(weight, Tensor) else weight[0].codes.new_empty(weight[0].codes.shape, dtype=weight[1])
-    gradients = (
-        _like(x_MK, of) if is_needed and of is not None else None
-        for of, is_needed in zip((x_MK, like, bias_V), _Options(*options).needed, strict=True)
-    )
-    return [x_MK.new_empty(x_MK.shape[0], dtype=torch.float32), *gradients]
+    return loss_M, dx_MK, dw_VK, None if db_V is None or bias_V is None else db_V.to(bias_V.dtype)
 
 
 _GEMM = ("precision", "accumulate")
@@ -371,13 +381,10 @@ def _from_text(text: str) -> Recipe:
     return config_reader.read(Recipe, made, "recipe")
 
 
-define_packed("linear_cross_entropy", _linear_cross_entropy, _linear_cross_entropy_shape)
-
-
-@implements(torch.ops.octavo.linear_cross_entropy.default)
-def _with_own_codes(tensors: list[Tensor], numbers: list[float], arguments: str) -> list[Tensor]:
+@implements(_linear_cross_entropy.operator)
+def _with_own_codes(*arguments: Any, code: str = "") -> list[Tensor]:
     """Compute the operator for an FP8 weight as compilers see it: codes and scales are inputs like any other."""
-    x_MK, weight, *others = unpack(tensors, numbers, arguments)
-    parts = Quantized(weight.codes, weight.scale, weight.granularity), weight.dtype, weight.scaling
-    made = call("linear_cross_entropy", _linear_cross_entropy, (x_MK, parts, *others), [True, *others[-1][-1]])
+    x_MK, weight, *others = _linear_cross_entropy.decode(arguments)
+    parts = _OwnCodes(weight.codes, weight.scale, weight.granularity, weight.dtype, weight.scaling)
+    made = _linear_cross_entropy(x_MK, parts, *others)
     return [tensor for tensor in made if tensor is not None]

@@ -11,7 +11,7 @@ from octavo import kernels
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
 from octavo.kernels.quant_spec import parse_spec
-from octavo.kernels.runtime.operator import define
+from octavo.kernels.runtime.operation import operation
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, load, names
 from octavo.tensor import FP8Tensor, implements
@@ -69,18 +69,20 @@ def recipes_for_fp8_weights() -> list[str]:
     return [name for name in names() if unsupported_reason(load(name)) is None]
 
 
-def _codes_of(weight: Tensor, target: str, transposed: bool) -> tuple[Tensor, Tensor]:
+def _refuse(*_: object) -> None:
     raise UnsupportedError("octavo::codes_of reads an FP8Tensor.")
 
 
-define("codes_of(Tensor weight, str target, bool transposed) -> (Tensor, Tensor)", _codes_of, _codes_of)
+@operation(fake=_refuse)
+def _codes_of(weight: Tensor, target: str, transposed: bool) -> list[Tensor]:
+    raise UnsupportedError("octavo::codes_of reads an FP8Tensor.")
 
 
 @implements(torch.ops.octavo.codes_of.default)
-def _codes_of_fp8(weight: FP8Tensor, target: str, transposed: bool) -> tuple[Tensor, Tensor]:
+def _codes_of_fp8(weight: FP8Tensor, target: str, transposed: bool) -> list[Tensor]:
     wanted = parse_spec(target)
     assert wanted is not None
-    return _checked(weight, wanted, transposed)[:2]
+    return list(_checked(weight, wanted, transposed)[:2])
 
 
 @implements(torch.ops.aten._transformer_encoder_layer_fwd.default)

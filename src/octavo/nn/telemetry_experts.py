@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import ExpertCodes, grouped_gemm
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.operation import operation
 from octavo.kernels.sample import SampleInput, sample, sampled_rows, sampling_off
 from octavo.nn.telemetry_ops import (
     ROWS,
@@ -45,9 +45,7 @@ def sampled_grouped_fprop(
         stats: the buffer, FP32 (3, WIDTH) or (3, WIDTH + BINS).
         weights: FP32 (T,), factors of the rows of y.
     """
-    arguments = x, w, ends, options, tokens, stack, stats, weights
-    y: Tensor = call("sampled_grouped_fprop", _fprop, arguments, [True])[0]
-    return y
+    return _fprop(x, w, ends, options, tokens, stack, stats, weights)
 
 
 def sampled_grouped_dgrad(
@@ -60,21 +58,27 @@ def sampled_grouped_dgrad(
         source: dy; its fold, FP32 (E, N), holds the factors of each expert's tokens.
         stats: as for `sampled_grouped_fprop`.
     """
-    dx: Tensor = call("sampled_grouped_dgrad", _dgrad, (g, w, ends, options, source, stats), [True])[0]
-    return dx
+    return _dgrad(g, w, ends, options, source, stats)
 
 
+def _fake(a: Quantized, w: ExpertCodes, _ends: Tensor, options: GemmOptions, *_: object) -> Tensor:
+    return a.codes.new_empty(a.codes.shape[0], w.codes.shape[1], dtype=options.dtype)
+
+
+_TAGS = torch.Tag.cudagraph_unsafe, torch.Tag.needs_fixed_stride_order
+
+
+@operation(name="sampled_grouped_fprop", fake=_fake, tags=_TAGS)
 def _fprop(
     x: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, tokens: Source, stack: Source,
     stats: Tensor, weights: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     y, rows = grouped_gemm(x if weights is None else weighted(x, weights), w, ends, *options), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
-        sample_input(x, Source(*tokens), _ends_of_tokens(y, ends), rows[0])
-        _codes, scale = w
-        assert scale is not None
-        _sample_weights(Source(*stack), scale, _ends_of_experts(y, ends), rows[1])
-    return [y]
+        sample_input(x, tokens, _ends_of_tokens(y, ends), rows[0])
+        assert w.scale is not None
+        _sample_weights(stack, w.scale, _ends_of_experts(y, ends), rows[1])
+    return y
 
 
 def _sample_weights(stack: Source, scale: Tensor, edges: Tensor, row: Tensor) -> None:
@@ -86,13 +90,11 @@ def _sample_weights(stack: Source, scale: Tensor, edges: Tensor, row: Tensor) ->
     sample(SampleInput(matrix, scale, stack.target, None, edges, tied=True, rows=total), row)
 
 
-def _dgrad(
-    g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor
-) -> list[Tensor]:
+@operation(name="sampled_grouped_dgrad", fake=_fake, tags=_TAGS)
+def _dgrad(g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor) -> Tensor:
     dx, row = grouped_gemm(g, w, ends, *options), stats.data[2]
     if sampling_off(row) or 0 in g.codes.shape:
-        return [dx]
-    source = Source(*source)
+        return dx
     total, edges = len(g.codes), _ends_of_tokens(dx, ends)
     if source.fold is None:
         sample(SampleInput(source.tensors[0], g.scale, source.target, None, edges, tied=True), row)
@@ -100,7 +102,7 @@ def _dgrad(
         fold = source.fold[torch.searchsorted(ends, sampled_rows(total, row), right=True)]
         dy = _sampled_gradients(source, total, row)
         sample(SampleInput(dy, g.scale, source.target, fold, edges, rows=total), row)
-    return [dx]
+    return dx
 
 
 def _sampled_gradients(source: Source, total: int, row: Tensor) -> Tensor:
@@ -137,11 +139,3 @@ def _ends_of_experts(y: Tensor, ends: Tensor) -> Tensor:
     both = torch.stack([y[starts.clamp(max=len(y) - 1)], y[(ends - 1).clamp(min=0)]], dim=-1)
     tells = (ends > starts) & both.isfinite().flatten(1).any(1)
     return torch.where(tells[:, None, None], both, 0).flatten(0, 1)
-
-
-def _shape(a: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, *_: object) -> list[Tensor]:
-    return [a.codes.new_empty(a.codes.shape[0], w[0].shape[1], dtype=options[0])]
-
-
-for _name, _run in (("sampled_grouped_fprop", _fprop), ("sampled_grouped_dgrad", _dgrad)):
-    define_packed(_name, _run, _shape, torch.Tag.cudagraph_unsafe, torch.Tag.needs_fixed_stride_order)

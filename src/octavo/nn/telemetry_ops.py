@@ -28,7 +28,7 @@ from octavo.kernels.activation.reference import value
 from octavo.kernels.patches import unfold_rows
 from octavo.kernels.patches.window import Window
 from octavo.kernels.quant_spec import spec_of
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.operation import operation
 from octavo.kernels.sample import SampleInput, is_idle, sample, sampled_rows, sampling_off
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.first_call import note_calls
@@ -127,37 +127,33 @@ def sampled_fprop(
 ) -> list[Tensor]:  # fmt: skip
     """Return X W_i^T for each weight, and sample the input and the weights. target: quantisation of W."""
     plain = [] if has_fp8_weight(weights) else list(weights)
-    arguments = x, w, target, plain, options, source, stats
-    outputs: list[Tensor] = call("sampled_fprop", _fprop, arguments, [True] * len(w.rows))
-    return outputs
+    return _fprop(x, w, target, plain, options, source, stats)
 
 
 def sampled_dgrad(
     g: Quantized, w_KN: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor
 ) -> Tensor:
     """Return G W (M, K), and sample the gradients of that many layers."""
-    result: Tensor = call("sampled_dgrad", _dgrad, (g, w_KN, layers, options, source, stats), [True])[0]
-    return result
+    return _dgrad(g, w_KN, layers, options, source, stats)
 
 
+def _fprop_fake(
+    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], options: GemmOptions, *_: object
+) -> list[Tensor]:
+    return [x.codes.new_empty(x.codes.shape[0], rows, dtype=options.dtype) for rows in w.rows]
+
+
+@operation(name="sampled_fprop", fake=_fprop_fake, tags=[torch.Tag.cudagraph_unsafe])
 def _fprop(
     x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], options: GemmOptions, source: Source,
     stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    w = WeightCodes(*w)
     outputs = multiply(x, w, *options)
     row, *rows = stats.data.unbind()  # without incrementing its version: a layer may run twice before backward
     if not sampling_off(row) and 0 not in x.codes.shape:
-        sample_input(x, Source(*source), outputs[0], row)
+        sample_input(x, source, outputs[0], row)
         sample_weights(w, weights, target, outputs, rows)
     return outputs
-
-
-def _fprop_shape(
-    x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], options: GemmOptions, *_: object
-) -> list[Tensor]:
-    dtype, _accumulate = options
-    return [x.codes.new_empty(x.codes.shape[0], rows, dtype=dtype) for rows in WeightCodes(*w).rows]
 
 
 def sample_input(x: Quantized, source: Source, y: Tensor, row: Tensor) -> None:
@@ -212,19 +208,17 @@ def sample_weights(
             sample(SampleInput(part.codes, part.scale, target, None, edges, is_coded=True), row)
 
 
-def _dgrad(
-    g: Quantized, w: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor
-) -> list[Tensor]:
+def _dgrad_fake(g: Quantized, w: Quantized, _layers: int, options: GemmOptions, *_: object) -> Tensor:
+    return g.codes.new_empty(g.codes.shape[0], w.codes.shape[0], dtype=options.dtype)
+
+
+@operation(name="sampled_dgrad", fake=_dgrad_fake, tags=[torch.Tag.cudagraph_unsafe])
+def _dgrad(g: Quantized, w: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor) -> Tensor:
     result = kernels.gemm(g, w, *options)
     rows = stats.data.unbind()[1 + layers :]
     if not sampling_off(rows[0]) and 0 not in g.codes.shape:
-        sample_gradients(g, Source(*source), result, rows)
-    return [result]
-
-
-def _dgrad_shape(g: Quantized, w: Quantized, layers: int, options: GemmOptions, *_: object) -> list[Tensor]:
-    dtype, _accumulate = options
-    return [g.codes.new_empty(g.codes.shape[0], w.codes.shape[0], dtype=dtype)]
+        sample_gradients(g, source, result, rows)
+    return result
 
 
 def sample_gradients(g: Quantized, source: Source, dx: Tensor, rows: Sequence[Tensor]) -> None:
@@ -274,7 +268,3 @@ def gradients(tensors: Sequence[Tensor], kind: str) -> list[Tensor]:
 
 def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
     return x.view(torch.uint8)[rows].view(x.dtype) if x.element_size() == 1 else x[rows]
-
-
-define_packed("sampled_fprop", _fprop, _fprop_shape, torch.Tag.cudagraph_unsafe)
-define_packed("sampled_dgrad", _dgrad, _dgrad_shape, torch.Tag.cudagraph_unsafe)

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo._util.autograd import first_order
 from octavo.errors import CheckpointError, UnsupportedError
-from octavo.kernels.runtime.operator import define
+from octavo.kernels.runtime.operation import operation
 from octavo.numerics import Granularity, Quantized, Scaling, dequantize, format_of, granularity_named
 
 aten = torch.ops.aten
@@ -231,11 +231,9 @@ class _Values(torch.autograd.Function):
         return grad_outputs[0], None  # autograd gives it the dtype that it is the gradient of
 
 
-define(
-    "values(Tensor x, ScalarType dtype) -> Tensor",
-    lambda x, dtype: x.to(dtype, copy=True),
-    lambda x, dtype: torch.empty_like(x, dtype=dtype),
-)
+@operation(name="values", fake=lambda x, dtype: torch.empty_like(x, dtype=dtype))
+def _plain_values(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True)
 
 
 @implements(torch.ops.octavo.values.default)

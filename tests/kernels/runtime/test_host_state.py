@@ -14,7 +14,7 @@ from octavo import kernels
 from octavo.kernels import sample
 from octavo.kernels.runtime import dispatch, ledger
 from octavo.kernels.runtime.host_state import HostState, host_state, switched
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.operation import operation
 
 BLOCKS = {
     "accumulator": lambda: kernels.gemm_by("exact"),
@@ -72,11 +72,9 @@ def test_backward_in_another_thread_sees_the_switches() -> None:
         assert pool.submit(host_state).result().accumulator == "exact"
 
 
-def toy(x: Tensor) -> list[Tensor]:
-    return [x * (3 if host_state().accumulator else 2)]
-
-
-define_packed("accumulator_toy", toy, lambda x: [torch.empty_like(x)], in_graph=lambda x: True)
+@operation(fake=torch.empty_like, in_graph=lambda x: True)
+def accumulator_toy(x: Tensor) -> Tensor:
+    return x * (3 if host_state().accumulator else 2)
 
 
 def test_compiled_code_that_launches_kernels_itself_gives_way_to_an_accumulator() -> None:
@@ -90,9 +88,7 @@ def test_compiled_code_that_launches_kernels_itself_gives_way_to_an_accumulator(
         graphs.append(graph.code)
         return graph
 
-    compiled = torch.compile(
-        lambda x: call("accumulator_toy", toy, (x,), [True])[0], backend=aot_autograd(fw_compiler=backend)
-    )
+    compiled = torch.compile(lambda x: accumulator_toy(x), backend=aot_autograd(fw_compiler=backend))
     x = torch.ones(2)
     for name in ("", "exact", "hopper", "", "slow"):
         with switched(accumulator=name):
@@ -110,7 +106,7 @@ def test_the_graph_itself_says_whether_compilers_may_look_inside() -> None:
         graphs.append(graph.code)
         return graph
 
-    compiled = torch.compile(lambda x: call("accumulator_toy", toy, (x,), [True])[0], backend=backend)
+    compiled = torch.compile(lambda x: accumulator_toy(x), backend=backend)
     for block in (nullcontext, kernels.record, lambda: kernels.gemm_by("exact"), nullcontext):
         with block():
             compiled(torch.ones(2))

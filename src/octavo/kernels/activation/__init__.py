@@ -14,15 +14,16 @@ All are custom operators: Triton on a GPU; `reference.py`, the definition, elsew
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, did_you_mean
+from octavo.kernels.activation import reference
 from octavo.kernels.quant_spec import QuantSpec, empty, empty_scale, laid_out
 from octavo.kernels.runtime.dispatch import implementation, run_kernel, runs_triton
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.operation import operation
 from octavo.numerics import Quantized
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -111,9 +112,7 @@ def activate(
     """
     _check(kind, gate=gate, up=up)
     _check_rounding(target, second)
-    kept = [INPUTS for x in (gate, up) if keeps_inputs and x is not None]
-    arguments = gate, up, kind, target, keeps_inputs, second
-    hidden, *inputs, scale = call("activation", _activation, arguments, [target, *kept, second is not None])
+    hidden, *inputs, scale = _activation(kind, gate, up, target, INPUTS if keeps_inputs else None, second)
     return Activated(hidden, tuple(inputs), scale)
 
 
@@ -154,8 +153,7 @@ def activation_backward(
             f"factors.hidden holds one scale per token, but targets.hidden is '{hidden}': the transposed forward codes "
             "have granularity 'column'. Pass a 'column' target, or omit factors.hidden."
         )
-    arguments = dh, gate, up, kind, targets, factors
-    return ActivationGradients(*call("activation_backward", _activation_backward, arguments, targets))
+    return _activation_backward(kind, dh, gate, up, targets, factors)
 
 
 def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -165,9 +163,7 @@ def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | 
         ConfigError: unknown kind, or mismatched shapes.
     """
     _check(kind, dh=dh, gate=gate, up=up)
-    arguments = dh, gate, up, kind
-    d_gate, d_up = call("activation_backward_plain", _activation_backward_plain, arguments, [True, up is not None])
-    return d_gate, d_up
+    return _activation_backward_plain(kind, dh, gate, up)
 
 
 def _check(kind: str, gate: Tensor, **others: Tensor | None) -> None:
@@ -219,71 +215,68 @@ def _is_in_graph(gate: Tensor, up: object, **targets: QuantSpec | None) -> bool:
     return not implementation("triton", "activation").limits_registers(*targets.values())
 
 
-def _activation(
-    gate: Tensor, up: Tensor | None, kind: str, target: QuantSpec, keeps_inputs: bool, second: QuantSpec | None
-) -> list[Quantized | Tensor | None]:
-    arguments = kind, gate, up, target, INPUTS if keeps_inputs else None, second
-    refused = _refused(gate, up, hidden=target)
-    results: list[Quantized | Tensor | None] = run_kernel(
-        "activation.activate", gate, arguments, f"activation {kind}", refused
-    )
-    return results
+def _kept(gate: Tensor, up: Tensor | None, inputs: QuantSpec | None) -> list[QuantSpec]:
+    return [inputs for x in (gate, up) if inputs is not None and x is not None]
 
 
-def _in_graph(gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec, *_: object) -> bool:
-    return _is_in_graph(gate, up, hidden=target)
-
-
-def _activation_shape(
-    gate: Tensor, up: Tensor | None, _kind: str, target: QuantSpec, keeps_inputs: bool, second: QuantSpec | None
-) -> list[Quantized | Tensor | None]:
-    specs = target, *(INPUTS for x in (gate, up) if keeps_inputs and x is not None)
-    made = [empty(spec, gate.shape[0], gate.shape[1], gate.device) for spec in specs]
+def _activation_fake(
+    _kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec, inputs: QuantSpec | None, second: QuantSpec | None
+) -> list[Any]:
+    made = [empty(spec, gate.shape[0], gate.shape[1], gate.device) for spec in (target, *_kept(gate, up, inputs))]
     return [*made, second and empty_scale(second, gate.shape[0], gate.shape[1], gate.device)]
 
 
-def _activation_backward(
-    dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, kind: str, targets: Targets, factors: Factors
-) -> Sequence[Quantized | None]:
-    if isinstance(gate, Quantized):  # saved and restored scales may have strides that kernels do not take
-        gate, up = laid_out(gate), laid_out(up) if isinstance(up, Quantized) else None
-    targets, factors = Targets(*targets), Factors(*factors)
-    arguments, refused = (kind, dh, gate, up, targets, factors), _refused(dh, up, **targets._asdict())
-    operation = f"activation_backward {kind}"
-    results: Sequence[Quantized | None] = run_kernel(
-        "activation.activation_backward", dh, arguments, operation, refused
-    )
-    return results
+@operation(
+    reference=reference.activate,
+    unsupported=lambda _kind, gate, up, target, *_: _refused(gate, up, hidden=target),
+    ledger=lambda kind, *_: f"activation {kind}",
+    fake=_activation_fake,
+    results=lambda _kind, gate, up, target, inputs, second: [target, *_kept(gate, up, inputs), second is not None],
+    in_graph=lambda _kind, gate, up, target, *_: _is_in_graph(gate, up, hidden=target),
+    tags=[torch.Tag.needs_fixed_stride_order],
+)
+def _activation(
+    kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec, inputs: QuantSpec | None, second: QuantSpec | None
+) -> Sequence[Any]:
+    """Return h, gate and up if `inputs`, and the scales of `second`, None without it."""
 
 
-def _backward_in_graph(
-    dh: Tensor, _gate: Tensor | Quantized, up: Tensor | Quantized | None, _kind: str, targets: Targets, *_: object
-) -> bool:
-    return _is_in_graph(dh, up, **Targets(*targets)._asdict())
-
-
-def _activation_backward_shape(
-    dh: Tensor, _gate: Tensor | Quantized, up: Tensor | Quantized | None, _kind: str, targets: Targets, *_: object
-) -> list[Quantized | None]:
+def _backward_fake(
+    _kind: str, dh: Tensor, _gate: object, up: object, targets: Targets, _factors: Factors
+) -> ActivationGradients:
     m, f = dh.shape
     n = f if up is None else 2 * f
     shapes = (m, n), (n, m), (f, m)
-    return [target and empty(target, *shape, dh.device) for target, shape in zip(targets, shapes, strict=True)]
+    made = (target and empty(target, *shape, dh.device) for target, shape in zip(targets, shapes, strict=True))
+    return ActivationGradients(*made)
 
 
-def _activation_backward_plain(dh: Tensor, gate: Tensor, up: Tensor | None, kind: str) -> list[Tensor | None]:
-    operation, refused = f"activation_backward_plain {kind}", _refused(gate, up)
-    results = run_kernel("activation.activation_backward_plain", gate, (kind, dh, gate, up), operation, refused)
-    return [None if gradient is None else gradient.contiguous() for gradient in results]
-
-
-def _activation_backward_plain_shape(dh: Tensor, _gate: Tensor, up: Tensor | None, _kind: str) -> list[Tensor | None]:
-    return [dh.new_empty(dh.shape), None if up is None else dh.new_empty(dh.shape)]
-
-
-_TAG = torch.Tag.needs_fixed_stride_order
-define_packed("activation", _activation, _activation_shape, _TAG, in_graph=_in_graph)
-define_packed(
-    "activation_backward", _activation_backward, _activation_backward_shape, _TAG, in_graph=_backward_in_graph
+@operation(
+    fake=_backward_fake,
+    results=lambda *arguments: arguments[4],
+    in_graph=lambda _kind, dh, _gate, up, targets, _factors: _is_in_graph(dh, up, **targets._asdict()),
+    tags=[torch.Tag.needs_fixed_stride_order],
 )
-define_packed("activation_backward_plain", _activation_backward_plain, _activation_backward_plain_shape, _TAG)
+def _activation_backward(
+    kind: str, dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, targets: Targets, factors: Factors
+) -> ActivationGradients:
+    if isinstance(gate, Quantized):  # saved and restored scales may have strides that kernels do not take
+        gate, up = laid_out(gate), laid_out(up) if isinstance(up, Quantized) else None
+    arguments, refused = (kind, dh, gate, up, targets, factors), _refused(dh, up, **targets._asdict())
+    label = f"activation_backward {kind}"
+    return ActivationGradients(*run_kernel("activation.activation_backward", dh, arguments, label, refused))
+
+
+def _plain_fake(_kind: str, dh: Tensor, _gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return dh.new_empty(dh.shape), None if up is None else dh.new_empty(dh.shape)
+
+
+@operation(
+    fake=_plain_fake,
+    results=lambda _kind, _dh, _gate, up: (True, up is not None),
+    tags=[torch.Tag.needs_fixed_stride_order],
+)
+def _activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    label, refused = f"activation_backward_plain {kind}", _refused(gate, up)
+    d_gate, d_up = run_kernel("activation.activation_backward_plain", gate, (kind, dh, gate, up), label, refused)
+    return d_gate.contiguous(), None if d_up is None else d_up.contiguous()

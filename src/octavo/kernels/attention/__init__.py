@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend
 from octavo.errors import ConfigError
 from octavo.kernels.attention import reference
 from octavo.kernels.runtime import ledger
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.operation import operation
 from octavo.numerics import Quantized, dequantize
 
 _LSE_ALIGNMENT = 32
@@ -49,8 +49,7 @@ def attention(
         ConfigError: mismatched shapes or dtypes.
     """
     _check(q, k, v)
-    y, lse = call("attention", _attention, (q, k, v, causal, scale), [True, True])
-    return y, lse
+    return _attention(q, k, v, causal, scale)
 
 
 def attention_backward(
@@ -74,8 +73,7 @@ def attention_backward(
     Other arguments and errors as for `attention`.
     """
     _check(q, k, v)
-    dq, dk, dv = call("attention_backward", _attention_backward, (dy, (q, k, v), y, lse, causal, scale), [True] * 3)
-    return dq, dk, dv
+    return _attention_backward(dy, (q, k, v), y, lse, causal, scale)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -100,6 +98,12 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None)
     return backend if fused else SDPBackend.MATH
 
 
+def _attention_fake(q: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+@operation(fake=_attention_fake)
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     backend, aten = _backend(q, k, v, causal, scale), torch.ops.aten
@@ -117,9 +121,15 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     return y.transpose(1, 2).contiguous(), rows.contiguous()
 
 
+@operation(fake=lambda _dy, qkv, *_: [x.new_empty(x.shape) for x in qkv])
 def _attention_backward(
-    dy: Tensor, qkv: Sequence[Tensor], y: Quantized, lse: Tensor, causal: bool, scale: float | None
-) -> list[Tensor]:
+    dy: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    y: Quantized,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     decoded = decode(y, qkv[0].dtype).view(qkv[0].shape)
     dy, decoded, q, k, v = (x.transpose(1, 2) for x in (dy, decoded, *qkv))
     backend = _backend(q, k, v, causal, scale)
@@ -132,7 +142,8 @@ def _attention_backward(
         gradients = dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in repeated)
     else:
         gradients = _backward_on_cuda(backend, dy, (q, k, v), decoded, lse, causal, scale)
-    return [gradient.transpose(1, 2).contiguous() for gradient in gradients]
+    dq, dk, dv = (gradient.transpose(1, 2).contiguous() for gradient in gradients)
+    return dq, dk, dv
 
 
 def _backward_on_cuda(
@@ -172,16 +183,3 @@ def decode(x: Quantized, dtype: torch.dtype) -> Tensor:
     values = x.codes.to(dtype)  # exact: BF16 and FP16 represent all E4M3 and E5M2 values
     values.view(rows, -1, tile_cols).mul_(x.scale[..., None])
     return values
-
-
-def _attention_shape(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)
-
-
-def _attention_backward_shape(_dy: Tensor, qkv: Sequence[Tensor], *_: object) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in qkv]
-
-
-define_packed("attention", _attention, _attention_shape)
-define_packed("attention_backward", _attention_backward, _attention_backward_shape)

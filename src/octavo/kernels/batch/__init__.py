@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.kernels.batch import reference
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.kernels.quantize import quantize_pair
-from octavo.kernels.runtime.dispatch import launches_on, uses_triton
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.dispatch import implementation
+from octavo.kernels.runtime.operation import operation
 from octavo.numerics import PER_TENSOR, Granularity, Quantized, TILE_1x128
 
 
@@ -48,14 +48,8 @@ class Batch(NamedTuple):
 
 def batch_of(matrices: Sequence[Quantized | None]) -> Batch | None:
     """Copy matrices of one shape into a batch; None if all are None."""
-    present = [matrix for matrix in matrices if matrix is not None]
-    if not present:
-        return None
-    codes = torch.stack([matrix.codes.view(torch.uint8) for matrix in present]).view(present[0].codes.dtype)
-    scale = torch.stack([matrix.scale for matrix in present])
-    if present[0].granularity == TILE_1x128:
-        scale = scale.mT.contiguous().mT
-    return Batch(codes, scale, present[0].granularity)
+    stacked = reference.stacked(matrices)
+    return None if stacked is None else Batch(*stacked)
 
 
 def quantize_batch(
@@ -77,61 +71,42 @@ def quantize_batch(
     Returns:
         x, codes (B, R, C), and its transpose, codes (B, C, R).
     """
-    results = call("quantize_batch", _quantize_batch, (x, rows, columns, row_fold, column_fold), (rows, columns))
-    row, column = (None if batch is None else Batch(*batch) for batch in results)
+    row, column = (made and Batch(*made) for made in _quantize_batch(x, rows, columns, row_fold, column_fold))
     return row, column
 
 
-def transpose_batch(codes: Tensor) -> Tensor:
-    """Transpose contiguous codes (B, R, C) of any one-byte dtype into contiguous (B, C, R)."""
-    result: Tensor = call("transpose_batch", _transpose_batch, (codes,), [True])[0]
-    return result
-
-
-def _quantize_batch(
-    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *folds: Tensor | None
-) -> Sequence[Batch | None]:
-    if x.numel() and x.is_cuda:
-        from octavo.kernels.batch import triton as fast
-
-        if uses_triton(x, "quantize_batch", fast.unsupported_reason(x, rows, columns)):
-            with launches_on(x.device):
-                return fast.quantize_batch(x, rows, columns, *folds)
-    unbound = [[None] * x.shape[0] if fold is None else fold.unbind() for fold in folds]
-    parts = [quantize_pair([matrix], rows, columns, *fold) for matrix, *fold in zip(x.unbind(), *unbound, strict=True)]
-    return [batch_of([row for row, _ in parts]), batch_of([column for _, column in parts])]
-
-
-def _quantize_batch_shape(
+def _quantize_fake(
     x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None
-) -> list[Batch | None]:
+) -> list[Quantized | None]:
     batch, height, width = x.shape
 
-    def empty(target: QuantSpec | None, height: int, width: int) -> Batch | None:
+    def empty(target: QuantSpec | None, height: int, width: int) -> Quantized | None:
         if target is None:
             return None
         down, across = target.tile.scale_shape(height, width)
         layout = (batch, across, down) if target.tile == TILE_1x128 else (batch, down, across)
         scale = x.new_empty(layout, dtype=torch.float32)
         scale = scale.mT if target.tile == TILE_1x128 else scale
-        return Batch(x.new_empty(batch, height, width, dtype=target.fmt.dtype), scale, target.tile)
+        return Quantized(x.new_empty(batch, height, width, dtype=target.fmt.dtype), scale, target.tile)
 
     return [empty(rows, height, width), empty(columns, width, height)]
 
 
-def _transpose_batch(codes: Tensor) -> list[Tensor]:
-    refused = None if codes.shape[1] % 4 == 0 else f"{codes.shape[1]} rows are not a multiple of 4"
-    if codes.numel() and uses_triton(codes, "transpose_batch", refused):
-        from octavo.kernels.batch import triton as fast
-
-        with launches_on(codes.device):
-            return [fast.transpose_batch(codes)]
-    return [codes.view(torch.uint8).transpose(1, 2).contiguous().view(codes.dtype)]
-
-
-def _transpose_batch_shape(codes: Tensor) -> list[Tensor]:
-    return [codes.new_empty(codes.shape[0], codes.shape[2], codes.shape[1])]
+@operation(
+    reference=reference.quantize_batch,
+    unsupported=lambda x, rows, columns, *_: implementation("triton", "batch").unsupported_reason(x, rows, columns),
+    fake=_quantize_fake,
+    results=lambda _x, rows, columns, *_: (rows, columns),
+)
+def _quantize_batch(
+    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, row_fold: Tensor | None, column_fold: Tensor | None
+) -> tuple[Quantized | None, Quantized | None]: ...
 
 
-define_packed("quantize_batch", _quantize_batch, _quantize_batch_shape)
-define_packed("transpose_batch", _transpose_batch, _transpose_batch_shape)
+@operation(
+    reference=reference.transpose_batch,
+    unsupported=lambda x: f"{x.shape[1]} rows are not a multiple of 4" if x.shape[1] % 4 else None,
+    fake=lambda codes: codes.new_empty(codes.shape[0], codes.shape[2], codes.shape[1]),
+)
+def transpose_batch(codes: Tensor) -> Tensor:
+    """Transpose contiguous codes (B, R, C) of any one-byte dtype into contiguous (B, C, R)."""

@@ -14,18 +14,19 @@ GPU; `reference.py`, the definition, elsewhere.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.activation import Factors, Targets
+from octavo.kernels.experts import reference
 from octavo.kernels.grouped import Padded
 from octavo.kernels.grouped.padding import padded_length
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.runtime.dispatch import run_kernel
-from octavo.kernels.runtime.operator import call, define_packed, is_direct
+from octavo.kernels.runtime.operation import is_direct, operation
 from octavo.numerics import PER_ROW, Quantized
 
 LONGEST_ROW = 16384
@@ -93,8 +94,7 @@ def quantize_tokens(
     Returns:
         The codes of the tokens (T, D), as wgrad reads them, and of the rows (R, D), as fprop does.
     """
-    tokens, rows = call("quantize_tokens", _quantize_tokens, (x, place, target, second), [second or target, target])
-    return tokens, rows
+    return _quantize_tokens(x, place, target, second)
 
 
 def weighted(rows: Quantized, weights: Tensor) -> Quantized:
@@ -102,10 +102,20 @@ def weighted(rows: Quantized, weights: Tensor) -> Quantized:
     return Quantized(rows.codes, rows.scale * weights[:, None], rows.granularity)
 
 
+def _refused(x: Tensor, *_: object) -> str | None:
+    width = x.shape[-1]
+    return None if width <= LONGEST_ROW else f"rows of {width} elements are longer than {LONGEST_ROW}"
+
+
+@operation(
+    name="combine_rows",
+    reference=reference.combine,
+    unsupported=_refused,
+    fake=lambda y, place: y.new_empty(place.shape[0], y.shape[1]),
+    tags=[torch.Tag.needs_fixed_stride_order],
+)
 def combine(y: Tensor, place: Tensor) -> Tensor:
     """Return the sum (T, D) of the rows y (R, D) of each token, accumulated in FP32, in y's dtype."""
-    result: Tensor = call("combine_rows", _combine, (y, place), [True])[0]
-    return result
 
 
 class Gradients(NamedTuple):
@@ -145,49 +155,35 @@ def activation_backward(
         targets: for D per row, for D per column and expert, and for h, of which only the format is used.
         factors: FP32; for D per row (E, N), per column (R, 1); for h (R, 1), powers of two: the forward scales.
     """
-    arguments = dh, gate, up, kind, weights, ends, targets, factors
-    results = [targets.rows, targets.columns, targets.hidden is not None, True]
-    row, column, *rest = call("expert_activation_backward", _activation_backward, arguments, results)
-    return Gradients(row, None if column is None else Padded(*column[:2]), *rest)
+    row, column, hidden, made = _activation_backward(kind, dh, gate, up, weights, ends, targets, factors)
+    return Gradients(row, None if column is None else Padded(*column[:2]), hidden, made)
 
 
-def _refused(x: Tensor) -> str | None:
-    width = x.shape[-1]
-    return None if width <= LONGEST_ROW else f"rows of {width} elements are longer than {LONGEST_ROW}"
+def _tokens_fake(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None) -> tuple[Quantized, Quantized]:
+    tokens, rows = (second or target, x.shape[0]), (target, place.numel())
+    return empty(*tokens, x.shape[1], x.device), empty(*rows, x.shape[1], x.device)
 
 
-def _quantize_tokens(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None) -> list[Quantized]:
-    like, arguments = x if place.numel() else place, (x, place, target, second)
-    results: list[Quantized] = run_kernel("experts.quantize_tokens", like, arguments, "quantize_tokens", _refused(x))
-    return results
+@operation(
+    fake=_tokens_fake,
+    results=lambda _x, _place, target, second: (second or target, target),
+    tags=[torch.Tag.needs_fixed_stride_order],
+)
+def _quantize_tokens(
+    x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None
+) -> tuple[Quantized, Quantized]:
+    first, arguments = x if place.numel() else place, (x, place, target, second)
+    tokens, rows = run_kernel("experts.quantize_tokens", first, arguments, "quantize_tokens", _refused(x))
+    return tokens, rows
 
 
-def _quantize_tokens_shape(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None) -> list[Quantized]:
-    sets = (second or target, x.shape[0]), (target, place.numel())
-    return [empty(spec, rows, x.shape[1], x.device) for spec, rows in sets]
+Results = tuple[Quantized | None, Quantized | None, Tensor | None, Tensor]
+"""D per row, D per column, codes of h, and the gradients of the routing weights."""
 
 
-def _combine(y: Tensor, place: Tensor) -> list[Tensor]:
-    return [run_kernel("experts.combine", y, (y, place), "combine_rows", _refused(y))]
-
-
-def _combine_shape(y: Tensor, place: Tensor) -> list[Tensor]:
-    return [y.new_empty(place.shape[0], y.shape[1])]
-
-
-def _activation_backward(
-    dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, kind: str, *others: Any
-) -> list[Tensor | Quantized | None]:
-    """`others`: weights, ends, targets, factors."""
-    arguments, operation = (kind, dh, gate, up, *others), f"expert_activation_backward {kind}"
-    row, column, hidden, weights = run_kernel("experts.activation_backward", dh, arguments, operation, _refused(dh))
-    pairs = [None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in (row, column)]
-    return [*pairs, hidden, weights]
-
-
-def _activation_backward_shape(
-    dh: Tensor, _gate: Any, up: Any, _kind: str, weights: Tensor, ends: Tensor, targets: Any, _factors: Any
-) -> list[Tensor | Quantized | None]:
+def _backward_fake(
+    _kind: str, dh: Tensor, _gate: object, up: object, weights: Tensor, ends: Tensor, targets: Targets, _: Factors
+) -> Results:
     (rows, width), (row, column, hidden) = dh.shape, targets
     wide, padded = width if up is None else 2 * width, padded_length(rows, len(ends))
     codes = [
@@ -195,17 +191,29 @@ def _activation_backward_shape(
         for spec, shape in ((row, (rows, wide)), (column, (wide, padded)), (hidden, (width, padded)))
     ]
     scales = [weights.new_empty(shape) for shape in ((rows, 1), (len(ends), wide))]
-    pairs = [
+    row_codes, column_codes = (
         None if code is None else Quantized(code, scale, PER_ROW) for code, scale in zip(codes[:2], scales, strict=True)
-    ]
-    return [*pairs, codes[2], weights.new_empty(rows)]
+    )
+    return row_codes, column_codes, codes[2], weights.new_empty(rows)
 
 
-define_packed("quantize_tokens", _quantize_tokens, _quantize_tokens_shape, torch.Tag.needs_fixed_stride_order)
-define_packed("combine_rows", _combine, _combine_shape, torch.Tag.needs_fixed_stride_order)
-define_packed(
-    "expert_activation_backward",
-    _activation_backward,
-    _activation_backward_shape,
-    torch.Tag.needs_fixed_stride_order,
+@operation(
+    name="expert_activation_backward",
+    fake=_backward_fake,
+    results=lambda *arguments: (arguments[6].rows, arguments[6].columns, arguments[6].hidden is not None, True),
+    tags=[torch.Tag.needs_fixed_stride_order],
 )
+def _activation_backward(
+    kind: str,
+    dh: Tensor,
+    gate: Tensor | Quantized,
+    up: Tensor | Quantized | None,
+    weights: Tensor,
+    ends: Tensor,
+    targets: Targets,
+    factors: Factors,
+) -> Results:
+    arguments, label = (kind, dh, gate, up, weights, ends, targets, factors), f"expert_activation_backward {kind}"
+    *pairs, hidden, made = run_kernel("experts.activation_backward", dh, arguments, label, _refused(dh))
+    row, column = (None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in pairs)
+    return row, column, hidden, made

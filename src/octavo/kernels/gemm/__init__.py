@@ -23,7 +23,7 @@ from octavo.kernels.gemm import accumulator, dequantized, integer, vendor
 from octavo.kernels.gemm.reference import gemm as reference_gemm
 from octavo.kernels.runtime import ledger
 from octavo.kernels.runtime.host_state import host_state, switched
-from octavo.kernels.runtime.operator import call, define_packed, is_direct
+from octavo.kernels.runtime.operation import is_direct, operation
 from octavo.numerics import Quantized
 
 
@@ -122,14 +122,26 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, accumulate: str = "
         out_dtype: BF16, FP16 or FP32.
         accumulate: `slow` or `fast`; kernels without fast accumulation ignore `fast`.
     """
-    arguments = a, b, out_dtype, accumulate == "fast"
-    result: Tensor = (_gemm(*arguments) if is_direct(a.codes) else call("gemm", _gemm, arguments, [True]))[0]
+    multiply = _gemm.run if is_direct(a.codes) else _gemm  # the most frequent call: a frame less
+    result: Tensor = multiply(a, b, out_dtype, accumulate == "fast")
     return result
 
 
-def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> list[Tensor]:
+def _fake(left: Quantized, right: Quantized, out_dtype: torch.dtype, _fast: bool) -> Tensor:
+    return left.scale.new_empty(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)
+
+
+def _in_graph(left: Quantized, right: Quantized, _out_dtype: torch.dtype, _fast: bool) -> bool:
+    """Return whether to expose `torch._scaled_mm` to the compiler, which lowers it for tensor and row scales."""
+    if not left.codes.is_cuda or 0 in (left.codes.shape[1], right.codes.shape[0]):
+        return False
+    return choose(left, right)[0].name in ("scaled_mm.tensor", "scaled_mm.row")
+
+
+@operation(fake=_fake, in_graph=_in_graph, tags=[torch.Tag.needs_fixed_stride_order])
+def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
     if 0 in (*left.codes.shape, right.codes.shape[0]):
-        return [left.scale.new_zeros(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)]
+        return left.scale.new_zeros(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)
     kernel, refused = choose(left, right)
     ledger.count(kernel.name)
     if kernel.name == "reference" and left.codes.is_cuda:
@@ -140,20 +152,6 @@ def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool)
     fast = fast if override is None else override
     device = left.codes.device.type
     if not torch.is_autocast_enabled(device):
-        return [kernel.run(left, right, out_dtype, fast).contiguous()]
+        return kernel.run(left, right, out_dtype, fast).contiguous()
     with torch.autocast(device, enabled=False):  # autocast would round the FP32 operands of the reference to BF16
-        return [kernel.run(left, right, out_dtype, fast).contiguous()]
-
-
-def _in_graph(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> bool:
-    """Return whether to expose `torch._scaled_mm` to the compiler, which lowers it for tensor and row scales."""
-    if not left.codes.is_cuda or 0 in (left.codes.shape[1], right.codes.shape[0]):
-        return False
-    return choose(left, right)[0].name in ("scaled_mm.tensor", "scaled_mm.row")
-
-
-def _gemm_shape(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool) -> list[Tensor]:
-    return [left.scale.new_empty(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)]
-
-
-define_packed("gemm", _gemm, _gemm_shape, torch.Tag.needs_fixed_stride_order, in_graph=_in_graph)
+        return kernel.run(left, right, out_dtype, fast).contiguous()

@@ -21,7 +21,6 @@ Inside `gemm_by` the eight-bit ones are one GEMM per expert, by its accumulator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from octavo.kernels.grouped_gemm import reference as by_expert
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.runtime import ledger
 from octavo.kernels.runtime.dispatch import architecture, run_kernel, triton_unsupported_reason
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.operation import operation
 from octavo.numerics import PER_ROW, Quantized
 
 ALIGNED = 16
@@ -72,11 +71,14 @@ def grouped_gemm(
         ends: int32 (E,).
         accumulate: `slow` or `fast`.
     """
-    arguments = a, *b, ends, out_dtype, accumulate == "fast"
-    result: Tensor = call("grouped_gemm", _grouped_gemm, arguments, [True])[0]
-    return result
+    return _grouped_gemm(a, b, ends, out_dtype, accumulate == "fast")
 
 
+def _wgrad_fake(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return ends.new_empty(ends.shape[0], a.codes.shape[0], b.codes.shape[0], dtype=out_dtype)
+
+
+@operation(fake=_wgrad_fake, tags=[torch.Tag.needs_fixed_stride_order])
 def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return the sum of a[t]^T b[t] over the tokens of each expert, (E, N, K).
 
@@ -85,8 +87,14 @@ def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) ->
         b: a padded (T, K).
         ends: int32 (E,), of the groups before padding.
     """
-    result: Tensor = call("grouped_wgrad", _grouped_wgrad, (a, *b, ends, out_dtype), [True])[0]
-    return result
+    scale = a.scale
+    assert scale is not None
+    if 0 in (a.codes.shape[0], b.codes.shape[0], ends.shape[0]):
+        return scale.new_zeros(ends.shape[0], a.codes.shape[0], b.codes.shape[0], dtype=out_dtype)
+    operands = a.codes, scale, *b, ends, out_dtype
+    if accumulator_in_use().kernel is not None:
+        return by_expert.grouped_wgrad(*operands, gemm)
+    return _run("grouped_gemm.grouped_wgrad", operands)
 
 
 def quantize_groups(
@@ -107,17 +115,28 @@ def quantize_groups(
         column_fold: FP32 (T, 1), factors applied before `columns`.
         source: int32 (T,), row of x to gather per token; None if x is (T, C) already.
     """
-    arguments = x, ends, rows, columns, row_fold, column_fold, source
-    row, column = call("quantize_groups", _quantize_groups, arguments, [rows, columns])
+    row, column = _quantize_groups(x, ends, rows, columns, row_fold, column_fold, source)
     return row, None if column is None else Padded(*column[:2])
 
 
+def _transpose_fake(codes: Tensor, ends: Tensor, source: Tensor | None) -> Tensor:
+    tokens = (codes if source is None else source).shape[0]
+    return codes.new_empty(codes.shape[1], padded_length(tokens, ends.shape[0]))
+
+
+@operation(fake=_transpose_fake)
 def transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None = None) -> Tensor:
     """Return codes (T, C) in the layout of wgrad, (C, P). `source`: as for `quantize_groups`."""
-    result: Tensor = call("transpose_groups", _transpose_groups, (codes, ends, source), [True])[0]
-    return result
+    first, arguments = codes if len(ends) else ends, (codes, ends, source)
+    made: Tensor = run_kernel("grouped.transpose_groups", first, arguments, "transpose_groups")
+    return made
 
 
+def _mm_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1]))
+
+
+@operation(fake=_mm_fake)
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return grouped products in the dtype of a and b, as `torch.nn.functional.grouped_mm`.
 
@@ -128,55 +147,30 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     Returns:
         a[t] b[e(t)], (T, R); or (E, N, K).
     """
-    result: Tensor = call("grouped_mm", _grouped_mm, (a, b, ends), [True])[0]
-    return result
-
-
-def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> list[Tensor]:
     _check_ends(ends, a.shape[1] if b.dim() == 2 else a.shape[0])
     refused = vendor.unsupported_reason(a, b)
     if refused is None:
-        return [vendor.grouped_mm(a, b, ends)]
+        return vendor.grouped_mm(a, b, ends)
     if a.is_cuda:
         ledger.fall_back(f"grouped mm ran as reference: {refused}")
-    return [reference.grouped_mm(a, b, ends)]
+    return reference.grouped_mm(a, b, ends)
 
 
-def _grouped_mm_shape(a: Tensor, b: Tensor, ends: Tensor) -> list[Tensor]:
-    return [a.new_empty((a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1]))]
+def _gemm_fake(a: Quantized, b: ExpertCodes, _ends: Tensor, out_dtype: torch.dtype, _fast: bool) -> Tensor:
+    return a.scale.new_empty(a.codes.shape[0], b.codes.shape[1], dtype=out_dtype)
 
 
-def _grouped_gemm(
-    a: Quantized, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype, fast: bool
-) -> list[Tensor]:
+@operation(fake=_gemm_fake, tags=[torch.Tag.needs_fixed_stride_order])
+def _grouped_gemm(a: Quantized, b: ExpertCodes, ends: Tensor, out_dtype: torch.dtype, fast: bool) -> Tensor:
     _check_ends(ends, a.codes.shape[0])
-    if 0 in (*a.codes.shape, *b.shape):
-        return [a.scale.new_zeros(a.codes.shape[0], b.shape[1], dtype=out_dtype)]
+    if 0 in (*a.codes.shape, *b.codes.shape):
+        return a.scale.new_zeros(a.codes.shape[0], b.codes.shape[1], dtype=out_dtype)
     override = accumulator_in_use()
     fast = fast if override.fast is None else override.fast
-    operands = a.codes, a.scale, b, b_scale, ends, out_dtype, fast
+    operands = a.codes, a.scale, *b, ends, out_dtype, fast
     if override.kernel is not None:
-        return [by_expert.grouped_gemm(*operands, partial(gemm, accumulate="fast" if fast else "slow"))]
-    return [_run("grouped_gemm.grouped_gemm", operands)]
-
-
-def _grouped_gemm_shape(a: Quantized, b: Tensor, *others: Any) -> list[Tensor]:
-    return [a.scale.new_empty(a.codes.shape[0], b.shape[1], dtype=others[2])]
-
-
-def _grouped_wgrad(a: Padded, b: Tensor, b_scale: Tensor | None, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
-    codes, scale = a
-    assert scale is not None
-    if 0 in (codes.shape[0], b.shape[0], ends.shape[0]):
-        return [scale.new_zeros(ends.shape[0], codes.shape[0], b.shape[0], dtype=out_dtype)]
-    operands = codes, scale, b, b_scale, ends, out_dtype
-    if accumulator_in_use().kernel is not None:
-        return [by_expert.grouped_wgrad(*operands, gemm)]
-    return [_run("grouped_gemm.grouped_wgrad", operands)]
-
-
-def _grouped_wgrad_shape(a: Padded, b: Tensor, _: Any, ends: Tensor, out_dtype: torch.dtype) -> list[Tensor]:
-    return [ends.new_empty(ends.shape[0], a[0].shape[0], b.shape[0], dtype=out_dtype)]
+        return by_expert.grouped_gemm(*operands, partial(gemm, accumulate="fast" if fast else "slow"))
+    return _run("grouped_gemm.grouped_gemm", operands)
 
 
 def _unsupported_reason(a: Tensor, b: Tensor) -> str | None:
@@ -205,16 +199,33 @@ def _run(name: str, operands: tuple[Any, ...]) -> Tensor:
     return result
 
 
-def _quantize_groups(
-    x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *folds: Tensor | None
+def _groups_fake(
+    x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *others: Tensor | None
 ) -> list[Quantized | None]:
-    """`folds`: row fold, column fold, and source."""
-    _check_ends(ends, len(x if folds[2] is None else folds[2]))
-    arguments, first = (x, ends, rows, columns, *folds), x if len(ends) else ends
-    results: Sequence[tuple[Tensor, Tensor] | None] = run_kernel(
-        "grouped.quantize_groups", first, arguments, "quantize_groups"
-    )
-    return [None if pair is None else Quantized(*pair, PER_ROW) for pair in results]
+    source = others[2]
+    t, c, e = (x if source is None else source).shape[0], x.shape[1], ends.shape[0]
+    shapes = (rows, (t, c), (t, 1)), (columns, (c, padded_length(t, e)), (e, c))
+    return [
+        spec and Quantized(x.new_empty(codes, dtype=spec.fmt.dtype), x.new_empty(scale, dtype=torch.float32), PER_ROW)
+        for spec, codes, scale in shapes
+    ]
+
+
+@operation(fake=_groups_fake, results=lambda _x, _ends, rows, columns, *_: (rows, columns))
+def _quantize_groups(
+    x: Tensor,
+    ends: Tensor,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    row_fold: Tensor | None,
+    column_fold: Tensor | None,
+    source: Tensor | None,
+) -> tuple[Quantized | None, Quantized | None]:
+    _check_ends(ends, len(x if source is None else source))
+    arguments, first = (x, ends, rows, columns, row_fold, column_fold, source), x if len(ends) else ends
+    pairs = run_kernel("grouped.quantize_groups", first, arguments, "quantize_groups")
+    row, column = (None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in pairs)
+    return row, column
 
 
 def _check_ends(ends: Tensor, tokens: int) -> None:
@@ -235,32 +246,3 @@ def _check_ends(ends: Tensor, tokens: int) -> None:
         raise ConfigError(
             f"`ends` are the end offsets of the groups: they start at 0 or above and must not decrease; got {offsets}."
         )
-
-
-def _transpose_groups(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:
-    first, arguments = codes if len(ends) else ends, (codes, ends, source)
-    return [run_kernel("grouped.transpose_groups", first, arguments, "transpose_groups")]
-
-
-def _transpose_groups_shape(codes: Tensor, ends: Tensor, source: Tensor | None) -> list[Tensor]:
-    tokens = (codes if source is None else source).shape[0]
-    return [codes.new_empty(codes.shape[1], padded_length(tokens, ends.shape[0]))]
-
-
-def _quantize_groups_shape(
-    x: Tensor, ends: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *others: Tensor | None
-) -> list[Quantized | None]:
-    source = others[2]
-    t, c, e = (x if source is None else source).shape[0], x.shape[1], ends.shape[0]
-    shapes = (rows, (t, c), (t, 1)), (columns, (c, padded_length(t, e)), (e, c))
-    return [
-        spec and Quantized(x.new_empty(codes, dtype=spec.fmt.dtype), x.new_empty(scale, dtype=torch.float32), PER_ROW)
-        for spec, codes, scale in shapes
-    ]
-
-
-define_packed("grouped_mm", _grouped_mm, _grouped_mm_shape)
-define_packed("grouped_gemm", _grouped_gemm, _grouped_gemm_shape, torch.Tag.needs_fixed_stride_order)
-define_packed("grouped_wgrad", _grouped_wgrad, _grouped_wgrad_shape, torch.Tag.needs_fixed_stride_order)
-define_packed("quantize_groups", _quantize_groups, _quantize_groups_shape)
-define_packed("transpose_groups", _transpose_groups, _transpose_groups_shape)

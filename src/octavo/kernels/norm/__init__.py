@@ -12,7 +12,6 @@ All are custom operators: Triton on a GPU; `reference.py`, the definition, elsew
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.quant_spec import QuantSpec, empty, laid_out
 from octavo.kernels.runtime.dispatch import run_kernel
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.operation import operation
 from octavo.numerics import Quantized
 
 GRANULARITIES = ("row", "1x128")
@@ -81,7 +80,7 @@ def normalise(
     _check(x, weight=weight, bias=bias)
     if target is not None and (reason := unsupported_reason(target)):
         raise UnsupportedError(f"a norm cannot quantise to '{target}': {reason}. Quantise y after it, or change one.")
-    return Normed(*call("norm", _forward, (x, weight, bias, eps, target, centred), [True, target, True, centred]))
+    return _norm(x, weight, bias, eps, target, centred)
 
 
 def normalise_backward(
@@ -108,9 +107,7 @@ def normalise_backward(
     if isinstance(x, Quantized) and x.granularity != KEPT.tile:
         raise UnsupportedError(f"a norm's input is kept as '{KEPT}', got codes with '{x.granularity.name}' scales.")
     _check(x if isinstance(x, Tensor) else x.codes, dy=dy, weight=weight, bias=bias)
-    results = [True, weight is not None, bias is not None]
-    dx, dweight, dbias = call("norm_backward", _backward, (dy, x, weight, bias, mean, rstd), results)
-    return dx, dweight, dbias
+    return _norm_backward(dy, x, weight, bias, mean, rstd)
 
 
 def _check(x: Tensor, **others: Tensor | None) -> None:
@@ -127,39 +124,41 @@ def _refused(x: Tensor) -> str | None:
     return f"rows of {cols} elements are longer than {LONGEST_ROW}" if cols > LONGEST_ROW else None
 
 
-def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
-) -> list[Tensor | Quantized | None]:
-    operation = "layer_norm" if centred else "rms_norm"
-    y, quantized, rstd, mean = run_kernel(
-        "norm.forward", x, (x, weight, bias, eps, target, centred), operation, _refused(x)
-    )
-    return [y.contiguous(), None if quantized is None else laid_out(quantized), rstd, mean]
-
-
-def _forward_shape(
-    x: Tensor, _weight: Tensor | None, _bias: Tensor | None, _eps: float, target: QuantSpec | None, centred: bool
-) -> list[Tensor | Quantized | None]:
+def _forward_fake(
+    x: Tensor, _weight: object, _bias: object, _eps: float, target: QuantSpec | None, centred: bool
+) -> Normed:
     quantized = None if target is None else empty(target, x.shape[0], x.shape[1], x.device)
     rstd, mean = (x.new_empty(x.shape[0], dtype=torch.float32) if is_made else None for is_made in (True, centred))
-    return [x.new_empty(x.shape), quantized, rstd, mean]
+    assert rstd is not None
+    return Normed(x.new_empty(x.shape), quantized, rstd, mean)
 
 
-def _backward(
-    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
-) -> Sequence[Tensor | None]:
-    arguments = dy, x if isinstance(x, Tensor) else laid_out(x), weight, bias, mean, rstd
-    operation = "rms_norm_backward" if mean is None else "layer_norm_backward"
-    dx, *sums = run_kernel("norm.backward", dy, arguments, operation, _refused(dy))
-    return [dx.contiguous(), *sums]
+@operation(fake=_forward_fake, results=lambda _x, _weight, _bias, _eps, target, centred: (True, target, True, centred))
+def _norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
+) -> Normed:
+    label = "layer_norm" if centred else "rms_norm"
+    y, quantized, rstd, mean = run_kernel(
+        "norm.forward", x, (x, weight, bias, eps, target, centred), label, _refused(x)
+    )
+    return Normed(y.contiguous(), None if quantized is None else laid_out(quantized), rstd, mean)
 
 
-def _backward_shape(
+def _backward_fake(
     dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, *_: object
-) -> Sequence[Tensor | None]:
+) -> list[Tensor | None]:
     sums = (None if parameter is None else parameter.new_empty(parameter.shape) for parameter in (weight, bias))
     return [(x if isinstance(x, Tensor) else dy).new_empty(dy.shape), *sums]
 
 
-define_packed("norm", _forward, _forward_shape)
-define_packed("norm_backward", _backward, _backward_shape)
+@operation(
+    fake=_backward_fake,
+    results=lambda _dy, _x, weight, bias, *_: (True, weight is not None, bias is not None),
+)
+def _norm_backward(
+    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    arguments = dy, x if isinstance(x, Tensor) else laid_out(x), weight, bias, mean, rstd
+    label = "rms_norm_backward" if mean is None else "layer_norm_backward"
+    dx, dweight, dbias = run_kernel("norm.backward", dy, arguments, label, _refused(dy))
+    return dx.contiguous(), dweight, dbias

@@ -11,8 +11,6 @@ Padding is zero. The last two are custom operators: Triton on a GPU, `reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -20,8 +18,8 @@ from octavo.kernels.patches import reference
 from octavo.kernels.patches.window import Window
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.quantize import quantize_pair
-from octavo.kernels.runtime.dispatch import launches_on, run_kernel, uses_triton
-from octavo.kernels.runtime.operator import call, define, define_packed, is_direct
+from octavo.kernels.runtime.dispatch import run_kernel
+from octavo.kernels.runtime.operation import operation
 from octavo.numerics import Quantized
 
 
@@ -55,8 +53,7 @@ def quantize_patches(
     """
     if window.is_pixel and scale is None:
         return quantize_pair([unfold(x, window)], rows, columns)
-    row, column = call("quantize_patches", _quantize_patches, (x, window, rows, columns, scale), (rows, columns))
-    return row, column
+    return _quantize_patches(x, window, rows, columns, scale)
 
 
 def makes_directly(granularity: str, *, transposed: bool) -> bool:
@@ -69,52 +66,28 @@ def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Te
 
     Accumulated in FP32, in tap order, and rounded once to the dtype of the patches.
     """
-    if window.is_pixel:
-        return patches.reshape(size)
-    run = _fold if is_direct(patches) else torch.ops.octavo.fold_patches
-    result: Tensor = run(patches, window.flat, list(size))
-    return result
+    return patches.reshape(size) if window.is_pixel else _fold_patches(patches, window, size)
 
 
-def _quantize_patches(
-    x: Tensor, window: Window, rows: QuantSpec | None, columns: QuantSpec | None, scale: Tensor | None
-) -> Sequence[Quantized | None]:
-    window = _window(window)
-    direct = all(
-        target is None or makes_directly(target.granularity, transposed=transposed)
-        for target, transposed in ((rows, False), (columns, True))
-    )
-    if direct and x.numel() and uses_triton(x, "patches"):
-        from octavo.kernels.patches import triton as fast
-
-        with launches_on(x.device):
-            return fast.quantize_patches(x, window, rows, columns, scale)
-    return quantize_pair([unfold(x, window)], rows, columns)
-
-
-def _quantize_patches_shape(
-    x: Tensor, window: Window, rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None
-) -> Sequence[Quantized | None]:
-    window = _window(window)
+def _quantize_fake(
+    x: Tensor, window: Window, rows: QuantSpec | None, columns: QuantSpec | None, _scale: Tensor | None
+) -> tuple[Quantized | None, Quantized | None]:
     high, wide = window.output(x.shape[1], x.shape[2])
     m, k = x.shape[0] * high * wide, window.taps * x.shape[3]
-    return [rows and empty(rows, m, k, x.device), columns and empty(columns, k, m, x.device)]
+    return rows and empty(rows, m, k, x.device), columns and empty(columns, k, m, x.device)
 
 
-def _window(pairs: Sequence[Sequence[int]]) -> Window:
-    """Return the window from the lists that operators pass."""
-    return Window(*((height, width) for height, width in pairs))
+@operation(fake=_quantize_fake, results=lambda _x, _window, rows, columns, _scale: (rows, columns))
+def _quantize_patches(
+    x: Tensor, window: Window, rows: QuantSpec | None, columns: QuantSpec | None, scale: Tensor | None
+) -> tuple[Quantized | None, Quantized | None]:
+    arguments = x, window, rows, columns, scale
+    for target, transposed in ((rows, False), (columns, True)):
+        if target is not None and not makes_directly(target.granularity, transposed=transposed):
+            return reference.quantize_patches(*arguments)
+    row, column = run_kernel("patches.quantize_patches", x, arguments, "patches")
+    return row, column
 
 
-def _fold(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
-    window, shape = Window.of(numbers), (size[0], size[1], size[2], size[3])
-    result: Tensor = run_kernel("patches.fold", patches, (patches, window, shape), "fold")
-    return result
-
-
-def _fold_shape(patches: Tensor, numbers: list[int], size: list[int]) -> Tensor:
-    return patches.new_empty(size)
-
-
-define_packed("quantize_patches", _quantize_patches, _quantize_patches_shape)
-define("fold_patches(Tensor patches, int[] window, SymInt[] size) -> Tensor", _fold, _fold_shape)
+@operation(reference=reference.fold, ledger="fold", fake=lambda patches, _window, size: patches.new_empty(size))
+def _fold_patches(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Tensor: ...

@@ -1,4 +1,4 @@
-"""Reference `unfold` and `fold`: one slice of the padded images per kernel tap."""
+"""Reference of patches: one slice of the padded images per kernel tap."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.patches.window import Window
+from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.quantize import quantize_pair
+from octavo.numerics import Quantized
 
 
 def unfold(x: Tensor, window: Window) -> Tensor:
@@ -17,6 +20,13 @@ def unfold(x: Tensor, window: Window) -> Tensor:
     padded = F.pad(x, (0, 0, padding[1], padding[1], padding[0], padding[0]))
     patches = torch.stack([padded[index] for index in _taps(padded.shape, window)], dim=3)
     return patches.flatten(3).flatten(0, 2)
+
+
+def quantize_patches(
+    x: Tensor, window: Window, rows: QuantSpec | None, columns: QuantSpec | None, scale: Tensor | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """See `octavo.kernels.patches.quantize_patches`. `scale` is not read: it follows from the patches."""
+    return quantize_pair([unfold(x, window)], rows, columns)
 
 
 def fold(patches: Tensor, window: Window, size: tuple[int, int, int, int]) -> Tensor:

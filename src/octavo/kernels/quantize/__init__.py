@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,14 @@ from octavo.errors import ConfigError
 from octavo.kernels.quant_spec import QuantSpec, empty, empty_scale, laid_out
 from octavo.kernels.quantize import reference
 from octavo.kernels.runtime import ledger
-from octavo.kernels.runtime.dispatch import launches_on, on_gpu, run_kernel, runs_triton, uses_triton
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.dispatch import (
+    implementation,
+    launches_on,
+    on_gpu,
+    run_kernel,
+    runs_triton,
+)
+from octavo.kernels.runtime.operation import operation
 from octavo.kernels.transpose import transpose
 from octavo.numerics import (
     PER_ROW,
@@ -38,7 +44,6 @@ from octavo.numerics import (
     Scaling,
     format_named,
     granularity_named,
-    to_codes,
 )
 from octavo.numerics import quantize as specified
 
@@ -121,9 +126,7 @@ def quantize_pair(
     if sources[0].dim() != 2 or (len(sources) > 1 and any(_rows_differ(source, sources[0]) for source in sources)):
         shapes = [tuple(source.shape) for source in sources]
         raise ConfigError(f"quantize_pair takes matrices with equal row counts, got shapes {shapes}.")
-    arguments = list(sources), rows, columns, row_fold, column_fold
-    row, column = call("quantize_pair", _quantize_pair, arguments, (rows, columns))
-    return row, column
+    return _quantize_pair(sources, rows, columns, row_fold, column_fold)
 
 
 def _rows_differ(source: Tensor, first: Tensor) -> bool:
@@ -139,9 +142,7 @@ def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
         weights: FP32, BF16 or FP16.
         target: with rounding to nearest.
     """
-    weights = [weight.detach() for weight in weights]
-    result: Quantized = call("quantize_stack", _quantize_stack, (weights, target), [target])[0]
-    return result
+    return _quantize_stack([weight.detach() for weight in weights], target)
 
 
 class Twice(NamedTuple):
@@ -165,10 +166,7 @@ def quantize_rows_twice(
         keeps_codes: whether to write the codes of the second set, or its scales alone.
         weights: whether these are weights, which the ledger counts.
     """
-    matrices = [matrix.detach() for matrix in matrices]
-    arguments = matrices, first, second, keeps_codes, weights
-    results = call("quantize_rows_twice", _quantize_rows_twice, arguments, (first, keeps_codes, True))
-    return Twice(*results)
+    return _quantize_rows_twice([matrix.detach() for matrix in matrices], first, second, keeps_codes, weights)
 
 
 def quantize_normed(
@@ -184,9 +182,7 @@ def quantize_normed(
     Returns:
         The codes, and the scales of the second set, FP32 (M, 1).
     """
-    arguments = x.detach(), norm, target, second
-    codes, scale = call("quantize_normed", _quantize_normed, arguments, (target, second is not None))
-    return codes, scale
+    return _quantize_normed(x.detach(), norm, target, second)
 
 
 def requantize_transposed(
@@ -206,12 +202,15 @@ def requantize_transposed(
     Returns:
         Codes (K, sum of N_i).
     """
-    weights = [weight.detach() for weight in weights]
-    result = call("requantize_transposed", _requantize_transposed, (weights, scale, target, after, norm), (target,))
-    codes_t, ones, _ = result[0]
-    return Quantized(codes_t, ones, PER_ROW)
+    made = _requantize_transposed([weight.detach() for weight in weights], scale, target, after, norm)
+    return Quantized(made.codes, made.scale, PER_ROW)
 
 
+def _transposed_fake(x: Tensor, target: QuantSpec, _after: Tensor) -> Quantized:
+    return empty(target, x.shape[1], x.shape[0], x.device)
+
+
+@operation(fake=_transposed_fake, results=lambda _x, target, _after: [target])
 def quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> Quantized:
     """Quantise the transpose of a matrix (R, C) saved in high precision, rounded to nearest, as by `quantize_pair`.
 
@@ -219,8 +218,9 @@ def quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> Quantize
         after: the other operand of the product. As a dependency, it keeps a compiler from moving the call into forward
             and saving the result.
     """
-    result: Quantized = call("quantize_transposed", _quantize_transposed, (x, target, after), (target,))[0]
-    return result
+    made = quantize_pair([x], None, target)[1]
+    assert made is not None
+    return made
 
 
 def contiguous(quantized: Quantized) -> Quantized:
@@ -246,153 +246,46 @@ def without_scale(folded: Quantized) -> Quantized:
     return Quantized(folded.codes, folded.scale.new_ones(1, 1), PER_TENSOR)
 
 
-def _quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> list[Quantized | None]:
-    return [quantize_pair([x], None, target)[1]]
-
-
-def _quantize_transposed_shape(x: Tensor, target: QuantSpec, after: Tensor) -> list[Quantized]:
-    return [empty(target, x.shape[1], x.shape[0], x.device)]
-
-
-def _quantize_normed(
-    x: Tensor, norm: Norm, target: QuantSpec, second: QuantSpec | None
-) -> tuple[Quantized, Tensor | None]:
-    cols = x.shape[1]
-    refused = f"rows of {cols} elements are longer than {LONGEST_NORM}" if cols > LONGEST_NORM else None
-    result: tuple[Quantized, Tensor | None] = run_kernel(
-        "quantize.quantize_normed", x, (x, norm, target, second), "quantize", refused
-    )
-    return result
-
-
-def _quantize_normed_shape(
-    x: Tensor, norm: Norm, target: QuantSpec, second: QuantSpec | None
+def _normed_fake(
+    x: Tensor, _norm: Norm, target: QuantSpec, second: QuantSpec | None
 ) -> tuple[Quantized, Tensor | None]:
     rows, cols = x.shape
     return empty(target, rows, cols, x.device), second and empty_scale(second, rows, cols, x.device)
 
 
-def _normed_in_graph(x: Tensor, *_: object) -> bool:
-    return x.shape[1] <= LONGEST_NORM and runs_triton(x)
+def _normed_unsupported_reason(x: Tensor, *_: object) -> str | None:
+    cols = x.shape[1]
+    return f"rows of {cols} elements are longer than {LONGEST_NORM}" if cols > LONGEST_NORM else None
 
 
+@operation(
+    reference=reference.quantize_normed,
+    unsupported=_normed_unsupported_reason,
+    ledger="quantize",
+    fake=_normed_fake,
+    results=lambda _x, _norm, target, second: (target, second is not None),
+    in_graph=lambda x, *_: runs_triton(x) and not _normed_unsupported_reason(x),
+)
+def _quantize_normed(
+    x: Tensor, norm: Norm, target: QuantSpec, second: QuantSpec | None
+) -> tuple[Quantized, Tensor | None]: ...
+
+
+def _requantized_fake(weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, *_: object) -> Quantized:
+    return empty(target, weights[0].shape[1], scale.shape[0], scale.device)
+
+
+@operation(
+    fake=_requantized_fake,
+    results=lambda _weights, _scale, target, *_: [target],
+    in_graph=lambda weights, *_: runs_triton(weights[0]),
+)
 def _requantize_transposed(
-    weights: list[Tensor], scale: Tensor, target: QuantSpec, after: Tensor, norm: Norm | None
-) -> tuple[Quantized, ...]:
-    x = weights[0]
-    if x.is_cuda and x.shape[1] and len(scale) and uses_triton(x, "quantize"):
-        from octavo.kernels.quantize.triton_weights import requantize_transposed as fast
-
-        with launches_on(x.device):
-            return (fast(weights, scale, target, after, norm),)
-    values = torch.cat(weights).float() if norm is None else reference.normed(x, norm)
-    codes = to_codes(values * scale.reciprocal(), target.fmt)
-    return (Quantized(codes.t().contiguous(), scale.new_ones(x.shape[1], 1), PER_ROW),)
-
-
-def _requantize_transposed_shape(
-    weights: list[Tensor], scale: Tensor, target: QuantSpec, *_: object
-) -> tuple[Quantized, ...]:
-    return (empty(target, weights[0].shape[1], scale.shape[0], scale.device),)
-
-
-def _requantize_in_graph(weights: list[Tensor], *_: object) -> bool:
-    return runs_triton(weights[0])
-
-
-def _quantize_pair(
-    sources: list[Tensor],
-    rows: QuantSpec | None,
-    columns: QuantSpec | None,
-    row_fold: Tensor | None,
-    column_fold: Tensor | None,
-) -> tuple[Quantized | None, Quantized | None]:
-    x = sources[0]
-    if x.is_cuda and x.shape[0] and (x.shape[1] or any(source.shape[1] for source in sources)):
-        fast, refused = _triton_kernel(rows, columns, _whole_row(sources, rows))
-        if uses_triton(x, "quantize", refused):
-            result: tuple[Quantized | None, Quantized | None]
-            with launches_on(x.device):
-                result = fast.quantize_pair(sources, rows, columns, row_fold, column_fold)
-            return result
-    return reference.quantize_pair(sources, rows, columns, row_fold, column_fold)
-
-
-def _pair_in_graph(sources: list[Tensor], rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None) -> bool:
-    if not runs_triton(sources[0]):
-        return False
-    from octavo.kernels.quantize import triton as fast
-
-    return _triton_kernel(rows, columns, _whole_row(sources, rows)) == (fast, None) and not fast.limits_registers(
-        rows, columns
-    )
-
-
-def _quantize_stack(weights: list[Tensor], target: QuantSpec) -> list[Quantized]:
-    ledger.count_weights(len(weights))
-    if len(weights) == 1:
-        return [quantize(weights[0], *target)]
-    if _stacks_rows(weights, target) and uses_triton(weights[0], "quantize"):
-        from octavo.kernels.quantize.triton_weights import quantize_rows_of
-
-        with launches_on(weights[0].device):
-            return [quantize_rows_of(weights, target)[0]]
-    return [quantize(torch.cat(weights), *target)]
-
-
-def _quantize_rows_twice(
-    matrices: list[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool
-) -> tuple[Quantized, Tensor | None, Tensor]:
-    ledger.count_weights(len(matrices) if weights else 0)
-    x = matrices[0]
-    if x.numel() and x.is_cuda and uses_triton(x, "quantize", _refuses_twice(matrices)):
-        from octavo.kernels.quantize.triton_weights import STACKED, quantize_rows_of
-
-        with launches_on(x.device):
-            stack = matrices if len(matrices) <= STACKED else [torch.cat(matrices)]
-            return quantize_rows_of(stack, first, second, keeps_codes)
-    x = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-    rows = reference.quantize_pair([x], second, None)[0]
-    made = reference.quantize_pair([x], first, None)[0]
-    assert rows is not None and made is not None
-    return made, rows.codes if keeps_codes else None, rows.scale
-
-
-def _refuses_twice(matrices: list[Tensor]) -> str | None:
-    from octavo.kernels.quantize.triton_weights import unsupported_reason
-
-    return unsupported_reason(matrices)
-
-
-def _quantize_rows_twice_shape(
-    matrices: list[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool
-) -> tuple[Quantized, Tensor | None, Tensor]:
-    rows, cols, device = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1], matrices[0].device
-    codes, scale, _ = empty(second, rows, cols, device)
-    return empty(first, rows, cols, device), codes if keeps_codes else None, scale
-
-
-def _twice_in_graph(matrices: list[Tensor], *_: object) -> bool:
-    return runs_triton(matrices[0]) and not _refuses_twice(matrices)
-
-
-def _stacks_rows(weights: list[Tensor], target: QuantSpec) -> bool:
-    """Return whether one launch can quantise the rows of all matrices."""
-    if not weights[0].is_cuda or target.granularity != "row":
-        return False
-    from octavo.kernels.quantize.triton_weights import STACKED, unsupported_reason
-
-    return len(weights) <= STACKED and unsupported_reason(weights) is None
-
-
-def _stack_in_graph(weights: list[Tensor], target: QuantSpec) -> bool:
-    if len(weights) == 1:
-        return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, None)
-    return _stacks_rows(weights, target) and runs_triton(weights[0])
-
-
-def _quantize_stack_shape(weights: list[Tensor], target: QuantSpec) -> list[Quantized]:
-    return [empty(target, sum(weight.shape[0] for weight in weights), weights[0].shape[1], weights[0].device)]
+    weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor, norm: Norm | None
+) -> Quantized:
+    arguments, x = (weights, scale, target, after, norm), scale if weights[0].shape[1] else weights[0]
+    made: Quantized = run_kernel("quantize.requantize_transposed", x, arguments, "quantize", triton="triton_weights")
+    return made
 
 
 def _whole_row(sources: Sequence[Tensor], rows: QuantSpec | None) -> int:
@@ -402,29 +295,98 @@ def _whole_row(sources: Sequence[Tensor], rows: QuantSpec | None) -> int:
 
 
 @cache
-def _triton_kernel(rows: QuantSpec | None, columns: QuantSpec | None, cols: int) -> tuple[Any, str | None]:
-    """Return the Triton module for these targets, and its reason against them or None; `groups` if any is 1x32."""
-    if any(target is not None and target.tile == GROUP_1x32 for target in (rows, columns)):
-        from octavo.kernels.quantize import triton_groups as groups
-
-        return groups, groups.unsupported_reason(rows, columns)
-    from octavo.kernels.quantize import triton as fast
-
-    return fast, fast.unsupported_reason(rows, columns, cols=cols)
+def _triton_kernel(rows: QuantSpec | None, columns: QuantSpec | None, cols: int) -> tuple[str, str | None]:
+    """Return the file of Triton kernels for these targets, and its reason against them or None."""
+    is_group = any(target is not None and target.tile == GROUP_1x32 for target in (rows, columns))
+    file, options = ("triton_groups", {}) if is_group else ("triton", {"cols": cols})
+    return file, implementation(file, "quantize").unsupported_reason(rows, columns, **options)
 
 
-def _quantize_pair_shape(
-    sources: list[Tensor], rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None
+def _pair_fake(
+    sources: Sequence[Tensor], rows: QuantSpec | None, columns: QuantSpec | None, *_: Tensor | None
 ) -> tuple[Quantized | None, Quantized | None]:
     total_r, total_c, device = sources[0].shape[0], sum(source.shape[1] for source in sources), sources[0].device
     return rows and empty(rows, total_r, total_c, device), columns and empty(columns, total_c, total_r, device)
 
 
-define_packed("quantize_pair", _quantize_pair, _quantize_pair_shape, in_graph=_pair_in_graph)
-define_packed("quantize_stack", _quantize_stack, _quantize_stack_shape, in_graph=_stack_in_graph)
-define_packed("quantize_rows_twice", _quantize_rows_twice, _quantize_rows_twice_shape, in_graph=_twice_in_graph)
-define_packed("quantize_normed", _quantize_normed, _quantize_normed_shape, in_graph=_normed_in_graph)
-define_packed("quantize_transposed", _quantize_transposed, _quantize_transposed_shape)
-define_packed(
-    "requantize_transposed", _requantize_transposed, _requantize_transposed_shape, in_graph=_requantize_in_graph
+def _pair_in_graph(sources: Sequence[Tensor], rows: QuantSpec | None, columns: QuantSpec | None, *_: object) -> bool:
+    if not runs_triton(sources[0]) or _triton_kernel(rows, columns, _whole_row(sources, rows)) != ("triton", None):
+        return False
+    return not implementation("triton", "quantize").limits_registers(rows, columns)
+
+
+@operation(fake=_pair_fake, results=lambda _sources, rows, columns, *_: (rows, columns), in_graph=_pair_in_graph)
+def _quantize_pair(
+    sources: Sequence[Tensor],
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    row_fold: Tensor | None,
+    column_fold: Tensor | None,
+) -> tuple[Quantized | None, Quantized | None]:
+    x = sources[0] if sources[0].numel() else next((source for source in sources if source.numel()), sources[0])
+    if not x.is_cuda:
+        return reference.quantize_pair(sources, rows, columns, row_fold, column_fold)
+    file, refused = _triton_kernel(rows, columns, _whole_row(sources, rows)) if runs_triton(x) else ("triton", None)
+    arguments = sources, rows, columns, row_fold, column_fold
+    made: tuple[Quantized | None, Quantized | None] = run_kernel(
+        "quantize.quantize_pair", x, arguments, "quantize", refused, file
+    )
+    return made
+
+
+def _stacks_rows(weights: Sequence[Tensor], target: QuantSpec) -> bool:
+    """Return whether one launch can quantise the rows of all matrices."""
+    if not runs_triton(weights[0]) or target.granularity != "row":
+        return False
+    fast = implementation("triton_weights", "quantize")
+    return len(weights) <= fast.STACKED and fast.unsupported_reason(weights) is None
+
+
+def _stack_fake(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
+    return empty(target, sum(weight.shape[0] for weight in weights), weights[0].shape[1], weights[0].device)
+
+
+def _stack_in_graph(weights: Sequence[Tensor], target: QuantSpec) -> bool:
+    if len(weights) == 1:
+        return weights[0].stride(-1) == 1 and _pair_in_graph(weights, target, None)
+    return _stacks_rows(weights, target)
+
+
+@operation(fake=_stack_fake, results=lambda _weights, target: [target], in_graph=_stack_in_graph)
+def _quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
+    ledger.count_weights(len(weights))
+    if len(weights) == 1:
+        return quantize(weights[0], *target)
+    if not _stacks_rows(weights, target):
+        return quantize(torch.cat(list(weights)), *target)
+    made: Quantized
+    with launches_on(weights[0].device):
+        made = implementation("triton_weights", "quantize").quantize_rows_of(weights, target)[0]
+    return made
+
+
+def _twice_unsupported_reason(matrices: Sequence[Tensor]) -> str | None:
+    reason: str | None = implementation("triton_weights", "quantize").unsupported_reason(matrices)
+    return reason
+
+
+def _twice_fake(
+    matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool
+) -> Twice:
+    rows, cols, device = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1], matrices[0].device
+    codes, scale, _ = empty(second, rows, cols, device)
+    return Twice(empty(first, rows, cols, device), codes if keeps_codes else None, scale)
+
+
+@operation(
+    fake=_twice_fake,
+    results=lambda _matrices, first, _second, keeps_codes, _weights: (first, keeps_codes, True),
+    in_graph=lambda matrices, *_: runs_triton(matrices[0]) and not _twice_unsupported_reason(matrices),
 )
+def _quantize_rows_twice(
+    matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool
+) -> Twice:
+    ledger.count_weights(len(matrices) if weights else 0)
+    x, arguments = matrices[0], (matrices, first, second, keeps_codes)
+    refused = _twice_unsupported_reason(matrices) if runs_triton(x) else None
+    return Twice(*run_kernel("quantize.quantize_rows_twice", x, arguments, "quantize", refused, "triton_weights"))

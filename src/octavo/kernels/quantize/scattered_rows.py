@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec, empty
-from octavo.kernels.runtime.dispatch import launches_on, runs_triton
+from octavo.kernels.runtime.dispatch import implementation, launches_on, runs_triton
 from octavo.numerics import Quantized
 
 
@@ -30,9 +30,7 @@ def is_supported(matrices: Sequence[Tensor], target: QuantSpec) -> bool:
         return False
     if target.needs_whole_rows:
         return False
-    from octavo.kernels.quantize.triton_weights import unsupported_reason
-
-    return unsupported_reason(matrices) is None
+    return implementation("triton_weights", "quantize").unsupported_reason(matrices) is None
 
 
 def quantize_scattered_rows(
@@ -44,12 +42,11 @@ def quantize_scattered_rows(
         into: buffer for the result, used if shape and device match.
         table: address table of an earlier result, for matrices at the same addresses.
     """
-    from octavo.kernels.quantize.triton_weights import find_rows, quantize_rows
-
+    fast = implementation("triton_weights", "quantize")
     count, cols, device = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1], matrices[0].device
     if into is None or into.codes.shape != (count, cols) or into.codes.device != device:
         into = empty(target, count, cols, device)
-    table = table or find_rows(matrices)
+    table = table or fast.find_rows(matrices)
     with launches_on(device):
-        quantize_rows(table, matrices[0].dtype, into, target.rule)
+        fast.quantize_rows(table, matrices[0].dtype, into, target.rule)
     return ScatteredRows(into, table)

@@ -82,6 +82,14 @@ def quantize_rows_of(
     return out, codes, out.scale if scale is None else scale
 
 
+def quantize_rows_twice(
+    matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool
+) -> tuple[Quantized, Tensor | None, Tensor]:
+    """See `octavo.kernels.quantize.quantize_rows_twice`; more than three matrices are copied into one."""
+    stack = matrices if len(matrices) <= STACKED else [torch.cat(list(matrices))]
+    return quantize_rows_of(stack, first, second, keeps_codes)
+
+
 def requantize_transposed(
     weights: Sequence[Tensor],
     scale: Tensor,

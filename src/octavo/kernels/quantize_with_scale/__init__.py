@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels.quant_spec import QuantSpec, empty
 from octavo.kernels.runtime.dispatch import run_kernel
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.runtime.operation import operation
 from octavo.numerics import Quantized
 
 
@@ -58,12 +58,10 @@ def quantize_with_scale(
             device.
     """
     _check(sources, scale_ref, rows, columns)
-    arguments = list(sources), scale_ref, rows, columns
-    results = rows is not None, columns is not None, True
-    codes, codes_t, scale = call("quantize_with_scale", _quantize, arguments, results)
+    codes, codes_t, scale = _quantize(sources, scale_ref, rows, columns)
     return (
-        None if rows is None else Quantized(codes, scale, rows.tile),
-        None if columns is None else Quantized(codes_t, scale, columns.tile),
+        None if rows is None or codes is None else Quantized(codes, scale, rows.tile),
+        None if columns is None or codes_t is None else Quantized(codes_t, scale, columns.tile),
     )
 
 
@@ -84,32 +82,35 @@ def _check(sources: Sequence[Tensor], scale_ref: ScaleRef, rows: QuantSpec | Non
         )
 
 
-def _quantize(
-    sources: list[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
-) -> list[Tensor | None]:
-    stored, row, just_in_time, update_amax = scale_ref
-    # `data`: no autograd version bump, as a layer may run twice before backward.
-    arguments = sources, stored.data[row], rows, columns, just_in_time, update_amax
-    x = next((source for source in sources if source.numel()), sources[0])
-    return _with_one_scale(*run_kernel("quantize_with_scale.quantize_with_scale", x, arguments, "quantize_with_scale"))
-
-
-def _with_one_scale(rows: Quantized | None, columns: Quantized | None) -> list[Tensor | None]:
+def _with_one_scale(rows: Quantized | None, columns: Quantized | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return both codes and the shared scale once: operators must not return the same tensor twice."""
     quantized = rows or columns
     assert quantized is not None
-    return [rows and rows.codes, columns and columns.codes, quantized.scale]
+    return rows and rows.codes, columns and columns.codes, quantized.scale
 
 
-def _shape(
-    sources: list[Tensor], _scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
-) -> list[Tensor | None]:
+def _fake(
+    sources: Sequence[Tensor], _scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     total_r, total_c, device = sources[0].shape[0], sum(source.shape[1] for source in sources), sources[0].device
     return _with_one_scale(
         rows and empty(rows, total_r, total_c, device), columns and empty(columns, total_c, total_r, device)
     )
 
 
-# The amax is mutated, but not declared so in the signature: a compiler would otherwise functionalise all scales of a
+# The amax is mutated, but not declared so in the schema: a compiler would otherwise functionalise all scales of a
 # model in its graphs. Undeclared mutations need the original memory, hence no CUDA graphs, whose inputs are copies.
-define_packed("quantize_with_scale", _quantize, _shape, torch.Tag.cudagraph_unsafe)
+@operation(
+    name="quantize_with_scale",
+    fake=_fake,
+    results=lambda _sources, _scale_ref, rows, columns: (rows is not None, columns is not None, True),
+    tags=[torch.Tag.cudagraph_unsafe],
+)
+def _quantize(
+    sources: Sequence[Tensor], scale_ref: ScaleRef, rows: QuantSpec | None, columns: QuantSpec | None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    stored, row, just_in_time, update_amax = scale_ref
+    # `data`: no autograd version bump, as a layer may run twice before backward.
+    arguments = sources, stored.data[row], rows, columns, just_in_time, update_amax
+    x = next((source for source in sources if source.numel()), sources[0])
+    return _with_one_scale(*run_kernel("quantize_with_scale.quantize_with_scale", x, arguments, "quantize_with_scale"))

@@ -14,8 +14,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.runtime.dispatch import run_kernel
-from octavo.kernels.runtime.operator import call, define_packed
+from octavo.kernels.rotary import reference
+from octavo.kernels.runtime.operation import operation
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> Tensor:
@@ -33,8 +33,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> T
     """
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ConfigError(f"rotate takes (B, T, H, E) with E even, got shape {tuple(x.shape)}.")
-    result: Tensor = call("rotate", _rotate, (x, _table(cos, x, "cos"), _table(sin, x, "sin"), conjugate), [True])[0]
-    return result
+    return _rotate(x, _table(cos, x, "cos"), _table(sin, x, "sin"), conjugate)
 
 
 def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
@@ -51,9 +50,9 @@ def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
     return table[..., : width // 2]
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> list[Tensor]:
-    refused = "the row count exceeds 32 bits" if x.numel() >= 2**31 * x.shape[-1] else None
-    return [run_kernel("rotary.rotate", x, (x, cos, sin, conjugate), "rotate", refused)]
+def _unsupported_reason(x: Tensor, *_: object) -> str | None:
+    return "the row count exceeds 32 bits" if x.numel() >= 2**31 * x.shape[-1] else None
 
 
-define_packed("rotate", _rotate, lambda x, *_: [x.new_empty(x.shape)])
+@operation(reference=reference.rotate, unsupported=_unsupported_reason, fake=lambda x, *_: x.new_empty(x.shape))
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor: ...

@@ -56,14 +56,16 @@ def uses_triton(x: Tensor, operation: str, refused: str | None = None) -> bool:
     return reason is None
 
 
-def run_kernel(name: str, x: Tensor, arguments: Sequence[Any], operation: str, refused: str | None = None) -> Any:
-    """Call a function of `<name>/triton.py` if `operation` on x runs in Triton, else of `<name>/reference.py`.
+def run_kernel(
+    name: str, x: Tensor, arguments: Sequence[Any], operation: str, refused: str | None = None, triton: str = "triton"
+) -> Any:
+    """Call a function of `<name>/<triton>.py` if `operation` on x runs in Triton, else of `<name>/reference.py`.
 
     Args:
         name: folder and function, such as `rotary.rotate`. Empty tensors always go to the reference.
         operation, refused: as for `uses_triton`.
     """
-    kind = "triton" if x.numel() and uses_triton(x, operation, refused) else "reference"
+    kind = triton if x.numel() and uses_triton(x, operation, refused) else "reference"
     file, _, function = name.partition(".")
     with launches_on(x.device):
         return getattr(implementation(kind, file), function)(*arguments)
@@ -71,7 +73,7 @@ def run_kernel(name: str, x: Tensor, arguments: Sequence[Any], operation: str, r
 
 @cache
 def implementation(kind: str, name: str) -> ModuleType:
-    """Return `kernels/<name>/<kind>.py`; `kind` is `triton` or `reference`."""
+    """Return `kernels/<name>/<kind>.py`; `kind` is `reference`, or `triton` or another file of Triton kernels."""
     return importlib.import_module(f"octavo.kernels.{name}.{kind}")  # lazily: Triton may be missing
 
 

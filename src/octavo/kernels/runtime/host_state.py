@@ -22,7 +22,8 @@ What else a process keeps are registries and caches, which change no result (`te
     nn.seal._marking                               a lock around the seal of a tensor
     nn.weight_notes._KINDS                         kinds of notes on weights
     recipes.operands._plans                        plans of recipes, by their text
-    nn.adopted._CLASSES, _util.compiler, kernels.operator, distributed.checkpoint    classes, traces, operators, groups
+    nn.adopted._CLASSES, _util.compiler, distributed.checkpoint    classes, traces, groups
+    kernels.runtime.operation._operations          operations by the names of their operators
 
 Two hooks run after every optimizer step: that of nn.shared, and `_util.optimizer_steps` for nn.scaling_state and
 nn.telemetry.

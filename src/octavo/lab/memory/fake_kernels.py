@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from octavo._util.autograd import first_order
 from octavo.kernels import cross_entropy, norm, optimizer
 from octavo.kernels.explain import gemm_kernel
-from octavo.kernels.runtime.operator import unpack
 
 Replacement = tuple[Any, str, Any]
 """(module of Octavo, name, function on fake tensors)."""
@@ -135,7 +134,7 @@ def workspace(operator: Any, arguments: Sequence[Any]) -> int:
         _, query, key, value = arguments[:4]
         return _cudnn_workspace(query, key, value)
     if operator is torch.ops.octavo.attention_backward.default:  # (B, T, H, E), and an output that it decodes first
-        query, key, value = (x.transpose(1, 2) for x in unpack(*arguments)[1])
+        query, key, value = (x.transpose(1, 2) for x in arguments[1:4])
         return _cudnn_workspace(query, key, value) + int(query.numel() * query.element_size())
     return 0
 

@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octavo.kernels.runtime import dispatch, operator
+from octavo.kernels.runtime import dispatch
+from octavo.kernels.runtime.operation import composite
 from octavo.lab.memory.compiled import compiler
 from octavo.lab.memory.fake_kernels import AsOnGpu, FakeMode, clear_caches, replacements, workspace
 from octavo.lab.memory.timeline import Allocation, Step, Timeline
@@ -51,7 +52,7 @@ class Recorder(TorchDispatchMode):
         if func is aten.addmm.dtype_out:  # CUDA only: PyTorch 2.11 has no fake implementation
             return kwargs["out"]
         phase = self._phase()
-        run = operator.composite(func)
+        run = composite(func)
         if run is None:
             result = func(*args, **kwargs)
         else:
