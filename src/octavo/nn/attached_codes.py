@@ -81,6 +81,11 @@ def attach_norm_source(y: Tensor, x: Tensor, norm: tuple[Tensor, Tensor]) -> Non
     setattr(y, _NORM_SOURCE, NormSource(x, norm, (traced_version(y), traced_version(x))))
 
 
+def has_traced_source(x: Tensor) -> bool:
+    """Return whether compiled code has attached to x its codes, or the norm that it is the result of."""
+    return getattr(x, _TRACED, None) is not None or getattr(x, _NORM_SOURCE, None) is not None
+
+
 def attached_norm_source(y: Tensor) -> NormSource | None:
     """Return what `attach_norm_source` attached to y in this graph; None if y or x has been written to since."""
     normed: NormSource | None = getattr(y, _NORM_SOURCE, None) if torch.compiler.is_compiling() else None
@@ -91,14 +96,19 @@ def attached_norm_source(y: Tensor) -> NormSource | None:
 
 def is_output_of_attention(x: Tensor) -> bool:
     """Return whether x is in memory that PyTorch's attention returned in this trace, and saves for backward."""
-    return ask_tracer(x, _find_attention) is True
+    return ask_tracer(x, _find_attention, None) is True
 
 
 def _find_attention(context: Any) -> None:
-    memory = context.get_local("x").as_fake().untyped_storage()._cdata
+    answer(is_made_by_attention(context, context.get_local("x").as_fake()))
+
+
+def is_made_by_attention(context: Any, fake: Tensor) -> bool:
+    """Return `is_output_of_attention` of a tensor that Dynamo traces with; for functions that `ask_tracer` calls."""
+    memory = fake.untyped_storage()._cdata
     nodes = context.graph().find_nodes(op="call_function", target=F.scaled_dot_product_attention)
     results = [node.meta["example_value"] for node in nodes]
-    answer(any(y.requires_grad and y.untyped_storage()._cdata == memory for y in results))
+    return any(y.requires_grad and y.untyped_storage()._cdata == memory for y in results)
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -118,7 +118,7 @@ up, codes and scale of down, the stats buffers of both, options, *weights."""
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor | None:
-        *tensors, options = arguments[:_WEIGHTS]  # see `_Linears`
+        *tensors, options = arguments[:_WEIGHTS]  # see `Linears`
         weights = arguments[_WEIGHTS:]
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:-1]), ctx.needs_input_grad[-1]
         (y_MD,), *saved = replay(_forward, (*options, *needs), (*tensors, *weights))
