@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, TypeGuard, cast
 
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class Adopted(Switchable):
         vars(self)["call_key"] = sys.intern(self._find_call_key())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        decides = name in type(self).fields  # before `__class__` is set, after which it may be no class of Octavo's
+        decides = name in _fields_of(type(self))  # before `__class__` is set, perhaps to one that is not Octavo's
         super().__setattr__(name, value)
         if decides:
             self._renew_call_key()
@@ -68,6 +69,8 @@ class Adopted(Switchable):
         for name in (*own.fields, "call_key"):
             self.__dict__.pop(name, None)
         self.__class__ = _without(own, type(self))
+        if isinstance(self, Adopted):  # taken twice
+            self._renew_call_key()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -91,6 +94,12 @@ class Adopted(Switchable):
         if is_of_a_file or reduced[1][:1] != (type(self),):  # or reduced in the user's own way
             return reduced
         return _rebuild, (*bases, *reduced[1][1:]), *reduced[2:]
+
+
+@cache
+def _fields_of(cls: type) -> frozenset[str]:
+    """Return the `fields` of a class and all its bases: a module may be taken twice."""
+    return frozenset(name for base in cls.__mro__ if issubclass(base, Adopted) for name in base.fields)
 
 
 def refuse_bare_codes(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> list[str]:

@@ -27,7 +27,7 @@ from octavo.nn.seal import Seal
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
 
-_NAME, _TRACED, _NORM_SOURCE = "_octavo_offer", "_octavo_traced", "_octavo_normed"
+_NAME, _TRACED = "_octavo_offer", "_octavo_traced"
 
 
 class AttachedCodes(NamedTuple):
@@ -78,18 +78,18 @@ def renew(x: Tensor) -> None:
 
 def attach_norm_source(y: Tensor, x: Tensor, norm: tuple[Tensor, Tensor]) -> None:
     """Attach to y, in compiled code, the RMS norm that it is the result of: see `NormSource`."""
-    setattr(y, _NORM_SOURCE, NormSource(x, norm, (traced_version(y), traced_version(x))))
+    setattr(y, _TRACED, NormSource(x, norm, (traced_version(y), traced_version(x))))
 
 
 def has_traced_source(x: Tensor) -> bool:
     """Return whether compiled code has attached to x its codes, or the norm that it is the result of."""
-    return getattr(x, _TRACED, None) is not None or getattr(x, _NORM_SOURCE, None) is not None
+    return getattr(x, _TRACED, None) is not None
 
 
 def attached_norm_source(y: Tensor) -> NormSource | None:
     """Return what `attach_norm_source` attached to y in this graph; None if y or x has been written to since."""
-    normed: NormSource | None = getattr(y, _NORM_SOURCE, None) if torch.compiler.is_compiling() else None
-    if normed is None or normed.versions != (traced_version(y), traced_version(normed.x)):
+    normed = getattr(y, _TRACED, None) if torch.compiler.is_compiling() else None
+    if not isinstance(normed, NormSource) or normed.versions != (traced_version(y), traced_version(normed.x)):
         return None
     return normed
 

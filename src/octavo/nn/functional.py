@@ -120,7 +120,7 @@ def linears(
     update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
     options = plan.key, quantizer.dtype, keeps_input, update_amax
     buffers = quantizer.scale_and_amax, quantizer.stats_buffer
-    outputs: tuple[Tensor, ...] = Linears.apply(  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
         x_MK, *source, *codes_for(weights, codes), *buffers, options, *weights
     )
     if prequantized is not None:
@@ -223,7 +223,7 @@ class KnownCodes(NamedTuple):
 
 _X, _SAVED_X, _W = len(InputSource._fields), len(SavedInput._fields), len(KnownCodes._fields)
 _WEIGHTS = _X + _W + 3
-"""Index of the first weight among the arguments of `Linears.apply`: fields of `InputSource` and of `KnownCodes`,
+"""Index of the first weight among the arguments of `_Linears.apply`: fields of `InputSource` and of `KnownCodes`,
 scale_and_amax, stats_buffer, options, *weights."""
 
 
@@ -232,7 +232,7 @@ UNKNOWN = (None,) * (_X + _W - 1)
 
 
 @opaque
-class Linears(torch.autograd.Function):
+class _Linears(torch.autograd.Function):
     """Y_i = X W_i^T. Saves what the required backward GEMMs read: X and W in FP8 wherever they are."""
 
     @staticmethod
@@ -263,7 +263,7 @@ class Linears(torch.autograd.Function):
 
 
 def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
-    """Return what is saved of X and of W, and the outputs. tensors: the arguments of `Linears` without options."""
+    """Return what is saved of X and of W, and the outputs. tensors: the arguments of `_Linears` without options."""
     key, dtype, keeps_input, update_amax, needs_x, needs_weight = options
     plan = plan_by(key)
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]

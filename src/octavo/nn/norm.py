@@ -18,6 +18,7 @@ for bit, and save none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from numbers import Real
 from typing import Any, cast
@@ -29,7 +30,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
-from octavo._util.compiler import assume_constant_result
+from octavo._util.compiler import answer, ask_tracer, assume_constant_result, module_of
 from octavo.kernels import norm
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
@@ -70,7 +71,7 @@ class Norm(Recognised):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Calls with other arguments go to the parent."""
-        if torch.compiler.is_compiling() and self.input_format != "fp8" and not self._is_long(args):
+        if torch.compiler.is_compiling() and is_left_to_compiler(self, args):
             return super().forward(*args, **kwargs)  # the compiler fuses it with what reads it
         if not kwargs and len(args) == 1 and self._is_recomputed(args[0]):
             return self._forward_to_recompute(args[0])
@@ -88,6 +89,9 @@ class Norm(Recognised):
         if target is not None:
             attach_codes(y, Quantized(codes, scale, target.tile), target)
         return y
+
+    def _find_call_key(self) -> str:
+        return f"{'on' if self.enabled else 'off'}|{self.target}|{self.input_format}|{self.form}"
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this module."""
@@ -169,6 +173,18 @@ class Norm(Recognised):
                 f"a norm kept its input as it is, not in FP8: {type(self).__name__} of {type(args[0]).__name__} "
                 f"{tuple(args[0].shape)} {args[0].dtype}, which its kernels do not compute as it does"
             )
+
+
+def is_left_to_compiler(norm: Norm, args: Sequence[Any]) -> bool:
+    """Return whether compiled code computes a norm of these arguments by the parent's forward alone."""
+    return bool(norm.call_key == ask_tracer(args[0] if len(args) == 1 else None, _find_left, norm))
+
+
+def _find_left(context: Any) -> None:
+    """Answer the `call_key` of the norm if it is left to the compiler, otherwise None."""
+    norm, x = module_of(context), context.get_local("x")
+    args = (x.as_fake(),) if issubclass(x.python_type(), Tensor) else ()
+    answer(norm.call_key if norm.input_format != "fp8" and not norm._is_long(args) else None)
 
 
 def form_of(module: nn.Module) -> str | None:

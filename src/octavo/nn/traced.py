@@ -18,7 +18,7 @@ from octavo.errors import OctavoError
 from octavo.kernels.runtime.host_state import host_state
 from octavo.nn.attached_codes import has_traced_source, is_made_by_attention
 from octavo.nn.first_call import note_calls
-from octavo.nn.functional import UNKNOWN, Linears, compute_dtype
+from octavo.nn.functional import UNKNOWN, _Linears, compute_dtype
 from octavo.nn.operands import check_operands
 from octavo.nn.recognised import Recognised
 from octavo.nn.shared import PENDING, PendingOutputs, compute_together, joins
@@ -34,10 +34,10 @@ def traced_output(layer: LinearLayer, x: Tensor) -> Tensor | None:
     The first call of a group computes the outputs of all its layers. The others are attached to x.
     """
     turn = ask_tracer(x, _find_turn, layer)
-    if turn is None or type(layer).parent.forward is not type(layer).parent_forward:
+    if turn is None:
         return None
-    is_recognised, places, numbers, keys = turn
-    if layer.call_key != keys[0] or (is_recognised and not layer.is_as_converted()):
+    asks, places, numbers, keys = turn
+    if layer.call_key != keys[0] or (asks and not layer.is_as_converted()):
         return None
     if places is None:
         return _outputs([layer], x)[0]
@@ -65,23 +65,43 @@ def _outputs(layers: Sequence[LinearLayer], x: Tensor) -> list[Tensor]:
     """Return the outputs of layers of one group and recipe, or of one layer: `compute_together` with few guards."""
     weights = [layer.weight for layer in layers]
     call = ask_tracer([x, *weights], _find_call, layers[0])
-    if call is None or has_traced_source(x):
+    if call is None:
+        guard_forward_of_linear()
         return compute_together(layers, x)
-    enter_graph(host_state().is_open_to_compilers)
-    options, unknown, has_scales, has_stats = call
+    constants, has_scales, has_stats = call
     slot: Any = layers[0].scaling_slot if has_scales else None
     scales = slot.scale_and_amax if has_scales else None
     stats = stats_buffer_of(layers) if has_stats else None
-    tokens = 1
-    for size in x.shape[:-1]:
-        tokens = tokens * size
-    x_MK = x.reshape(tokens, x.shape[-1])
-    outputs: tuple[Tensor, ...] = Linears.apply(x_MK, *unknown, scales, stats, options, *weights)  # type: ignore[no-untyped-call]
+    outputs: Sequence[Tensor] | None = apply(_Linears, x, constants, (scales, stats), weights)
+    if outputs is None:
+        return compute_together(layers, x)
     ys = []
     for layer, y_MN in zip(layers, outputs):  # noqa: B905
         y = y_MN.reshape(*x.shape[:-1], y_MN.shape[1])
         ys.append(y if layer.bias is None else y + layer.bias.to(y.dtype))
     return ys
+
+
+def apply(function: Any, x: Tensor, constants: Any, buffers: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Any:
+    """Return the results of an `opaque` function for x (..., K), of which it gets (M, K); None if codes of x are known.
+
+    Args:
+        constants: the values of its arguments for known codes, each None; its options.
+        buffers: stored scales and statistics, as it takes them.
+    """
+    guard_forward_of_linear()
+    if has_traced_source(x):
+        return None
+    enter_graph(host_state().is_open_to_compilers)
+    tokens = 1
+    for size in x.shape[:-1]:  # `math.prod` is two guards more
+        tokens = tokens * size
+    return function.apply(x.reshape(tokens, x.shape[-1]), *constants[0], *buffers, constants[1], *weights)
+
+
+def guard_forward_of_linear() -> bool:
+    """Let traced code have a guard on the `forward` that Octavo's layers replace."""
+    return nn.Linear.forward is None
 
 
 def _state(layer: LinearLayer, x: Tensor) -> Any:
@@ -95,23 +115,25 @@ def _state(layer: LinearLayer, x: Tensor) -> Any:
 def _find_turn(context: Any) -> None:
     """Answer None if eager code is to compute, and raise, otherwise four values.
 
-    Whether the layer is to tell if it is as recognised; the places in its group of other layers that its call computes,
+    Whether the layer is to tell if it is as converted, which more than `nn.Linear.forward` decides; the places in its group of other layers that its call computes,
     None if it is computed alone; and `id` and `call_key` of the layer and of these.
     """
     layer = module_of(context)
+    asks = isinstance(layer, Recognised) or type(layer).parent is not nn.Linear
     if not layer.enabled or not issubclass(context.get_local("x").python_type(), Tensor):
         return answer(None)
+    if not asks and not layer.is_as_converted():
+        return answer(None)
     x, weight = context.get_local("x").as_fake(), layer._parameters.get("weight")
-    if weight is not None and not _fit(x, weight):
+    if weight is not None and not fit(x, weight):
         return answer(None)
     others = _others(layer)
     members = [layer, *[other for _, other in others or ()]]
     places = None if others is None else tuple([place for place, _ in others])
-    is_recognised = isinstance(layer, Recognised)
-    return answer((is_recognised, places, tuple(map(id, members)), tuple([each.call_key for each in members])))
+    return answer((asks, places, tuple(map(id, members)), tuple([each.call_key for each in members])))
 
 
-def _fit(x: Tensor, weight: Tensor) -> bool:
+def fit(x: Tensor, weight: Tensor) -> bool:
     """Return whether `check_operands` lets these pass."""
     try:
         check_operands(x, weight)
@@ -132,27 +154,35 @@ def _others(layer: LinearLayer) -> list[tuple[int, LinearLayer]] | None:
 
 
 def _find_call(context: Any) -> None:
-    """Answer the arguments of `Linears` that are constants, and whether there are stored scales, and statistics.
+    """Answer the arguments of `_Linears` that are constants, and whether there are stored scales, and statistics.
 
     None for anything unusual.
 
     x is the input, and the weights of layers that are computed together; the module is the first of them.
     """
     layer = module_of(context)
-    x, *weights = [proxy.node.meta["example_value"] for proxy in context.get_local("x").as_proxy()]
+    x, *weights = tensors_of(context)
     layers = [layer, *[other for _, other in _others(layer) or ()]][: len(weights)]
-    are_plain = all(type(each._parameters.get("weight")) is nn.Parameter for each in layers)
-    is_usual = are_plain and isinstance(layer, nn.Linear) and layer.weight_codes is None
-    if not is_usual or (layer.shared is not None and layer.shared.lends_scales(layers)):
+    if not are_usual(layers) or layer.weight_codes is not None or (layer.shared and layer.shared.lends_scales(layers)):
         return answer(None)
     plan, has_stats = layer.recipe.plan, layer.stats_slot is not None
     keeps_input = layer.keeps_input or (plan.requantises_exactly and is_made_by_attention(context, x))
     note_calls(layers)
     options = plan.key, compute_dtype(x), keeps_input, torch.is_grad_enabled()
-    return answer((options, UNKNOWN, layer.scaling_slot is not None, has_stats))
+    return answer(((UNKNOWN, options), layer.scaling_slot is not None, has_stats))
 
 
 def _find_state(context: Any) -> None:
-    tensors = [proxy.node.meta["example_value"] for proxy in context.get_local("x").as_proxy() if proxy is not None]
+    tensors = tensors_of(context)
     versions = [version_in(context, each) for each in tensors]
     answer((compute_dtype(tensors[0]), torch.is_grad_enabled(), tensors[0].requires_grad, *versions))
+
+
+def tensors_of(context: Any) -> list[Tensor]:
+    """Return the tensors of the list that `ask_tracer` was given, as Dynamo traces with them."""
+    return [proxy.node.meta["example_value"] for proxy in context.get_local("x").as_proxy() if proxy is not None]
+
+
+def are_usual(layers: Sequence[LinearLayer]) -> bool:
+    """Return whether the weights of layers are plain parameters, (N, K)."""
+    return all(isinstance(each, nn.Linear) and type(each._parameters.get("weight")) is nn.Parameter for each in layers)
