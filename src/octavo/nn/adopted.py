@@ -48,7 +48,7 @@ class Adopted(Switchable):
         vars(self)["call_key"] = sys.intern(self._find_call_key())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        decides = name in _fields_of(type(self))  # before `__class__` is set, perhaps to one that is not Octavo's
+        decides = name in _fields_of(cast(Any, type(self)))  # asked before `__class__` is set to one of PyTorch's
         super().__setattr__(name, value)
         if decides:
             self._renew_call_key()

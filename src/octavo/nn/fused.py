@@ -17,7 +17,7 @@ from octavo._util.compiler import answer, ask_tracer, module_of
 from octavo.nn.first_call import note_calls
 from octavo.nn.functional import Quantizer, compute_dtype
 from octavo.nn.linear import Linear, is_adopted
-from octavo.nn.mlp import UNKNOWN, MLPFunction, mlp
+from octavo.nn.mlp import _MLP, UNKNOWN, mlp
 from octavo.nn.modules import has_hooks
 from octavo.nn.recognised import Recognised
 from octavo.nn.shared import brings_weight, settings_of
@@ -121,7 +121,7 @@ def traced_mlp(module: FusedMLP, x: Tensor) -> Tensor | None:
         return None
     constants, has_stats = call
     stats = [stats_buffer_of(each) if has_stats else None for each in (layers[:-1], layers[-1:])]
-    y_MD: Tensor | None = apply(MLPFunction, x, constants, stats, weights)
+    y_MD: Tensor | None = apply(_MLP, x, constants, stats, weights)
     if y_MD is None:
         return None
     y = y_MD.reshape(*x.shape[:-1], y_MD.shape[1])

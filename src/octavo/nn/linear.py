@@ -145,7 +145,7 @@ class LinearLayer(Adopted):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         place = state.get(_PLACE)
-        super().__setstate__({name: value for name, value in state.items() if name != _PLACE})  # type: ignore[no-untyped-call]
+        super().__setstate__({name: value for name, value in state.items() if name != _PLACE})
         if self.shared is not None and place is not None:
             self.shared.take_place(self, place)
         if self.scaling_state is not None:

@@ -94,7 +94,7 @@ def mlp(
         enter_graph(host_state().is_open_to_compilers)
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
     options = kind, plan.key, outer_plan.key, inner.dtype, keeps_codes, inner.keeps_input
-    y_MD: Tensor = MLPFunction.apply(  # type: ignore[no-untyped-call]
+    y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
         *input_source(x, plan, prequantized),
         *codes_for(weights[:-1], codes[0]),
         *codes_for(weights[-1:], codes[1]),
@@ -110,7 +110,7 @@ def mlp(
 
 _X, _W = len(InputSource._fields), len(KnownCodes._fields)
 _WEIGHTS = _X + 2 * _W + 3
-"""Index of the first weight among the arguments of `MLPFunction.apply`: fields of `InputSource`, codes and scale of gate and
+"""Index of the first weight among the arguments of `_MLP.apply`: fields of `InputSource`, codes and scale of gate and
 up, codes and scale of down, the stats buffers of both, options, *weights."""
 
 
@@ -119,7 +119,7 @@ UNKNOWN = (None,) * (_X + 2 * _W - 1)
 
 
 @opaque
-class MLPFunction(torch.autograd.Function):
+class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor | None:
         *tensors, options = arguments[:_WEIGHTS]  # see `_Linears`

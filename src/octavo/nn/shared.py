@@ -71,8 +71,8 @@ class PendingOutputs:
     def __init__(self) -> None:
         self.by_group: dict[SharedInput, dict[Any, Any]] = {}
         """Per group: a `PendingOutput` by the position of its layer."""
-        self.traced: dict[int, tuple[Tensor, Any]] = {}
-        """In compiled code: output and state, by the `id` of its layer (`octavo.nn.traced`)."""
+        self.traced: dict[int, tuple[Tensor, str, Any]] = {}
+        """In compiled code: output, `call_key` and state, by the `id` of its layer (`octavo.nn.traced`)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # `torch.load` accepts this type

@@ -115,8 +115,9 @@ def _state(layer: LinearLayer, x: Tensor) -> Any:
 def _find_turn(context: Any) -> None:
     """Answer None if eager code is to compute, and raise, otherwise four values.
 
-    Whether the layer is to tell if it is as converted, which more than `nn.Linear.forward` decides; the places in its group of other layers that its call computes,
-    None if it is computed alone; and `id` and `call_key` of the layer and of these.
+    Whether the layer is to tell if it is as converted, which more than `nn.Linear.forward` decides; the places in its
+    group of other layers that its call computes, None if it is computed alone; and `id` and `call_key` of the layer and
+    of these.
     """
     layer = module_of(context)
     asks = isinstance(layer, Recognised) or type(layer).parent is not nn.Linear
