@@ -107,12 +107,12 @@ def traced_version(x: Tensor) -> int:
     A graph has no versions, but the tensors that Dynamo traces with do, and code that runs while it traces sees them.
     They do not count writes through `x.data` and those of `_foreach_` functions: the graph shows these.
     """
-    version: int = ask_tracer(x, _find_version, None)
-    return version
+    version: int | None = ask_tracer(x, _find_version, None)
+    return next(_serials) if version is None else version
 
 
 def ask_tracer(x: Any, find: Callable[[Any], None], module: Any) -> Any:
-    """Return what `find` answers of x while Dynamo traces; where something else does, a number that no tensor has.
+    """Return what `find` answers of x while Dynamo traces; None where something else does, such as `torch.export`.
 
     What it reads is not guarded: of x and of the module only what Dynamo itself reads is, which traced code must do.
 
@@ -123,7 +123,7 @@ def ask_tracer(x: Any, find: Callable[[Any], None], module: Any) -> Any:
     """
     from torch._dynamo.comptime import comptime
 
-    comptime(find, _number_nothing)
+    comptime(find, _answer_nothing)
     return _answer_found()
 
 
@@ -183,8 +183,8 @@ _WRITING |= {"setitem", "__setitem__", "delitem", "triton_kernel_wrapper_mutatio
 """Names of operations on arguments, besides those that end with an underscore: `iadd` and its like."""
 
 
-def _number_nothing() -> None:
-    answer(next(_serials))
+def _answer_nothing() -> None:
+    answer(None)
 
 
 @assume_constant_result

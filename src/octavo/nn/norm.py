@@ -178,7 +178,10 @@ def traced_way(norm: Norm, x: Any) -> str:
     `parent`: by the parent's forward; `recompute`: so that readers make their codes of x (`NormSource`); empty: as in
     eager mode.
     """
-    key, fake, way = ask_tracer(x, _find_way, norm)
+    answered = ask_tracer(x, _find_way, norm)
+    if answered is None:
+        return "" if norm.input_format == "fp8" else "parent"
+    key, fake, way = answered
     if norm.call_key != key or host_state().fake != fake:
         return ""
     return "parent" if way == "recompute" and not norm.is_as_recognised() else str(way)
