@@ -73,7 +73,7 @@ def test_guards_on_own_code_are_skipped_and_those_on_settings_are_not() -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, options={"guard_filter_fn": filtered})
     x = torch.randn(16, 32)
     assert torch.equal(compiled(x), model(x))
-    assert len(skipped) > len(all_guards) / 4
+    assert len(skipped) > 10
     kept = {guard.name for guard in all_guards} - {guard.name for guard in skipped}
     assert any(name.endswith("host_state']._state.is_open_to_compilers") for name in kept)
     with octavo.disabled(model):

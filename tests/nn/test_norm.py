@@ -837,7 +837,7 @@ def test_a_compiled_norm_without_a_reader_in_fp8_pins_nothing_to_its_result(monk
     norm.adopt(model[0], None)
     with torch.no_grad():
         y = torch.compile(model[0], backend="aot_eager", fullgraph=True)(x)
-    assert not hasattr(y, "_octavo_normed") and torch.equal(y, model[0](x))
+    assert not hasattr(y, "_octavo_traced") and torch.equal(y, model[0](x))
     torch._dynamo.reset()
 
 
@@ -846,14 +846,14 @@ def test_what_a_compiled_norm_pins_to_its_result_is_read_in_its_own_graph_only(m
     first, second = (torch.compile(module, backend="aot_eager", fullgraph=True) for module in model)
     with torch.no_grad():
         y = first(x)
-        assert y._octavo_normed.x.data_ptr() == x.data_ptr()
+        assert y._octavo_traced.x.data_ptr() == x.data_ptr()
         y.mul_(3)
         assert torch.equal(second(y), model[1](y))
     file = io.BytesIO()
     torch.save(y, file)
     file.seek(0)
     for other in (torch.load(file, weights_only=True), copy.deepcopy(y)):
-        assert torch.equal(other, y) and not isinstance(other.__dict__.get("_octavo_normed"), type(y._octavo_normed))
+        assert torch.equal(other, y) and not isinstance(other.__dict__.get("_octavo_traced"), type(y._octavo_traced))
     torch._dynamo.reset()
 
 

@@ -22,7 +22,7 @@ FRAMES, FILES = 13, 6
 """The most Python frames, and files of Octavo, between `Linear.forward` and the vendor's GEMM."""
 CALLS, MODULES = 103, 24
 """The most calls of Octavo's functions, and files, for an eager forward of a layer, without the reference kernels."""
-GUARDS = 3.1
+GUARDS = 1.6
 """The most guards of a compiled block, beside those of the same block in BF16."""
 LAUNCHES = 95
 """The most kernels of a compiled block, forward and backward. BF16 has 38 to 50, torchao's tensorwise 96."""

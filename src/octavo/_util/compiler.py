@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -107,24 +107,33 @@ def traced_version(x: Tensor) -> int:
     A graph has no versions, but the tensors that Dynamo traces with do, and code that runs while it traces sees them.
     They do not count writes through `x.data` and those of `_foreach_` functions: the graph shows these.
     """
-    version: int = ask_tracer(x, _find_version)
-    return version
+    version: int | None = ask_tracer(x, _find_version, None)
+    return next(_serials) if version is None else version
 
 
-def ask_tracer(x: Tensor, find: Callable[[Any], None]) -> Any:
-    """Return what `find` answers of x while Dynamo traces; where something else does, a number that no tensor has.
+def ask_tracer(x: Any, find: Callable[[Any], None], module: Any) -> Any:
+    """Return what `find` answers of x while Dynamo traces; None where something else does, such as `torch.export`.
+
+    What it reads is not guarded: of x and of the module only what Dynamo itself reads is, which traced code must do.
 
     Args:
+        x: a tensor, or a list of tensors and None.
         find: a function at module level that calls `answer`. It takes Dynamo's `ComptimeContext`, in which x is `x`.
+        module: None, or a module, which is `module_of(context)` there.
     """
     from torch._dynamo.comptime import comptime
 
-    comptime(find, _number_nothing)
+    comptime(find, _answer_nothing)
     return _answer_found()
 
 
+def module_of(context: Any) -> Any:
+    """Return the module that `ask_tracer` was given, itself."""
+    return context.get_local("module")._i_will_not_complain_if_bc_breaks_VariableTracker().value
+
+
 def answer(value: Any) -> None:
-    """Give the answer to `ask_tracer`."""
+    """Give the answer to `ask_tracer`: numbers, strings, dtypes, None and tuples of these, which become constants."""
     global _answer
     _answer = value
 
@@ -136,13 +145,17 @@ _numbers: Any = WeakIdKeyDictionary()
 
 
 def _find_version(context: Any) -> None:
-    fake = context.get_local("x").as_fake()
+    answer(version_in(context, context.get_local("x").as_fake()))
+
+
+def version_in(context: Any, fake: Tensor) -> int:
+    """Return `traced_version` of a tensor that Dynamo traces with; for functions that `ask_tracer` calls."""
     before, number = _numbers.get(fake, (None, 0))
     version = fake._version, _count_writes(context.graph(), fake.untyped_storage()._cdata)
     if version != before:
         number = next(_serials)
         _numbers[fake] = version, number
-    answer(number)
+    return cast(int, number)
 
 
 def _count_writes(graph: Any, memory: int) -> int:
@@ -170,8 +183,8 @@ _WRITING |= {"setitem", "__setitem__", "delitem", "triton_kernel_wrapper_mutatio
 """Names of operations on arguments, besides those that end with an underscore: `iadd` and its like."""
 
 
-def _number_nothing() -> None:
-    answer(next(_serials))
+def _answer_nothing() -> None:
+    answer(None)
 
 
 @assume_constant_result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import cache
 from typing import Any, TypeGuard, cast
 
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ class Adopted(Switchable):
     """Prefix of the class name."""
     fields: tuple[str, ...] = ()
     """Attributes that `take` sets, and others that `release` removes with them."""
+    call_key: str
+    """What decides, besides tensors and classes, how the module computes, as text (`_find_call_key`). It is written
+    anew whenever one of `fields` is, so that compiled code needs one guard in place of one per field."""
 
     @classmethod
     def take(cls, module: nn.Module, **fields: Any) -> None:
@@ -33,6 +38,24 @@ class Adopted(Switchable):
         if not isinstance(module, cls):
             module.__class__ = _class_for(cls, type(module))
         vars(module).update(fields)
+        cast(Adopted, module)._renew_call_key()
+
+    def _find_call_key(self) -> str:
+        """Return what becomes `call_key`. It names no object: equal modules share compiled code."""
+        return ""
+
+    def _renew_call_key(self) -> None:
+        vars(self)["call_key"] = sys.intern(self._find_call_key())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        decides = name in _fields_of(cast(Any, type(self)))  # asked before `__class__` is set to one of PyTorch's
+        super().__setattr__(name, value)
+        if decides:
+            self._renew_call_key()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._renew_call_key()
 
     def __prepare_scriptable__(self) -> Any:
         raise UnsupportedError(
@@ -43,9 +66,11 @@ class Adopted(Switchable):
     def release(self) -> None:
         """Turn this module back into its original class, in place."""
         own = own_class(self)
-        for name in own.fields:
+        for name in (*own.fields, "call_key"):
             self.__dict__.pop(name, None)
         self.__class__ = _without(own, type(self))
+        if isinstance(self, Adopted):  # taken twice
+            self._renew_call_key()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -69,6 +94,12 @@ class Adopted(Switchable):
         if is_of_a_file or reduced[1][:1] != (type(self),):  # or reduced in the user's own way
             return reduced
         return _rebuild, (*bases, *reduced[1][1:]), *reduced[2:]
+
+
+@cache
+def _fields_of(cls: type) -> frozenset[str]:
+    """Return the `fields` of a class and all its bases: a module may be taken twice."""
+    return frozenset(name for base in cls.__mro__ if issubclass(base, Adopted) for name in base.fields)
 
 
 def refuse_bare_codes(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> list[str]:

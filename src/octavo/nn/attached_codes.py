@@ -27,7 +27,7 @@ from octavo.nn.seal import Seal
 from octavo.numerics import Quantized
 from octavo.recipes import Recipe
 
-_NAME, _TRACED, _NORM_SOURCE = "_octavo_offer", "_octavo_traced", "_octavo_normed"
+_NAME, _TRACED = "_octavo_offer", "_octavo_traced"
 
 
 class AttachedCodes(NamedTuple):
@@ -78,27 +78,37 @@ def renew(x: Tensor) -> None:
 
 def attach_norm_source(y: Tensor, x: Tensor, norm: tuple[Tensor, Tensor]) -> None:
     """Attach to y, in compiled code, the RMS norm that it is the result of: see `NormSource`."""
-    setattr(y, _NORM_SOURCE, NormSource(x, norm, (traced_version(y), traced_version(x))))
+    setattr(y, _TRACED, NormSource(x, norm, (traced_version(y), traced_version(x))))
+
+
+def has_traced_source(x: Tensor) -> bool:
+    """Return whether compiled code has attached to x its codes, or the norm that it is the result of."""
+    return getattr(x, _TRACED, None) is not None
 
 
 def attached_norm_source(y: Tensor) -> NormSource | None:
     """Return what `attach_norm_source` attached to y in this graph; None if y or x has been written to since."""
-    normed: NormSource | None = getattr(y, _NORM_SOURCE, None) if torch.compiler.is_compiling() else None
-    if normed is None or normed.versions != (traced_version(y), traced_version(normed.x)):
+    normed = getattr(y, _TRACED, None) if torch.compiler.is_compiling() else None
+    if not isinstance(normed, NormSource) or normed.versions != (traced_version(y), traced_version(normed.x)):
         return None
     return normed
 
 
 def is_output_of_attention(x: Tensor) -> bool:
     """Return whether x is in memory that PyTorch's attention returned in this trace, and saves for backward."""
-    return ask_tracer(x, _find_attention) is True
+    return ask_tracer(x, _find_attention, None) is True
 
 
 def _find_attention(context: Any) -> None:
-    memory = context.get_local("x").as_fake().untyped_storage()._cdata
+    answer(is_made_by_attention(context, context.get_local("x").as_fake()))
+
+
+def is_made_by_attention(context: Any, fake: Tensor) -> bool:
+    """Return `is_output_of_attention` of a tensor that Dynamo traces with; for functions that `ask_tracer` calls."""
+    memory = fake.untyped_storage()._cdata
     nodes = context.graph().find_nodes(op="call_function", target=F.scaled_dot_product_attention)
     results = [node.meta["example_value"] for node in nodes]
-    answer(any(y.requires_grad and y.untyped_storage()._cdata == memory for y in results))
+    return any(y.requires_grad and y.untyped_storage()._cdata == memory for y in results)
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

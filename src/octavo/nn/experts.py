@@ -253,7 +253,7 @@ class Experts(Recognised):
         return [*args, *(kwargs[name] for name in names[len(args) :])]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         for gemm in self.children():
             if isinstance(gemm, ExpertLinear) and not gemm.has_owner:  # not those of a shallow copy
                 gemm.belongs_to(self)

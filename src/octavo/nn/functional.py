@@ -227,6 +227,10 @@ _WEIGHTS = _X + _W + 3
 scale_and_amax, stats_buffer, options, *weights."""
 
 
+UNKNOWN = (None,) * (_X + _W - 1)
+"""These fields for an input and weights of which no codes exist, without x."""
+
+
 @opaque
 class _Linears(torch.autograd.Function):
     """Y_i = X W_i^T. Saves what the required backward GEMMs read: X and W in FP8 wherever they are."""

@@ -31,6 +31,7 @@ from octavo.nn.recognised import Recognised
 from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_state
 from octavo.nn.shared import SharedInput, settings_of
 from octavo.nn.telemetry_ops import StatsSlot
+from octavo.nn.traced import traced_output
 from octavo.nn.weight_codes import WeightCodes
 from octavo.recipes import FALLBACK, Recipe, RecipeLike, load
 from octavo.tensor import FP8Tensor
@@ -95,6 +96,8 @@ class LinearLayer(Adopted):
         Raises:
             ConfigError: x is no tensor, or its dtype or last dimension does not fit.
         """
+        if torch.compiler.is_compiling() and (y := traced_output(self, input)) is not None:
+            return y
         if not self.is_as_converted():
             return cast(Tensor, super().forward(input))
         if not isinstance(input, Tensor):
@@ -104,6 +107,19 @@ class LinearLayer(Adopted):
         if self.shared is not None:
             return self.shared.output(self, input)
         return linears(input, [self.matrix], [self.bias], *settings_of([self], input))[0]
+
+    def _find_call_key(self) -> str:
+        shared, slot = self.shared, self.stats_slot
+        parts = [
+            "on" if self.enabled else "off",
+            "keeps input" if self.keeps_input else "",
+            "" if shared is None else f"one of {len(shared.rows)}",
+            "" if self.scaling_slot is None else "stored scales",
+            "" if self.weight_codes is None else "weight codes",
+            "" if slot is None else f"statistics of {slot.layers}",
+            self.recipe.plan.key,
+        ]
+        return "|".join(parts)
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
         weight = self.matrix  # read once: a parametrization may compute another one each time
@@ -129,7 +145,7 @@ class LinearLayer(Adopted):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         place = state.get(_PLACE)
-        super().__setstate__({name: value for name, value in state.items() if name != _PLACE})  # type: ignore[no-untyped-call]
+        super().__setstate__({name: value for name, value in state.items() if name != _PLACE})
         if self.shared is not None and place is not None:
             self.shared.take_place(self, place)
         if self.scaling_state is not None:

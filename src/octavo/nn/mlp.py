@@ -114,6 +114,10 @@ _WEIGHTS = _X + 2 * _W + 3
 up, codes and scale of down, the stats buffers of both, options, *weights."""
 
 
+UNKNOWN = (None,) * (_X + 2 * _W - 1)
+"""These fields for an input and weights of which no codes exist, without x."""
+
+
 @opaque
 class _MLP(torch.autograd.Function):
     @staticmethod

@@ -25,16 +25,18 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
-from octavo._util.compiler import assume_constant_result
+from octavo._util.compiler import answer, ask_tracer, assume_constant_result, module_of
 from octavo.kernels import norm
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.runtime import ledger
-from octavo.kernels.runtime.dispatch import is_plain, on_gpu, triton_unsupported_reason
+from octavo.kernels.runtime.dispatch import PLAIN, is_plain, on_gpu, triton_unsupported_reason
+from octavo.kernels.runtime.host_state import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
@@ -70,10 +72,11 @@ class Norm(Recognised):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Calls with other arguments go to the parent."""
-        if torch.compiler.is_compiling() and self.input_format != "fp8" and not self._is_long(args):
-            return super().forward(*args, **kwargs)  # the compiler fuses it with what reads it
-        if not kwargs and len(args) == 1 and self._is_recomputed(args[0]):
+        way = traced_way(self, args[0] if len(args) == 1 and not kwargs else None) if is_compiling() else ""
+        if way == "recompute":
             return self._forward_to_recompute(args[0])
+        if way == "parent":
+            return super().forward(*args, **kwargs)  # the compiler fuses it with what reads it
         if kwargs or len(args) != 1 or not self._takes(args[0]):
             self._note_that_nothing_is_saved(args)
             return super().forward(*args, **kwargs)
@@ -88,6 +91,9 @@ class Norm(Recognised):
         if target is not None:
             attach_codes(y, Quantized(codes, scale, target.tile), target)
         return y
+
+    def _find_call_key(self) -> str:
+        return f"{'on' if self.enabled else 'off'}|{self.target}|{self.input_format}|{self.form}"
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this module."""
@@ -115,7 +121,7 @@ class Norm(Recognised):
         """Return whether the kernels gain anything for x, with the parent's result, dtype included."""
         if not self.enabled or not is_plain(x):
             return False
-        if self.input_format != "fp8" and (torch.compiler.is_compiling() or not _gains(x.device)):
+        if self.input_format != "fp8" and (is_compiling() or not _gains(x.device)):
             return False
         if not self.is_as_recognised():
             return False
@@ -130,28 +136,23 @@ class Norm(Recognised):
 
     def _writes_codes(self, device: torch.device) -> bool:
         """Return whether the codes for the reader are written with y."""
-        if self.target is None or torch.compiler.is_compiling() or not _gains(device):
+        if self.target is None or is_compiling() or not _gains(device):
             return False
         return norm.unsupported_reason(self.target) is None
 
-    def _is_recomputed(self, x: Any) -> bool:
-        """Return whether compiled readers of y make their codes of x, which backward saves."""
-        if not (torch.compiler.is_compiling() and self.enabled and is_plain(x)):
+    def _is_recomputed(self, x: Tensor) -> bool:
+        """Return whether compiled readers of y make their codes of x, which backward saves. x: plain."""
+        if self.is_centred or self.form or self.weight is None or self.target is None or not self.enabled:
             return False
-        if self.is_centred or self.form or self.weight is None or self.target is None or self.input_format == "fp8":
-            return False
-        known = self._is_long((x,)) and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
-        return known and self.is_as_recognised()
+        return self._is_long(x) and on_gpu(x) and x.dtype == self.weight.dtype and x.dtype in _DTYPES
 
-    def _is_long(self, args: tuple[Any, ...]) -> bool:
-        """Return whether the rows of the first of these are quantised by a kernel of their own in compiled code.
+    def _is_long(self, x: Tensor) -> bool:
+        """Return whether the rows of x are quantised by a kernel of their own in compiled code.
 
         Inductor quantises shorter rows where it computes them, and again in backward; it cannot rotate them.
         """
-        if len(args) != 1 or not isinstance(args[0], Tensor):
-            return False
         rotates = self.target is not None and self.target.rotation != 0
-        return (0 if rotates else COMPILED_ROW) < args[0].shape[-1] <= LONGEST_NORM
+        return (0 if rotates else COMPILED_ROW) < x.shape[-1] <= LONGEST_NORM
 
     def _forward_to_recompute(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
@@ -162,13 +163,36 @@ class Norm(Recognised):
         return y
 
     def _note_that_nothing_is_saved(self, args: tuple[Any, ...]) -> None:
-        if self.input_format != "fp8" or not self.enabled or torch.compiler.is_compiling():
+        if self.input_format != "fp8" or not self.enabled or is_compiling():
             return
         if torch.is_grad_enabled() and args and isinstance(args[0], Tensor):
             ledger.fall_back(
                 f"a norm kept its input as it is, not in FP8: {type(self).__name__} of {type(args[0]).__name__} "
                 f"{tuple(args[0].shape)} {args[0].dtype}, which its kernels do not compute as it does"
             )
+
+
+def traced_way(norm: Norm, x: Any) -> str:
+    """Return how compiled code computes a norm of x, its only argument, otherwise None; with few guards.
+
+    `parent`: by the parent's forward; `recompute`: so that readers make their codes of x (`NormSource`); empty: as in
+    eager mode.
+    """
+    answered = ask_tracer(x, _find_way, norm)
+    if answered is None:
+        return "" if norm.input_format == "fp8" else "parent"
+    key, fake, way = answered
+    if norm.call_key != key or host_state().fake != fake:
+        return ""
+    return "parent" if way == "recompute" and not norm.is_as_recognised() else str(way)
+
+
+def _find_way(context: Any) -> None:
+    """Answer what `traced_way` returns, after what it depends on: `call_key` and `HostState.fake`."""
+    norm, x = module_of(context), context.get_local("x")
+    is_recomputed = x.python_type() in PLAIN and norm._is_recomputed(x.as_fake())
+    way = "" if norm.input_format == "fp8" else "recompute" if is_recomputed else "parent"
+    answer((norm.call_key, host_state().fake, way))
 
 
 def form_of(module: nn.Module) -> str | None:

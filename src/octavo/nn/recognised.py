@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo._util.compiler import assume_constant_result
+from octavo._util.compiler import answer, ask_tracer, assume_constant_result, module_of
 from octavo.kernels.runtime.ledger import warn_once
 from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.modules import OF_EVERY_MODULE, full_name, is_position
@@ -45,6 +45,9 @@ class Recognised(Adopted):
 
     def is_as_recognised(self) -> bool:
         """Return whether attributes and code are as they were recorded; warn of the first that is not."""
+        recorded = ask_tracer(None, _find_recorded, self) if torch.compiler.is_compiling() else None
+        if recorded is not None:
+            return _guard(self, *recorded)
         for path, name, before in self.recognised_with:
             if not _is_same(_value(self.get_submodule(path), name), before):
                 _warn_of_change(own_class(self).__name__, full_name(path, name))
@@ -68,10 +71,13 @@ class Code:
     """(class, function or Python module, name of an attribute, its value)."""
     traced: tuple[tuple[Any, str, Any], ...]
     """Those that compiled code checks: not classes of autograd functions, which Dynamo cannot compare."""
+    owners: tuple[Any, ...]
+    """Each owner of `traced` once."""
 
     def __init__(self, parts: Iterable[tuple[Any, str, Any]]) -> None:
         self.parts = tuple(parts)
         self.traced = tuple(part for part in self.parts if not _is_autograd_function(part[2]))
+        self.owners = tuple({id(owner): owner for owner, _, _ in self.traced}.values())
 
     @classmethod
     def of(cls, module: nn.Module, functions: Iterable[FunctionType]) -> Code:
@@ -97,6 +103,51 @@ class Code:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a file is read where classes may be others
+
+
+def _find_recorded(context: Any) -> None:
+    """Answer what `_guard` takes if all is as it was recorded, otherwise None: the loop over all then finds it."""
+    module: Recognised = module_of(context)
+    settings, code = module.recognised_with, module.recognised_code
+    if any(not _is_same(_value(module.get_submodule(path), name), before) for path, name, before in settings):
+        return answer(None)
+    if code is not None and any(getattr(owner, name, None) is not value for owner, name, value in code.traced):
+        return answer(None)
+    literal = [i for i, (*_, before) in enumerate(settings) if before is None or type(before) in (bool, int, str)]
+    values = [(tuple(filter(None, settings[i][0].split("."))), *settings[i][1:]) for i in literal]
+    names = [tuple([name for at, name, _ in code.traced if at is owner]) for owner in code.owners] if code else []
+    return answer((tuple(values), tuple([i for i in range(len(settings)) if i not in literal]), tuple(names)))
+
+
+def _guard(
+    module: Recognised,
+    values: Sequence[tuple[Sequence[str], str, Any]],
+    others: Sequence[int],
+    names: Sequence[Sequence[str]],
+) -> bool:
+    """Return True in traced code, with one guard on each value that was just compared.
+
+    Args:
+        values: path of a child, name of an attribute or field, and its value, of `recognised_with` where it is a
+            number or a string.
+        others: indices of the rest.
+        names: of the attributes of each of `Code.owners`.
+    """
+    for path, name, before in values:
+        child: Any = module
+        for part in path:
+            child = child._modules[part]
+        if _value(child, name) != before:
+            return False
+    for i in others:
+        where, name, before = module.recognised_with[i]
+        if not _is_same(_value(module.get_submodule(where), name), before):
+            return False
+    for i in range(len(names)):  # `zip` is a guard more
+        for name in names[i]:
+            if getattr(cast(Code, module.recognised_code).owners[i], name) is None:
+                return False
+    return True
 
 
 def _is_autograd_function(value: Any) -> bool:
@@ -126,7 +177,7 @@ def _settings(module: nn.Module, named: Collection[str], path: str = "") -> Iter
     """
     for name, value in itertools.chain(vars(module).items(), module._modules.items(), module._parameters.items()):
         contents = _contents(value)
-        if name not in OF_EVERY_MODULE and not isinstance(contents, _NOT_COMPARED) and not is_position(name, value):
+        if name not in _NO_SETTING and not isinstance(contents, _NOT_COMPARED) and not is_position(name, value):
             yield path, name, contents
             yield from ((path, f"{name}.{field}", inner) for field, inner in _fields(contents, named))
     for name, child in module.named_children():
@@ -134,6 +185,7 @@ def _settings(module: nn.Module, named: Collection[str], path: str = "") -> Iter
             yield from _settings(child, named, full_name(path, name))
 
 
+_NO_SETTING = OF_EVERY_MODULE | {"call_key"}
 _NOT_COMPARED = (nn.Linear, nn.Parameter, list, set, frozenset, range, slice)
 _ATOMS = (int, float, str, tuple, type, type(None), FunctionType, ModuleType, partial, nn.Module, Tensor)
 """Values without fields of their own, or with such that are compared otherwise."""

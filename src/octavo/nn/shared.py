@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from octavo._util.compiler import traced_version
 from octavo.errors import UnsupportedError
 from octavo.kernels.runtime import ledger
 from octavo.kernels.runtime.dispatch import PLAIN
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from octavo.nn.linear import LinearLayer as Linear
 
 
-_NAME = "_octavo_outputs"
+PENDING = "_octavo_outputs"
 
 
 class PendingOutput(NamedTuple):
@@ -66,12 +65,14 @@ class PendingOutput(NamedTuple):
         return self.input.holds(x) and self.parameters.holds(*_on_cpu(layer))
 
 
-class Waiting:
+class PendingOutputs:
     """Outputs of groups for one tensor that no layer has asked for yet. Copies and files of the tensor have none."""
 
     def __init__(self) -> None:
         self.by_group: dict[SharedInput, dict[Any, Any]] = {}
-        """Per group: a `PendingOutput` by the position of its layer; compiled: (output, plan, state) by layer."""
+        """Per group: a `PendingOutput` by the position of its layer."""
+        self.traced: dict[int, tuple[Tensor, str, Any]] = {}
+        """In compiled code: output, `call_key` and state, by the `id` of its layer (`octavo.nn.traced`)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # `torch.load` accepts this type
@@ -80,7 +81,7 @@ class Waiting:
 _this_thread = threading.local()
 
 
-def _drop_others(waiting: Waiting) -> None:
+def _drop_others(waiting: PendingOutputs) -> None:
     """Drop outputs attached to the last tensor: after a failed forward they would keep its graph alive."""
     last = getattr(_this_thread, "last", lambda: None)()
     if last is not None and last is not waiting:
@@ -103,19 +104,19 @@ class SharedInput:
     @property
     def layers(self) -> tuple[Linear, ...]:
         """The layers, in order of the stack of their weights."""
-        return tuple(layer for layer in self._at() if layer is not None)
+        return tuple(layer for layer in self.at() if layer is not None)
 
-    def _at(self) -> list[Linear | None]:
+    def at(self) -> list[Linear | None]:
         """Return the layer at each place, None where there is none any more."""
         return [None if member is None else member() for member in self._members]
 
     def place_of(self, layer: Linear) -> int | None:
         """Return the place of a layer, None if it is not of this group."""
-        return next((place for place, member in enumerate(self._at()) if member is layer), None)
+        return next((place for place, member in enumerate(self.at()) if member is layer), None)
 
     def take_place(self, layer: Linear, place: int) -> None:
         """Add a layer at an empty place; a shallow copy of a member finds it taken, and computes alone."""
-        if self._at()[place] is None:
+        if self.at()[place] is None:
             self._members[place] = weakref.ref(layer)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class SharedInput:
     def rows(self) -> list[int]:
         """Output features of each layer."""
         if self._rows is None:  # from a file of an older version, in which the layers come after their group
-            self._rows = [0 if m is None else m.out_features for m in self._at()]
+            self._rows = [0 if m is None else m.out_features for m in self.at()]
         return self._rows
 
     def _largest_now(self) -> list[Tensor | None]:
@@ -141,7 +142,7 @@ class SharedInput:
         It stands for a weight that is not copied with the others.
         """
         largest = list(self._largest)
-        for place, member in enumerate(self._at()):
+        for place, member in enumerate(self.at()):
             weight = None if member is None else member._parameters.get("weight")
             if weight is None or type(weight) not in PLAIN or weight.is_meta or not weight.numel():
                 continue
@@ -160,28 +161,27 @@ class SharedInput:
         Raises:
             UnsupportedError: the layer has scales of the stack, and the weight of another layer is not here.
         """
-        if torch.compiler.is_compiling():
-            return _traced_output(self, layer, x)
-        members = {i: m for i, m in enumerate(self._at()) if m is not None and _joins(self, m, layer)}
+        if torch.compiler.is_compiling():  # what `nn.traced` leaves to eager code, to raise
+            return compute_together([layer], x)[0]
+        members = {i: m for i, m in enumerate(self.at()) if m is not None and joins(self, m, layer)}
         position = next((i for i, member in members.items() if member is layer), None)
         # None: such a layer, or a copy of a member, such as a replica on another device.
         if position is None or _has_no_version(layer.weight):
-            return _compute(self, [layer], x)[0]
+            return compute_together([layer], x)[0]
         outputs = self._outputs_on(x)
         if position == next(iter(members)):
-            outputs.clear()
             outputs.update(self._compute_all(members, x))
         pending = outputs.pop(position, None)
         if pending is None:
-            return _compute(self, [layer], x)[0]
-        y = pending.output if pending.is_of(layer, x) else _compute(self, [layer], x)[0]
+            return compute_together([layer], x)[0]
+        y = pending.output if pending.is_of(layer, x) else compute_together([layer], x)[0]
         if not outputs:
             pending.input.lift()
         return y
 
     def _compute_all(self, members: Mapping[int, Linear], x: Tensor) -> dict[int, PendingOutput]:
         """Return the outputs of these layers, by position, with the proof of what they were computed from."""
-        computed = _compute(self, list(members.values()), x)
+        computed = compute_together(list(members.values()), x)
         x_now = Unwritten.of(x)
         if not x_now.is_provable and len(members) > 1:
             ledger.fall_back(
@@ -194,10 +194,10 @@ class SharedInput:
         }
 
     def _outputs_on(self, x: Tensor) -> dict[int, PendingOutput]:
-        waiting = getattr(x, _NAME, None)
-        if not isinstance(waiting, Waiting):
-            waiting = Waiting()
-            setattr(x, _NAME, waiting)
+        waiting = getattr(x, PENDING, None)
+        if not isinstance(waiting, PendingOutputs):
+            waiting = PendingOutputs()
+            setattr(x, PENDING, waiting)
         _drop_others(waiting)
         return waiting.by_group.setdefault(self, {})
 
@@ -216,7 +216,7 @@ class SharedInput:
         Raises:
             UnsupportedError: one is not here: replaced, not copied, partitioned, offloaded, or on another device.
         """
-        stack: list[Tensor | None] = [None if m is None else _matrix_of(m).detach() for m in self._at()]
+        stack: list[Tensor | None] = [None if m is None else _matrix_of(m).detach() for m in self.at()]
         for place, weight in zip(self.places_of(layers), weights, strict=True):
             stack[place] = weight
         is_by_tensor = layers[0].recipe.fprop.weight.tile.rows is None
@@ -242,7 +242,7 @@ class SharedInput:
         Raises:
             UnsupportedError: a copy has another weight.
         """
-        weights = [None if m is None else m._parameters.get("weight") for m in self._at()]
+        weights = [None if m is None else m._parameters.get("weight") for m in self.at()]
         places = [self.place_of(layer) for layer in layers]
         for i, layer in enumerate(layers):
             if places[i] is None:
@@ -253,17 +253,19 @@ class SharedInput:
         return cast(list[int], places)
 
 
-def _joins(group: SharedInput, layer: Linear, other: Linear) -> bool:
+def joins(group: SharedInput, layer: Linear, other: Linear) -> bool:
     """Return whether a layer is computed together with another one of its group."""
     if getattr(layer, "shared", None) is not group:  # reverted or converted by itself since
         return False
     return layer.enabled and layer.recipe.plan.key == other.recipe.plan.key and not brings_weight(layer)
 
 
-def _compute(group: SharedInput, layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
+def compute_together(layers: Sequence[Linear], x: Tensor) -> list[Tensor]:
+    """Return the outputs of layers for x. They are of one group and recipe; or it is one layer."""
     quantizer, x_codes, w_codes = settings_of(layers, x)
     weights, biases = [layer.matrix for layer in layers], [layer.bias for layer in layers]
-    if not group.lends_scales(layers):
+    group = layers[0].shared
+    if group is None or not group.lends_scales(layers):
         return linears(x, weights, biases, quantizer, x_codes, w_codes)
     if w_codes is None:
         w_codes = quantize_together(layers, weights)
@@ -274,30 +276,6 @@ def _compute(group: SharedInput, layers: Sequence[Linear], x: Tensor) -> list[Te
     outputs = linears(x, stack, [None] * len(stack), quantizer._replace(stats_buffer=None), x_codes)
     ys = [outputs[place] for place in group.places_of(layers)]
     return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, biases, strict=True)]
-
-
-def _traced_output(group: SharedInput, layer: Linear, x: Tensor) -> Tensor:
-    """`SharedInput.output` in compiled code: one function, since each method that is looked up is a guard.
-
-    Nothing changes while code is traced but by the code itself, whose writes `traced_version` counts.
-    """
-    waiting = getattr(x, _NAME, None)
-    if waiting is None:
-        waiting = Waiting()
-        setattr(x, _NAME, waiting)
-    pending = waiting.by_group.get(group, {}).pop(layer, None)
-    if pending is not None and pending[1] == layer.recipe.plan.key and pending[2] == _state(layer, x):
-        y: Tensor = pending[0]
-        return y
-    alive = [None if member is None else member() for member in group._members]
-    members = [member for member in alive if member is not None and _joins(group, member, layer)]
-    if not members or members[0] is not layer:
-        return _compute(group, [layer], x)[0]
-    computed = _compute(group, members, x)
-    waiting.by_group[group] = {
-        member: (y, member.recipe.plan.key, _state(member, x)) for member, y in zip(members, computed, strict=True)
-    }
-    return cast(Tensor, waiting.by_group[group].pop(layer)[0])
 
 
 def quantize_together(layers: Sequence[Linear], weights: Sequence[Tensor]) -> WeightCodes | None:
@@ -381,7 +359,5 @@ def _state(layer: Linear, x: Tensor) -> tuple[Any, ...]:
     """Return a key of everything, besides the identity of x, that the output of a layer depends on."""
     modes = (compute_dtype(x), torch.is_grad_enabled(), x.requires_grad)
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-    if torch.compiler.is_compiling():
-        return *modes, *[traced_version(tensor) for tensor in (x, *parameters)]
     versions = (parameter._version for parameter in parameters)
     return *modes, _steps, id(layer.recipe), *((p.data_ptr(), p.shape) for p in parameters), *versions
