@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from octavo.errors import OctavoError
 from octavo.lab.data.corpus import open_corpus
 from octavo.lab.guard import GuardEvent
+from octavo.lab.loop import Step
 from octavo.lab.train import checkpoint
 from octavo.lab.train.config import RunConfig, assemble
 from octavo.lab.train.events import Event
@@ -352,12 +353,12 @@ def _student() -> float:
 
 def _make_noisy(run: Struck, noise: Callable[[], float]) -> None:
     """Multiply the loss seen by guardrails."""
-    after = run.guard.after
+    after = run.guard.after_step
 
-    def noisy(lr: float, loss: Tensor, *rest: Any) -> bool:
-        return after(lr, loss * noise(), *rest)
+    def noisy(step: Step) -> bool:
+        return after(replace(step, loss=step.loss * noise()))
 
-    run.guard.after = noisy  # type: ignore[method-assign,assignment]
+    run.guard.after_step = noisy  # type: ignore[method-assign]
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

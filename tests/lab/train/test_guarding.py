@@ -232,8 +232,16 @@ def test_steps_that_are_checked_late_may_be_followed_by_another_recipe(configure
     def refine() -> bool:
         return trainer.guard._refinement.up("layers.0.feed_forward.w2", Alarm(5, "saturated", "", "", 1.0, 0.5))
 
-    before = trainer.guard.before
-    trainer.guard.before = lambda: (before(), trainer.done == 5 and [refine() for _ in range(3)])  # type: ignore[method-assign]
+    before = trainer.guard.before_step
+
+    def refine_before() -> bool:
+        rolled_back = before()
+        if trainer.done == 5:
+            for _ in range(3):
+                refine()
+        return rolled_back
+
+    trainer.guard.before_step = refine_before  # type: ignore[method-assign]
     trainer.run()
     assert [event.step for event in keeper.of(TensorsMeasured)] == [*range(1, STEPS + 1)]
     assert len({len(event.values) for event in keeper.of(TensorsMeasured)}) == 3
@@ -303,7 +311,7 @@ def test_batches_passed_over_stay_so_after_a_resume(configure: Configure, tmp_pa
         run.resume()
         assert run.guard._skipped == [(AT + 1) * batch]
         run._seek((AT + 1) * batch)
-        run.guard.before()
+        run.guard.before_step()
         assert run.position == (AT + 2) * batch
 
 
@@ -315,7 +323,7 @@ def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configu
         run = Struck(set_up(config, ranks), [keeper])
         run.resume()
         row_times_1000(run)
-        run.guard.before()
+        run.guard.before_step()
     assert [event.layer for event in keeper.of(GuardEvent)] == ["layers.1.attention.wo"]
 
 

@@ -49,7 +49,7 @@ class GuardedRun(Guarded):
     """
 
     def __init__(self, setup: Setup, reporters: Sequence[events.Reporter]) -> None:
-        super().__init__()
+        super().__init__(self._emit)
         self.lag = 1 if setup.device.type == "cuda" else 0
         self.setup, self.config, self.ranks = setup, setup.config, setup.ranks
         self.checkpoints = self.config.run.out / "checkpoints"
@@ -227,7 +227,7 @@ class GuardedRun(Guarded):
             found = found._replace(rank=self.ranks.rank)
         return next(filter(None, self.ranks.gather(found)), None)
 
-    def emit(self, event: GuardEvent) -> None:
+    def _emit(self, event: GuardEvent) -> None:
         """Emit an event; a rollback removes checkpoints first, so that none is of steps that the log has lost."""
         if event.back_to is not None:
             back_to = event.back_to

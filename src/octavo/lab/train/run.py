@@ -15,6 +15,7 @@ from octavo.conversion import disabled, enable
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.kernels.runtime.transfers import upload
 from octavo.lab.guard import GuardEvent
+from octavo.lab.loop import Step
 from octavo.lab.train import checkpoint, events
 from octavo.lab.train.background import BackgroundWriter
 from octavo.lab.train.calibrate import recalibration_events
@@ -145,8 +146,8 @@ class Trainer(GuardedRun):
         """Make a step, then check, log, save and evaluate as far as each is due."""
         run = self.config.run
         self._end_write()
-        self.guard.before()
-        lr = self.guard.lr(self._learning_rate())
+        self.guard.before_step()
+        lr = min(self._learning_rate(), self.lr_limit)
         if not self._apply_schedule():
             return  # rolled back
         batch_BT, targets_BT = next(self.setup.loader)
@@ -160,9 +161,15 @@ class Trainer(GuardedRun):
         save = last or self._due(run.checkpoint_every) or stop > 0 or self._owes_checkpoint
         evaluate = self._due(run.eval_every) and not last
         first, *baseline = (metrics[state.name] for state in self.setup.states)
-        if self.guard.after(lr, first.loss, first.gradient_norm, baseline[0].loss if baseline else None) or (
-            (save or evaluate) and self.guard.check_all()
-        ):
+        made = Step(
+            number=self.done,
+            lr=lr,
+            loss=first.loss,
+            gradient_norm=first.gradient_norm,
+            baseline_loss=baseline[0].loss if baseline else None,
+            reads={"weights"} if save or evaluate else set(),
+        )
+        if self.guard.after_step(made):
             return  # rolled back
         # Reading a result waits for a GPU; on a CPU it costs nothing.
         if log or save or self.setup.device.type == "cpu":
@@ -322,8 +329,8 @@ class Trainer(GuardedRun):
         if written is not None:
             self.log.emit(events.Saved(step=written.step, path=written.path))
 
-    def emit(self, event: GuardEvent) -> None:
+    def _emit(self, event: GuardEvent) -> None:
         """Emit an event; before a rollback, which removes checkpoints, one that is being written is completed."""
         if event.back_to is not None:
             self._end_write(wait=True)
-        super().emit(event)
+        super()._emit(event)
