@@ -19,7 +19,7 @@ from torch import Tensor
 Reads = Literal["nothing", "results", "weights"]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """A step that was made; tensors are on the device."""
 
@@ -33,7 +33,7 @@ class Step:
     """Gradient norm before clipping, shape ()."""
     baseline_loss: Tensor | None = None
     """Loss of the BF16 baseline on the same batch."""
-    reads: set[Reads] = field(default_factory=set)
+    reads: set[Reads] = field(default_factory=set, kw_only=True)
     """`Part.reads` of the parts that are due."""
 
 

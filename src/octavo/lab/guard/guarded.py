@@ -139,7 +139,7 @@ class Guarded(ABC):
         if self.telemetry is not None:
             self.telemetry.restart(self.done)
 
-    def _collect_telemetry(self, *, wait: bool = False) -> None:
+    def collect_telemetry(self, *, wait: bool = False) -> None:
         """Collect the telemetry that has arrived; with `wait`, that of all steps made."""
         if self.telemetry is None:
             return
@@ -164,10 +164,10 @@ class Guarded(ABC):
 
         Waits for this step, and not for later ones that are queued.
         """
-        self._collect_telemetry()
+        self.collect_telemetry()
         while self.telemetry is not None and self.telemetry.is_coming(step):
             time.sleep(1e-4)
-            self._collect_telemetry()
+            self.collect_telemetry()
         found = self._values.pop(step, None)
         self._values = {known: values for known, values in self._values.items() if known > step}
         return found
@@ -234,7 +234,7 @@ class Guarded(ABC):
     def change_recipe(self, recipe: Recipe) -> str:
         """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""
         stored = stored_scales(self.models[0])
-        self._collect_telemetry(wait=True)
+        self.collect_telemetry(wait=True)
         if self.telemetry is not None:
             self.telemetry.detach()
         try:
@@ -271,7 +271,7 @@ class Guarded(ABC):
     def _untouched(self) -> Iterator[None]:
         """Restore random generators, buffers, stored scales and telemetry after the block."""
         stored = stored_scales(self.models[0])
-        self._collect_telemetry(wait=True)
+        self.collect_telemetry(wait=True)
         try:
             with untouched_generators(), untouched_buffers(self.models[0]):
                 yield

@@ -102,7 +102,7 @@ class _Trained(Guarded):
         optimizer.zero_grad(set_to_none=True)
         if scheduler is not None:
             scheduler.step()
-        return Step(number=self.done, lr=lr, loss=loss.detach(), gradient_norm=norm)
+        return Step(self.done, lr, loss.detach(), norm)
 
     def forget_before(self, position: int) -> None:
         """Drop the batches before a position."""
@@ -200,8 +200,6 @@ class _Trained(Guarded):
 
 class Loop:
     """Trains a model on batches, with rollback and diagnosis by guardrails. A context manager; `close` ends it.
-
-    `done` is the number of steps made.
 
     Args:
         model: converted or not. One `Loop` or `Monitor` at a time measures its layers; a `Monitor` with
