@@ -69,7 +69,7 @@ class _Batches:
 
     def __init__(self, run: Struck, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._loader, self._change, self._batch = run.setup.loader, change, run.config.run.batch
-        self._first = run.struck_at - 1 - run.done + self._loader.state_dict()["samples"] // self._batch
+        self._first = run.struck_at - 1 - run.state.done + self._loader.state_dict()["samples"] // self._batch
         self.n = -1
         """Number of the last batch read."""
 
@@ -233,14 +233,14 @@ def _gradient(layer: str, change: Callable[[Tensor], object], at: Collection[int
         made: set[int] = set()
 
         def hook(parameter: Tensor) -> None:
-            n = run.done - run.struck_at if run.is_stepping else run.done + 1 - run.struck_at
+            n = run.state.done - run.struck_at if run.is_stepping else run.state.done + 1 - run.struck_at
             if n in at and parameter.grad is not None and (at is ALWAYS or n not in made):
                 change(parameter.grad)
 
         def after(n: int) -> None:
             made.add(n)
 
-        run.after_step = after
+        run.after_update = after
         for name, parameter in run.model.named_parameters():
             if not layer or name == f"{layer}.weight":
                 parameter.register_post_accumulate_grad_hook(hook)
@@ -265,7 +265,7 @@ def _swiglu_spike(run: Struck) -> None:
 
     def spike(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         plain.clear()
-        if run.done + 1 < run.struck_at:
+        if run.state.done + 1 < run.struck_at:
             return args
         x = args[0].clone()
         rows = x.view(-1, x.shape[-1])
@@ -291,7 +291,7 @@ def _dequantised(
 
     def prepare(run: Struck) -> None:
         def hook(module: nn.Module, _: Any, y: Tensor) -> Tensor | None:
-            n = run.done - run.struck_at if run.is_stepping else run.done + 1 - run.struck_at
+            n = run.state.done - run.struck_at if run.is_stepping else run.state.done + 1 - run.struck_at
             if n < 0 or not getattr(module, "enabled", False):
                 return None
             if backward:
@@ -339,7 +339,7 @@ def _stale_codes(layer: str) -> Callable[[Struck], None]:
 
     def prepare(run: Struck) -> None:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            n = run.done - run.struck_at if run.is_stepping else run.done + 1 - run.struck_at
+            n = run.state.done - run.struck_at if run.is_stepping else run.state.done + 1 - run.struck_at
             return (args[0].roll(1, 0), *args[1:]) if n >= 0 and getattr(module, "enabled", False) else None
 
         run.model.get_submodule(layer).register_forward_pre_hook(hook)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from octavo.errors import OctavoError
 from octavo.lab.data.corpus import open_corpus
 from octavo.lab.guard import GuardEvent
+from octavo.lab.loop import Part, Step
 from octavo.lab.train import checkpoint
 from octavo.lab.train.config import RunConfig, assemble
 from octavo.lab.train.events import Event
@@ -117,8 +118,8 @@ KIND: Kind = Kind(
 )
 
 
-class Struck(Trainer):
-    """A trainer with an optional fault."""
+class Struck(Trainer, Part[Step]):
+    """A trainer with an optional fault, which strikes before a step: the outermost part of its own loop."""
 
     struck_at: int
     """Step struck by the fault."""
@@ -127,7 +128,7 @@ class Struck(Trainer):
     fault: Fault | None = None
     is_stepping = False
     """True during forward, backward and update, false while guardrails probe."""
-    after_step: Callable[[int], None] = staticmethod(lambda n: None)
+    after_update: Callable[[int], None] = staticmethod(lambda n: None)
     """Called after each update."""
 
     def prepare(self, fault: Fault, struck_at: int) -> None:
@@ -144,24 +145,25 @@ class Struck(Trainer):
                 return step(*args, **options)
             finally:
                 self.is_stepping = False
-                self.after_step(self.done - self.struck_at)
+                self.after_update(self.state.done - self.struck_at)
 
         state.step = stepped  # type: ignore[method-assign]
+        scheduled = self.schedule.learning_rate
+        self.schedule.learning_rate = lambda: scheduled() * self.times_lr  # type: ignore[method-assign]
+        self.loop.parts.insert(0, self)
         if fault.prepare is not None:
             fault.prepare(self)
 
-    def _step(self) -> None:
+    def before_step(self) -> bool:
+        """Strike, if the fault is due."""
         fault = self.fault
         if fault is not None and fault.strike is not None:
-            n = self.done + 1 - self.struck_at
+            n = self.state.done + 1 - self.struck_at
             if fault.at is None or (n in fault.at and n not in self._struck):
                 self._struck.add(n)
                 with torch.no_grad():
                     fault.strike(self, n)
-        super()._step()
-
-    def _learning_rate(self) -> float:
-        return super()._learning_rate() * self.times_lr
+        return False
 
     @property
     def model(self) -> nn.Module:
@@ -186,12 +188,13 @@ class Struck(Trainer):
         for state in self.setup.states:
             restore_tensors(state, found.tensors[state.name], path, stored_scales=False)
         self.setup.loader.load_state_dict(found.state["loader"])
-        if self.telemetry is not None and found.state["config"]["run"]["batch"] == self.config.run.batch:
+        telemetry = self.state.telemetry
+        if telemetry is not None and found.state["config"]["run"]["batch"] == self.config.run.batch:
             self.guard.load_state_dict({**found.state["guard"], "ladder": {}})
-        if self.telemetry is not None:
-            self.telemetry.restart(found.step)
-        self.done = found.step
-        self.log.restart_clock(self.done)
+        if telemetry is not None:
+            telemetry.restart(found.step)
+        self.state.done = found.step
+        self.log.restart_clock(found.step)
 
 
 @dataclass
@@ -328,7 +331,7 @@ def _run(
         if start is not None:
             run.go_on_from(start)
         if fault is not None:
-            run.prepare(fault, run.done + STRIKE)
+            run.prepare(fault, run.state.done + STRIKE)
         if noise is not None:
             _make_noisy(run, noise)
         try:
@@ -352,12 +355,12 @@ def _student() -> float:
 
 def _make_noisy(run: Struck, noise: Callable[[], float]) -> None:
     """Multiply the loss seen by guardrails."""
-    after = run.guard.after
+    after = run.guard.after_step
 
-    def noisy(lr: float, loss: Tensor, *rest: Any) -> bool:
-        return after(lr, loss * noise(), *rest)
+    def noisy(step: Step) -> bool:
+        return after(replace(step, loss=step.loss * noise()))
 
-    run.guard.after = noisy  # type: ignore[method-assign,assignment]
+    run.guard.after_step = noisy  # type: ignore[method-assign]
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

@@ -81,7 +81,7 @@ def test_a_weight_row_that_is_struck_once_is_as_if_it_had_not_been(recipe: str) 
     loop, events = make_loop(recipe)
 
     def strike(loop: Loop) -> None:
-        loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
+        loop.state.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
 
     assert losses(loop, strike=strike) == [*undisturbed(recipe)]
     event = of_cause(events, "transient")
@@ -94,7 +94,7 @@ def test_a_snapshot_just_before_an_alarm_is_not_trusted(every: int, to: int) -> 
     loop, events = make_loop(snapshot_every=every)
 
     def strike(loop: Loop) -> None:
-        loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
+        loop.state.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
 
     losses(loop, strike=strike)
     assert events[0].action == f"back to step {to}"
@@ -105,7 +105,7 @@ def test_an_element_that_is_struck_is_named(value: float, told: str) -> None:
     loop, events = make_loop()
 
     def strike(loop: Loop) -> None:
-        loop.model.second.weight.data[7, 9] = value  # type: ignore[union-attr,operator]
+        loop.state.model.second.weight.data[7, 9] = value  # type: ignore[union-attr,operator]
 
     losses(loop, strike=strike)
     event = of_cause(events, "transient")
@@ -135,18 +135,22 @@ def test_an_infinity_in_a_batch_is_located() -> None:
 
 def test_a_learning_rate_that_jumps_is_blamed_and_held() -> None:
     loop, events = make_loop()
-    bump = torch.optim.lr_scheduler.LambdaLR(loop.update.optimizer, lambda made: 300.0 if AT <= made < AT + 4 else 1.0)
-    loop.update = replace(loop.update, scheduler=bump)
+    bump = torch.optim.lr_scheduler.LambdaLR(
+        loop.state.update.optimizer, lambda made: 300.0 if AT <= made < AT + 4 else 1.0
+    )
+    loop.state.update = replace(loop.state.update, scheduler=bump)
     assert losses(loop)[-1] == pytest.approx(undisturbed()[-1], rel=0.05)
     event = of_cause([event for event in events if event.rule != "learning rate"], "optimizer")
     assert "300 times its limit now" in event.text
-    assert loop.guard.lr(1.0) == pytest.approx(3e-3)
+    assert loop.state.lr_limit == pytest.approx(3e-3)
 
 
 def test_snapshots_of_steps_that_were_undone_are_forgotten() -> None:
     loop, events = make_loop()
-    bump = torch.optim.lr_scheduler.LambdaLR(loop.update.optimizer, lambda made: 300.0 if 19 <= made < 23 else 1.0)
-    loop.update = replace(loop.update, scheduler=bump)
+    bump = torch.optim.lr_scheduler.LambdaLR(
+        loop.state.update.optimizer, lambda made: 300.0 if 19 <= made < 23 else 1.0
+    )
+    loop.state.update = replace(loop.state.update, scheduler=bump)
     for step, _ in loop.steps(STEPS):
         assert all(saved.step < step for saved in loop.guard._snapshots)
     assert any(event.cause == "optimizer" for event in events)
@@ -154,7 +158,7 @@ def test_snapshots_of_steps_that_were_undone_are_forgotten() -> None:
 
 def test_a_layer_that_cannot_change_stays_where_it_is() -> None:
     loop, events = make_loop()
-    loop.cannot_refine = "its weights are elsewhere"
+    loop.state.cannot_refine = "its weights are elsewhere"
     before = loop.guard.state_dict()
     for step in (3, 6):  # the second is no news
         loop.guard._over_budget(Alarm(step, "flushed", "first", "input", 0.5, 0.1))
@@ -178,22 +182,22 @@ class Spiking(MLP):
 
 def test_a_layer_that_fp8_harms_is_refined() -> None:
     loop, events = make_loop("tensorwise", patience=2, quiet=8)
-    loop.model.__class__ = Spiking
+    loop.state.model.__class__ = Spiking
 
     def strike(loop: Loop) -> None:
-        loop.model.spikes = True  # type: ignore[assignment]
+        loop.state.model.spikes = True  # type: ignore[assignment]
 
     losses(loop, 30, strike)
     event = of_cause(events, "precision")
     assert (event.layer, event.role, event.rule) == ("second", "input", "flushed")
     assert event.action == "second computes by folded"
-    assert loop.model.second.recipe.name == "folded"  # type: ignore[union-attr]
-    assert loop.model.first.recipe.name == "tensorwise"  # type: ignore[union-attr]
-    loop.model.spikes = False  # type: ignore[assignment]
+    assert loop.state.model.second.recipe.name == "folded"  # type: ignore[union-attr]
+    assert loop.state.model.first.recipe.name == "tensorwise"  # type: ignore[union-attr]
+    loop.state.model.spikes = False  # type: ignore[assignment]
     for _ in loop.steps(STEPS):
         pass
     assert events[-1].action == "back to tensorwise"
-    assert loop.model.second.recipe.name == "tensorwise"  # type: ignore[union-attr]
+    assert loop.state.model.second.recipe.name == "tensorwise"  # type: ignore[union-attr]
 
 
 def test_a_run_goes_back_to_before_a_layer_was_refined() -> None:
@@ -202,11 +206,11 @@ def test_a_run_goes_back_to_before_a_layer_was_refined() -> None:
     def strike(loop: Loop) -> None:
         loop.guard._refinement.up("second", Alarm(AT, "saturated", "second", "input", 1.0, 0.5))
         loop.guard._refinement.up("second", Alarm(AT, "saturated", "second", "input", 1.0, 0.5))
-        loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
+        loop.state.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
 
     losses(loop, strike=strike)
     assert [event.cause for event in events if event.cause] == ["precision", "precision", "transient"]
-    assert loop.model.second.recipe.name == "folded"  # type: ignore[union-attr]
+    assert loop.state.model.second.recipe.name == "folded"  # type: ignore[union-attr]
 
 
 def test_watching_alone_changes_nothing() -> None:
@@ -226,20 +230,20 @@ def test_the_shadow_says_how_far_fp8_is() -> None:
 
 def test_trying_a_batch_leaves_no_trace() -> None:
     loop, _ = make_loop("delayed")
-    large = loop.snapshot()
+    large = loop.state.snapshot()
     losses(loop, 6)
-    loop._buffer[large.position] = tuple(100 * part for part in loop._buffer[large.position])
+    loop.state._buffer[large.position] = tuple(100 * part for part in loop.state._buffer[large.position])
 
     def noisy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return loss_of(model, batch) * (1 + 0 * torch.rand(()))
 
-    loop._loss_of = noisy
-    kept, random, weights = stored_scales(loop.model), torch.get_rng_state(), loop._copy_state().model
-    loop.probe(fp8=True, earlier=large)
+    loop.state._loss_of = noisy
+    kept, random, weights = stored_scales(loop.state.model), torch.get_rng_state(), loop.state._copy_state().model
+    loop.state.probe(fp8=True, earlier=large)
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(now, kept[name]) for name, now in stored_scales(loop.model).items())
-    assert all(torch.equal(now, weights[name]) for name, now in loop.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in loop.model.parameters())
+    assert all(torch.equal(now, kept[name]) for name, now in stored_scales(loop.state.model).items())
+    assert all(torch.equal(now, weights[name]) for name, now in loop.state.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in loop.state.model.parameters())
 
 
 def test_a_level_that_lasts_is_adopted_and_passes_over_nothing() -> None:
@@ -284,7 +288,7 @@ def test_batches_that_end_are_an_error() -> None:
 def test_old_batches_are_let_go(mode: str, most: int) -> None:
     loop, _ = make_loop(mode=mode, shadow_every=10)
     for _ in loop.steps(60):
-        assert len(loop._buffer) <= most
+        assert len(loop.state._buffer) <= most
 
 
 @pytest.mark.parametrize(
@@ -305,13 +309,13 @@ def test_its_own_state_goes_on() -> None:
     import json
 
     loop, _ = make_loop("tensorwise", patience=1)
-    loop.model.__class__ = Spiking
-    loop.model.spikes = True  # type: ignore[assignment]
+    loop.state.model.__class__ = Spiking
+    loop.state.model.spikes = True  # type: ignore[assignment]
     losses(loop, 12)
     state = json.loads(json.dumps(loop.guard.state_dict(), allow_nan=False))
     again, _ = make_loop("tensorwise", patience=1)
     again.guard.load_state_dict(state)
-    assert again.model.second.recipe.name == "folded"  # type: ignore[union-attr]
+    assert again.state.model.second.recipe.name == "folded"  # type: ignore[union-attr]
     for part in again.guard.state_dict().keys() - {"fingerprints"}:  # of other weights
         assert json.dumps(again.guard.state_dict()[part]) == json.dumps(state[part])
 
@@ -336,10 +340,10 @@ def test_weights_with_masters_go_back_to_before_the_first_step() -> None:
 
     with Loop(model, optimizer, half, batches(), config=GuardConfig(mode="act")) as loop:
         first = [parameter.detach().clone() for parameter in model.parameters()]
-        loop.guard.before()
-        snapshot = loop.snapshot()
+        loop.guard.before_step()
+        snapshot = loop.state.snapshot()
         losses = [loop.step() for _ in range(2)]
-        loop.restore(snapshot)
+        loop.state.restore(snapshot)
         assert all(map(torch.equal, model.parameters(), first))
         assert [loop.step() for _ in range(2)] == losses
 
@@ -372,10 +376,10 @@ def test_a_state_that_is_no_tensor_goes_back_too() -> None:
     model = WithExtraState()
     with Loop(model, AdamW(model.parameters()), loss_of, batches(), config=GuardConfig(mode="act")) as loop:
         loop.step()
-        snapshot = loop.snapshot()
+        snapshot = loop.state.snapshot()
         loop.step()
         assert model.calls == 2
-        loop.restore(snapshot)
+        loop.state.restore(snapshot)
         assert model.calls == 1
 
 
@@ -415,9 +419,9 @@ def test_batches_passed_over_stay_so_after_a_rollback() -> None:
     assert loop.guard.state_dict()["skipped"] == [AT - 1, AT + 2]
     again, _ = make_loop()
     again.guard.load_state_dict(loop.guard.state_dict())
-    again._seek(AT - 1)
+    again.state._seek(AT - 1)
     again.guard._pass_over()
-    assert again.position == AT
+    assert again.state.position == AT
 
 
 def test_solved_incidents_do_not_count_toward_giving_up() -> None:
@@ -451,7 +455,7 @@ def test_a_nan_that_no_batch_touches_is_repaired_and_named() -> None:
         config=GuardConfig(mode="act", snapshot_every=10),
         on_event=events.append,
     )
-    losses(loop, STEPS, lambda loop: loop.model.embedding.weight.data[9].fill_(torch.nan))
+    losses(loop, STEPS, lambda loop: loop.state.model.embedding.weight.data[9].fill_(torch.nan))
     event = of_cause(events, "transient")
     assert event.layer == "embedding" and event.step <= AT + 5
     assert torch.isfinite(model.embedding.weight).all()
@@ -462,10 +466,10 @@ def test_a_nan_in_all_snapshots_is_never_saved_and_ends_the_run() -> None:
 
     def strike(_: Any) -> None:
         if loop.done >= AT:
-            loop.model.first.weight.data[0, 0] = torch.nan  # type: ignore[union-attr,operator]
+            loop.state.model.first.weight.data[0, 0] = torch.nan  # type: ignore[union-attr,operator]
 
-    bump = torch.optim.lr_scheduler.LambdaLR(loop.update.optimizer, lambda made: strike(made) or 1.0)
-    loop.update = replace(loop.update, scheduler=bump)
+    bump = torch.optim.lr_scheduler.LambdaLR(loop.state.update.optimizer, lambda made: strike(made) or 1.0)
+    loop.state.update = replace(loop.state.update, scheduler=bump)
     with pytest.raises(RunError, match=r"first\.weight is not finite"):
         for _ in loop.steps(80):
             for saved in loop.guard._snapshots:
@@ -484,7 +488,7 @@ def test_a_level_shift_is_noted_a_few_times() -> None:
 def test_an_optimizer_that_makes_no_steps_is_noted(mode: str) -> None:
     loop, events = make_loop(mode=mode)
     losses(loop, AT - 1)
-    loop.update.optimizer.step = lambda: loop.telemetry.step()  # type: ignore[method-assign,union-attr]
+    loop.state.update.optimizer.step = lambda: loop.state.telemetry.step()  # type: ignore[method-assign,union-attr]
     assert len([*loop.steps(60)]) >= 60 - AT
     (event,) = [event for event in events if event.rule == "no update" and not event.back_to]
     assert event.step <= AT + 10 and event.layer == ""
@@ -493,7 +497,7 @@ def test_an_optimizer_that_makes_no_steps_is_noted(mode: str) -> None:
 
 def test_gradients_that_are_wrong_for_good_are_not_blamed_on_data() -> None:
     loop, events = make_loop()
-    compute, probing = loop._compute, [0]
+    compute, probing = loop.state._compute, [0]
 
     def probed(*args: Any, **options: Any) -> Probe:
         probing.append(1)
@@ -502,8 +506,8 @@ def test_gradients_that_are_wrong_for_good_are_not_blamed_on_data() -> None:
         finally:
             probing.pop()
 
-    loop._compute = probed  # type: ignore[method-assign]
-    for parameter in loop.model.parameters():
+    loop.state._compute = probed  # type: ignore[method-assign]
+    for parameter in loop.state.model.parameters():
         parameter.register_hook(lambda gradient: gradient * (1000 if loop.done + probing[-1] >= AT else 1))
     losses(loop)
     event = next(event for event in events if event.cause)
@@ -518,7 +522,7 @@ def test_a_nan_in_one_gradient_stays_there_and_is_named() -> None:
             handle.remove()
             return gradient.index_fill(0, torch.tensor(5), torch.nan)
 
-        handle = loop.model.second.weight.register_hook(once)  # type: ignore[union-attr,operator]
+        handle = loop.state.model.second.weight.register_hook(once)  # type: ignore[union-attr,operator]
 
     assert losses(loop, strike=strike) == [*undisturbed()]
     event = of_cause(events, "transient")
@@ -543,7 +547,7 @@ def test_moments_that_are_lost_are_repaired() -> None:
     loop, events = make_loop()
 
     def strike(loop: Loop) -> None:
-        loop.update.optimizer.state[loop.model.second.weight]["exp_avg_sq"].zero_()  # type: ignore[union-attr,index]
+        loop.state.update.optimizer.state[loop.state.model.second.weight]["exp_avg_sq"].zero_()  # type: ignore[union-attr,index]
 
     assert losses(loop, strike=strike) == [*undisturbed()]
     assert of_cause(events, "transient").layer == "second"
@@ -552,7 +556,7 @@ def test_moments_that_are_lost_are_repaired() -> None:
 def test_layers_swapped_at_resume_are_named() -> None:
     loop, events = make_loop()
     losses(loop, 12)
-    state, first, second = loop.guard.state_dict(), loop.model.first.weight, loop.model.second.weight
+    state, first, second = loop.guard.state_dict(), loop.state.model.first.weight, loop.state.model.second.weight
     first.data, second.data = second.data.clone(), first.data.clone()  # type: ignore[union-attr]
     loop.guard.load_state_dict(state)
     loop.step()
@@ -583,8 +587,8 @@ def test_the_layer_that_fp8_harms_is_found_among_many() -> None:
         probed.append(tuple(without))
         return Probe(1.0 if "l41" in without else 9.0, 1.0)
 
-    loop.probe = probe  # type: ignore[method-assign]
-    loop.telemetry = SimpleNamespace(rows=[(f"l{n}", "input") for n in range(64)])  # type: ignore[assignment]
+    loop.state.probe = probe  # type: ignore[method-assign]
+    loop.state.telemetry = SimpleNamespace(rows=[(f"l{n}", "input") for n in range(64)])  # type: ignore[assignment]
     found = loop.guard._refinement._culprits(
         Alarm(AT, "loss spike", "", "", 9.0, 2.0), ["l7", "l8"], lambda probe: probe.loss < 2
     )
@@ -597,17 +601,17 @@ def test_a_shadow_that_finds_harm_acts_or_says_that_it_does_not(mode: str) -> No
     loop, events = make_loop(mode=mode, shadow_every=10)
 
     def probe(*, fp8: bool = True, without: Any = (), backward: bool = True) -> Probe:
-        is_harmed = fp8 and "second" not in without and isinstance(loop.model.second, octavo.nn.Linear)
+        is_harmed = fp8 and "second" not in without and isinstance(loop.state.model.second, octavo.nn.Linear)
         return Probe(1.5 if is_harmed else 1.0, 0.0)
 
-    loop.probe = probe  # type: ignore[method-assign]
+    loop.state.probe = probe  # type: ignore[method-assign]
     losses(loop)
     told = [event for event in events if event.rule == "shadow"]
     if mode == "watch":
-        assert "only watch" in told[1].text and loop.model.second.recipe.name == "folded"  # type: ignore[union-attr]
+        assert "only watch" in told[1].text and loop.state.model.second.recipe.name == "folded"  # type: ignore[union-attr]
     else:
         assert next(event.layer for event in told if event.cause == "precision") == "second"
-        assert not isinstance(loop.model.second, octavo.nn.Linear)  # type: ignore[union-attr]
+        assert not isinstance(loop.state.model.second, octavo.nn.Linear)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("harmed", [{20}, {20, 21, 22}, range(20, 40)])
@@ -615,9 +619,9 @@ def test_a_batch_that_fp8_harms_alone_is_noise(harmed: set[int]) -> None:
     loop, events = make_loop(mode="watch", shadow_every=10)
 
     def probe(*, fp8: bool = True, backward: bool = True) -> Probe:
-        return Probe(1.015 if fp8 and loop.position in harmed else 1.0, 0.0)
+        return Probe(1.015 if fp8 and loop.state.position in harmed else 1.0, 0.0)
 
-    loop.probe = probe  # type: ignore[method-assign,assignment]
+    loop.state.probe = probe  # type: ignore[method-assign,assignment]
     losses(loop)
     noted = [event.step for event in events if event.rule == "shadow" and event.level != "info"]
     assert noted == ([20, 30] if len(harmed) > LASTING else [])
@@ -625,7 +629,7 @@ def test_a_batch_that_fp8_harms_alone_is_noise(harmed: set[int]) -> None:
 
 def test_the_last_batch_alone_decides_nothing() -> None:
     loop, events = make_loop(mode="watch", shadow_every=10, data=itertools.islice(batches(), 21))
-    loop.probe = lambda *, fp8, backward: Probe(1.0 + fp8 * len(loop._peek(loop.position)), 0.0)  # type: ignore[method-assign]
+    loop.state.probe = lambda *, fp8, backward: Probe(1.0 + fp8 * len(loop.state._peek(loop.state.position)), 0.0)  # type: ignore[method-assign]
     losses(loop, 21)
     first, last = (event for event in events if event.rule == "shadow")
     assert (first.step, first.level, last.step, last.level) == (10, "warning", 20, "info")
@@ -635,30 +639,30 @@ def test_the_last_batch_alone_decides_nothing() -> None:
 def test_only_the_end_of_the_batches_ends_the_probes_of_following_ones() -> None:
     loop, _ = make_loop(data=itertools.islice(batches(), 5))
     losses(loop, 2)
-    assert len(loop.probe_following(LASTING, fp8=True)) == 2
+    assert len(loop.state.probe_following(LASTING, fp8=True)) == 2
 
     def wrong(*_: Any, **__: Any) -> Probe:
         raise ConfigError("a shape that no layer takes")
 
-    loop._compute = wrong  # type: ignore[method-assign]
+    loop.state._compute = wrong  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="a shape that no layer takes"):
-        loop.probe_following(LASTING, fp8=True)
+        loop.state.probe_following(LASTING, fp8=True)
 
 
 def test_a_second_loop_needs_the_first_closed() -> None:
     loop, _ = make_loop()
     with pytest.raises(ConfigError, match="close the `Loop` or `Monitor`"):
-        Loop(loop.model, loop.update, loss_of, batches())
+        Loop(loop.state.model, loop.state.update, loss_of, batches())
     loop.close()
-    with Loop(loop.model, loop.update, loss_of, batches(), on_event=lambda _: None) as again:
+    with Loop(loop.state.model, loop.state.update, loss_of, batches(), on_event=lambda _: None) as again:
         assert again.step() is not None
-    assert again.telemetry is None
+    assert again.state.telemetry is None
 
 
 def test_blame_of_the_model_says_where_the_run_went_back_to() -> None:
     loop, events = make_loop()
     losses(loop)
-    loop.guard._snapshots.append(replace(loop.snapshot(), rules=loop.guard._snapshots[-1].rules))
+    loop.guard._snapshots.append(replace(loop.state.snapshot(), rules=loop.guard._snapshots[-1].rules))
     alarm = Alarm(loop.done, "nonfinite", "first", "weight", math.nan, math.inf)
     loop.guard._blame_model(Incident(alarm, loop.done, {}), "first.weight is not finite", "first")
     assert events[-1].cause == "model" and events[-1].back_to == loop.done < STEPS
@@ -668,7 +672,7 @@ def test_a_weight_that_makes_a_batch_bad_is_found_whatever_its_layer_is_called()
     """`nn.ModuleDict` takes names with spaces and commas."""
     loop, events = make_loop()
     losses(loop, 12)
-    loop.locate = lambda: NonFinite("heads.en, fr", "weight", (3,), 1)  # type: ignore[method-assign]
+    loop.state.locate = lambda: NonFinite("heads.en, fr", "weight", (3,), 1)  # type: ignore[method-assign]
     loop.guard._blame_data(Incident(Alarm(12, "loss spike", "", "", 9.0, 2.0), loop.done, {}))
     assert (events[-1].cause, events[-1].layer) == ("model", "heads.en, fr")
     assert "heads.en, fr weight, row 3 (1 element) is not finite" in events[-1].text
@@ -676,12 +680,12 @@ def test_a_weight_that_makes_a_batch_bad_is_found_whatever_its_layer_is_called()
 
 def test_a_monitor_follows_a_loop_that_rolls_back(tmp_path: Path) -> None:
     loop, _ = make_loop()
-    with Monitor(loop.model, tmp_path, telemetry=None) as monitor:
-        loop._on_event = monitor.guard_event
+    with Monitor(loop.state.model, tmp_path, telemetry=None) as monitor:
+        loop.state.emit = monitor.guard_event
         for step, loss in loop.steps(STEPS):
             monitor.step(step, loss=loss)
             if step == AT - 1 and not loop.guard._unsolved:
-                loop.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
+                loop.state.model.first.weight.data[3] *= 1000  # type: ignore[union-attr,operator]
     run = RunReader(tmp_path)
     assert len(run.scalar("loss")) == STEPS
     assert any(event.text.startswith("transient: ") for event in run.events())
@@ -690,11 +694,11 @@ def test_a_monitor_follows_a_loop_that_rolls_back(tmp_path: Path) -> None:
 def norms_of(loop: Loop, steps: int) -> list[float]:
     """Return the gradient norms that the guardrails see in the next steps, and that of a probe after them."""
     seen: list[float] = []
-    after = loop.guard.after
-    loop.guard.after = lambda lr, loss, norm: seen.append(float(norm)) or after(lr, loss, norm)  # type: ignore[method-assign,func-returns-value]
+    after = loop.guard.after_step
+    loop.guard.after_step = lambda step: seen.append(float(step.gradient_norm)) or after(step)  # type: ignore[method-assign,func-returns-value]
     for _ in range(steps):
         loop.step()
-    return [*seen, loop.probe().gradient_norm]
+    return [*seen, loop.state.probe().gradient_norm]
 
 
 def loop_with(update: Any, model: nn.Module, **settings: Any) -> Loop:
@@ -748,31 +752,31 @@ def test_probes_leave_running_statistics_as_they_are() -> None:
     probed, plain = counting(mode="watch", shadow_every=1), counting(mode="off")
     for _ in range(4):
         assert torch.equal(probed.step(), plain.step())  # type: ignore[arg-type]
-    assert probed.locate() is None
-    assert probed.model.passes == probed.model.norm.num_batches_tracked == 4  # type: ignore[union-attr]
-    for (name, buffer), expected in zip(probed.model.named_buffers(), plain.model.buffers(), strict=True):
+    assert probed.state.locate() is None
+    assert probed.state.model.passes == probed.state.model.norm.num_batches_tracked == 4  # type: ignore[union-attr]
+    for (name, buffer), expected in zip(probed.state.model.named_buffers(), plain.state.model.buffers(), strict=True):
         assert torch.equal(buffer, expected), name
 
 
 def test_all_buffers_go_back_in_a_rollback() -> None:
     loop = counting(mode="act")
     loop.step()
-    snapshot = loop.snapshot()
-    kept = {name: buffer.clone() for name, buffer in loop.model.named_buffers()}
+    snapshot = loop.state.snapshot()
+    kept = {name: buffer.clone() for name, buffer in loop.state.model.named_buffers()}
     losses_then = [loop.step() for _ in range(2)]
-    loop.restore(snapshot)
-    assert all(torch.equal(buffer, kept[name]) for name, buffer in loop.model.named_buffers())
+    loop.state.restore(snapshot)
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in loop.state.model.named_buffers())
     assert [loop.step() for _ in range(2)] == losses_then
 
 
 def test_a_parameter_that_had_no_gradient_before_a_snapshot_has_no_state_after_a_rollback() -> None:
     loop, _ = make_loop()
-    loop.model.second.weight.requires_grad_(False)  # type: ignore[union-attr]
+    loop.state.model.second.weight.requires_grad_(False)  # type: ignore[union-attr]
     loop.step()
-    snapshot = loop.snapshot()
-    loop.model.second.weight.requires_grad_(True)  # type: ignore[union-attr]
+    snapshot = loop.state.snapshot()
+    loop.state.model.second.weight.requires_grad_(True)  # type: ignore[union-attr]
     first = [loop.step() for _ in range(3)]
-    loop.restore(snapshot)
+    loop.state.restore(snapshot)
     assert [loop.step() for _ in range(3)] == first
 
 
@@ -781,16 +785,16 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(kind: Any) -> None:
     model, lr = MLP(), torch.tensor(1e-2)
     loop = loop_with(kind(model.parameters(), lr=lr), model, mode="act")
     seen: list[Any] = []
-    optimizer = loop.update.optimizer
+    optimizer = loop.state.update.optimizer
     optimizer.register_step_pre_hook(lambda *_: seen.append((optimizer.param_groups[0]["lr"], float(lr))))
     loop.step()
-    snapshot = loop.snapshot()
-    loop.guard._lr_limit = 1e-3
+    snapshot = loop.state.snapshot()
+    loop.state.lr_limit = 1e-3
     loop.step()
     assert [rate for _, rate in seen] == pytest.approx([1e-2, 1e-3])
     assert float(lr) == pytest.approx(1e-2)
     lr.fill_(5e-3)
-    loop.restore(snapshot)
+    loop.state.restore(snapshot)
     assert float(lr) == pytest.approx(1e-2)
     loop.step()
     assert all(used is lr for used, _ in seen)
@@ -798,8 +802,8 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(kind: Any) -> None:
 
 def test_a_step_that_fails_leaves_the_learning_rate_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, _ = make_loop(lr=1e-2)
-    loop.guard._lr_limit = 1e-3
-    monkeypatch.setattr(loop, "_loss_of", lambda *_: pytest.fail("no loss"))
+    loop.state.lr_limit = 1e-3
+    monkeypatch.setattr(loop.state, "_loss_of", lambda *_: pytest.fail("no loss"))
     with pytest.raises(pytest.fail.Exception, match="no loss"):
         loop.step()
-    assert loop.update.optimizer.param_groups[0]["lr"] == 1e-2
+    assert loop.state.update.optimizer.param_groups[0]["lr"] == 1e-2

@@ -58,11 +58,11 @@ def test_a_check_waits_for_its_own_step_alone(configure, monkeypatch):
     with ranks_of(guarded(configure, "lag")) as ranks:
         run = Trainer(set_up(guarded(configure, "lag"), ranks), [])
         for step in (1, 2, 3):
-            run._measured(step, np.full((1, 1), step))
-        monkeypatch.setattr(run.telemetry, "wait", lambda: pytest.fail("all queued steps were waited for"))
+            run.state._measured(step, np.full((1, 1), step))
+        monkeypatch.setattr(run.state.telemetry, "wait", lambda: pytest.fail("all queued steps were waited for"))
         for step in (1, 2):
-            assert run.telemetry_at(step) == step
-        assert [*run._values] == [3]
+            assert run.state.telemetry_at(step) == step
+        assert [*run.state._values] == [3]
 
 
 def test_steps_in_bf16_or_for_histograms_alone_are_not_checked(configure: Configure, tmp_path: Any) -> None:
@@ -82,7 +82,7 @@ def test_telemetry_is_kept_only_until_its_step_is_checked(configure: Configure, 
     run = {"telemetry_every": 1, "steps": 4}
     trainer = Trainer(set_up(guarded(configure, str(tmp_path / "run"), run=run, guard={"mode": mode})), [])
     trainer.run()
-    assert not trainer._values
+    assert not trainer.state._values
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +227,21 @@ def test_steps_that_are_checked_late_may_be_followed_by_another_recipe(configure
     """As on a GPU, where a step is checked once the next one is queued."""
     config = guarded(configure, str(tmp_path / "run"), run={"last_share": 0.3, "recipe": "tensorwise"})
     trainer = Trainer(set_up(config), [keeper := Listener()])
-    trainer.lag = 1
+    trainer.state.lag = 1
 
     def refine() -> bool:
         return trainer.guard._refinement.up("layers.0.feed_forward.w2", Alarm(5, "saturated", "", "", 1.0, 0.5))
 
-    before = trainer.guard.before
-    trainer.guard.before = lambda: (before(), trainer.done == 5 and [refine() for _ in range(3)])  # type: ignore[method-assign]
+    before = trainer.guard.before_step
+
+    def refine_before() -> bool:
+        rolled_back = before()
+        if trainer.state.done == 5:
+            for _ in range(3):
+                refine()
+        return rolled_back
+
+    trainer.guard.before_step = refine_before  # type: ignore[method-assign]
     trainer.run()
     assert [event.step for event in keeper.of(TensorsMeasured)] == [*range(1, STEPS + 1)]
     assert len({len(event.values) for event in keeper.of(TensorsMeasured)}) == 3
@@ -248,7 +256,7 @@ def test_a_layer_that_cannot_be_refined_is_measured_on(
     def strike(run: Struck) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("octavo.lab.train.guarding.convert_as", refused)
-            assert run.change_recipe(recipes.load("block")) == "not today"
+            assert run.state.change_recipe(recipes.load("block")) == "not today"
 
     _, keeper = carry_out(guarded(configure, str(tmp_path / "run")), strike)
     assert keeper.of(TensorsMeasured)[-1].step == STEPS
@@ -295,16 +303,16 @@ def test_batches_passed_over_stay_so_after_a_resume(configure: Configure, tmp_pa
     batch = config.run.batch
 
     def skip(run: Struck) -> None:
-        run.guard._skipped.append(run.position + 2 * batch)
+        run.guard._skipped.append(run.state.position + 2 * batch)
 
     carry_out(config, skip)
     with ranks_of(config) as ranks:
         run = Struck(set_up(config, ranks), [])
         run.resume()
         assert run.guard._skipped == [(AT + 1) * batch]
-        run._seek((AT + 1) * batch)
-        run.guard.before()
-        assert run.position == (AT + 2) * batch
+        run.state._seek((AT + 1) * batch)
+        run.guard.before_step()
+        assert run.state.position == (AT + 2) * batch
 
 
 def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configure, tmp_path: Any) -> None:
@@ -315,7 +323,7 @@ def test_weights_that_are_not_those_saved_are_named_at_resume(configure: Configu
         run = Struck(set_up(config, ranks), [keeper])
         run.resume()
         row_times_1000(run)
-        run.guard.before()
+        run.guard.before_step()
     assert [event.layer for event in keeper.of(GuardEvent)] == ["layers.1.attention.wo"]
 
 
@@ -346,10 +354,10 @@ def test_a_resumed_run_goes_on_with_the_recipes_that_layers_had(configure: Confi
 
 def test_a_probe_counts_no_tokens_of_experts(configure: Configure) -> None:
     trainer = Trainer(set_up(guarded(configure, "probed", model={"architecture": "moe"})), [])
-    before = [(name, buffer.clone()) for name, buffer in trainer._state.model.named_buffers()]
-    trainer.probe()
-    trainer.locate()
-    for (name, old), new in zip(before, trainer._state.model.buffers(), strict=True):
+    before = [(name, buffer.clone()) for name, buffer in trainer.setup.states[0].model.named_buffers()]
+    trainer.state.probe()
+    trainer.state.locate()
+    for (name, old), new in zip(before, trainer.setup.states[0].model.buffers(), strict=True):
         assert torch.equal(new, old), name
 
 
@@ -365,19 +373,19 @@ def test_layers_go_back_to_the_rungs_that_they_had_before_the_last_recipe(config
     (tmp_path / "run").mkdir()
     trainer = Trainer(set_up(guarded(configure, str(tmp_path / "run"), run=run)), [])
     for _ in range(6):
-        trainer._step()
+        trainer.loop.step()
     assert trainer.guard._refinement.up(layer, Alarm(6, "flushed", layer, "input", 1.0, 0.5))
-    refined, snapshot = recipes_of(trainer), trainer.snapshot()
+    refined, snapshot = recipes_of(trainer), trainer.state.snapshot()
     assert refined[layer] == "folded"
     state = trainer.guard.state_dict()["ladder"]
-    while trainer.recipe == "delayed":
-        trainer._step()
+    while trainer.state.recipe == "delayed":
+        trainer.loop.step()
     assert recipes_of(trainer) != refined
-    trainer.restore(snapshot)
+    trainer.state.restore(snapshot)
     assert recipes_of(trainer) == refined
     assert trainer.guard.state_dict()["ladder"] == state
-    for name, stored in octavo.scales(trainer._state.model).state_dict().items():  # type: ignore[union-attr]
+    for name, stored in octavo.scales(trainer.setup.states[0].model).state_dict().items():  # type: ignore[union-attr]
         assert torch.equal(stored, snapshot.scales[0][name]), name
-    while trainer.recipe == "delayed":
-        trainer._step()
+    while trainer.state.recipe == "delayed":
+        trainer.loop.step()
     assert set(recipes_of(trainer).values()) == {LAST}

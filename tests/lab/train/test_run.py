@@ -577,7 +577,7 @@ def test_a_heldout_loss_that_is_not_finite_is_no_summary(configure: Configure, m
     def heldout(state: TrainState, batches: Any) -> torch.Tensor:
         return torch.tensor([1.0, torch.nan])
 
-    monkeypatch.setattr("octavo.lab.train.run.heldout_losses", heldout)
+    monkeypatch.setattr("octavo.lab.train.parts.heldout_losses", heldout)
     config = configure(run={**EVERY_STEP, "steps": 2})
     with pytest.raises(DivergedError, match=r"held-out loss of the FP8 model is nan after step 2.*step-000002"):
         train(config)

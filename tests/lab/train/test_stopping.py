@@ -57,7 +57,7 @@ def test_the_second_signal_raises_unless_it_is_the_first_one_forwarded(monkeypat
 
 def test_a_signal_outside_of_steps_leaves_an_outcome_too(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(run=RUN)
-    monkeypatch.setattr("octavo.lab.train.run.heldout_losses", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("octavo.lab.train.parts.heldout_losses", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted) as error:
         train(config)
     assert error.value.exit_code == 143

@@ -1,4 +1,4 @@
-"""The state machine of guardrails. A training loop calls `Guard.before` and `Guard.after` around each step.
+"""The state machine of guardrails, a part of a training loop.
 
 A run is watched: each step is checked against the rules, and a snapshot is taken every `snapshot_every` steps. An alarm
 rolls the run back to a snapshot and opens an `Incident`: the same steps are made again. Before the step that raised the
@@ -26,7 +26,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from octavo._util.terminal import quantity
 from octavo.errors import RunError
@@ -41,6 +40,7 @@ from octavo.lab.guard.parameters import ParameterCheck, ParameterStats, PendingS
 from octavo.lab.guard.refinement import Refinement
 from octavo.lab.guard.rules import LASTING, RULES, UPDATE, AlarmRules
 from octavo.lab.guard.telemetry_rows import layer_of, worst_layers
+from octavo.lab.loop import Part, Step
 from octavo.recipes import Recipe
 
 SNAPSHOTS = 2
@@ -64,15 +64,17 @@ class _Pending(NamedTuple):
     """`Guarded.conversions` at that step: telemetry from before another conversion is of other tensors."""
 
 
-class Guard:
-    """Guardrails of one run. Call `before` before each step and `after` with its measurements.
+class Guard(Part[Step]):
+    """Guardrails of one run.
 
     Args:
-        run: the training loop.
+        run: what is trained.
         recipe: recipe of the run; without one no layer is refined.
         config: limits and mode.
         check: invariants of the guarded model's parameters; None: they are not checked.
     """
+
+    key = "guard"
 
     def __init__(
         self,
@@ -99,8 +101,8 @@ class Guard:
         """Actions per cause since then."""
         self._given_up: dict[str, int] = {}
         """Rule -> step until which it only reports."""
-        self._lr_limit: float | None = None
         self._lr_limited_at = 0
+        """Step after which the limit on the learning rate (`Guarded.lr_limit`) was last changed."""
         self._fingerprints: Mapping[str, Sequence[float]] | None = {}
         """Fingerprints of the weights in a resumed checkpoint; None once compared with the current weights."""
 
@@ -109,42 +111,22 @@ class Guard:
         """True if the mode is `act`."""
         return self.config.mode == "act"
 
-    @property
-    def oldest_position(self) -> int:
-        """Position of the data at the oldest snapshot; without one, of the next batch."""
-        return self._snapshots[0].position if self._snapshots else self._run.position
-
-    def lr(self, scheduled: float) -> float:
-        """Return the learning rate of the next step: the scheduled one, or the limit if that is lower."""
-        return scheduled if self._lr_limit is None else min(scheduled, self._lr_limit)
-
-    def before(self) -> None:
+    def before_step(self) -> bool:
         """Prepare the next step: take a snapshot, compare with BF16, or probe the batch that raised an alarm.
+
+        Returns:
+            False: a step follows, also after a rollback.
 
         Raises:
             RunError: a NaN or infinity that nothing removes.
         """
-        if self.config.mode == "off":
-            return
-        if self._fingerprints is not None:
-            self._begin(self._fingerprints)
-            self._fingerprints = None
-        self._pass_over()
-        incident = self._incident
-        if incident is None:
-            self._prepare(self._run.done)
-        elif self._run.done + 1 == incident.alarm.step and not incident.is_batch_cleared:
-            self._probe(incident)
-        self._pass_over()
+        if self.config.mode != "off":
+            self._prepare()
+        self._run.forget_before(self._snapshots[0].position if self._snapshots else self._run.position)
+        return False
 
-    def after(self, lr: float, loss: Tensor, gradient_norm: Tensor, baseline_loss: Tensor | None = None) -> bool:
-        """Queue the measurements of the newest step and check those that are due.
-
-        Args:
-            lr: learning rate of the step.
-            loss: loss before the update, in nats per token, shape ().
-            gradient_norm: gradient norm before clipping, shape ().
-            baseline_loss: loss of the BF16 baseline on the same batch.
+    def after_step(self, step: Step) -> bool:
+        """Queue the measurements of the newest step and check those that are due; all before weights are read.
 
         Returns:
             True if the run was rolled back, so that the newest step does not count.
@@ -154,16 +136,11 @@ class Guard:
         """
         if self.config.mode == "off":
             return False
-        run = self._run
-        baseline = torch.full_like(loss, torch.nan) if baseline_loss is None else baseline_loss.to(loss.device)
-        scalars = torch.stack([each.detach().double().reshape(()) for each in (loss, gradient_norm, baseline)])
-        check = self._parameter_check
-        parameters = None if check is None else check.measure(run.done)
-        self._pending.append(_Pending(run.done, lr, AsyncHostCopy(scalars), parameters, run.conversions))
-        return self._check_queued(run.lag)
+        self._queue(step)
+        return self._check_queued(0 if "weights" in step.reads else self._run.lag)
 
     def check_all(self) -> bool:
-        """Check all queued steps, before saving or evaluating; return True if the run was rolled back."""
+        """Check all queued steps; return True if the run was rolled back."""
         return self._check_queued(0)
 
     def change_recipe(self, recipe: Recipe) -> str:
@@ -183,7 +160,7 @@ class Guard:
             "unsolved": [*self._unsolved],
             "tried": {**self._tried},
             "given_up": {**self._given_up},
-            "lr_limit": self._lr_limit,
+            "lr_limit": None if math.isinf(self._run.lr_limit) else self._run.lr_limit,
             "lr_held_at": self._lr_limited_at,
             "fingerprints": {} if check is None else check.fingerprints(),
         }
@@ -199,11 +176,23 @@ class Guard:
         limit = state["lr_limit"]
         if limit is not None and not 0 < limit < math.inf:
             raise ValueError(f"lr_limit {limit!r} is no learning rate")
-        self._lr_limit, self._lr_limited_at = limit, state["lr_held_at"]
+        self._run.lr_limit, self._lr_limited_at = math.inf if limit is None else limit, state["lr_held_at"]
         self._fingerprints = state.get("fingerprints", {})
         self._refinement.load_state_dict(state["ladder"])
 
     # --- before a step ----------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        if self._fingerprints is not None:
+            self._begin(self._fingerprints)
+            self._fingerprints = None
+        self._pass_over()
+        incident = self._incident
+        if incident is None:
+            self._watch(self._run.done)
+        elif self._run.done + 1 == incident.alarm.step and not incident.is_batch_cleared:
+            self._probe(incident)
+        self._pass_over()
 
     def _begin(self, fingerprints: Mapping[str, Sequence[float]]) -> None:
         """Take the present weights as reference; compare those of a resumed run with the fingerprints it saved."""
@@ -220,11 +209,11 @@ class Guard:
         while self._run.position in self._skipped:
             self._run.skip()
 
-    def _prepare(self, done: int) -> None:
+    def _watch(self, done: int) -> None:
         """Without an incident: relax the learning rate and refinements, take a snapshot, compare with BF16."""
         config = self.config
-        if self._lr_limit is not None and done - self._lr_limited_at >= config.quiet:
-            self._lr_limit, self._lr_limited_at = self._lr_limit * HOLD, done
+        if math.isfinite(self._run.lr_limit) and done - self._lr_limited_at >= config.quiet:
+            self._run.lr_limit, self._lr_limited_at = self._run.lr_limit * HOLD, done
         if self.acts:
             self._refinement.down()
             # At the same steps in a resumed run, whatever step it resumed from.
@@ -244,6 +233,14 @@ class Guard:
         self._raise(alarm, Observation(done, math.nan, math.nan, 0.0))
 
     # --- after a step -----------------------------------------------------------------------------------------------
+
+    def _queue(self, step: Step) -> None:
+        run, check = self._run, self._parameter_check
+        baseline = torch.full_like(step.loss, torch.nan) if step.baseline_loss is None else step.baseline_loss
+        measured = step.loss, step.gradient_norm, baseline.to(step.loss.device)
+        scalars = torch.stack([each.detach().double().reshape(()) for each in measured])
+        parameters = None if check is None else check.measure(step.number)
+        self._pending.append(_Pending(step.number, step.lr, AsyncHostCopy(scalars), parameters, run.conversions))
 
     def _check_queued(self, remaining: int) -> bool:
         while len(self._pending) > remaining:
@@ -483,11 +480,13 @@ class Guard:
         rates = self._learning_rates(incident)
         worst, action, text = max(rates), "", f"{alarm}: {why}: the weights are bad, not FP8"
         if _have_risen(rates) or self._tried["optimizer"] > 1:
-            self._lr_limit = max((rate for rate in rates if 0 < rate <= worst / HOLD), default=worst / HOLD)
+            self._run.lr_limit = max((rate for rate in rates if 0 < rate <= worst / HOLD), default=worst / HOLD)
             self._lr_limited_at = oldest.step
-            action = f", learning rate at most {self._lr_limit:.3g}"
-        if _have_risen(rates) and self._lr_limit:
-            text += f"; the learning rate had risen to {worst:.3g}, {worst / self._lr_limit:.3g} times its limit now"
+            action = f", learning rate at most {self._run.lr_limit:.3g}"
+        if _have_risen(rates):
+            text += (
+                f"; the learning rate had risen to {worst:.3g}, {worst / self._run.lr_limit:.3g} times its limit now"
+            )
         self._roll_back(oldest, alarm, text, action, cause="optimizer")
         return True
 

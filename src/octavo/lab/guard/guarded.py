@@ -1,14 +1,15 @@
-"""`Guarded`, the base of training loops with guardrails: what `Guard` needs of a loop.
+"""`Guarded`, the base of what a loop with guardrails trains: what `Guard` needs of it.
 
-`octavo train` and `octavo.lab.guard.Loop` are such loops. A loop defines how its state is copied, where its batches
-come from and how they are computed. Rollback, probes and conversion are built on that here.
+`octavo train` and `octavo.lab.guard.Loop` have one each. It defines how its state is copied, where its batches come
+from and how they are computed. Rollback, probes and conversion are built on that here.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,12 +52,18 @@ class BatchesEnd(ConfigError):
 
 
 class Guarded(ABC):
-    """A training loop that guardrails can check, roll back, probe and convert."""
+    """What a loop trains, so that guardrails can check, roll back, probe and convert it.
+
+    Args:
+        on_event: called with each event of guardrails; one with `back_to` precedes the rollback.
+    """
 
     done = 0
     """Number of steps made."""
     telemetry: Telemetry | None = None
     """Telemetry of the guarded model; None without FP8 layers."""
+    lr_limit = math.inf
+    """Limit on the learning rate of the next step, set by guardrails."""
     lag = 0
     """Steps that may be queued before the first of them is checked, so that a GPU is not waited for."""
     cannot_refine = ""
@@ -64,11 +71,12 @@ class Guarded(ABC):
     conversions = 0
     """Number of conversions of the guarded model; each may change the rows of telemetry."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_event: Callable[[GuardEvent], None]) -> None:
+        self.emit = on_event
         self._values: dict[int, NDArray[np.float32]] = {}
         """Telemetry that has arrived, of steps that are not checked yet."""
 
-    # --- defined by the loop ----------------------------------------------------------------------------------------
+    # --- defined by each of them ------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -118,9 +126,8 @@ class Guarded(ABC):
     def _make_telemetry(self) -> Telemetry | None:
         """Return telemetry of the FP8 layers of the guarded model as they are now; None without any."""
 
-    @abstractmethod
-    def emit(self, event: GuardEvent) -> None:
-        """Pass on an event."""
+    def forget_before(self, position: int) -> None:  # noqa: B027
+        """Release the batches before a position: no rollback goes further back."""
 
     def was_skipped(self, loss: float, gradient_norm: float) -> bool:
         """Return True if dynamic loss scaling skipped a step with these measurements."""
@@ -132,7 +139,7 @@ class Guarded(ABC):
         if self.telemetry is not None:
             self.telemetry.restart(self.done)
 
-    def _collect_telemetry(self, *, wait: bool = False) -> None:
+    def collect_telemetry(self, *, wait: bool = False) -> None:
         """Collect the telemetry that has arrived; with `wait`, that of all steps made."""
         if self.telemetry is None:
             return
@@ -157,10 +164,10 @@ class Guarded(ABC):
 
         Waits for this step, and not for later ones that are queued.
         """
-        self._collect_telemetry()
+        self.collect_telemetry()
         while self.telemetry is not None and self.telemetry.is_coming(step):
             time.sleep(1e-4)
-            self._collect_telemetry()
+            self.collect_telemetry()
         found = self._values.pop(step, None)
         self._values = {known: values for known, values in self._values.items() if known > step}
         return found
@@ -227,7 +234,7 @@ class Guarded(ABC):
     def change_recipe(self, recipe: Recipe) -> str:
         """Convert the guarded model to another recipe; return why that is impossible, or an empty string."""
         stored = stored_scales(self.models[0])
-        self._collect_telemetry(wait=True)
+        self.collect_telemetry(wait=True)
         if self.telemetry is not None:
             self.telemetry.detach()
         try:
@@ -264,7 +271,7 @@ class Guarded(ABC):
     def _untouched(self) -> Iterator[None]:
         """Restore random generators, buffers, stored scales and telemetry after the block."""
         stored = stored_scales(self.models[0])
-        self._collect_telemetry(wait=True)
+        self.collect_telemetry(wait=True)
         try:
             with untouched_generators(), untouched_buffers(self.models[0]):
                 yield

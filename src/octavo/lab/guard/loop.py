@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from octavo.conversion import Plan, convert
 from octavo.errors import ConfigError, UnsupportedError
+from octavo.lab import loop
 from octavo.lab.guard.alarms import GuardEvent
 from octavo.lab.guard.buffers import overwrite, tensors_of
 from octavo.lab.guard.config import GuardConfig
@@ -29,6 +30,7 @@ from octavo.lab.guard.guard import Guard
 from octavo.lab.guard.guarded import BatchesEnd, Guarded
 from octavo.lab.guard.locate import clip
 from octavo.lab.guard.parameters import ParameterCheck
+from octavo.lab.loop import Step
 from octavo.nn.telemetry import Telemetry
 from octavo.optim import Optimizer
 from octavo.recipes import Recipe
@@ -64,25 +66,8 @@ class _State(NamedTuple):
     scheduler: dict[str, Any] | None
 
 
-class Loop(Guarded):
-    """Trains a model on batches, with rollback and diagnosis by guardrails. A context manager; `close` ends it.
-
-    `done` is the number of steps made.
-
-    Args:
-        model: converted or not. One `Loop` or `Monitor` at a time measures its layers; a `Monitor` with
-            `telemetry=None` may record beside it, with `on_event=monitor.guard_event`.
-        update: the optimizer of all its parameters, or an `Update`.
-        loss_of: `loss_of(model, batch)` returns the loss, shape (); it may use autocast.
-        batches: the training batches in order; those since the older snapshot are kept, if there is one.
-        plan: the return value of `octavo.convert`; None: layers are never refined.
-        config: limits and mode of the guardrails.
-        on_event: called with each event; by default events become Python warnings.
-
-    Raises:
-        ConfigError: another `Loop` or `Monitor` measures the model; an optimizer of `octavo.optim` steps during
-            backward (`release`), or stores gradients in FP8 where `Update.clip` cannot reach them.
-    """
+class _Trained(Guarded):
+    """Model, optimizer and batches of a loop."""
 
     position = 0
     """Index of the next batch."""
@@ -91,42 +76,20 @@ class Loop(Guarded):
     def __init__(
         self,
         model: nn.Module,
-        update: torch.optim.Optimizer | Update,
+        update: Update,
         loss_of: LossOf,
         batches: Iterable[Any],
-        *,
-        plan: Plan | None = None,
-        config: GuardConfig | None = None,
-        on_event: Callable[[GuardEvent], None] = warn,
+        plan: Plan | None,
+        on_event: Callable[[GuardEvent], None],
     ) -> None:
-        super().__init__()
-        self.model, self.models, self.plan = model, (model,), plan
-        self.update = update if isinstance(update, Update) else Update(update)
-        _check_update(self.update)
+        super().__init__(on_event)
+        self.model, self.models, self.update, self.plan = model, (model,), update, plan
         self._loss_of, self._batches, self._buffer = loss_of, iter(batches), deque[Any]()
         self._first = 0  # index of the first buffered batch
-        self._on_event = on_event
-        config = config or GuardConfig()
         self._start_telemetry()
-        check = ParameterCheck(model, self.update.optimizer, config.parameters_every)
-        self.guard = Guard(self, None if plan is None else plan.recipe, config, check)
 
-    def steps(self, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield number and loss of each step until `count` steps are made. After a rollback, numbers repeat.
-
-        Raises:
-            ConfigError: there are too few batches.
-            RunError: a NaN or infinity that nothing removes.
-        """
-        while self.done < count:
-            loss = self.step()
-            if loss is not None:
-                yield self.done, loss
-
-    def step(self) -> Tensor | None:
-        """Make a step and return its loss, shape (); None if the run was rolled back."""
-        self.guard.before()
-        self._drop_batches()
+    def make_step(self) -> Step:
+        """Update the model by the next batch."""
         batch = self._next_batch()
         self.done += 1
         optimizer, scheduler = self.update.optimizer, self.update.scheduler
@@ -139,27 +102,13 @@ class Loop(Guarded):
         optimizer.zero_grad(set_to_none=True)
         if scheduler is not None:
             scheduler.step()
-        return None if self.guard.after(lr, loss, norm) else loss.detach()
+        return Step(self.done, lr, loss.detach(), norm)
 
-    def close(self) -> None:
-        """Stop measuring the model, so that another `Loop` or `Monitor` can. Idempotent."""
-        if self.telemetry is not None:
-            self.telemetry.detach()
-        self.telemetry = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedError(
-            "guard.Loop: cannot be copied or pickled with its batches and telemetry. Copy model and optimizer in one"
-            " call, and make a Loop of the copies."
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # --- `octavo.lab.guard.Guarded` ---------------------------------------------------------------------------------
+    def forget_before(self, position: int) -> None:
+        """Drop the batches before a position."""
+        while self._buffer and self._first < position:
+            self._buffer.popleft()
+            self._first += 1
 
     def _copy_state(self) -> _State:
         scheduler = self.update.scheduler
@@ -225,16 +174,6 @@ class Loop(Guarded):
         telemetry = Telemetry(self.model)
         return telemetry if telemetry.rows else None
 
-    def emit(self, event: GuardEvent) -> None:
-        """Call `on_event`."""
-        self._on_event(event)
-
-    def _drop_batches(self) -> None:
-        """Drop the batches that no rollback can come back to."""
-        while self._buffer and self._first < self.guard.oldest_position:
-            self._buffer.popleft()
-            self._first += 1
-
     def _norm(self) -> Tensor:
         """Return the norm of all gradients, also of those that the optimizer stores in FP8, shape ()."""
         parameters, optimizer = [*self.model.parameters()], self.update.optimizer
@@ -249,14 +188,92 @@ class Loop(Guarded):
         """Limit the learning rates of the optimizer inside the block; yield the largest."""
         groups = self.update.optimizer.param_groups
         scheduled = [float(group["lr"]) for group in groups]
-        above = [(group, lr) for group, lr in zip(groups, scheduled, strict=True) if self.guard.lr(lr) < lr]
+        above = [(group, lr) for group, lr in zip(groups, scheduled, strict=True) if lr > self.lr_limit]
         try:
-            for group, lr in above:
-                _set_lr(group, self.guard.lr(lr))
-            yield self.guard.lr(max(scheduled))
+            for group, _ in above:
+                _set_lr(group, self.lr_limit)
+            yield min(max(scheduled), self.lr_limit)
         finally:
             for group, lr in above:
                 _set_lr(group, lr)
+
+
+class Loop:
+    """Trains a model on batches, with rollback and diagnosis by guardrails. A context manager; `close` ends it.
+
+    Args:
+        model: converted or not. One `Loop` or `Monitor` at a time measures its layers; a `Monitor` with
+            `telemetry=None` may record beside it, with `on_event=monitor.guard_event`.
+        update: the optimizer of all its parameters, or an `Update`.
+        loss_of: `loss_of(model, batch)` returns the loss, shape (); it may use autocast.
+        batches: the training batches in order; those since the older snapshot are kept, if there is one.
+        plan: the return value of `octavo.convert`; None: layers are never refined.
+        config: limits and mode of the guardrails.
+        on_event: called with each event; by default events become Python warnings.
+
+    Raises:
+        ConfigError: another `Loop` or `Monitor` measures the model; an optimizer of `octavo.optim` steps during
+            backward (`release`), or stores gradients in FP8 where `Update.clip` cannot reach them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        update: torch.optim.Optimizer | Update,
+        loss_of: LossOf,
+        batches: Iterable[Any],
+        *,
+        plan: Plan | None = None,
+        config: GuardConfig | None = None,
+        on_event: Callable[[GuardEvent], None] = warn,
+    ) -> None:
+        update = update if isinstance(update, Update) else Update(update)
+        _check_update(update)
+        config = config or GuardConfig()
+        self.state = _Trained(model, update, loss_of, batches, plan, on_event)
+        check = ParameterCheck(model, update.optimizer, config.parameters_every)
+        self.guard = Guard(self.state, None if plan is None else plan.recipe, config, check)
+        self._loop = loop.Loop(self.state, [self.guard])
+
+    @property
+    def done(self) -> int:
+        """Number of steps made."""
+        return self.state.done
+
+    def steps(self, count: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield number and loss of each step until `count` steps are made. After a rollback, numbers repeat.
+
+        Raises:
+            ConfigError: there are too few batches.
+            RunError: a NaN or infinity that nothing removes.
+        """
+        while self.done < count:
+            loss = self.step()
+            if loss is not None:
+                yield self.done, loss
+
+    def step(self) -> Tensor | None:
+        """Make a step and return its loss, shape (); None if the run was rolled back."""
+        made = self._loop.step()
+        return None if made is None else made.loss
+
+    def close(self) -> None:
+        """Stop measuring the model, so that another `Loop` or `Monitor` can. Idempotent."""
+        if self.state.telemetry is not None:
+            self.state.telemetry.detach()
+        self.state.telemetry = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "guard.Loop: cannot be copied or pickled with its batches and telemetry. Copy model and optimizer in one"
+            " call, and make a Loop of the copies."
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

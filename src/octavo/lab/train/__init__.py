@@ -7,8 +7,9 @@ A run, in the order in which it is set up and makes a step:
     setup           text, models and plan of a run; `device`
     train_state     one model and its optimizer: forward, backward, update
                     (`loss_scale`, `param_groups`, `replay` of CUDA graphs, `pipelined` over several ranks)
-    guarding        the state of a run, which guardrails roll back and checkpoints keep
-    run             `train` and the loop; `stopping`: signals
+    guarding        the state of a run, which makes its steps and guardrails roll back
+    run             `train`: the loop over that state (`octavo.lab.loop`), put together
+    parts           the parts of the loop, a duty each; `stopping`: signals
     evaluate        held-out losses
 
 Files of a run:

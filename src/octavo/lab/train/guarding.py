@@ -1,9 +1,9 @@
-"""`GuardedRun`: the state of a run of `octavo train`, which guardrails roll back and checkpoints keep."""
+"""`GuardedRun`: the state of a run of `octavo train`, which makes its steps and guardrails roll back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.errors import RunError
+from octavo.kernels.runtime.transfers import upload
 from octavo.lab.data.loader import Batch
 from octavo.lab.guard import Guard, Guarded, GuardEvent
 from octavo.lab.guard.diagnosis import Probe
@@ -22,11 +23,14 @@ from octavo.lab.guard.locate import NonFinite
 from octavo.lab.guard.parameters import ParameterCheck
 from octavo.lab.monitor.measurements import telemetry_of
 from octavo.lab.train import checkpoint, events
-from octavo.lab.train.calibrate import calibration_of, recalibration_of, restore_calibration
+from octavo.lab.train.calibrate import calibration_of, recalibration_events, recalibration_of, restore_calibration
 from octavo.lab.train.inputs import present_name
 from octavo.lab.train.log import RunLog
 from octavo.lab.train.setup import Setup, convert_as
+from octavo.lab.train.sharding import send_tokens
 from octavo.lab.train.state_tensors import restore_tensors, state_tensors
+from octavo.lab.train.timing import Stopwatch
+from octavo.lab.train.train_state import RunStep
 from octavo.nn.scaling_state import scales
 from octavo.nn.telemetry import Telemetry
 from octavo.tensor import is_distributed
@@ -43,25 +47,23 @@ class _State(NamedTuple):
 
 
 class GuardedRun(Guarded):
-    """The state of a run: models, recipe, data, log, telemetry and guardrails.
+    """The state of a run: models, recipe, data, telemetry. Its measurements are events of the log.
 
     On a GPU a step is checked when the next one is queued.
     """
 
-    def __init__(self, setup: Setup, reporters: Sequence[events.Reporter]) -> None:
-        super().__init__()
+    def __init__(self, setup: Setup, log: RunLog, on_event: Callable[[GuardEvent], None]) -> None:
+        super().__init__(on_event)
         self.lag = 1 if setup.device.type == "cuda" else 0
         self.setup, self.config, self.ranks = setup, setup.config, setup.ranks
         self.checkpoints = self.config.run.out / "checkpoints"
-        self.log = RunLog(setup, reporters)
+        self.log = log
+        self.lr = 0.0
+        """Learning rate of the next step."""
         self.recipe = self.config.run.recipe
         """The recipe of the schedule that the FP8 model is converted to."""
         self._recipes = {name: recipes.load(name) for name in (self.config.run.recipe, self.config.run.last_recipe)}
         """As they are when the run begins: their files may change before the schedule switches."""
-        self.heldout: dict[int, float] = {}
-        """Step -> held-out loss of the first model."""
-        self._owes_checkpoint = False
-        """True if the run has gone back to before its only checkpoint, so that another is due."""
         self._newest: NDArray[np.float32] | None = None
         """The newest telemetry values that have arrived."""
         self._state = state = setup.states[0]
@@ -82,14 +84,53 @@ class GuardedRun(Guarded):
         self._recalibration = recalibration_of(config, state.model)
 
     @property
+    def is_last(self) -> bool:
+        """True once the last step is made."""
+        return self.done == self.config.run.steps
+
+    def is_every(self, steps: int) -> bool:
+        """Return True every so many steps; 0 is never."""
+        return steps > 0 and self.done % steps == 0
+
+    @property
     def precision(self) -> str:
         """Precision of the FP8 model's last step: `recipe`, or `bf16`."""
         return "bf16" if self.config.run.is_bf16(self.done - 1) else self.recipe
 
+    def make_step(self) -> RunStep:
+        """Step all models on the next batch, and emit what has been measured meanwhile."""
+        setup, parts, (inputs_BT, targets_BT) = self.setup, self.config.run.accumulate, next(self.setup.loader)
+        batch = send_tokens(self.ranks, inputs_BT, setup.device, self.models, parts), upload(targets_BT, setup.device)
+        self.done += 1
+        self.ranks.begin_step(self.done)
+        metrics, watch = {}, Stopwatch(setup.device)
+        for state in setup.states:
+            metrics[state.name] = state.step(*batch, step=self.done, lr=self.lr, accumulate=parts)
+            watch.mark(state.name)
+            self.log.log_refusal(self.done, state)
+        if self.telemetry is not None and self.telemetry.done < self.done:
+            self.telemetry.step()  # the optimizer skipped the step, and did not close it
+        self._recalibrate()
+        self.collect_telemetry()
+        first, *baseline = metrics.values()
+        seen = first.loss, first.gradient_norm, baseline[0].loss if baseline else None
+        return RunStep(self.done, self.lr, *seen, metrics=metrics, watch=watch, inputs_BT=inputs_BT)
+
+    def _recalibrate(self) -> None:
+        """Recalibrate static scales if due; reading saturation waits for the device."""
+        if self._recalibration is None:
+            return
+        self._recalibration.done = self.done - 1  # a rollback may have changed it
+        if self._recalibration.updates.looks(self.done) and self.telemetry is not None:
+            self.collect_telemetry(wait=True)
+            self._recalibration.rows = self.telemetry.rows
+        for event in recalibration_events(self.done, self._recalibration.step(self._newest)):
+            self.log.emit(event)
+
     def switch_recipe(self, recipe: str) -> None:
         """Convert the FP8 model to another recipe of the schedule. Stored scales end here, and are written."""
         if self.done:
-            self._save_scales()
+            self.save_scales()
         loaded = self._recipes.get(recipe) or recipes.load(recipe)
         if reason := self.guard.change_recipe(loaded):
             raise RunError(f"run.last_recipe: the model cannot go on by '{recipe}': {reason}.")
@@ -97,7 +138,7 @@ class GuardedRun(Guarded):
         self._recalibration = recalibration_of(self.config, self._state.model) if needs_scales else None
         self.recipe = recipe
 
-    def _save_scales(self) -> None:
+    def save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file, on the first rank."""
         scaling_state = scales(self._state.model)
 
@@ -108,28 +149,19 @@ class GuardedRun(Guarded):
         self.ranks.on_first(save)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run besides its tensors, as JSON values."""
+        """Return recipe, position in the data and calibration, as JSON values."""
         return {
             "recipe": self.recipe,
-            "guard": self.guard.state_dict(),
             "loader": self.setup.loader.state_dict(),
-            "heldout": {str(step): loss for step, loss in self.heldout.items()},
             "calibration": calibration_of(self.config) if self.ranks.is_first else None,
-            **self.log.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, and convert layers to the recipes that they had."""
+        """Load the result of `state_dict`, and convert the FP8 model to the recipe that it had."""
         saved = state.get("config", {}).get("run", {})
         if (recipe := present_name(state.get("recipe", self.recipe), saved, self.config)) != self.recipe:
             self.switch_recipe(recipe)
-        if "guard" in state:
-            self.guard.load_state_dict(state["guard"])
         self.setup.loader.load_state_dict(state["loader"])
-        self.heldout = {int(step): float(loss) for step, loss in state.get("heldout", {}).items()}
-        if not all(map(math.isfinite, self.heldout.values())):
-            raise ValueError("a held-out loss is not finite")
-        self.log.load_state_dict(state)
         if "calibration" in state:
             self.ranks.on_first(lambda: restore_calibration(self.config, state["calibration"]))
 
@@ -177,7 +209,6 @@ class GuardedRun(Guarded):
         self.log.restart_clock(self.done)
         if state.recipe != self.recipe:  # the stored scales, which are restored next, are those of this recipe
             self.switch_recipe(state.recipe)
-        self.heldout = {at: loss for at, loss in self.heldout.items() if at <= self.done}
 
     def _saved_weight(self, state: _State, name: str) -> Tensor | None:
         is_plain = name in self._state.parameters and self.ranks.count == 1
@@ -226,13 +257,6 @@ class GuardedRun(Guarded):
         if found is not None and self.ranks.count > 1:
             found = found._replace(rank=self.ranks.rank)
         return next(filter(None, self.ranks.gather(found)), None)
-
-    def emit(self, event: GuardEvent) -> None:
-        """Emit an event; a rollback removes checkpoints first, so that none is of steps that the log has lost."""
-        if event.back_to is not None:
-            back_to = event.back_to
-            self._owes_checkpoint = self.ranks.on_first(lambda: checkpoint.roll_back(self.checkpoints, back_to))
-        self.log.emit(event)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from octavo.lab.data import TokenFiles
 from octavo.lab.data.chat import TASKS
 from octavo.lab.data.quality import judge
 from octavo.lab.guard import GuardEvent
+from octavo.lab.loop import Part
 from octavo.lab.train import checkpoint, events
 from octavo.lab.train import device as devices
 from octavo.lab.train.batches import BatchDrift, SourceLosses
@@ -32,8 +33,7 @@ from octavo.lab.train.record import StoreReporter
 from octavo.lab.train.schedule import warm_up_note
 from octavo.lab.train.setup import Setup
 from octavo.lab.train.summary import summarise
-from octavo.lab.train.timing import Stopwatch
-from octavo.lab.train.train_state import StepMetrics, TrainState
+from octavo.lab.train.train_state import RunStep, TrainState
 
 _WRITTEN = tuple(
     f"{name}.json" for name in ["summary", "heldout", "plan", "tensor", "sharding", "pipeline", "scales", "calibration"]
@@ -41,8 +41,10 @@ _WRITTEN = tuple(
 """Files of a run, which one that replaces it is not to be read with."""
 
 
-class RunLog:
+class RunLog(Part[RunStep]):
     """The events, files and totals of a run."""
+
+    reads = "results"
 
     def __init__(self, setup: Setup, reporters: Sequence[events.Reporter]) -> None:
         self.setup, self.config, self.directory = setup, setup.config, setup.config.run.out
@@ -182,39 +184,43 @@ class RunLog:
             text = f"steps of the {state.name.upper()} model are launched kernel by kernel, not as a CUDA graph"
             self.warn(step, "graph", f"{text}: {state.replay.refusal}")
 
-    def log_step(
-        self, step: int, metrics: Mapping[str, StepMetrics], watch: Stopwatch, lr: float, inputs_BT: Tensor
-    ) -> None:
+    def is_due(self, step: RunStep) -> bool:
+        """Return True at the first and the last step, and every `run.log_every` steps."""
+        run = self.config.run
+        return step.number in (1, run.steps) or (run.log_every > 0 and step.number % run.log_every == 0)
+
+    def after_step(self, step: RunStep) -> bool:
         """Emit a line of the log, and warnings of it."""
-        batch = self._drift.measure(inputs_BT)
-        milliseconds = watch.milliseconds()
+        batch, number = self._drift.measure(step.inputs_BT), step.number
+        milliseconds = step.watch.milliseconds()
         per_step = self.config.run.batch * self.config.data.sequence
         elapsed = time.perf_counter() - self._since
         shares = {} if self.setup.plan is None else self.setup.plan.fp8_shares
         event = events.Logged(
-            step=step,
-            loss={name: float(m.loss) for name, m in metrics.items()},
-            gradient_norm={name: float(m.gradient_norm) for name, m in metrics.items()},
+            step=number,
+            loss={name: float(m.loss) for name, m in step.metrics.items()},
+            gradient_norm={name: float(m.gradient_norm) for name, m in step.metrics.items()},
             milliseconds=milliseconds,
-            lr=lr,
-            tokens=step * per_step,
-            tokens_per_second=(step - self._since_step) * per_step / elapsed,
+            lr=step.lr,
+            tokens=number * per_step,
+            tokens_per_second=(number - self._since_step) * per_step / elapsed,
             loss_scale={state.name: float(state.loss_scale.scale) for state in self._scaled()},
             overflows=self.count_overflows(),
-            fp8=dict.fromkeys(shares, 0.0) if self.config.run.is_bf16(step - 1) else shares,
+            fp8=dict.fromkeys(shares, 0.0) if self.config.run.is_bf16(number - 1) else shares,
             batch=batch,
         )
-        self.restart_clock(step)
+        self.restart_clock(number)
         self.emit(event)
         for name, overflows in event.overflows.items():
             if overflows > self._overflows.get(name, 0):
                 text = f"{name.upper()} gradients overflowed, {quantity(overflows, 'step')} skipped so far"
                 action = f"loss scale {event.loss_scale[name]:g}"
-                self.emit(GuardEvent(step, "warning", "overflow", text, action, value=overflows))
+                self.emit(GuardEvent(number, "warning", "overflow", text, action, value=overflows))
         self._overflows = event.overflows
         if (found := self._drift.drifts(batch["batch_divergence"])) is not None:
             text = f"batches drift: their ids are distributed otherwise than before ({found[0]:.3g} nats per id)"
-            self.warn(step, "batch drift", text, *found)
+            self.warn(number, "batch drift", text, *found)
+        return False
 
     def restart_clock(self, step: int) -> None:
         """Count tokens per second from here on, after `step` steps."""

@@ -16,6 +16,7 @@ from octavo._util.config_reader import blaming
 from octavo._util.recipe_names import BASE
 from octavo._util.rng import generator_states, restore_generators
 from octavo.errors import CheckpointError, DivergedError
+from octavo.lab.loop import Loop
 from octavo.lab.models.config import ModelConfig
 from octavo.lab.monitor.system import versions
 from octavo.lab.train import checkpoint
@@ -25,7 +26,7 @@ from octavo.lab.train.events import Saved
 from octavo.lab.train.guarding import GuardedRun
 from octavo.lab.train.inputs import are_same, check_recipes
 from octavo.lab.train.state_tensors import place, restore_tensors, state_tensors
-from octavo.lab.train.train_state import TrainState
+from octavo.lab.train.train_state import RunStep, TrainState
 
 # Keys that may differ between a checkpoint and the resumed run: they do not affect the numbers, or only their last
 # bits (ranks, parts of a batch). `steps` and `last_share` do through the schedule, but changing them is deliberate.
@@ -60,7 +61,9 @@ FREE = {
 }
 
 
-def save_checkpoint(run: GuardedRun, checkpoints: Path, writer: BackgroundWriter | None = None) -> None:
+def save_checkpoint(
+    run: GuardedRun, loop: Loop[RunStep], checkpoints: Path, writer: BackgroundWriter | None = None
+) -> None:
     """Write a checkpoint of a run into the folder `checkpoints`; with a writer, only copy it for the writer.
 
     Raises:
@@ -76,7 +79,7 @@ def save_checkpoint(run: GuardedRun, checkpoints: Path, writer: BackgroundWriter
             f"after step {run.done}, {fault}: no checkpoint is written. {run.checkpoint_note()} Try a lower"
             " --lr, or --recipe bf16 to compare."
         )
-    plain = {"config": config_reader.to_dict(config), "versions": versions(), **run.state_dict()}
+    plain = {"config": config_reader.to_dict(config), "versions": versions(), **run.state_dict(), **loop.state_dict()}
     named = {**tensors, "random": generator_states()}
     if writer is not None:
         writer.save(checkpoints, run.done, named, plain, config.run.keep)
@@ -85,8 +88,8 @@ def save_checkpoint(run: GuardedRun, checkpoints: Path, writer: BackgroundWriter
     run.log.emit(Saved(step=run.done, path=path))
 
 
-def load_checkpoint(run: GuardedRun) -> checkpoint.Checkpoint:
-    """Load the newest checkpoint of a run into it, and return that.
+def load_checkpoint(run: GuardedRun, loop: Loop[RunStep]) -> checkpoint.Checkpoint:
+    """Load the newest checkpoint of a run into it and into the parts of its loop, and return that.
 
     Raises:
         CheckpointError: it cannot be read, or is of another run.
@@ -98,6 +101,7 @@ def load_checkpoint(run: GuardedRun) -> checkpoint.Checkpoint:
     _check(found, run)
     with blaming(found.path / "state.json", CheckpointError):  # first: it converts layers to the recipes of the tensors
         run.load_state_dict(found.state)
+        loop.load_state_dict(found.state)
     for state in setup.states:
         if state.name not in found.tensors:  # a baseline that had ended before
             state.drop_graph()

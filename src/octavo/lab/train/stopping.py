@@ -34,6 +34,8 @@ class StopSignals:
     def __init__(self, *, prints: bool = True, heartbeat: Heartbeat | None = None) -> None:
         self.asked = 0
         """The signal that has arrived inside `deferred`; 0 for none."""
+        self.agreed = 0
+        """The signal that all ranks stop for after this step; 0 for none."""
         self._prints, self._heartbeat = prints, heartbeat
         self._is_deferred, self._since = False, 0.0
         self._before: dict[int, Any] = {}

@@ -7,7 +7,7 @@ Shapes: B sequences in a batch, T tokens in a sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from octavo.errors import DivergedError
 from octavo.lab.guard.diagnosis import Probe
 from octavo.lab.guard.locate import clip
+from octavo.lab.loop import Step
 from octavo.lab.models import count_parameters
 from octavo.lab.models.moe import MoE
 from octavo.lab.train.config import OptimizerConfig
@@ -25,6 +26,7 @@ from octavo.lab.train.parallel import SINGLE_PROCESS, Ranks, whole
 from octavo.lab.train.param_groups import groups_of, make_optimizer, value_of
 from octavo.lab.train.replay import Graphs
 from octavo.lab.train.sharding import make_reduction, shard_model, shard_tp, share_tokens
+from octavo.lab.train.timing import Stopwatch
 from octavo.nn.cross_entropy import count_targets, weighted
 from octavo.optim import Optimizer
 from octavo.tensor import local
@@ -38,6 +40,18 @@ class StepMetrics:
     """Mean loss over the batch in nats per token, before the update; FP32, shape ()."""
     gradient_norm: Tensor
     """Global L2 norm of the gradient before clipping; FP32, shape ()."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class RunStep(Step):
+    """A step of all models of a run; `loss` and `gradient_norm` are the first one's."""
+
+    metrics: Mapping[str, StepMetrics]
+    """By model."""
+    watch: Stopwatch
+    """Has the time of each model."""
+    inputs_BT: Tensor
+    """This rank's part of the batch, on the CPU."""
 
 
 class TrainState:
