@@ -18,7 +18,7 @@ from octavo.lab.sensitivity.localisation import matmul_precision
 from octavo.lab.sensitivity.loss import Loss, losses
 from octavo.lab.sensitivity.precision_switch import Choice, switchable
 from octavo.lab.sensitivity.result import Localisation
-from octavo.lab.sensitivity.run import TOKENS, Settings, by_sequence, count_batches, localize_subject, subject_of
+from octavo.lab.sensitivity.run import TOKENS, Settings, by_sequence, count_batches, localize_target, open_target
 from octavo.lab.train.evaluate import standard_error
 from octavo_bench.kind import TO_STDOUT, Kind, Output, device_named
 from octavo_bench.results import Row
@@ -147,22 +147,22 @@ def verify_run(
         CheckpointError: there is no checkpoint, or it cannot be read.
         DataError: the run's text no longer exists, or is too short to verify on.
     """
-    subject = subject_of(run, settings, settings.tokens + verify_tokens)
-    config, model = subject.setup.config, subject.setup.states[0].model
-    count = count_batches(subject.batches, settings.tokens)
-    parts = subject.batches[:count], subject.batches[count:]
+    target = open_target(run, settings, settings.tokens + verify_tokens)
+    config, model = target.setup.config, target.setup.states[0].model
+    count = count_batches(target.batches, settings.tokens)
+    parts = target.batches[:count], target.batches[count:]
     seen, others = (sum(targets.numel() for _, targets in part) for part in parts)
     if not others:
         raise DataError(
             f"{config.data.source}: has {seen:,} held-out tokens, and all would be localised on. Leave some to "
             f"verify on: --tokens {max(1, seen // 4)}"
         )
-    found = localize_subject(subject, settings, report)
+    found = localize_target(target, settings, report)
     scales = config.run.scales or None
     about = {
         "workload": model_name(config.model.architecture, count_parameters(model)),
         "recipe": found.recipe.name,
-        "step": subject.checkpoint.step,
+        "step": target.run.trained.step,
         "probe_tokens": seen,
         "heldout_tokens": others,
     }

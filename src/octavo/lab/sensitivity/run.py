@@ -18,9 +18,8 @@ from octavo.conversion import revert
 from octavo.lab.data.loader import Batch
 from octavo.lab.sensitivity.localisation import localize, parse_budget
 from octavo.lab.sensitivity.result import Localisation
-from octavo.lab.train import checkpoint
 from octavo.lab.train.files import read_metrics
-from octavo.lab.train.load_run import find, restore, settings_of
+from octavo.lab.train.opening import RunSubject, open_run
 from octavo.lab.train.setup import Setup
 from octavo.recipes import load
 
@@ -46,10 +45,10 @@ class Settings:
     measure: bool | None = None
 
 
-class Subject(NamedTuple):
+class Target(NamedTuple):
     """A run to localise."""
 
-    checkpoint: checkpoint.Checkpoint
+    run: RunSubject
     setup: Setup
     """With the weights in FP32, and no layer in FP8."""
     batches: list[Batch]
@@ -66,24 +65,24 @@ def localize_run(run: Path, settings: Settings, report: Report) -> Localisation:
     parse_budget(settings.budget)  # wrong settings are found before the run is loaded
     if settings.recipe:
         load(settings.recipe)
-    return localize_subject(subject_of(run, settings, settings.tokens), settings, report)
+    return localize_target(open_target(run, settings, settings.tokens), settings, report)
 
 
-def subject_of(run: Path, settings: Settings, tokens: int) -> Subject:
+def open_target(run: Path, settings: Settings, tokens: int) -> Target:
     """Return a run with that many tokens of held-out text."""
-    found = find(run)
-    setup = restore(found, settings_of(found, "octavo localize", {"device": settings.device, "eval_tokens": tokens}))
+    opened = open_run(run, by="octavo localize", device=settings.device, eval_tokens=tokens)
+    setup = opened.setup()
     model = setup.states[0].model
     revert(model)
     model.float()
-    return Subject(found, setup, list(_pieces(setup, min(BATCH_TOKENS, settings.tokens))))
+    return Target(opened, setup, list(_pieces(setup, min(BATCH_TOKENS, settings.tokens))))
 
 
-def localize_subject(subject: Subject, settings: Settings, report: Report) -> Localisation:
+def localize_target(target: Target, settings: Settings, report: Report) -> Localisation:
     """Return the localisation on the first batches, `settings.tokens` in all."""
-    config, batches = subject.setup.config, subject.batches[: count_batches(subject.batches, settings.tokens)]
+    config, batches = target.setup.config, target.batches[: count_batches(target.batches, settings.tokens)]
     return localize(
-        subject.setup.states[0].model,
+        target.setup.states[0].model,
         batches,
         settings.recipe or config.run.recipe,
         budget=settings.budget,
@@ -91,7 +90,7 @@ def localize_subject(subject: Subject, settings: Settings, report: Report) -> Lo
         few=min(len(batches), max(1, FEW_TOKENS // batches[0][1].numel())),
         tokens=config.tokens_per_pass(),
         measure=settings.measure,
-        progress=progress_of(read_metrics(subject.checkpoint.run / "metrics.jsonl")),
+        progress=progress_of(read_metrics(target.run.directory / "metrics.jsonl")),
         scales=config.run.scales or None,
         report=report,
     )
