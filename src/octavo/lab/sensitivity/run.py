@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from octavo.lab.data.loader import Batch
 from octavo.lab.sensitivity.localisation import localize, parse_budget
 from octavo.lab.sensitivity.result import Localisation
 from octavo.lab.train.files import read_metrics
-from octavo.lab.train.opening import RunSubject, open_run
+from octavo.lab.train.opening import open_run
 from octavo.lab.train.setup import Setup
 from octavo.recipes import load
 
@@ -45,16 +45,6 @@ class Settings:
     measure: bool | None = None
 
 
-class Target(NamedTuple):
-    """A run to localise."""
-
-    run: RunSubject
-    setup: Setup
-    """With the weights in FP32, and no layer in FP8."""
-    batches: list[Batch]
-    """Held-out text in a fixed random order."""
-
-
 def localize_run(run: Path, settings: Settings, report: Report) -> Localisation:
     """Return the localisation of the weights of a run's checkpoint.
 
@@ -65,24 +55,15 @@ def localize_run(run: Path, settings: Settings, report: Report) -> Localisation:
     parse_budget(settings.budget)  # wrong settings are found before the run is loaded
     if settings.recipe:
         load(settings.recipe)
-    return localize_target(open_target(run, settings, settings.tokens), settings, report)
-
-
-def open_target(run: Path, settings: Settings, tokens: int) -> Target:
-    """Return a run with that many tokens of held-out text."""
-    opened = open_run(run, by="octavo localize", device=settings.device, eval_tokens=tokens)
+    opened = open_run(run, by="octavo localize", device=settings.device, eval_tokens=settings.tokens)
     setup = opened.setup()
-    model = setup.states[0].model
+    config, model = setup.config, setup.states[0].model
     revert(model)
     model.float()
-    return Target(opened, setup, list(_pieces(setup, min(BATCH_TOKENS, settings.tokens))))
-
-
-def localize_target(target: Target, settings: Settings, report: Report) -> Localisation:
-    """Return the localisation on the first batches, `settings.tokens` in all."""
-    config, batches = target.setup.config, target.batches[: count_batches(target.batches, settings.tokens)]
+    batches = list(_pieces(setup, min(BATCH_TOKENS, settings.tokens)))
+    batches = batches[: count_batches(batches, settings.tokens)]
     return localize(
-        target.setup.states[0].model,
+        model,
         batches,
         settings.recipe or config.run.recipe,
         budget=settings.budget,
@@ -90,7 +71,7 @@ def localize_target(target: Target, settings: Settings, report: Report) -> Local
         few=min(len(batches), max(1, FEW_TOKENS // batches[0][1].numel())),
         tokens=config.tokens_per_pass(),
         measure=settings.measure,
-        progress=progress_of(read_metrics(target.run.directory / "metrics.jsonl")),
+        progress=progress_of(read_metrics(opened.directory / "metrics.jsonl")),
         scales=config.run.scales or None,
         report=report,
     )

@@ -110,8 +110,10 @@ def open_subject(target: Path, *, shape: Shape | None = None) -> Subject:
     """Return a model with new weights, its batches and its loss.
 
     Args:
-        target: a Hugging Face config.json, or its directory (`hugging_face_config`); a Python file (`python_file`); a
-            run file of `octavo train`, .toml or .json, or the directory of a run (`open_run`).
+        target: a Hugging Face config.json, or its directory: a model with random weights. A Python file with `build()`,
+            which returns the model; `batches()`, which yields batches; and, unless `model(*batch)` or `model(**batch)`
+            returns a loss, `loss(model, batch)`. A run file of `octavo train`, .toml or .json, or the directory of a
+            run.
         shape: size of a batch, for a Hugging Face config.
 
     Raises:
