@@ -32,7 +32,7 @@ COMMANDS = {
     "scaling": "scaling:command",
     "faults": "faults:command",
     "finetune": "finetune:command",
-    "robustness": "robustness:command",
+    "robustness": "campaign:command",
     "tables": "tables:command",
     "pictures": "pictures:command",
     "ages": "ages:command",
