@@ -138,13 +138,12 @@ def _plan(config: RunConfig, gpu: str | None) -> Plan:
 
     from octavo import recipes
     from octavo.conversion import make_plan
-    from octavo.lab.models import build
     from octavo.lab.train.device import resolve
+    from octavo.lab.train.opening import open_run
     from octavo.lab.train.setup import cast_weights, policy_of
 
     here, recipe = resolve(config.run.device), recipes.load(config.run.recipe)
-    with torch.device("meta"):
-        model = build(config.model, config.run.seed)
+    model = open_run(config, new=True).build_without_values()
     cast_weights(config.run.weights, model)
     policy, tokens = policy_of(config, recipe), config.tokens_per_pass()
     kind = "cuda" if gpu else here.type

@@ -68,7 +68,7 @@ class RunSubject(Subject):
             CheckpointError: there is none.
         """
         if self.checkpoint is None:
-            raise CheckpointError(f"{self.directory / 'checkpoints'}: there is no checkpoint.")
+            raise CheckpointError(f"{self.directory / 'checkpoints'}: no checkpoint. Name a run that has saved one.")
         return self.checkpoint
 
     def setup(self) -> Setup:
@@ -80,9 +80,8 @@ class RunSubject(Subject):
         """
         if self.checkpoint is None:
             return set_up(self.config)
-        config = by_copies(self.config, self.checkpoint.state["config"]["run"], self.checkpoint.run)
-        setup = set_up(config, resume=True)
-        return replace(setup, plan=_restore(self.checkpoint, config, setup.states[0], setup.plan))
+        setup = set_up(self.config, resume=True)
+        return replace(setup, plan=_restore(self.checkpoint, self.config, setup.states[0], setup.plan))
 
     def states(self) -> tuple[TrainState, ...]:
         """Return the models, the BF16 baseline last if `run.baseline` is set. Reads no text.
@@ -146,9 +145,12 @@ def open_run(
     """
     if isinstance(target, RunConfig):
         newest = None if new else checkpoints.latest(target.run.out / "checkpoints")
-        return _subject_of(target, target.run.out, None if newest is None else checkpoints.load(newest))
+        if newest is None:
+            return _subject_of(target, target.run.out)
+        found = checkpoints.load(newest)
+        return _subject_of(by_copies(target, found.state["config"]["run"], found.run), found.run, found)
     if not new:
-        found = find(target, step)
+        found = _find(target, step)
         saved = found.state["config"]
         if settings.get("baseline"):
             settings["baseline"] = {"fp8", "bf16"} <= found.tensors.keys()
@@ -161,6 +163,7 @@ def open_run(
 
 
 def _one_model(where: str, saved: Mapping[str, Any], by: str, settings: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of a run's directory for one model, with new values of `run`, set by `by`."""
     return assemble((where, merge(saved, _NO_START)), (by, {"run": {**_ONE_MODEL, **settings}}))
 
 
@@ -170,6 +173,7 @@ def is_run_file(file: Path) -> bool:
 
 
 def _file_of(target: Path) -> Path:
+    """Return the file that describes a new model; in a directory config.json."""
     file = target / "config.json" if target.is_dir() else target
     if not file.is_file():
         raise ConfigError(f"{target}: no such file. Name a Hugging Face config.json, a Python file or a run file.")
@@ -177,6 +181,7 @@ def _file_of(target: Path) -> Path:
 
 
 def _subject_of(config: RunConfig, directory: Path, found: Checkpoint | None = None) -> RunSubject:
+    """Return a run with the batches of one rank, as in training from the first step."""
     data, run = config.data, config.run
 
     def batches() -> Iterator[Any]:
@@ -198,7 +203,7 @@ def _subject_of(config: RunConfig, directory: Path, found: Checkpoint | None = N
     )
 
 
-def find(run: Path, step: int | None = None) -> Checkpoint:
+def _find(run: Path, step: int | None = None) -> Checkpoint:
     """Return the checkpoint at `run`; for the directory of a run the newest one, or that of `step`.
 
     Raises:
