@@ -27,7 +27,7 @@ SECTIONS: Mapping[str, str] = {
     " distributed.GreedyZeRO distributed.PipelineStage distributed.save distributed.load",
     "numbers": "Recipe recipes.load recipes.explain quantize dequantize FP8Tensor",
     "serve": "export serving.WeightPush serving.mismatch serving.Mismatch",
-    "pilot": "lab.pilot.load_workload lab.pilot.run_pilot lab.pilot.Settings",
+    "pilot": "lab.pilot.open_subject lab.pilot.run_pilot lab.pilot.Settings",
 }
 """Section of the page -> its names below `octavo`. Their order is that of the page."""
 _HEADINGS = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}

@@ -35,7 +35,8 @@ from octavo.lab.monitor.store import RunReader
 from octavo.lab.train import checkpoint
 from octavo.lab.train.files import read_metrics
 from octavo.lab.train.train_state import TrainState
-from octavo_bench.robustness import TEXT, Outcome, Trial
+from octavo_bench.campaign import Outcome, Trial
+from octavo_bench.command_line import TEXT
 
 SOURCE = Path(__file__).with_name("kill_at.c")
 STEPS = 6

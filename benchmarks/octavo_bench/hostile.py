@@ -1,6 +1,6 @@
-"""Folders, files and writers that mislead: further cases of `octavo_bench.silence`.
+"""Folders, files and writers that mislead: further cases of `octavo_bench.campaign`.
 
-Commands run in a copy of a workspace with a tiny run (`octavo_bench.robustness.workspace`).
+Commands run in a copy of a workspace with a tiny run (`octavo_bench.command_line.workspace`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ import octavo
 from octavo.lab.data import ByteTokenizer, prepare
 from octavo.lab.data.chat import ChatFormat
 from octavo.nn.telemetry import STATS, Telemetry
-from octavo_bench.robustness import Outcome, run, workspace
-from octavo_bench.silence import Case, Pair, case_of, converted, equal, right
+from octavo_bench.campaign import Case, Outcome, case_of
+from octavo_bench.command_line import run, workspace
+from octavo_bench.silence import Pair, converted, equal, right
 
 SECONDS = 5
 """Seconds within which a bad file must be refused, on a busy machine."""

@@ -6,18 +6,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from cyclopts import Parameter
 from torch import Tensor, nn
 
 from octavo.lab.train.timing import synchronize
 from octavo.optim import TIERS, AdamW, Muon, Optimizer, states_named
 from octavo.optim.states import RuleName
 from octavo.tensor import FP8Tensor
-from octavo_bench.ablation import bars, by_storage, run_ablation
-from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, by_result, device_named, numbers, positive
+from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, positive
 from octavo_bench.rates import copy_rate
 from octavo_bench.render import has_failed
 from octavo_bench.results import Row
@@ -41,20 +39,6 @@ KIND = Kind(
         ("update error, dB", "{update_error_db:.1f}"),
     ),
     names=3,
-)
-ABLATION = Kind(
-    name="ablation",
-    keys={"states": str, "seed": int, "heldout_loss": float},
-    columns=(
-        ("states", "{states}"),
-        ("seed", "seed {seed}"),
-        ("held-out loss", "{heldout_loss:.4f}"),
-        ("storage", "{about}"),
-    ),
-    names=2,
-    show=by_storage,
-    tables={"ablation-figure": by_result("ablation", bars)},
-    measured_by="octavo bench optimizer",
 )
 
 
@@ -335,21 +319,17 @@ def command(
     *,
     states: Names = (),
     parameters: float | None = None,
-    ablation: Annotated[bool, Parameter(negative=())] = False,
     device: str = "auto",
     repeats: int = 20,
-    steps: int = 1000,
-    seeds: str = "0,1",
     output: Output = TO_STDOUT,
 ) -> int:
-    """Time the optimizer of every tier of states against PyTorch's fused AdamW; or train with each choice of FP8-LM.
+    """Time the optimizer of every tier of states against PyTorch's fused AdamW.
 
     Examples:
 
         octavo bench optimizer
         octavo bench optimizer --states fp8 --states exact --parameters 3e8
         octavo bench optimizer --device cpu --repeats 3
-        octavo bench optimizer --ablation --steps 1000
 
     Parameters
     ----------
@@ -357,23 +337,13 @@ def command(
         Tiers to time; all by default.
     parameters
         Approximate number of parameters; by default 1e9 on a GPU and 1e6 on a CPU.
-    ablation
-        Train a small byte-level model on the CPU with each storage of FP8-LM's ablation instead, and compare losses.
     device
         cuda or cpu; auto takes the GPU if there is one.
     repeats
         Timed steps, after a warm-up; the median is reported.
-    steps
-        Steps of each run of the ablation.
-    seeds
-        Seeds of the ablation, separated by commas.
     """
     for name in states:
         states_named(name)
-    if ablation:
-        found = run_ablation(steps=positive("--steps", steps), seeds=numbers(seeds))
-        output.keep(ABLATION, found, device="cpu", ablation=True, steps=steps, seeds=seeds)
-        return 0  # divergence is a result
     device, repeats = device_named(device), positive("--repeats", repeats)
     count = positive("--parameters", int(parameters or (1e9 if device == "cuda" else 1e6)))
     bench = bench_optimizer(parameters=count, device=device, repeats=repeats, states=states)

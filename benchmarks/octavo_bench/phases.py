@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from octavo.errors import RunError
-from octavo.lab.pilot import Settings, load_workload, run_pilot
+from octavo.lab.pilot import Settings, open_subject, run_pilot
 from octavo.lab.pilot.judging import Pilot
 from octavo.lab.pilot.report import to_text
-from octavo.lab.train.workload import Shape
+from octavo.lab.train.subject import Shape
 from octavo_bench.kind import TO_STDOUT, Kind, Output, numbers
 from octavo_bench.results import Row
 
@@ -95,7 +95,7 @@ def command(
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(MODEL))
             for shape in shapes:
-                pilot = run_pilot(load_workload(Path(folder), shape), settings)
+                pilot = run_pilot(open_subject(Path(folder), shape=shape), settings)
                 output.say(f"\n{to_text(pilot)}")
                 yield from rows_of(pilot, shape)
 

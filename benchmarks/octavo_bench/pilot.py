@@ -16,10 +16,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from octavo.lab.monitor.dashboard import page
-from octavo.lab.pilot import Settings, load_workload, run_pilot
+from octavo.lab.pilot import Settings, open_subject, run_pilot
 from octavo.lab.pilot.judging import ALIKE, Pilot
 from octavo.lab.pilot.report import to_dict, to_html
-from octavo.lab.train.workload import Shape
+from octavo.lab.train.subject import Shape
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
 from octavo_bench.results import Row
 from octavo_bench.timing import attempts
@@ -80,14 +80,14 @@ def check(name: str, directory: Path, steps: int, html: bool = False) -> Row:
     folder = directory / name.partition(",")[0]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    workload = load_workload(folder, shape)
+    subject = open_subject(folder, shape=shape)
     start = time.perf_counter()
-    small = run_pilot(workload, Settings(steps=8, precisions=("bf16",)))
+    small = run_pilot(subject, Settings(steps=8, precisions=("bf16",)))
     seconds = time.perf_counter() - start
     (folder / "report.json").write_text(json.dumps(to_dict(small)), encoding="utf-8")
     if html:
         to_html(small, folder / "report.html")
-    full = run_pilot(replace(workload, decode=None), Settings(steps=steps, precisions=("bf16",)))
+    full = run_pilot(replace(subject, decode=None), Settings(steps=steps, precisions=("bf16",)))
     row: Row = {"seconds": round(seconds, 1), "adopts": small.adopts, "recipe": small.best or "none"}
     if small.best:
         row["speedup"] = round(small.speedup(small.best), 3)

@@ -23,9 +23,9 @@ from octavo.errors import ConfigError
 from octavo.kernels.explain import probe_operand
 from octavo.kernels.gemm.accumulator import unsupported_reason
 from octavo.lab.models.factory import count_parameters, model_name
-from octavo.lab.train import RunConfig, checkpoint
+from octavo.lab.train.checkpoint import Checkpoint
 from octavo.lab.train.evaluate import heldout_losses
-from octavo.lab.train.load_run import find, restore, settings_of
+from octavo.lab.train.opening import RunSubject, open_run
 from octavo.lab.train.setup import Setup
 from octavo.lab.train.train_state import TrainState
 from octavo_bench.kind import TO_STDOUT, Kind, Output, device_named
@@ -63,9 +63,9 @@ def probe(run: Path, *, device: str = "auto", tokens: int | None = None) -> Iter
         ConfigError: the run was in BF16.
         DataError: the run's text no longer exists.
     """
-    found = find(run)
-    setup = restore(found, _settings(found, device, tokens))
-    lane, about = setup.states[0], _about(found, setup)
+    subject = _opened(run, device, tokens)
+    setup = subject.setup()
+    lane, about = setup.states[0], _about(subject.trained, setup)
     trained = None
     for name, how in _ways(lane, setup):
         with kernels.record() as ledger, how:
@@ -90,15 +90,16 @@ def alarm(rows: Sequence[Mapping[str, Any]], tolerance: float = TOLERANCE) -> st
     )
 
 
-def _settings(found: checkpoint.Checkpoint, device: str, tokens: int | None) -> RunConfig:
-    """Return the configuration of the run, for its FP8 model alone, on `device`."""
-    if "fp8" not in found.tensors:
-        raise ConfigError(f"{found.path}: was trained in BF16 only. There is no FP8 rounding to test.")
-    changes = {"device": device, **({} if tokens is None else {"eval_tokens": tokens})}
-    return settings_of(found, "octavo bench portability", changes)
+def _opened(run: Path, device: str, tokens: int | None) -> RunSubject:
+    """Return the run, for its FP8 model alone, on `device`."""
+    text: dict[str, Any] = {} if tokens is None else {"eval_tokens": tokens}
+    subject = open_run(run, by="octavo bench portability", device=device, **text)
+    if "fp8" not in subject.trained.tensors:
+        raise ConfigError(f"{subject.trained.path}: was trained in BF16 only. There is no FP8 rounding to test.")
+    return subject
 
 
-def _about(found: checkpoint.Checkpoint, setup: Setup) -> dict[str, Any]:
+def _about(found: Checkpoint, setup: Setup) -> dict[str, Any]:
     """Return the keys of every row on the model, the text, and the accumulator behind `as trained` and `slow`."""
     config = setup.config
     about = {

@@ -1,18 +1,14 @@
 """Nothing wrong in silence: uses that look right, each judged by an independent answer.
 
-A case is a function that makes its subject from a `Random` and returns an outcome: `held` if the answer is right,
-`silent` if it is wrong and nobody is told, `executed` if a program of the folder ran. An `OctavoError` that contains a
-word of the case is `refused`; any other error is `unclear`. `CASES` has them by class.
+Cases are registered with `octavo_bench.campaign.case_of`.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import warnings
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Callable
 from random import Random
 from typing import Any
 from unittest import mock
@@ -21,43 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import Policy
-from octavo.errors import OctavoError
 from octavo.nn import norm
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.lora import add_lora
 from octavo.nn.telemetry import Telemetry
+from octavo_bench.campaign import Case, Outcome, case_of
 from octavo_bench.ranks import join_alone
-from octavo_bench.robustness import SURVIVED, Outcome, Trial
-
-Case = Callable[[Random], Outcome]
-CASES: dict[str, dict[str, Callable[[Random], tuple[Outcome, str]]]] = {}
-"""By class and name."""
-
-
-def case_of(kind: str, name: str, *words: str) -> Callable[[Case], Case]:
-    """Add a case; a refusal must contain one of the words. Without words the use must work."""
-
-    def add(case: Case) -> Case:
-        @functools.wraps(case)
-        def judged(draw: Random) -> tuple[Outcome, str]:
-            torch.manual_seed(draw.getrandbits(32))
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    return case(draw), ""
-            except (Exception, CheckpointException) as error:
-                is_clear = isinstance(error, OctavoError) and any(word in str(error) for word in words)
-                return "refused" if is_clear else "unclear", f"{type(error).__name__}: {error}".splitlines()[0]
-
-        CASES.setdefault(kind, {})[name] = judged
-        return case
-
-    return add
 
 
 def right(is_right: bool) -> Outcome:
@@ -452,16 +421,3 @@ def _nan_forever(draw: Random) -> Outcome:
                 p.grad = torch.full_like(p, torch.nan if p.dim() == 1 else 0.1)
             optimizer.step()
     return right(any("finite" in str(warning.message) for warning in said))
-
-
-# --- trials ---------------------------------------------------------------------------------------------------------
-
-
-def trials(kind: str, tried: int, seed: int) -> Iterator[Trial]:
-    """Yield `tried` trials of the cases of a class, in turn; a trial is reproducible by its seed and number."""
-    import_module("octavo_bench.hostile")  # adds its cases
-    cases = [*CASES[kind].items()]
-    for number in range(tried):
-        name, case = cases[number % len(cases)]
-        outcome, said = case(Random(f"{seed} {number} {name}"))
-        yield Trial(kind, name, outcome, "" if outcome in SURVIVED else f"{outcome} {said}".strip())

@@ -18,8 +18,8 @@ from octavo import Policy
 from octavo.nn import Linear
 from octavo.numerics import sqnr_db
 from octavo.tensor import FP8Tensor
+from octavo_bench.campaign import Trial
 from octavo_bench.ranks import join_alone
-from octavo_bench.robustness import Trial
 
 
 class Net(nn.Module):

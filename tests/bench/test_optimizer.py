@@ -1,4 +1,4 @@
-"""The bench runs on a CPU, its rows are results, and the ablation tells what holds from what does not."""
+"""The bench runs on a CPU, and its rows are results."""
 
 import json
 
@@ -7,9 +7,8 @@ import pytest
 from octavo.lab.cli.main import main
 from octavo.optim import TIERS
 from octavo_bench import optimizer
-from octavo_bench.ablation import CHOICES, DECADE, bars, run_ablation
 from octavo_bench.facts import optimizer_state_table
-from octavo_bench.optimizer import ABLATION, BASELINE, CASES, KIND, bench_optimizer
+from octavo_bench.optimizer import BASELINE, CASES, KIND, bench_optimizer
 
 
 def run(*arguments):
@@ -47,31 +46,6 @@ def test_an_unknown_tier(capsys):
     assert "Did you mean 'fp8'" in capsys.readouterr().err
 
 
-def test_the_ablation_in_small():
-    chosen = [
-        states for states in CHOICES if states.name not in ("FP8-LM #2b", "exact", "fp8-min", "fp8-min, FP8 weights")
-    ]
-    rows = [*run_ablation(chosen, steps=40, seeds=(0,))]
-    loss = {row["states"]: row.get("heldout_loss", float("inf")) for row in rows}
-    assert loss["FP8-LM #2a"] == pytest.approx(loss["FP32"], abs=0.02)
-    assert loss["fp8"] == pytest.approx(loss["FP32"], abs=0.02)
-    assert loss["FP8-LM #3"] > loss["FP32"] + 0.2
-    assert loss["FP8-LM #4"] > loss["FP32"] + 0.2
-    assert "FP8-LM #4" in ABLATION.markdown(rows)
-
-
 def test_the_table_of_bytes_has_every_tier():
     table = optimizer_state_table()
     assert all(f"`{name}`" in table for name in TIERS)
-
-
-def test_the_figure_of_the_ablation_has_bars_by_decade():
-    def row(states, seed, loss):
-        return {"states": states, "seed": seed, **({"heldout_loss": loss} if loss else {"error": "diverged"})}
-
-    rows = [row("FP32", 0, 2.0), row("FP32", 1, 2.1), row("same", 0, 1.999), row("same", 1, 2.1), row("worse", 0, 2.1)]
-    rows += [row("worse", 1, 2.2), row("broken", 0, 2.0), row("broken", 1, None)]
-    same, worse, broken = bars(rows).splitlines()[2:-1]
-    assert "█" not in same and "-0.0005  (-0.0010 to +0.0000)" in same
-    assert worse.count("█") == 2 * DECADE and "+0.1000" in worse
-    assert "diverged: 1 of 2 seeds" in broken

@@ -14,7 +14,7 @@ from octavo.lab.models import build
 from octavo.lab.models.config import ModelConfig
 from octavo.lab.pilot.judging import Pilot
 from octavo.lab.pilot.measuring import Measurement
-from octavo.lab.train.workload import Shape
+from octavo.lab.train.subject import Shape
 from octavo_bench import results
 from octavo_bench.phases import command, rows_of
 

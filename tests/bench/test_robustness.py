@@ -8,15 +8,16 @@ from random import Random
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_bench import hostile, malformed, robustness, silence
-from octavo_bench.robustness import Ended, Outcome
+from octavo_bench import campaign, command_line, malformed
+from octavo_bench.campaign import Outcome
+from octavo_bench.command_line import Ended
 
 
 @pytest.mark.parametrize("name", ["malformed files", "malformed command lines"])
 def test_malformed_input_ends_in_one_line_that_names_it(name: str) -> None:
     said: list[str] = []
-    [row] = robustness.rows_of([name], share=0.1, report=said.append)
-    assert row["tried"] == robustness.CLASSES[name][0] // 10
+    [row] = campaign.rows_of([name], share=0.1, report=said.append)
+    assert row["tried"] == campaign.CLASSES[name][0] // 10
     assert row["survived"] == row["tried"], said
 
 
@@ -58,23 +59,23 @@ def test_a_bad_end_is_noticed(ended: Ended, fault: str) -> None:
 def cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class with a case for each outcome."""
 
-    def raising(error: Exception) -> silence.Case:
+    def raising(error: Exception) -> campaign.Case:
         def case(draw: Random) -> Outcome:
             raise error
 
         return case
 
-    monkeypatch.setattr(silence, "CASES", {})
-    monkeypatch.setitem(robustness.CLASSES, "some", (6, "silence:trials"))
+    monkeypatch.setitem(campaign.CASES, "some", {})
+    monkeypatch.setitem(campaign.CLASSES, "some", (6, ""))
     for outcome in ("held", "silent", "executed"):
-        silence.case_of("some", outcome)(lambda draw, outcome=outcome: outcome)
-    silence.case_of("some", "a clear refusal", "scale")(raising(ConfigError("scale: not that")))
-    silence.case_of("some", "a refusal of something else", "scale")(raising(ConfigError("weight: not that")))
-    silence.case_of("some", "another error", "scale")(raising(ValueError("scale")))
+        campaign.case_of("some", outcome)(lambda draw, outcome=outcome: outcome)
+    campaign.case_of("some", "a clear refusal", "scale")(raising(ConfigError("scale: not that")))
+    campaign.case_of("some", "a refusal of something else", "scale")(raising(ConfigError("weight: not that")))
+    campaign.case_of("some", "another error", "scale")(raising(ValueError("scale")))
 
 
 def test_outcomes_are_counted_and_failed_cases_kept(cases: None) -> None:
-    [row] = robustness.rows_of(["some"])
+    [row] = campaign.rows_of(["some"])
     counts = {key: row[key] for key in ("tried", "survived", "silent", "unclear", "executed")}
     assert counts == {"tried": 6, "survived": 2, "silent": 1, "unclear": 2, "executed": 1}
     assert [line.partition(": ")[0] for line in row["failed"]] == [
@@ -83,14 +84,15 @@ def test_outcomes_are_counted_and_failed_cases_kept(cases: None) -> None:
     assert row["failed"][2] == "unclear ConfigError: weight: not that: some: a refusal of something else"
 
 
-@pytest.mark.parametrize("kind", [name for name, (_, place) in robustness.CLASSES.items() if place == "silence:trials"])
+@pytest.mark.parametrize("kind", [name for name, (_, place) in campaign.CLASSES.items() if not place])
 def test_every_case_is_tried(kind: str) -> None:
-    assert hostile.Case is silence.Case and robustness.CLASSES[kind][0] >= len(silence.CASES[kind])
+    [*campaign.trials_of(kind, 0, 0)]  # registers them
+    assert campaign.CLASSES[kind][0] >= len(campaign.CASES[kind])
 
 
 def test_a_seed_draws_the_same_cases() -> None:
     first, again, other = (
-        [trial.outcome for trial in robustness.trials_of("layers alone", 20, seed)] for seed in (3, 3, 4)
+        [trial.outcome for trial in campaign.trials_of("layers alone", 20, seed)] for seed in (3, 3, 4)
     )
     assert first == again and len(first) == len(other) == 20
 
@@ -101,4 +103,4 @@ def test_a_command_that_hangs_is_lost_and_one_that_accepts_damage_silent() -> No
         Ended(1, "", "Traceback (most recent call last):\n"): "unclear",
     }  # fmt: skip
     for ended, outcome in ends.items():
-        assert robustness._judged("kind", "about", ended, False, "accepted").outcome == outcome
+        assert command_line._judged("kind", "about", ended, False, "accepted").outcome == outcome

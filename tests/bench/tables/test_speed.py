@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo_bench import clients, gemm, kernels, pilot, results, step, telemetry
+from octavo_bench import clients, gemm, kernels, pilot, results, step
 from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
@@ -80,20 +80,6 @@ def test_kernels_are_beside_a_copy() -> None:
         "| transpose | 8 x 8 | 0.056 | 2 | 3,610 | 0.87 |",
         "| rotary | 8 x 8 | failed: ValueError: no |  |  |  |",
     ]
-
-
-def test_telemetry_is_shown_of_every_machine_newest_first(result: MakeResult, tmp_path: Path) -> None:
-    row = {"workload": "stack", "device": "cuda", "tokens": 16384, "tensors": 224, "ms": 200.0, "ms_watched": 201.0}
-    row |= {"overhead_percent": 0.5, "low_percent": 0.1, "high_percent": 0.9, "own_percent": None}
-    gpu = result("telemetry", row)
-    older = replace(gpu, date="2026-11-20", rows=({**row, "workload": "older"},))
-    cpu = replace(gpu, date="2026-11-20", hardware="cpu", rows=({**row, "own_percent": 2.5},))
-    for one in (older, cpu, gpu):
-        results.write(one, tmp_path)
-    text = telemetry.KIND.table(tmp_path)
-    assert text.index("Measured on nvidia-h200") < text.index("Measured on cpu") and "older" not in text
-    assert "| stack | cuda | 16,384 | 224 | 200.00 | 201.00 | +0.50 % | +0.10 to +0.90 % | 2.50 % |" in text
-    assert telemetry.KIND.table(tmp_path / "nothing") == ""
 
 
 def client(name: str, **more: Any) -> dict[str, Any]:

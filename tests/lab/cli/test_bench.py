@@ -11,8 +11,8 @@ from cyclopts import App
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.lab.cli import bench as command
+from octavo_bench import closed, results, stress
 from octavo_bench import kernels as bench_kernels
-from octavo_bench import results, stress, telemetry
 from octavo_bench.kind import Output
 from octavo_bench.results import Row
 
@@ -124,16 +124,16 @@ def test_rows_of_a_measurement_that_was_stopped_replace_no_result(tmp_path: Path
         raise KeyboardInterrupt
 
     output = Output(write=tmp_path)
-    output.keep(telemetry.KIND, rows(1.0, 2.0), device="cpu")
+    output.keep(closed.TELEMETRY, rows(1.0, 2.0), device="cpu")
     committed = sorted(path for path in tmp_path.rglob("*.json"))
     before = [path.read_bytes() for path in committed]
     with pytest.raises(KeyboardInterrupt):
-        output.keep(telemetry.KIND, stopped(), device="cpu")
+        output.keep(closed.TELEMETRY, stopped(), device="cpu")
     assert [path.read_bytes() for path in committed] == before
     (draft,) = tmp_path.glob("unfinished-*/*.json")
     assert [row["overhead_percent"] for row in results.load(draft).rows] == [3.0]
     other = tmp_path / "unfinished-another" / draft.name
     other.parent.mkdir()
     other.write_bytes(draft.read_bytes())
-    output.keep(telemetry.KIND, rows(4.0), device="cpu")
+    output.keep(closed.TELEMETRY, rows(4.0), device="cpu")
     assert other.exists() and not draft.exists()  # only its own

@@ -18,7 +18,7 @@ from octavo.lab.evaluation.result import measure
 from octavo.lab.evaluation.run import EvalSettings, LoadedRun, evaluate_run
 from octavo.lab.evaluation.text import SequenceLayout, whole_text
 from octavo.lab.train.evaluate import heldout_losses
-from octavo.lab.train.load_run import find, settings_of, states_of
+from octavo.lab.train.opening import open_run
 
 FEW = EvalSettings(tokens=1024, device="cpu")
 
@@ -70,8 +70,7 @@ def test_high_precision_is_the_reverted_model(runs):
     loaded = LoadedRun(runs / "folded", FEW)
     text, _ = loaded.text()
     _, high, *_ = loaded.measure(text, lambda computed, text: text)
-    found = find(runs / "folded")
-    lane, *_ = states_of(found, settings_of(found, "test", {"device": "cpu"}))
+    lane, *_ = open_run(runs / "folded", device="cpu").states()
     assert octavo.revert(lane.model) > 0
     assert torch.equal(heldout_losses(lane, text), high.losses_S)
 
@@ -95,8 +94,7 @@ def test_the_baseline_quantised_is_a_converted_copy_of_it(runs, run):
     text, _ = loaded.text()
     *_, quantised = loaded.measure(text, lambda computed, text: text)
     assert quantised.computed == "BF16 quantised" and quantised.fp8_gemms
-    found = find(runs / run)
-    _, baseline = states_of(found, settings_of(found, "test", {"device": "cpu", "baseline": True}))
+    _, baseline = open_run(runs / run, device="cpu", baseline=True).states()
     octavo.convert(baseline.model, "folded", policy=octavo.Policy(min_gain=0))
     # With FP8 weights the others are BF16, as those of the served model are.
     exactly = {"rtol": 0.0, "atol": 0.0} if run == "folded" else {"rtol": 1e-4, "atol": 0.0}
@@ -114,8 +112,7 @@ def test_an_integer_forward_pass_is_compared_with_one_in_fp8(runs):
     found = loaded.measure(text, lambda computed, text: text)
     assert [score.computed for score in found] == ["INT8", "FP8", "high precision"]
     assert found[0].fp8_gemms.keys() == {"int8"} and found[1].fp8_gemms and "int8" not in found[1].fp8_gemms
-    checkpoint = find(runs / "rotated")
-    lane, *_ = states_of(checkpoint, settings_of(checkpoint, "test", {"device": "cpu"}))
+    lane, *_ = open_run(runs / "rotated", device="cpu").states()
     octavo.convert(lane.model, "folded", policy=octavo.Policy(min_gain=0))
     # Where a norm computes the codes of `folded` it does so from values in FP32.
     torch.testing.assert_close(heldout_losses(lane, text), found[1].losses_S, rtol=1e-4, atol=0.0)
@@ -145,7 +142,7 @@ def test_any_other_text(runs, tmp_path):
         "source": source, "heldout": False, "tokens": 480, "bytes": 480, "sequences": 30, "sequence": 16
     }  # fmt: skip
     loaded = LoadedRun(runs / "folded", FEW)
-    lane, *_ = states_of(loaded.checkpoint, loaded.config)
+    lane, *_ = loaded.subject.states()
     rows = 8  # as many tokens as 4 sequences of 32
     alone = heldout_losses(lane, whole_text(source, ByteTokenizer(), SequenceLayout(sequence=16, rows=rows)))
     assert found.scores[0].loss == pytest.approx(float(alone.mean()), rel=1e-9)

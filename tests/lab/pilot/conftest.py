@@ -9,9 +9,9 @@ import pytest
 
 from octavo.conversion import make_plan
 from octavo.kernels.runtime.devices import H200
+from octavo.lab.pilot import open_subject
 from octavo.lab.pilot.judging import Pilot
 from octavo.lab.pilot.measuring import Measurement
-from octavo.lab.train.workload import load_workload
 
 MODULE = """
 import torch
@@ -46,7 +46,7 @@ def make_pilot(python_file):
     """Return a function that makes a pilot from given measurements: name -> fields."""
 
     def make(measured: dict[str, dict[str, Any]], **changed: Any) -> Pilot:
-        model = load_workload(python_file).build()
+        model = open_subject(python_file).build()
         found = {name: Measurement(precision=name, **fields) for name, fields in measured.items()}
         plans = {name: make_plan(model, name) for name in found if name not in ("bf16", "fp16", "fp32")}
         about = {

@@ -10,7 +10,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.runtime.devices import H200
 from octavo.lab.monitor.system import SystemProbe
-from octavo.lab.pilot import Settings, load_workload, measuring, run_pilot
+from octavo.lab.pilot import Settings, measuring, open_subject, run_pilot
 from octavo.lab.pilot.measuring import Conditions, Flops, count_flops, measure
 from octavo.lab.pilot.predicting import plan_for, products_ms
 from octavo.lab.pilot.report import to_dict, to_html, to_text
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def test_flops_are_those_of_the_layers(python_file):
-    total, outside, rows = count_flops(load_workload(python_file))
+    total, outside, rows = count_flops(open_subject(python_file))
     layers = 32 * (64 * 128 + 128 * 16)
     assert rows == 32 and outside == 0 and total == 2 * (3 * layers - 32 * 64 * 128)  # no dgrad of the first layer
 
@@ -27,12 +27,12 @@ def test_flops_are_those_of_the_layers(python_file):
 def test_layers_that_store_their_weight_transposed_are_linear_layers(python_file):
     """`Conv1D` of transformers, as in GPT-2."""
     pytest.importorskip("transformers")
-    linear = load_workload(python_file)
+    linear = open_subject(python_file)
     text = python_file.read_text().replace("nn.Linear(64, 128)", "Conv1D(128, 64)")
     python_file.write_text(f"from transformers.pytorch_utils import Conv1D\n{text}")
-    workload = load_workload(python_file)
+    workload = open_subject(python_file)
     assert count_flops(workload) == count_flops(linear)
-    how = Conditions(workload=workload, device=CPU, steps=2, flops=Flops(1e9, 0.0, 32))
+    how = Conditions(subject=workload, device=CPU, steps=2, flops=Flops(1e9, 0.0, 32))
     found, plan = measure("rowwise", workload.build(), how)
     assert not found.failed and plan.fp8_layers == 1 and 0.01 < found.layer_errors["0"] < 0.06
 
@@ -40,14 +40,14 @@ def test_layers_that_store_their_weight_transposed_are_linear_layers(python_file
 def test_a_layer_may_be_given_its_input_by_name(python_file):
     text = python_file.read_text().replace("model(batch[0])", "model[2](input=model[1](model[0](input=batch[0])))")
     python_file.write_text(text)
-    workload = load_workload(python_file)
-    found, _ = measure("rowwise", workload.build(), Conditions(workload=workload, device=CPU, steps=2))
+    workload = open_subject(python_file)
+    found, _ = measure("rowwise", workload.build(), Conditions(subject=workload, device=CPU, steps=2))
     assert not found.failed and 0.01 < found.layer_errors["0"] < 0.06
 
 
 def test_bf16_and_a_recipe_see_the_same_batches(python_file):
-    workload = load_workload(python_file)
-    how = Conditions(workload=workload, device=CPU, steps=6, lr=1e-2, flops=Flops(1e9, 0.0, 32))
+    workload = open_subject(python_file)
+    how = Conditions(subject=workload, device=CPU, steps=6, lr=1e-2, flops=Flops(1e9, 0.0, 32))
     model = workload.build()
     before = [parameter.clone() for parameter in model.parameters()]
     base, none = measure("bf16", model, how)
@@ -74,36 +74,36 @@ def test_the_energy_of_steps_before_those_that_are_timed_does_not_count(python_f
 
     monkeypatch.setattr(measuring, "SystemProbe", Probe)
     monkeypatch.setattr(measuring, "synchronize", lambda device: order.append("done"))
-    workload = load_workload(python_file)
-    measure("bf16", workload.build(), Conditions(workload=workload, device=CPU, steps=5))
+    workload = open_subject(python_file)
+    measure("bf16", workload.build(), Conditions(subject=workload, device=CPU, steps=5))
     assert order == ["done", "counter"]
 
 
 def test_dropout_is_the_same_in_every_precision(python_file):
     python_file.write_text(python_file.read_text().replace("nn.ReLU()", "nn.Dropout(0.5)"))
-    workload = load_workload(python_file)
-    how, model, state = Conditions(workload=workload, device=CPU, steps=4), workload.build(), torch.get_rng_state()
+    workload = open_subject(python_file)
+    how, model, state = Conditions(subject=workload, device=CPU, steps=4), workload.build(), torch.get_rng_state()
     (first, _), (second, _) = measure("bf16", model, how), measure("bf16", model, how)
     assert first.losses == second.losses and torch.equal(state, torch.get_rng_state())
 
 
 def test_a_precision_that_fails_says_so(python_file):
     python_file.write_text(python_file.read_text().replace("model(batch[0])", "model(batch[0][:, :-1])"))
-    workload = load_workload(python_file)
-    found, _ = measure("bf16", workload.build(), Conditions(workload=workload, device=CPU, steps=2))
+    workload = open_subject(python_file)
+    found, _ = measure("bf16", workload.build(), Conditions(subject=workload, device=CPU, steps=2))
     assert found.failed.startswith("RuntimeError: ") and found.losses == []
 
 
 def test_numbers_that_are_not_known_are_null_in_json(python_file):
     """The error of a single gap is not known; a loss may be NaN."""
-    pilot = run_pilot(load_workload(python_file), Settings(recipes=("folded",), steps=2, device="cpu"))
+    pilot = run_pilot(open_subject(python_file), Settings(recipes=("folded",), steps=2, device="cpu"))
     pilot.measured["folded"].losses[0] = float("nan")
     found = json.loads(json.dumps(to_dict(pilot), allow_nan=False))["measured"][2]
     assert found["loss_gap_percent"][1] is None and found["losses"][0] is None and found["losses"][1] > 0
 
 
 def test_the_report_on_a_cpu_predicts_for_a_gpu(python_file, tmp_path):
-    pilot = run_pilot(load_workload(python_file), Settings(recipes=("rotated",), steps=4, device="cpu", gpu="h100"))
+    pilot = run_pilot(open_subject(python_file), Settings(recipes=("rotated",), steps=4, device="cpu", gpu="h100"))
     text, data = to_text(pilot), json.loads(json.dumps(to_dict(pilot)))
     assert "times and memory predicted for H100" in text and "not known on this machine: launches" in text
     assert "adopt: no" in text and "too small to gain" in text
@@ -123,10 +123,10 @@ def test_no_steps_predict_from_shapes_alone(tmp_path):
         "def batches(): yield (torch.ones(1, 1).expand(16384, 4096),)\n"
         "def loss(model, batch): return model(batch[0]).mean()\n"
     )
-    workload = load_workload(file)
+    workload = open_subject(file)
     pilot = run_pilot(workload, Settings(recipes=("folded", "block"), steps=0, device="cpu"))
     assert pilot.adopts and pilot.best == "folded" and pilot.parameters == 4 * 4096 * 4097
-    plan = plan_for("folded", Conditions(workload=workload, device=CPU), "h200")
+    plan = plan_for("folded", Conditions(subject=workload, device=CPU), "h200")
     base = products_ms(plan, 16384, H200, in_bf16=True)
     assert pilot.speedup("folded") == pytest.approx(1.12 * base / (products_ms(plan, 16384, H200) + 0.12 * base))
     assert pilot.base.peak_gib > 4 * 4 * 4096 * 4096 * 3 / 2**30  # weights and moments
@@ -136,7 +136,7 @@ def test_no_steps_predict_from_shapes_alone(tmp_path):
 def test_times_of_a_cpu_do_not_stand_in_for_those_of_a_gpu_where_flops_are_unknown(python_file, steps):
     reads_values = "    assert batch[0].amax().item() < 99\n    return nn.functional"
     python_file.write_text(python_file.read_text().replace("    return nn.functional", reads_values))
-    pilot = run_pilot(load_workload(python_file), Settings(recipes=("folded",), steps=steps, device="cpu", gpu="h200"))
+    pilot = run_pilot(open_subject(python_file), Settings(recipes=("folded",), steps=steps, device="cpu", gpu="h200"))
     for found in pilot.measured.values():
         assert found.step_ms is found.tokens_per_s is found.tflops is found.peak_gib is None and not found.times
         assert len(found.losses) == steps and not found.failed
@@ -149,7 +149,7 @@ def test_a_model_may_read_values_while_it_is_built(python_file, steps):
     """Rates of stochastic depth are often made so. Without values, the FLOPs are counted all the same."""
     reads_values = "    rates = [x.item() for x in torch.linspace(0, 0.1, 3)]\n    return nn.Sequential"
     python_file.write_text(python_file.read_text().replace("    return nn.Sequential", reads_values))
-    pilot = run_pilot(load_workload(python_file), Settings(recipes=("folded",), steps=steps, device="cpu"))
+    pilot = run_pilot(open_subject(python_file), Settings(recipes=("folded",), steps=steps, device="cpu"))
     assert not any(found.failed for found in pilot.measured.values())
     assert pilot.elsewhere == 0 and len(pilot.plans["folded"].layers) == 2
 
@@ -157,13 +157,13 @@ def test_a_model_may_read_values_while_it_is_built(python_file, steps):
 def test_a_model_may_read_values_through_numpy(python_file):
     reads_values = "    batch[0].numpy()\n    return nn.functional"
     python_file.write_text(python_file.read_text().replace("    return nn.functional", reads_values))
-    assert count_flops(load_workload(python_file)) is None
+    assert count_flops(open_subject(python_file)) is None
 
 
 def test_a_model_without_a_loss_is_refused_before_it_trains(python_file):
     python_file.write_text(python_file.read_text().replace("def loss", "def other").replace("yield x, ", "yield x, #"))
     with pytest.raises(ConfigError, match=r"a function loss\(model, batch\)"):
-        count_flops(load_workload(python_file))
+        count_flops(open_subject(python_file))
 
 
 @pytest.mark.parametrize(
@@ -176,4 +176,4 @@ def test_a_model_without_a_loss_is_refused_before_it_trains(python_file):
 )
 def test_wrong_settings_are_refused(python_file, wrong, match):
     with pytest.raises(ConfigError, match=match):
-        run_pilot(load_workload(python_file), Settings(**wrong))
+        run_pilot(open_subject(python_file), Settings(**wrong))

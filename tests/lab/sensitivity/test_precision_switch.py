@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import octavo
 from octavo import kernels
 from octavo.errors import ConfigError
 from octavo.lab.models import ModelConfig, build
+from octavo.lab.sensitivity.loss import losses
 from octavo.lab.sensitivity.precision_switch import alone, choices, switchable
 from octavo.recipes import load, names
 
@@ -45,6 +48,21 @@ def test_a_rotated_forward_pass_is_switched_layer_by_layer(case):
             with switch.using({"second": choice}), kernels.record() as ledger:
                 loss(model, batches[0]).sum().backward()
             assert ledger.gemms == gemms, choice
+
+
+def test_a_map_inside_it_computes_as_a_converted_model_and_a_layer_as_localised(case):
+    model, batches, loss = case
+    only = {"base": "tensorwise", "dgrad": {"precision": "bf16"}, "wgrad": {"precision": "bf16"}}
+    found = octavo.localize(copy.deepcopy(model), batches, "tensorwise", loss=loss, few=4, autocast=None)
+    twin, before = copy.deepcopy(model).eval(), losses(model.eval(), batches, loss)
+    octavo.convert(twin, {"base": "bf16", "modules": {"first": only, "last": only}})
+    with switchable(model, "tensorwise", None, 8192, None) as switch:
+        with switch.using(dict.fromkeys(("first", "last"), ("fprop",))):
+            assert torch.equal(losses(model, batches, loss), losses(twin, batches, loss))
+        for layer in found.layers:
+            with switch.using({layer.name: ("fprop",)}):
+                change = (losses(model, batches, loss) - before).mean()
+            assert layer.change.mean == pytest.approx(float(change), abs=1e-7)
 
 
 def test_a_layer_is_measured_that_is_predicted_to_gain_nothing_and_none_that_the_policy_keeps(case):

@@ -12,9 +12,8 @@ import pytest
 from cyclopts import CycloptsError
 
 from octavo._util.terminal import silent
-from octavo.errors import CheckpointError, ConfigError, DataError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.lab.sensitivity.run import Settings, localize_run, progress_of
-from octavo_bench import results
 
 LAYERS = 7
 
@@ -81,19 +80,6 @@ def test_values_that_the_command_line_refuses(octavo, run, flag, value):
 def test_what_is_not_there(octavo, run, tmp_path):
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         octavo(["localize", tmp_path])
-    with pytest.raises(DataError, match="Leave some to verify on"):
-        octavo(["bench", "localize", run, "--tokens", 10**7, "--device", "cpu"])
-
-
-def test_the_benchmark_verifies_on_other_text(octavo, run, tmp_path, capsys):
-    flags = ["--maps", 3, "--tokens", 512, "--verify-tokens", 1024, "--device", "cpu", "--write", tmp_path, "--json"]
-    code = octavo(["bench", "localize", run, *flags])
-    rows = json.loads(capsys.readouterr().out)
-    assert code == int(any(row["rank_correlation"] < 0.7 for row in rows))
-    assert [row["maps"] for row in rows] == ["single layers", "random maps"]
-    kept = results.latest("localize", tmp_path)
-    assert list(kept.rows) == rows and "octavo bench localize run --maps 3" in kept.command
-    assert kept.rows[0]["probe_tokens"] == 512 and kept.rows[0]["heldout_tokens"] == 1024
 
 
 def test_progress_is_the_slope_against_the_logarithm():

@@ -17,7 +17,7 @@ from octavo.lab.pilot.run import Settings, run_pilot
 from octavo.lab.train import device as devices
 from octavo.lab.train.config import RunConfig, assemble, load_preset
 from octavo.lab.train.device import WARM_UP_STEPS, describe, gc_frozen, resolve, use
-from octavo.lab.train.load_run import states_of
+from octavo.lab.train.opening import open_run
 from octavo.lab.train.setup import set_up
 
 
@@ -52,7 +52,7 @@ def on(name: str) -> RunConfig:
     "command",
     [
         lambda: set_up(on("cuda:1")),
-        lambda: states_of(cast(Any, None), on("cuda:1")),
+        lambda: open_run(on("cuda:1"), new=True).states(),
         lambda: run_pilot(cast(Any, None), Settings(device="cuda:1")),
         lambda: examination(device="cuda:1"),
         lambda: evaluate_served(Path(), EvalSettings(device="cuda:1")),

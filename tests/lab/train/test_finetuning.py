@@ -21,7 +21,7 @@ from octavo.lab.train.calibrate import calibrate_run
 from octavo.lab.train.config import RunConfig, assemble, load_preset
 from octavo.lab.train.evaluate import accuracy_by_task
 from octavo.lab.train.export import export_flags, export_run
-from octavo.lab.train.load_run import find, settings_of, states_of
+from octavo.lab.train.opening import open_run
 from octavo.lab.train.parallel_checks import check_parallel
 from octavo.lab.train.setup import set_up
 from octavo.tensor import FP8Tensor
@@ -56,8 +56,7 @@ def config(base: Path, out: Path, **sections: dict[str, Any]) -> RunConfig:
 
 def test_a_run_starts_from_the_codes_of_an_export(base: Path, tmp_path: Path) -> None:
     setup = set_up(config(base, tmp_path, run={"weights": "fp8", "baseline": False}))
-    found = find(base / "run")
-    trained = states_of(found, settings_of(found, "test", {"device": "cpu"}))[0].parameters
+    trained = open_run(base / "run", device="cpu").states()[0].parameters
     codes = {name: p for name, p in setup.states[0].parameters.items() if isinstance(p, FP8Tensor)}
     assert len(codes) == 14
     for name, weight in codes.items():
@@ -81,7 +80,7 @@ def test_lora_over_one_byte_weights_is_trained_resumed_evaluated_and_merged(base
     assert {*summary["tasks"]} == {"add", "more"}
     for found in summary["tasks"].values():
         assert {"fp8", "fp8_error", "bf16", "bf16_error", "difference", "difference_error"} < found.keys()
-    first, last = (states_of(find(tmp_path / "a", s), settings_of(find(tmp_path / "a", s), "", {}))[0] for s in (1, 2))
+    first, last = (open_run(tmp_path / "a", step=step).states()[0] for step in (1, 2))
     for name, parameter in last.parameters.items():
         if isinstance(parameter, FP8Tensor):
             assert torch.equal(parameter.codes.view(torch.uint8), first.parameters[name].codes.view(torch.uint8))
@@ -100,7 +99,7 @@ def test_lora_over_one_byte_weights_is_trained_resumed_evaluated_and_merged(base
     known = json.loads((Path(exported.directory) / "tokenizer_config.json").read_text())
     assert "assistant" in known["chat_template"]
     merged = set_up(config(base, tmp_path / "c", run={"start_from": str(tmp_path / "merged"), "recipe": "bf16"}))
-    state = states_of(find(tmp_path / "a"), settings_of(find(tmp_path / "a"), "", {}))[0]
+    state = open_run(tmp_path / "a").states()[0]
     inputs = next(merged.loader)[0]
     with torch.no_grad(), octavo.disabled(state.model):
         expected, values = state.logits(inputs).float(), merged.states[0].logits(inputs).float()
@@ -117,8 +116,7 @@ def test_a_run_goes_on_and_is_read_without_the_weights_that_it_started_from(base
         file.unlink()
     shape = json.loads((start / "config.json").read_text(encoding="utf-8"))
     (start / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1}), encoding="utf-8")  # of another
-    found = find(tmp_path / "run")
-    assert states_of(found, settings_of(found, "test", {"device": "cpu"}))
+    assert open_run(tmp_path / "run", device="cpu").states()
     assert export_flags(tmp_path / "run") is not None
     (start / "config.json").unlink()
     own = configure(tmp_path / "run", None, {"run": {"steps": 2}})

@@ -17,7 +17,7 @@ from octavo.lab.train.calibrate import calibrate_run
 from octavo.lab.train.events import Event, Started
 from octavo.lab.train.export import export_flags
 from octavo.lab.train.inputs import copies
-from octavo.lab.train.load_run import find, restore, settings_of
+from octavo.lab.train.opening import open_run
 
 Configure = Callable[..., RunConfig]
 
@@ -47,8 +47,7 @@ def by_file(configure: Configure, tmp_path: Path) -> RunConfig:
 def test_a_run_is_read_by_the_recipe_file_that_it_was_trained_by(by_file: RunConfig, then: str) -> None:
     file = Path(by_file.run.recipe)
     file.write_text(then, encoding="utf-8") if then else file.unlink()
-    found = find(by_file.run.out)
-    plan = restore(found, settings_of(found, "test", {"device": "cpu"})).plan
+    plan = open_run(by_file.run.out, device="cpu").setup().plan
     assert plan is not None
     assert {row.recipe for row in plan.layers if row.name.startswith("layers.0.")} == {"bf16"}
     assert {row.recipe for row in plan.layers if row.name.startswith("layers.1.")} == {"mine"}
@@ -95,9 +94,9 @@ def test_the_last_recipe_may_be_another_file_when_a_run_resumes(by_file: RunConf
     last.write_text('{"base": "bf16"}', encoding="utf-8")
     train(by_file.with_run(steps=3, last_share=0.3, last_recipe=str(last)), resume=True)
     last.unlink()
-    found = find(by_file.run.out)
-    assert found.state["recipe"] == str(last)
-    plan = restore(found, settings_of(found, "test", {"device": "cpu"})).plan
+    subject = open_run(by_file.run.out, device="cpu")
+    assert subject.trained.state["recipe"] == str(last)
+    plan = subject.setup().plan
     assert plan is not None and plan.recipe.name == "mine"
 
 
@@ -107,8 +106,7 @@ def test_a_run_with_static_scales_is_read_without_its_calibration_file(configure
     config = configure(run={**run, "scales": str(file)})
     train(config)
     file.unlink()
-    found = find(config.run.out)
-    stored = octavo.scales(restore(found, settings_of(found, "test", {"device": "cpu"})).states[0].model)
+    stored = octavo.scales(open_run(config.run.out, device="cpu").setup().states[0].model)
     assert stored is not None and stored.is_known
     assert export_flags(config.run.out) is not None
 

@@ -27,9 +27,10 @@ from octavo._util import config_reader
 from octavo.distributed import REDUCTIONS
 from octavo.errors import CheckpointError, ConfigError
 from octavo.lab.monitor.store import ROLES, STATS, RunReader
-from octavo.lab.train import checkpoint, load_run, train
+from octavo.lab.train import checkpoint, train
 from octavo.lab.train.config import ParallelConfig, RunConfig, assemble, load_preset
 from octavo.lab.train.files import read_metrics
+from octavo.lab.train.opening import open_run
 from octavo.lab.train.parallel import SINGLE_PROCESS, Launch, Ranks, ranks_of
 from octavo.lab.train.parallel_checks import two_level_sizes
 from octavo.lab.train.sharding import make_reduction, shard_model
@@ -511,9 +512,9 @@ def test_ranks_that_share_layers_go_on_bit_for_bit_after_one_has_died(make: Conf
     assert ended.code == 0, ended.errors
     assert "resumed after step 2" in ended.errors
     assert losses(killed) == losses(whole)
-    parts = load_run.find(whole.run.out)
-    seen = load_run.restore(parts, load_run.settings_of(parts, "test", {})).states[0].model.get_parameter(CUT_BY_INPUTS)
-    codes, scale = (parts.tensors["fp8"][f"model.{CUT_BY_INPUTS}.{part}"] for part in ("codes", "scale"))
+    subject = open_run(whole.run.out)
+    seen = subject.setup().states[0].model.get_parameter(CUT_BY_INPUTS)
+    codes, scale = (subject.trained.tensors["fp8"][f"model.{CUT_BY_INPUTS}.{part}"] for part in ("codes", "scale"))
     assert scale.shape[1] == 2  # of a row, each rank has one: who looks in one process has one for both
     values = codes.float() * scale.repeat_interleave(codes.shape[1] // 2, dim=1)
     assert torch.allclose(seen.dequantize(torch.float32), values, rtol=2**-4, atol=values.abs().max().item() * 2**-9)

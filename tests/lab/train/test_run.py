@@ -19,10 +19,11 @@ from octavo._util.checksums import file_entry
 from octavo.conversion import enable
 from octavo.errors import CheckpointError, ConfigError, DataError, DivergedError, NonFiniteError, RunError
 from octavo.lab.monitor.store.reader import RunReader
-from octavo.lab.train import checkpoint, load_run, train
+from octavo.lab.train import checkpoint, train
 from octavo.lab.train.config import RunConfig
 from octavo.lab.train.events import Finished, Logged, Saved, Started, Switched
 from octavo.lab.train.files import MetricsFile, read_metrics
+from octavo.lab.train.opening import open_run
 from octavo.lab.train.setup import set_up
 from octavo.lab.train.train_state import TrainState
 
@@ -520,7 +521,7 @@ def test_a_flipped_bit_is_noticed_by_all_who_read(configure: Configure) -> None:
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
-    for read in (lambda: train(config, resume=True), lambda: load_run.find(config.run.out)):
+    for read in (lambda: train(config, resume=True), lambda: open_run(config.run.out)):
         with pytest.raises(CheckpointError, match=r"fp8.safetensors: damaged: its SHA-256"):
             read()
 

@@ -68,18 +68,18 @@ def pilot(
     check_recipes(*recipes or ())
     sizes = batches or BatchFlags()
     from octavo.lab.monitor.dashboard import page
-    from octavo.lab.pilot import Settings, load_workload, run_pilot
+    from octavo.lab.pilot import Settings, open_subject, run_pilot
     from octavo.lab.pilot.report import to_dict, to_html, to_text
     from octavo.lab.pilot.run import RECIPES
-    from octavo.lab.train.workload import Shape
+    from octavo.lab.train.subject import Shape
 
     if html is not None:
         page.plotly()  # a package that is missing is named before minutes of measuring, not after
     shape = Shape(sizes.batch, sizes.sequence, sizes.data)
-    workload = load_workload(model, shape)
+    subject = open_subject(model, shape=shape)
     settings = Settings(recipes=tuple(recipes or RECIPES), steps=steps, compile=compile, gpu=gpu)
     with console(stderr=True).status("reading the model") as status:
-        found = run_pilot(workload, settings, status.update)
+        found = run_pilot(subject, settings, status.update)
     say(json.dumps(to_dict(found), indent=1) if json_output else to_text(found))
     if html is not None:
         say(f"written: {to_html(found, html)}", to_stderr=True)

@@ -103,7 +103,7 @@ def _say_recipes(config: RunConfig) -> None:
 def _is_own_model(file: Path) -> bool:
     """Return whether a file is a Hugging Face config or a Python file, of whose model `octavo train` knows nothing."""
     check_given(file)
-    from octavo.lab.train.workload import is_run_file
+    from octavo.lab.train.opening import is_run_file
 
     return not is_run_file(file / "config.json" if file.is_dir() else file)
 
@@ -121,13 +121,15 @@ def _plan_own_model(file: Path, gpu: str | None, settings: Mapping[str, Mapping[
     check_recipes(given.get("run.recipe"))
     from octavo.conversion import make_plan
     from octavo.lab.train.device import resolve
-    from octavo.lab.train.workload import Shape, build_without_values, load_workload
+    from octavo.lab.train.opening import open_subject
+    from octavo.lab.train.subject import Shape
 
     sizes = {"batch": given.get("run.batch"), "sequence": given.get("data.sequence")}
-    workload = load_workload(file, Shape(**{name: size for name, size in sizes.items() if size is not None}))
+    shape = Shape(**{name: size for name, size in sizes.items() if size is not None})
+    subject = open_subject(file, shape=shape)
     here = gpu or resolve(given.get("run.device", "auto"))
-    model, recipe = build_without_values(workload), given.get("run.recipe")
-    return make_plan(model, recipe, tokens=workload.tokens, device=here)
+    model, recipe = subject.build_without_values(), given.get("run.recipe")
+    return make_plan(model, recipe, tokens=subject.tokens, device=here)
 
 
 def _plan(config: RunConfig, gpu: str | None) -> Plan:
@@ -136,13 +138,12 @@ def _plan(config: RunConfig, gpu: str | None) -> Plan:
 
     from octavo import recipes
     from octavo.conversion import make_plan
-    from octavo.lab.models import build
     from octavo.lab.train.device import resolve
+    from octavo.lab.train.opening import open_run
     from octavo.lab.train.setup import cast_weights, policy_of
 
     here, recipe = resolve(config.run.device), recipes.load(config.run.recipe)
-    with torch.device("meta"):
-        model = build(config.model, config.run.seed)
+    model = open_run(config, new=True).build_without_values()
     cast_weights(config.run.weights, model)
     policy, tokens = policy_of(config, recipe), config.tokens_per_pass()
     kind = "cuda" if gpu else here.type

@@ -24,7 +24,7 @@ from octavo.lab.monitor.store.writer import plain
 from octavo.lab.monitor.system import versions
 from octavo.lab.train import device as devices
 from octavo.lab.train.config import assemble, load_file, load_preset
-from octavo.lab.train.workload import is_run_file
+from octavo.lab.train.opening import is_run_file
 
 Kind = Literal["machine", "model", "run"]
 _MODULES: dict[Kind, tuple[ModuleType, ...]] = {
@@ -142,7 +142,7 @@ def examination(
     """Return the examination of a run file, a run, a preset or a user's model; without any, of the machine.
 
     Args:
-        target: a run file, the directory of a run, a Python file or a Hugging Face config (`load_workload`).
+        target: a run file, the directory of a run, a Python file or a Hugging Face config (`open_subject`).
         recipe: replaces the run's; of a Python file or a Hugging Face config by default `octavo.recipes.DEFAULT`.
         only: names of the checks to run.
         trace: directory for a trace of a few steps.
@@ -154,7 +154,7 @@ def examination(
     if target is not None and target.is_dir():
         return Examination(_of_run(target, _flags(recipe, str(where)), trace), only)
     if target is not None and not is_run_file(target):
-        made = partial(subjects.trial_of_workload, target, recipe=recipe, device=where, trace=trace)
+        made = partial(subjects.trial_of_file, target, recipe=recipe, device=where, trace=trace)
         return Examination({"model": made}, only)
     if target is None and preset is None:
         if recipe is not None or trace is not None:

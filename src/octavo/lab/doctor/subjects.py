@@ -15,9 +15,9 @@ from octavo._util.config_reader import to_dict
 from octavo._util.rng import untouched_generators
 from octavo.conversion import convert, disabled
 from octavo.errors import UnsupportedError
-from octavo.lab.train import RunConfig, checkpoint, load_run
-from octavo.lab.train.setup import set_up
-from octavo.lab.train.workload import Workload, load_workload, to_device
+from octavo.lab.train import RunConfig
+from octavo.lab.train.opening import open_run, open_subject
+from octavo.lab.train.subject import Subject, to_device
 from octavo.nn import Conv1d, Conv2d
 from octavo.nn.linear import LinearLayer
 
@@ -109,9 +109,7 @@ def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
         UnsupportedError: the run trains in BF16 only.
     """
     graph = "auto" if config.run.graph == "on" else config.run.graph  # the machine may have no GPU
-    config = config.with_run(baseline=False, graph=graph)
-    newest = checkpoint.latest(config.run.out / "checkpoints")
-    setup = set_up(config) if newest is None else load_run.restore(checkpoint.load(newest), config)
+    setup = open_run(config.with_run(baseline=False, graph=graph)).setup()
     if setup.plan is None:
         raise UnsupportedError("the run trains in BF16 only: there are no FP8 layers to check.")
     state, run = setup.states[0], setup.config.run
@@ -127,31 +125,31 @@ def trial_of_config(config: RunConfig, *, trace: Path | None = None) -> Trial:
     return Trial(state.model, loss, step, trace, {**to_dict(setup.corpus), **to_dict(setup.statistics)})
 
 
-def trial_of_workload(file: Path, *, recipe: str | None, device: torch.device, trace: Path | None = None) -> Trial:
-    """Return a trial of a Python file or a Hugging Face config (`train.workload.load_workload`), on one batch.
+def trial_of_file(file: Path, *, recipe: str | None, device: torch.device, trace: Path | None = None) -> Trial:
+    """Return a trial of a Python file or a Hugging Face config (`octavo.lab.train.opening.open_subject`), on one batch.
 
     It computes under BF16 autocast. A model without FP8 layers is converted to `recipe`, None for the default. The step
     is a forward and a backward.
 
     Raises:
-        ConfigError, DataError, UnsupportedError: as `load_workload`.
+        ConfigError, DataError, UnsupportedError: as `open_subject`.
         NonFiniteError: a weight to convert contains a NaN or an infinity.
     """
-    workload = load_workload(file)
-    trial = trial_of(workload.build().to(device), workload, trace)
+    subject = open_subject(file)
+    trial = trial_of(subject.build().to(device), subject, trace)
     if not trial.layers:
         convert(trial.model, recipe, allow_reference=True)  # the check 'kernels' reports that
     return trial
 
 
-def trial_of(model: nn.Module, workload: Workload, trace: Path | None = None) -> Trial:
-    """Return a trial of a model under BF16 autocast on the first batch of a workload; its step has no optimizer."""
+def trial_of(model: nn.Module, subject: Subject, trace: Path | None = None) -> Trial:
+    """Return a trial of a model under BF16 autocast on the first batch of a subject; its step has no optimizer."""
     device = next(model.parameters()).device
-    batch = to_device(next(workload.batches()), device)
+    batch = to_device(next(subject.batches()), device)
 
     def loss() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
-            return workload.loss(model, batch)
+            return subject.loss(model, batch)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

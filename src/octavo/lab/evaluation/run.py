@@ -21,7 +21,7 @@ from octavo.lab.evaluation.result import Evaluation, Score, Scoring
 from octavo.lab.evaluation.text import EvalText, SequenceLayout, heldout_text, trained_on, whole_text
 from octavo.lab.train import device as devices
 from octavo.lab.train.evaluate import heldout_scores
-from octavo.lab.train.load_run import find, settings_of, states_of
+from octavo.lab.train.opening import open_run
 from octavo.lab.train.setup import separator, tokenizer_of
 from octavo.nn import GroupedLinear, Linear
 
@@ -47,9 +47,8 @@ class LoadedRun:
     def __init__(self, run: Path, settings: EvalSettings) -> None:
         """Read the checkpoint; see `evaluate_run` for errors."""
         self.settings = settings
-        self.checkpoint = find(run, settings.step)
-        has_baseline = {"fp8", "bf16"} <= self.checkpoint.tensors.keys()
-        self.config = settings_of(self.checkpoint, "octavo eval", {"device": settings.device, "baseline": has_baseline})
+        self.subject = open_run(run, step=settings.step, by="octavo eval", device=settings.device, baseline=True)
+        self.checkpoint, self.config = self.subject.trained, self.subject.config
         devices.resolve(settings.device)  # fail before the text, which takes longer
         self.tokenizer = tokenizer_of(self.config.data)
 
@@ -91,7 +90,7 @@ class LoadedRun:
         A model whose forward pass multiplies INT8 is scored in INT8 too. In FP8 the baseline has the stored scales of
         the FP8 model, and the storage of its weights. That score is left out if the recipe's forward pass is in BF16.
         """
-        first, *baselines = states_of(self.checkpoint, self.config)
+        first, *baselines = self.subject.states()
         score: Scoring = partial(heldout_scores, first)
 
         def score_high(batches: Iterable[Batch]) -> Tensor:

@@ -28,7 +28,6 @@ from octavo.lab.monitor.store.writer import replace_document
 from octavo.lab.train import device as devices
 from octavo.lab.train.evaluate import compared
 from octavo.lab.train.files import write_json
-from octavo.lab.train.load_run import states_of
 from octavo.lab.train.train_state import TrainState
 
 Logits = Callable[[Tensor], Tensor]
@@ -121,7 +120,7 @@ def _of_run(model: Path, settings: EvalSettings) -> Iterator[tuple[str, Any]]:
     loaded = LoadedRun(model, settings)
     data, longest = loaded.config.data, loaded.config.model.sequence
     chat = ChatFormat.of(data.tokenizer, data.sequence) if data.format == "chat" else None
-    states = states_of(loaded.checkpoint, loaded.config)
+    states = loaded.subject.states()
     for state in states:
         state.model.eval()
         yield state.name, _model(state.logits, loaded.tokenizer, longest, state.device, chat)

@@ -23,8 +23,8 @@ from octavo.lab.doctor.check import run_check
 from octavo.lab.doctor.subjects import trial_of
 from octavo.lab.monitor.system import SystemProbe
 from octavo.lab.train.profile import profile
+from octavo.lab.train.subject import NO_VALUES, Subject, first_sample, to_device
 from octavo.lab.train.timing import Stopwatch, milliseconds, synchronize, warm_up
-from octavo.lab.train.workload import NO_VALUES, Workload, build_without_values, first_sample, to_device
 from octavo.nn import reuse_weight_codes
 from octavo.nn.fp8_weights import values
 from octavo.nn.linear import LinearLayer, is_transposed
@@ -95,9 +95,9 @@ class Flops(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Workload and settings shared by all precisions."""
+    """The subject, and settings shared by all precisions."""
 
-    workload: Workload
+    subject: Subject
     device: torch.device
     steps: int = 20
     """Steps whose losses are compared; the last ones are timed."""
@@ -109,7 +109,7 @@ class Conditions:
     @property
     def rows(self) -> int:
         """M of the linear layers, for plans."""
-        return self.workload.tokens if self.flops is None else self.flops.rows
+        return self.subject.tokens if self.flops is None else self.flops.rows
 
 
 def measure(precision: str, model: nn.Module, how: Conditions) -> tuple[Measurement, Plan | None]:
@@ -140,12 +140,12 @@ def _measure(model: nn.Module, how: Conditions, found: Measurement) -> Plan | No
     plan = None
     if found.precision not in PRECISIONS:
         plan = convert(model, found.precision, tokens=how.rows)
-        _errors(model, how.workload, found)
+        _errors(model, how.subject, found)
     run = _Training(model, how, PRECISIONS.get(found.precision, torch.bfloat16))
     torch.manual_seed(0)  # the same dropout in every precision
     _train(run, how, found)
-    if how.device.type == "cuda" and how.workload.decode is not None:
-        batch = next(how.workload.batches())
+    if how.device.type == "cuda" and how.subject.decode is not None:
+        batch = next(how.subject.batches())
         found.decode_ms, found.decode_batch_ms = (_decode(run, each) for each in (first_sample(batch), batch))
     return plan
 
@@ -154,12 +154,12 @@ class _Training:
     """A model in training by autocast, with AdamW and, in FP16, a loss scale."""
 
     def __init__(self, model: nn.Module, how: Conditions, dtype: torch.dtype | None) -> None:
-        self.model, self.workload, self.device, self.dtype = model, how.workload, how.device, dtype
+        self.model, self.subject, self.device, self.dtype = model, how.subject, how.device, dtype
         self.scaler = torch.amp.GradScaler(how.device.type, enabled=dtype == torch.float16)
         self.optimizer = torch.optim.AdamW(model.parameters(), how.lr, fused=how.device.type == "cuda")
         if how.compile:
             model.compile()
-        self.batches = how.workload.batches()
+        self.batches = how.subject.batches()
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype or torch.bfloat16, enabled=self.dtype is not None)
@@ -169,7 +169,7 @@ class _Training:
         batch = to_device(next(self.batches), self.device)
         mark("data")
         with self.autocast():
-            loss = self.workload.loss(self.model, batch)
+            loss = self.subject.loss(self.model, batch)
         mark("forward")
         self.scaler.scale(loss).backward()
         mark("backward")
@@ -199,12 +199,12 @@ def _train(run: _Training, how: Conditions, found: Measurement) -> None:
     found.fallbacks = list(ledger.fallbacks)
     found.phases = {phase: ms / timed for phase, ms in total.items()}
     found.step_ms = sum(found.phases.values())
-    found.tokens_per_s = 1e3 * how.workload.tokens / found.step_ms
+    found.tokens_per_s = 1e3 * how.subject.tokens / found.step_ms
     found.tflops = None if flops is None else flops / found.step_ms / 1e9
     if is_gpu:
         found.peak_gib = torch.cuda.max_memory_allocated() / 2**30
         found.allocations = allocations(before, torch.cuda.memory_stats(), timed)
-        found.joules_per_token = joules / timed / how.workload.tokens if joules else None
+        found.joules_per_token = joules / timed / how.subject.tokens if joules else None
         found.pj_per_flop = 1e12 * joules / timed / flops if joules and flops else None
         seen = profile(run.step, 2)
         found.parts = {part: round(ms, 3) for part, ms in (seen.parts | {"quantize": seen.quantize}).items()}
@@ -221,17 +221,17 @@ def allocations(before: Mapping[str, Any], after: Mapping[str, Any], steps: int)
 
 def _decode(run: _Training, batch: Any) -> float:
     """Return the median milliseconds of one step of decoding, with the codes of the weights made once."""
-    assert run.workload.decode is not None
+    assert run.subject.decode is not None
     run.model.eval()
     with torch.no_grad(), run.autocast(), reuse_weight_codes(run.model):
-        step = run.workload.decode(run.model, to_device(batch, run.device))
+        step = run.subject.decode(run.model, to_device(batch, run.device))
         warm_up(step, run.device.type, seconds=0.1)
         return statistics.median(milliseconds(step, run.device.type, DECODED))
 
 
-def _errors(model: nn.Module, workload: Workload, found: Measurement) -> None:
+def _errors(model: nn.Module, subject: Subject, found: Measurement) -> None:
     """Compare each FP8 layer's output, and the gradient of its weight, with high precision, on the first batch."""
-    trial = trial_of(model, workload)
+    trial = trial_of(model, subject)
     rows = run_check(drift, trial).finding.rows
     found.gradient_cosines = {str(row["layer"]): float(row["cosine"]) for row in rows}
 
@@ -247,7 +247,7 @@ def _errors(model: nn.Module, workload: Workload, found: Measurement) -> None:
         trial.loss()
 
 
-def count_flops(workload: Workload) -> Flops | None:
+def count_flops(subject: Subject) -> Flops | None:
     """Return the FLOPs of a step; None if the model cannot be traced.
 
     Counted on a model without values: products of matrices, convolutions and attention, in forward and backward.
@@ -262,13 +262,13 @@ def count_flops(workload: Workload) -> Flops | None:
         inside += 2.0 * y.numel() * features * (3 if y.requires_grad else 1)
 
     try:
-        model = build_without_values(workload).to("meta")
+        model = subject.build_without_values().to("meta")
         linears = (module for module in model.modules() if isinstance(module, nn.Linear) or is_transposed(module))
         with hooked(layer.register_forward_hook(note) for layer in linears), FlopCounterMode(display=False) as counter:
-            workload.loss(model, to_device(next(workload.batches()), torch.device("meta"))).backward()
+            subject.loss(model, to_device(next(subject.batches()), torch.device("meta"))).backward()
     except ConfigError:  # a ValueError too
         raise
     except NO_VALUES:
         return None
     total = float(counter.get_total_flops())
-    return Flops(total, max(total - inside, 0.0), statistics.mode(rows) if rows else workload.tokens)
+    return Flops(total, max(total - inside, 0.0), statistics.mode(rows) if rows else subject.tokens)

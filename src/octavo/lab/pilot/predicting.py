@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.runtime.devices import GPUS, H200, Rates
 from octavo.lab import memory
 from octavo.lab.pilot.measuring import PRECISIONS, Conditions, Measurement
-from octavo.lab.train.workload import NO_VALUES, Workload, build_without_values
+from octavo.lab.train.subject import NO_VALUES, Subject
 from octavo.recipes import load
 
 CAPACITY_GIB = {"h100": 79.1, "h200": 139.8}
@@ -24,7 +24,7 @@ _REST = 0.12
 
 def plan_for(recipe: str, how: Conditions, gpu: str) -> Plan:
     """Return the plan of a recipe on a GPU, with the predicted gain of each layer."""
-    return make_plan(build_without_values(how.workload), recipe, tokens=how.rows, device=gpu)
+    return make_plan(how.subject.build_without_values(), recipe, tokens=how.rows, device=gpu)
 
 
 def products_ms(plan: Plan, rows: int, rates: Rates, *, in_bf16: bool = False) -> float:
@@ -53,7 +53,7 @@ def predict(found: Measurement, plan: Plan, how: Conditions) -> None:
     products = products_ms(plan, how.rows, rates) if is_fp8 else base
     found.step_ms = products + other + _REST * H200.copy / rates.copy * (base + other)
     found.parts = {"gemm": products, "attention": other, "elementwise": found.step_ms - products - other}
-    found.tokens_per_s = 1e3 * how.workload.tokens / found.step_ms
+    found.tokens_per_s = 1e3 * how.subject.tokens / found.step_ms
     found.tflops = how.flops.total / found.step_ms / 1e9
 
 
@@ -61,15 +61,15 @@ def peak_gib(precision: str, how: Conditions) -> float | None:
     """Return the predicted peak of a step by autocast with AdamW; None where the model cannot be traced."""
 
     def program() -> memory.Program:
-        model = _uninitialised(how.workload)
+        model = _uninitialised(how.subject)
         if precision != "bf16":
             convert(model, precision, tokens=how.rows)
         optimizer = torch.optim.AdamW(model.parameters(), how.lr)
-        batch = next(how.workload.batches())
+        batch = next(how.subject.batches())
 
         def forward_backward() -> None:
             with torch.autocast("cpu", torch.bfloat16):
-                loss = how.workload.loss(model, batch)
+                loss = how.subject.loss(model, batch)
             loss.backward()
 
         def update() -> None:
@@ -84,10 +84,10 @@ def peak_gib(precision: str, how: Conditions) -> float | None:
         return None  # a model that reads values has none while it is traced
 
 
-def _uninitialised(workload: Workload) -> nn.Module:
+def _uninitialised(subject: Subject) -> nn.Module:
     """Build a model without initialising it, which takes minutes while every operation is recorded."""
     with torch.device("meta"):
-        model = workload.build()
+        model = subject.build()
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))

@@ -15,7 +15,7 @@ from octavo.lab.pilot import predicting
 from octavo.lab.pilot.judging import Pilot
 from octavo.lab.pilot.measuring import PRECISIONS, Conditions, Measurement, count_flops, measure
 from octavo.lab.train import device as devices
-from octavo.lab.train.workload import Workload, build_without_values, first_tensor
+from octavo.lab.train.subject import Subject, first_tensor
 from octavo.recipes import DEFAULT, FALLBACK, load, names
 
 RECIPES = (DEFAULT, FALLBACK, "tensorwise", "block")
@@ -37,8 +37,8 @@ class Settings:
     """GPU to predict for on a CPU, h100 or h200."""
 
 
-def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], None] = lambda doing: None) -> Pilot:
-    """Train a workload for a few steps in every precision, and return the results.
+def run_pilot(subject: Subject, settings: Settings, report: Callable[[str], None] = lambda doing: None) -> Pilot:
+    """Train a new model for a few steps in every precision, and return the results.
 
     On a CPU, losses and errors are measured, which are those of a GPU; times and memory are predicted.
 
@@ -54,15 +54,15 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
     if is_gpu and not settings.steps:
         raise ConfigError("--steps 0: predicts, on a CPU alone. On a GPU give it a few steps.")
     report("counting FLOPs")
-    flops = count_flops(workload)
+    flops = count_flops(subject)
     compiled = settings.compile and is_gpu
     how = Conditions(
-        workload=workload, device=device, steps=settings.steps, lr=settings.lr, compile=compiled, flops=flops
+        subject=subject, device=device, steps=settings.steps, lr=settings.lr, compile=compiled, flops=flops
     )
     precisions = dict.fromkeys(("bf16", *settings.precisions))
     if not is_gpu:
         precisions.pop("fp32", None)  # its time is what speaks against it, and a CPU has none to compare
-    model = workload.build() if settings.steps else build_without_values(workload)
+    model = subject.build() if settings.steps else subject.build_without_values()
     found = {name: Measurement(precision=name) for name in (*precisions, *settings.recipes)}
     plans: dict[str, Plan | None] = {}
     for name in found if settings.steps else ():
@@ -74,11 +74,11 @@ def run_pilot(workload: Workload, settings: Settings, report: Callable[[str], No
         _predict(found, predicted, how, report)
     capacity = torch.cuda.get_device_properties(device).total_memory / 2**30 if is_gpu else 0.0
     return Pilot(
-        workload=workload.name,
-        unit=workload.unit,
-        tokens=workload.tokens,
-        samples=len(first_tensor(next(workload.batches()))),
-        data=workload.data,
+        workload=subject.name,
+        unit=subject.unit,
+        tokens=subject.tokens,
+        samples=len(first_tensor(next(subject.batches()))),
+        data=subject.data,
         device=devices.describe(device),
         predicted_for="" if is_gpu else settings.gpu,
         capacity_gib=capacity or predicting.CAPACITY_GIB[settings.gpu],

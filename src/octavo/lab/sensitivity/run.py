@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,8 @@ from octavo.conversion import revert
 from octavo.lab.data.loader import Batch
 from octavo.lab.sensitivity.localisation import localize, parse_budget
 from octavo.lab.sensitivity.result import Localisation
-from octavo.lab.train import checkpoint
 from octavo.lab.train.files import read_metrics
-from octavo.lab.train.load_run import find, restore, settings_of
+from octavo.lab.train.opening import open_run
 from octavo.lab.train.setup import Setup
 from octavo.recipes import load
 
@@ -46,16 +45,6 @@ class Settings:
     measure: bool | None = None
 
 
-class Subject(NamedTuple):
-    """A run to localise."""
-
-    checkpoint: checkpoint.Checkpoint
-    setup: Setup
-    """With the weights in FP32, and no layer in FP8."""
-    batches: list[Batch]
-    """Held-out text in a fixed random order."""
-
-
 def localize_run(run: Path, settings: Settings, report: Report) -> Localisation:
     """Return the localisation of the weights of a run's checkpoint.
 
@@ -66,24 +55,15 @@ def localize_run(run: Path, settings: Settings, report: Report) -> Localisation:
     parse_budget(settings.budget)  # wrong settings are found before the run is loaded
     if settings.recipe:
         load(settings.recipe)
-    return localize_subject(subject_of(run, settings, settings.tokens), settings, report)
-
-
-def subject_of(run: Path, settings: Settings, tokens: int) -> Subject:
-    """Return a run with that many tokens of held-out text."""
-    found = find(run)
-    setup = restore(found, settings_of(found, "octavo localize", {"device": settings.device, "eval_tokens": tokens}))
-    model = setup.states[0].model
+    opened = open_run(run, by="octavo localize", device=settings.device, eval_tokens=settings.tokens)
+    setup = opened.setup()
+    config, model = setup.config, setup.states[0].model
     revert(model)
     model.float()
-    return Subject(found, setup, list(_pieces(setup, min(BATCH_TOKENS, settings.tokens))))
-
-
-def localize_subject(subject: Subject, settings: Settings, report: Report) -> Localisation:
-    """Return the localisation on the first batches, `settings.tokens` in all."""
-    config, batches = subject.setup.config, subject.batches[: count_batches(subject.batches, settings.tokens)]
+    batches = list(_pieces(setup, min(BATCH_TOKENS, settings.tokens)))
+    batches = batches[: count_batches(batches, settings.tokens)]
     return localize(
-        subject.setup.states[0].model,
+        model,
         batches,
         settings.recipe or config.run.recipe,
         budget=settings.budget,
@@ -91,7 +71,7 @@ def localize_subject(subject: Subject, settings: Settings, report: Report) -> Lo
         few=min(len(batches), max(1, FEW_TOKENS // batches[0][1].numel())),
         tokens=config.tokens_per_pass(),
         measure=settings.measure,
-        progress=progress_of(read_metrics(subject.checkpoint.run / "metrics.jsonl")),
+        progress=progress_of(read_metrics(opened.directory / "metrics.jsonl")),
         scales=config.run.scales or None,
         report=report,
     )

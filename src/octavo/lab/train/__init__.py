@@ -26,8 +26,8 @@ What a run reports:
     record          reporter that writes `run.sqlite`; `console`: terminal, with `plot`
     batches         drift of batches and of sources of the text
 
-For other commands: `load_run` (a run for inspection), `calibrate`, `memory` (forecast), `workload` (a user's model),
-`timing` and `profile`.
+For other commands: `opening` (a run, a run file or a user's model: the one door to a `subject`; `own_model`),
+`calibrate`, `memory` (forecast), `timing` and `profile`.
 
 `RunConfig` needs no torch; the other names are loaded on first use, so that the command line starts quickly.
 """

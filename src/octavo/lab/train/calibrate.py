@@ -17,11 +17,10 @@ from octavo.calibration import Calibration, Recalibration, ScalePolicy, Updates,
 from octavo.errors import CheckpointError, ConfigError, RunError
 from octavo.lab.data.loader import Batch
 from octavo.lab.guard import GuardEvent
-from octavo.lab.train import checkpoint
 from octavo.lab.train.config import RunConfig
 from octavo.lab.train.files import write_json
-from octavo.lab.train.setup import policy_of, set_up
-from octavo.lab.train.state_tensors import restore_tensors
+from octavo.lab.train.opening import RunSubject, open_run
+from octavo.lab.train.setup import policy_of
 from octavo.lab.train.train_state import TrainState
 from octavo.nn.calibration_file import Calibrated
 from octavo.nn.cross_entropy import weighted
@@ -61,11 +60,12 @@ def calibrate_run(
         DataError: the source has no text, or too little.
     """
     target = recipe_for(config, recipe)
-    state, loader = _build(config if directory is None else config.with_run(start_from=""))
-    found = "new weights" if directory is None else _restore(state, directory)
+    subject = _opened(config, directory)
+    setup = subject.setup()
+    state = setup.states[0]
     state.model.train()
 
-    parts = _Parts(loader, config.run.accumulate, state)
+    parts = _Parts(setup.loader, config.run.accumulate, state)
 
     def loss(_: Any, part: Batch) -> Tensor:
         return state.loss_scale.scaled(weighted(state.loss(*part), parts.share))
@@ -80,7 +80,7 @@ def calibrate_run(
         backward=backward,
         scale_policy=scale_policy,
     )
-    return made.described(f"{found} on {config.data.source}")
+    return made.described(f"{subject.checkpoint.path if subject.checkpoint else 'new weights'} on {config.data.source}")
 
 
 def recipe_for(config: RunConfig, recipe: str | None) -> Recipe:
@@ -146,26 +146,22 @@ def recalibration_events(step: int, made: Mapping[str, Calibrated]) -> Iterator[
         yield GuardEvent(step, "info", "scale", text, "", layer, role, new.scale, old)
 
 
-def _build(config: RunConfig) -> tuple[TrainState, Iterable[Batch]]:
-    """Return the model in BF16, and the training batches."""
+def _opened(config: RunConfig, directory: Path | None) -> RunSubject:
+    """Return the model in BF16, with new weights or those of the newest checkpoint in a directory."""
     if config.run.weights == "fp8":
         raise ConfigError(
             "run.weights: 'fp8': recipes that store scales do not support weights in FP8. Calibrate a run with weights"
             " in BF16 or FP32."
         )
-    setup = set_up(config.with_run(baseline=False, compile="off", graph="off", recipe="bf16", scales=""))
-    return setup.states[0], setup.loader
-
-
-def _restore(state: TrainState, directory: Path) -> str:
-    newest = checkpoint.latest(directory / "checkpoints")
-    if newest is None:
+    config = config.with_run(baseline=False, compile="off", graph="off", recipe="bf16", scales="")
+    if directory is None:
+        return open_run(config, new=True)
+    subject = open_run(config.with_run(out=directory))
+    if subject.checkpoint is None:
         raise CheckpointError(
             f"{directory / 'checkpoints'}: there is no checkpoint. Name the run file to calibrate initial weights."
         )
-    found = checkpoint.load(newest)
-    restore_tensors(state, found.tensors["fp8" if "fp8" in found.tensors else "bf16"], found.path, optimizer=False)
-    return str(newest)
+    return subject
 
 
 class _Parts:

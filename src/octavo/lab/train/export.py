@@ -15,7 +15,7 @@ from octavo.lab.data.bpe import END_OF_DOCUMENT, BPETokenizer
 from octavo.lab.data.chat import ChatFormat
 from octavo.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from octavo.lab.train.config import RunConfig
-from octavo.lab.train.load_run import find, settings_of, states_of, without_weights
+from octavo.lab.train.opening import open_run
 from octavo.lab.train.setup import tokenizer_of
 from octavo.nn.lora import merge_lora
 from octavo.recipes import load
@@ -47,9 +47,8 @@ def export_run(
         DataError: the run's tokenizer no longer exists.
         UnsupportedError: see `octavo.export`.
     """
-    found = find(run, step)
-    config = settings_of(found, "octavo export", {"device": "cpu"})
-    data = config.data
+    subject = open_run(run, step=step, by="octavo export", device="cpu")
+    config, data = subject.config, subject.config.data
     tokenizer = tokenizer_of(data)
     texts = tokenizer_files(tokenizer, config.model.sequence)
     if data.format == "chat":
@@ -59,7 +58,7 @@ def export_run(
         }  # those that the template has in its text
         texts["tokenizer_config.json"] |= {**tokens, "chat_template": chat.template}
     more = {"eos_token_id": tokenizer.end_of_document}
-    model = states_of(found, config)[0].model
+    model = subject.states()[0].model
     format = format or format_of(config)
     _merge(model, config, format)
     return export(model, directory, format, dtype=dtype, overwrite=overwrite, config=more, texts=texts)
@@ -82,11 +81,12 @@ def export_flags(run: Path) -> str | None:
         ConfigError: the files of the run are damaged.
     """
     overwrite = " --overwrite" if (run / "export").exists() else ""
-    model, config = without_weights(run)
+    subject = open_run(run, new=True)
+    model, config = subject.without_weights(), subject.config
     own = format_of(config)
     for format in dict.fromkeys((own, "plain")):
         if format != own:
-            model, _ = without_weights(run)  # the other one is merged
+            model = subject.without_weights()  # the other one is merged
         _merge(model, config, format)
         try:
             check(model, format)

@@ -1,31 +1,24 @@
-"""Robustness against hostile or unlucky use, counted by class.
+"""Malformed files and command lines: each must end in the right result, or in one line that names the fault.
 
-A row has a class and its number of trials: all (`tried`), those that Octavo `survived` by the right result or by a
-refusal that names what is at fault, those with a wrong result in `silent`, those with an `unclear` message, and those
-that `executed` a program; the rest lost something, or hang. Trials that failed are in `failed`. A class is a function
-in `CLASSES`; malformed files and command lines run in this process.
+Commands run in this process, in a workspace with a tiny run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import re
 import shutil
 import signal
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Literal, NamedTuple
 
-from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known, positive
+from octavo_bench.campaign import Outcome, Trial
 from octavo_bench.malformed import ESCAPE, damage
-from octavo_bench.results import Row
 
 TEXT = "\n\n".join(f"{i} apples and {i * i % 89} pears\nand {i % 7} plums" for i in range(1500))
 SECONDS = 60
@@ -192,26 +185,6 @@ base = "tensorwise"
 """
 
 
-Outcome = Literal["held", "refused", "silent", "unclear", "executed", "lost"]
-"""Right result; clear error; wrong result; other error; a program of the folder ran; work lost, or a hang."""
-SURVIVED: tuple[Outcome, ...] = ("held", "refused")
-
-
-class Trial(NamedTuple):
-    """One trial and its outcome."""
-
-    kind: str
-    """The file's kind, the command, or the class."""
-    about: str
-    """The case, or the damage and Octavo's message."""
-    outcome: Outcome
-    fault: str = ""
-    """The fault in words."""
-
-    def __str__(self) -> str:
-        return ascii(f"{self.fault or self.outcome}: {self.kind}: {self.about}")[1:-1]
-
-
 def _judged(kind: str, about: str, ended: Ended, is_named: bool, fault: str = "") -> Trial:
     """Return the trial of a command: with `fault`, it should have been refused."""
     fault = ended.fault or fault or ("" if is_named else "not named")
@@ -333,94 +306,3 @@ def _flags(command: str) -> list[str]:
 
     arguments = app[command].assemble_argument_collection()
     return sorted({name for argument in arguments for name in argument.names if name.startswith("--")})
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
-
-KIND = Kind(
-    name="robustness",
-    keys={"class": str, "tried": int, "survived": int, "silent": int, "unclear": int, "executed": int, "seed": int},
-    columns=tuple((key, f"{{{key}}}") for key in ("class", "tried", "survived", "silent", "unclear", "executed")),
-    may_fail=False,
-    session=("class",),
-)
-CLASSES: dict[str, tuple[int, str]] = {
-    "malformed files": (300, "robustness:malformed_files"),
-    "malformed command lines": (600, "robustness:malformed_commands"),
-    "ways to write a weight": (113, "writes:trials"),
-    "kills of runs": (200, "crash:kills_of_runs"),
-    "kills of ranks": (40, "crash:kills_of_ranks"),
-    "written inputs": (36, "silence:trials"),
-    "layers alone": (40, "silence:trials"),
-    "modules": (8, "silence:trials"),
-    "copies": (18, "silence:trials"),
-    "optimizers": (30, "silence:trials"),
-    "telemetry": (4, "silence:trials"),
-    "chat data": (24, "silence:trials"),
-    "held-out loss": (2, "silence:trials"),
-    "folders": (50, "silence:trials"),
-    "programs": (8, "silence:trials"),
-    "writers of FP8 weights": (12, "silence:trials"),
-    "messages": (4, "silence:trials"),
-}
-"""Number of trials, and the function that yields them, as module and name."""
-
-
-def trials_of(name: str, tried: int, seed: int) -> Iterator[Trial]:
-    """Yield the trials of a class."""
-    module, _, function = CLASSES[name][1].partition(":")
-    trials = getattr(importlib.import_module(f"octavo_bench.{module}"), function)
-    yield from trials(name, tried, seed) if module == "silence" else trials(tried, seed)
-
-
-def rows_of(
-    classes: Sequence[str], *, share: float = 1.0, seed: int = 0, report: Callable[[str], None] = lambda _: None
-) -> Iterator[Row]:
-    """Yield a row per class; trials that Octavo did not survive are reported.
-
-    Args:
-        classes: some of `CLASSES`.
-        share: share of the trials, from 0 to 1; at least one of each class.
-        seed: reproduces the trials.
-        report: called with each failed trial.
-    """
-    for name in classes:
-        trials = []
-        for trial in trials_of(name, max(1, round(CLASSES[name][0] * share)), seed):
-            trials.append(trial)
-            if trial.outcome not in SURVIVED:
-                report(str(trial))
-        counts = Counter(trial.outcome for trial in trials)
-        failed = dict.fromkeys(str(trial) for trial in trials if trial.outcome not in SURVIVED)
-        yield {
-            "class": name, "tried": len(trials), "survived": sum(counts[outcome] for outcome in SURVIVED),
-            "silent": counts["silent"], "unclear": counts["unclear"], "executed": counts["executed"], "seed": seed,
-            **({"failed": [*failed]} if failed else {}),
-        }  # fmt: skip
-
-
-def command(*, only: Names = (), share: float = 1.0, seed: int = 0, output: Output = TO_STDOUT) -> int:
-    """Try hostile and unlucky uses: each must end in the right result, or in one line that names the fault.
-
-    Exits with 1 if a trial was not survived.
-
-    Examples:
-
-        octavo bench robustness
-        octavo bench robustness --only "malformed files" --share 0.1
-
-    Parameters
-    ----------
-    only
-        Classes to try; all by default.
-    share
-        Share of the trials, from 0 to 1.
-    seed
-        Seed of the trials.
-    """
-    positive("--share", int(share > 0))
-    chosen = [known("--only", name, list(CLASSES), "class") for name in only or CLASSES]
-    found = rows_of(chosen, share=share, seed=seed, report=output.say)
-    flags: Row = {"share": None if share == 1 else share, "seed": seed or None}
-    rows = output.keep(KIND, found, device="cpu", only=only, **flags)
-    return int(any(row["survived"] < row["tried"] for row in rows))

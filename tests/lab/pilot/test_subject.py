@@ -1,4 +1,4 @@
-"""Workloads from files: the model, the batches and the loss that they say, the same in every training."""
+"""Subjects from files: the model, the batches and the loss that they say, the same in every training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, DataError
-from octavo.lab.train.workload import Shape, call_model, first_sample, first_tensor, load_workload, to_device
+from octavo.lab.train.opening import open_subject
+from octavo.lab.train.subject import Shape, call_model, first_sample, first_tensor, to_device
 
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64,
@@ -34,28 +35,28 @@ def same(one, other):
 
 
 def test_a_python_file(python_file):
-    workload = load_workload(python_file)
-    assert (workload.name, workload.tokens, workload.unit, workload.decode) == ("mine", 32, "sample", None)
-    assert same(workload.build(), workload.build())
-    batches = [next(workload.batches()) for _ in range(2)]
+    subject = open_subject(python_file)
+    assert (subject.name, subject.tokens, subject.unit, subject.decode) == ("mine", 32, "sample", None)
+    assert same(subject.build(), subject.build())
+    batches = [next(subject.batches()) for _ in range(2)]
     assert torch.equal(batches[0][0], batches[1][0])
-    endless = workload.batches()
+    endless = subject.batches()
     assert torch.equal([next(endless) for _ in range(4)][3][0], batches[0][0])
-    assert workload.loss(workload.build(), batches[0]).shape == ()
+    assert subject.loss(subject.build(), batches[0]).shape == ()
 
 
 @pytest.mark.parametrize("missing", ["build", "batches"])
 def test_a_python_file_without_a_function_is_refused(python_file, missing):
     python_file.write_text(python_file.read_text().replace(f"def {missing}", "def other"))
     with pytest.raises(ConfigError, match=rf"has no function {missing}\(\)"):
-        load_workload(python_file)
+        open_subject(python_file)
 
 
 def test_a_python_file_whose_batches_are_none_says_so(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from torch import nn\ndef build(): return nn.Linear(4, 4)\ndef batches(): return []\n")
     with pytest.raises(DataError, match=r"mine\.py: batches\(\) yields nothing"):
-        load_workload(file)
+        open_subject(file)
 
 
 def test_a_batch_may_be_a_named_tuple_or_one_tensor():
@@ -74,40 +75,40 @@ def test_a_python_file_may_define_dataclasses_with_postponed_annotations(python_
     """They look up their module by its name."""
     text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     python_file.write_text(f"{text}@dataclass\nclass Config:\n    dim: int = 64\n{python_file.read_text()}")
-    assert load_workload(python_file).build()[0].in_features == 64
+    assert open_subject(python_file).build()[0].in_features == 64
     assert "mine" not in sys.modules, "no module of that name is replaced"
 
 
 def test_a_hugging_face_config(tmp_path):
     pytest.importorskip("transformers")
-    workload = load_workload(written(tmp_path, SIZES), Shape(2, 16))
-    assert (workload.tokens, workload.unit) == (32, "token") and "Qwen3ForCausalLM" in workload.name
-    model, batch = workload.build().eval(), next(workload.batches())
-    assert same(model, workload.build()) and batch["input_ids"].shape == (2, 16)
-    assert workload.loss(model, batch).item() == pytest.approx(5.7, abs=0.5)  # log 300
+    subject = open_subject(written(tmp_path, SIZES), shape=Shape(2, 16))
+    assert (subject.tokens, subject.unit) == (32, "token") and "Qwen3ForCausalLM" in subject.name
+    model, batch = subject.build().eval(), next(subject.batches())
+    assert same(model, subject.build()) and batch["input_ids"].shape == (2, 16)
+    assert subject.loss(model, batch).item() == pytest.approx(5.7, abs=0.5)  # log 300
     with torch.no_grad():
-        step = workload.decode(model, batch)
+        step = subject.decode(model, batch)
         for decoded, count in ((batch, 2), (first_sample(batch), 1)):
-            step = workload.decode(model, decoded)
+            step = subject.decode(model, decoded)
             assert [step().logits.shape[:2] for _ in range(2)] == [(count, 1)] * 2  # the cache does not grow
 
 
 def test_a_model_of_images(tmp_path):
     pytest.importorskip("transformers")
-    workload = load_workload(written(tmp_path, IMAGES) / "config.json", Shape(3, 16))
-    assert (workload.tokens, workload.unit, workload.decode) == (3, "image", None)
-    assert workload.loss(workload.build(), next(workload.batches())).shape == ()
+    subject = open_subject(written(tmp_path, IMAGES) / "config.json", shape=Shape(3, 16))
+    assert (subject.tokens, subject.unit, subject.decode) == (3, "image", None)
+    assert subject.loss(subject.build(), next(subject.batches())).shape == ()
 
 
 def test_text_in_place_of_random_tokens(tmp_path):
     pytest.importorskip("transformers")
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 8)
-    batches = load_workload(written(tmp_path, SIZES), Shape(1, 24, text)).batches()
+    batches = open_subject(written(tmp_path, SIZES), shape=Shape(1, 24, text)).batches()
     first, second, third = (next(batches)["input_ids"][0] for _ in range(3))
     assert bytes(first.tolist()) == b"abcdefgh" * 3 and torch.equal(first, second) and torch.equal(first, third)
     with pytest.raises(DataError, match="has 64 tokens, and one batch needs 128"):
-        load_workload(tmp_path, Shape(4, 32, text)).batches()
+        open_subject(tmp_path, shape=Shape(4, 32, text)).batches()
 
 
 def test_a_run_file_with_its_text(tmp_path):
@@ -120,22 +121,22 @@ def test_a_run_file_with_its_text(tmp_path):
     }
     run = {"model": {"dim": 32, "layers": 1, "heads": 2}, "data": data, "run": {"batch": 2}}
     (tmp_path / "mine.json").write_text(json.dumps(run))
-    workload = load_workload(tmp_path / "mine.json")
-    model, batch = workload.build(), next(workload.batches())
-    assert (workload.name, workload.tokens) == ("mine", 32) and same(model, workload.build())
-    assert workload.loss(model, batch).item() == pytest.approx(5.6, abs=0.5)  # log 258
-    assert workload.decode(model, batch)().shape[:2] == (2, 1)
-    assert workload.decode(model, first_sample(batch))().shape[:2] == (1, 1)
+    subject = open_subject(tmp_path / "mine.json")
+    model, batch = subject.build(), next(subject.batches())
+    assert (subject.name, subject.tokens) == ("mine", 32) and same(model, subject.build())
+    assert subject.loss(model, batch).item() == pytest.approx(5.6, abs=0.5)  # log 258
+    assert subject.decode(model, batch)().shape[:2] == (2, 1)
+    assert subject.decode(model, first_sample(batch))().shape[:2] == (1, 1)
     (tmp_path / "mine.json").write_text(json.dumps(run | {"run": {"batch": 5000}}))
     with pytest.raises(DataError, match=f"^{re.escape(data['source'])}: the corpus has"):
-        load_workload(tmp_path / "mine.json").batches()
+        open_subject(tmp_path / "mine.json").batches()
 
 
-def test_what_is_no_workload_is_refused(tmp_path):
+def test_what_is_no_subject_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
-        load_workload(tmp_path / "nothing.py")
+        open_subject(tmp_path / "nothing.py")
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match="the model's maximum is 64 tokens"):
-        load_workload(written(tmp_path, SIZES), Shape(1, 65))
+        open_subject(written(tmp_path, SIZES), shape=Shape(1, 65))
     with pytest.raises(ConfigError, match="returns no loss"):
         call_model(torch.nn.Linear(4, 4), (torch.ones(2, 4),))
