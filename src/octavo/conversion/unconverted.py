@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from octavo.nn import GroupedLinear
 from octavo.nn.modules import full_name
+from octavo.nn.multihead import unsupported_reason
 
 IN_ONE_CALL = (
     "one call of PyTorch computes projections and attention, and neither a layer nor octavo.autocast is inside it. "
     "Projections that are layers, beside scaled_dot_product_attention, run in FP8"
 )
-"""Why the projections of `nn.MultiheadAttention` stay as they are, and what to do."""
+"""Why the projections of an `nn.MultiheadAttention` that is not converted stay as they are, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ def _reason(module: nn.Module, tensor: Tensor, dims: int) -> tuple[str, float]:
     if not tensor.is_floating_point():
         return f"{kind} holds quantised weights already", 1.0
     if isinstance(module, nn.MultiheadAttention):
-        return f"nn.MultiheadAttention multiplies by it itself: {IN_ONE_CALL}", 1.0
+        return f"{unsupported_reason(module)}: {IN_ONE_CALL}", 1.0
     if isinstance(module, nn.RNNBase):
         return f"{kind} multiplies by it itself, step by step", 1.0
     if dims == 3:
