@@ -101,7 +101,7 @@ class LayerPlanner:
             yield replace(row, active=active, reason=kept or "; ".join(filter(None, notes)), evidence=evidence)
 
     def _layer(self, name: str, layer: Layer | nn.MultiheadAttention, kept: str | None) -> LayerPlan:
-        """Return the row of one layer, or of the in-projection of attention. kept: the policy's reason to keep it in BF16."""
+        """Return the row of one layer, or of an in-projection. kept: the policy's reason to keep it in BF16."""
         recipe, found = self.recipes[name], _evidence_for(name, self.recipe)
         kind, shape, taps = _gemm_of(layer)
         known = rates(self.device) if recipe.is_fp8 else None

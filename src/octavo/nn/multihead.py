@@ -13,7 +13,7 @@ Parameters, names and state_dict are those of PyTorch's module.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +54,8 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         """Return the output and, with `need_weights`, the attention weights, as `nn.MultiheadAttention` does.
 
         PyTorch's own forward runs while FP8 is off (`octavo.disabled`), and for arguments that it alone takes, or
-        refuses: nested tensors, masks and shapes that do not fit. In evaluation too, these are the steps that run, never
-        PyTorch's fused kernel.
+        refuses: nested tensors, masks and shapes that do not fit. In evaluation too these steps run, never PyTorch's
+        fused kernel.
 
         Args:
             query: (L, N, E), with `batch_first` (N, L, E), or (L, E).
@@ -69,10 +69,10 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         masks = key_padding_mask, attn_mask
         is_as_pytorch = not self.enabled and not isinstance(self.out_proj.weight, FP8Tensor)  # which it cannot read
         if is_as_pytorch or not self._takes(query, key, value, *masks, is_causal):
-            theirs = type(self).parent.forward(
+            theirs: tuple[Tensor, Tensor | None] = type(self).parent.forward(
                 self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
-            return cast(tuple[Tensor, Tensor | None], theirs)
+            return theirs
         is_batched, batch = query.dim() == 3, 0 if self.batch_first else 1
         projected = self._project(query, key, value)
         q, k, v = (self._heads(each if is_batched else each.unsqueeze(batch)) for each in projected)
@@ -119,7 +119,8 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
     def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add the keys and values that every query sees: the learned ones of `add_bias_kv`, and zeros."""
         shape = (1, self.num_heads, 1, self.head_dim)
-        added = [] if self.bias_k is None else [(self.bias_k.view(shape), self.bias_v.view(shape))]
+        learned = self.bias_k, self.bias_v
+        added = [] if learned[0] is None or learned[1] is None else [(learned[0].view(shape), learned[1].view(shape))]
         added += [(k.new_zeros(shape), v.new_zeros(shape))] if self.add_zero_attn else []
         for more_k, more_v in added:
             k = torch.cat([k, more_k.to(k.dtype).expand(len(k), -1, -1, -1)], dim=2)
