@@ -14,8 +14,9 @@ import octavo
 from octavo.conversion import Policy
 from octavo.errors import NonFiniteError
 from octavo.kernels import record
-from octavo.nn import multihead
+from octavo.nn import multihead, telemetry_rows
 from octavo.recipes import load
+from octavo.serving.layers import NOT_STORED, unserved_layers
 
 RECIPE = "folded"
 WIDTH, HEADS, BATCH, QUERIES, KEYS = 32, 4, 3, 7, 9
@@ -230,3 +231,33 @@ def test_compiled_code_is_one_graph_with_the_same_bits():
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     expected = module(x, x, x, need_weights=False)[0]
     assert torch.equal(compiled(x, x, x, need_weights=False)[0], expected)
+
+
+def test_what_it_cannot_report_is_named():
+    """Telemetry, counts of errors and an export list the in-projection, whose inputs may be three tensors."""
+    model = nn.ModuleDict({"attn": attention()})
+    octavo.convert(model, RECIPE)
+    layers, left = telemetry_rows.find(model)
+    assert set(layers) == {"attn.out_proj"} and set(left) == {"attn.in_proj"}
+    with octavo.observed(model) as report:
+        model["attn"](*inputs("self", False, True))
+    assert report.not_counted == ("attn",)
+    assert unserved_layers(model, [])["attn"] == NOT_STORED
+
+
+class RelistedEachTime(nn.Module):
+    """Makes new parameters whenever modules are listed, as PEFT's wrapper of `nn.MultiheadAttention` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = attention()
+
+    def named_modules(self, *arguments, **options):
+        self.base.in_proj_weight = nn.Parameter(self.base.in_proj_weight.detach())
+        self.base.out_proj.weight = nn.Parameter(self.base.out_proj.weight.detach())
+        return super().named_modules(*arguments, **options)
+
+
+def test_a_weight_that_another_library_replaces_is_still_that_of_its_row():
+    plan = octavo.plan(RelistedEachTime(), RECIPE)
+    assert [row.name for row in plan.layers] == ["base.in_proj", "base.out_proj"] and not plan.unconverted

@@ -119,9 +119,13 @@ def _recipes_of(
 
 
 def _weights_read(model: nn.Module, layers: Mapping[str, Layer], modules: Iterable[str]) -> set[int]:
-    """Return the `id` of the weights of layers, and of all parameters of further modules."""
-    read = {id(layer.weight) for layer in layers.values()}
-    return read | {id(parameter) for name in modules for parameter in model.get_submodule(name).parameters()}
+    """Return the `id` of layers and their weights, and of further modules and all of their parameters.
+
+    Of modules too: PEFT makes new parameters for an `nn.MultiheadAttention` whenever it lists the modules of a model.
+    """
+    others = [model.get_submodule(name) for name in modules]
+    read = {id(layer) for layer in (*layers.values(), *others)} | {id(layer.weight) for layer in layers.values()}
+    return read | {id(parameter) for module in others for parameter in module.parameters()}
 
 
 def _refusal(device: torch.device) -> str:

@@ -41,13 +41,13 @@ def find_unconverted(
     """Yield the weights that no planned layer reads. Embedding tables are not multiplied and are left out.
 
     Args:
-        known: `id` of the weights that planned layers read.
+        known: `id` of planned modules, and of the weights that they read.
         smallest: weights with a dimension below this are left out, as layers are (`Policy.min_features`).
         roles: `id` of the weights of routers, and the reason (`octavo.conversion.roles`).
     """
     seen = set(known)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag | GroupedLinear):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | GroupedLinear) or id(module) in known:
             continue
         packed = {k: b for k, b in module._buffers.items() if b is not None and not b.is_floating_point()}
         tensors = module._parameters if module._parameters else packed if _holds_codes(packed) else {}
