@@ -172,6 +172,7 @@ def test_weights_in_fp8_are_those_of_out_proj():
     module = attention()
     plan = octavo.convert(module, RECIPE, policy=Policy(weights="fp8"))
     assert [(row.name, row.weight) for row in plan.layers] == [("in_proj", "unchanged"), ("out_proj", "fp8")]
+    assert plan.layers[0].reason == "its packed weight stays as it is"
     x = torch.randn(QUERIES, BATCH, WIDTH)
     with octavo.disabled(module), record() as ledger:
         y = module(x, x, x, need_weights=False)[0]

@@ -80,9 +80,11 @@ class LayerPlanner:
         """Yield the row of the in-projection of each `nn.MultiheadAttention`."""
         blocks = self.policy.blocks_to_keep(self.model)
         for name, module in attentions.items():
-            row = full_name(name, IN_PROJECTION)
+            own = full_name(name, IN_PROJECTION)
             kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep_attention(name, module)
-            yield self._layer(row, module, kept or unsupported_reason_attention(self.recipes[row]))
+            row = self._layer(own, module, kept or unsupported_reason_attention(self.recipes[own]))
+            note = "its packed weight stays as it is" if row.is_fp8 and self.policy.weights == "fp8" else ""
+            yield replace(row, reason="; ".join(filter(None, (row.reason, note))))
 
     def stacks(self, stacks: Mapping[str, FoundStack]) -> Iterator[LayerPlan]:
         """Yield the row of each module with one matrix per expert."""
