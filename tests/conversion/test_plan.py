@@ -508,7 +508,7 @@ def test_layers_that_cannot_rotate_compute_fprop_in_fp8():
     assert rows["0"].reason == "" and rows["0"].kernels.startswith("int8 / ")
     assert rows["1"].reason == "rotated by blocks of 64, the largest that divides 384"
     assert rows["2"].reason == "fprop in FP8: no rotation by 16 or more divides 100 features"
-    assert rows["3"].reason == "fprop in FP8: only linear layers and experts rotate their inputs"
+    assert rows["3"].reason == "fprop in FP8: only linear layers, attention and experts rotate their inputs"
     assert made.recipes["2"] is made.recipes["3"]  # layers of one recipe are computed together
     convert(model, "rotated", policy=Policy(min_gain=0))
     twin = nn.Sequential(*(nn.Linear(100, 64) for _ in range(1)))

@@ -10,10 +10,22 @@ from octavo.conversion.unconverted import IN_ONE_CALL
 from octavo.kernels import record
 
 
-def test_attention_of_pytorch():
-    plan = make_plan(nn.TransformerEncoderLayer(64, 4, 128))
+class OwnForward(nn.MultiheadAttention):
+    def forward(self, x, *others, **options):
+        return super().forward(x, x, x, **options)
+
+
+def with_own_forward():
+    layer = nn.TransformerEncoderLayer(64, 4, 128)
+    layer.self_attn = OwnForward(64, 4)
+    return layer
+
+
+def test_attention_of_pytorch_with_a_forward_of_its_own():
+    plan = make_plan(with_own_forward())
     (weight,) = plan.unconverted
     assert (weight.name, weight.shape) == ("self_attn.in_proj_weight", (192, 64))
+    assert weight.reason.startswith("OwnForward, a subclass of nn.MultiheadAttention, has a forward of its own")
     row = next(layer for layer in plan.layers if layer.name == "self_attn.out_proj")
     assert not row.is_fp8 and row.reason.startswith("nn.MultiheadAttention reads its weight and never calls it")
     total = 2 * 128 * 64
@@ -24,9 +36,39 @@ def test_attention_of_pytorch():
     assert '"unconverted": [' in plan.to_json()
 
 
+def test_attention_of_pytorch_has_two_rows_and_one_switch():
+    """`out_proj` is called by the attention that computes its in-projection in FP8, and by no other."""
+    model = nn.TransformerEncoderLayer(64, 4, 128)
+    plan = make_plan(model)
+    assert [(row.name, row.kind, row.is_fp8) for row in plan.layers[:2]] == [
+        ("self_attn.in_proj", "q, k, v", True), ("self_attn.out_proj", "linear", True),
+    ]  # fmt: skip
+    assert plan.share == 1 and not plan.unconverted and "192 x 64, q, k, v" in str(plan)
+    for kept in (
+        make_plan(model, policy=Policy(keep={"self_attn": "mine"})),
+        make_plan(model, policy=Policy(min_features=65)),
+        make_plan(model, policy=Policy(filter=lambda name, module: not isinstance(module, nn.MultiheadAttention))),
+        make_plan(model, {"name": "mixed", "base": "folded", "modules": {"*.in_proj": "bf16"}}),
+        make_plan(model, "delayed"),
+    ):
+        rows = {row.name: row for row in kept.layers}
+        assert not rows["self_attn.in_proj"].is_fp8 and not rows["self_attn.out_proj"].is_fp8
+        assert not kept.unconverted
+    assert rows["self_attn.in_proj"].reason.startswith("recipe 'delayed' stores scales")
+    assert rows["self_attn.out_proj"].reason.endswith("never calls it: its in_proj stays in BF16")
+    out = make_plan(model, policy=Policy(keep=["*.out_proj"]))
+    assert [row.is_fp8 for row in out.layers[:2]] == [True, False]
+
+
+def test_attention_with_separate_weights_says_so():
+    reasons = {weight.reason for weight in make_plan(nn.MultiheadAttention(64, 4, kdim=32, vdim=32)).unconverted}
+    (reason,) = reasons
+    assert reason.startswith("nn.MultiheadAttention has separate weights for q, k and v (kdim, vdim)")
+
+
 def test_what_the_plan_says_of_attention_of_pytorch_is_true():
     """It is one call for `octavo.autocast` too; projections that are layers run in FP8."""
-    plan = make_plan(attention := nn.MultiheadAttention(64, 4, batch_first=True))
+    plan = make_plan(attention := OwnForward(64, 4, batch_first=True))
     reasons = [plan.unconverted[0].reason, *(row.reason for row in plan.layers)]
     assert len(reasons) == 2 and all(reason.endswith(IN_ONE_CALL) for reason in reasons)
     assert "neither a layer nor octavo.autocast is inside it" in IN_ONE_CALL

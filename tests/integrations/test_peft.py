@@ -114,3 +114,34 @@ def test_gpt2_merges_what_it_computed():
         merged = wrapped.merge_and_unload()(ids).logits
     moved = (expected - base).abs().max()
     assert moved > 0.05 and (merged - expected).abs().max() < 0.1 * moved
+
+
+@pytest.mark.parametrize("is_converted_first", [False, True])
+def test_attention_of_pytorch_computes_the_updated_weights_before_and_after_a_merge(is_converted_first):
+    """PEFT adds an update to the packed weight in each forward, which FP8 quantises as it is then."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(64, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attn(x, x, x, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(2, 8, 64)
+    if is_converted_first:
+        octavo.convert(block, "folded")
+    model = get_peft_model(block, LoraConfig(r=4, target_modules=["attn"], init_lora_weights=False))
+    if not is_converted_first:
+        plan = octavo.convert(model, "folded")
+        assert plan.fp8_layers == 2 and not plan.unconverted
+    y = model(x)
+    y.sum().backward()
+    assert all((p.grad is not None) is p.requires_grad for p in model.parameters())
+    merged = model.merge_and_unload()
+    with torch.no_grad():
+        assert torch.equal(merged(x), y)
+        octavo.revert(merged)
+        plain = merged(x)
+        assert 0 < (plain - y).norm() < 0.1 * plain.norm()

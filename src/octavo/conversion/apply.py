@@ -32,6 +32,8 @@ from octavo.nn.fp8_weights import values
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse
 from octavo.nn.linear import LinearLayer, is_adopted
 from octavo.nn.modules import full_name
+from octavo.nn.multihead import MultiheadAttention
+from octavo.nn.multihead import adopt as adopt_attention
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.operands import LAYERS
 from octavo.nn.scaling_state import attach_scaling_state
@@ -86,10 +88,8 @@ def convert(
     layers = layers_of(model)
     refuse_sharded(model, layers)
     patterns = [pattern.name for pattern in plan.structures if pattern.kind in ("mlp", "norm")]
-    refuse_wrapped(
-        model,
-        [*(name for name in plan.recipes if name in layers), *plan.experts, *plan.stacks, *patterns, *_taken(model)],
-    )
+    changed = [row.module for row in plan.layers if row.is_fp8]
+    refuse_wrapped(model, [*changed, *patterns, *_taken(model)])
     _check_finite(model, plan, layers)
     calibrated = None if scales is None else calibration_file.read(Path(scales))
     calibration_file.check(plan.recipes, calibrated)
@@ -122,6 +122,8 @@ def _carry_out(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> Non
     for name, arguments in plan.stacks.items():
         adopt_stack(model.get_submodule(name), arguments, plan.recipes[name])
     for row in plan.layers:
+        if row.is_in_projection and row.is_fp8:
+            adopt_attention(model.get_submodule(row.module), plan.recipes[row.name])
         if row.name not in layers:
             continue
         layer = layers[row.name]
@@ -192,12 +194,13 @@ def _release(model: nn.Module) -> int:
         if isinstance(core, ScaledDotProduct):
             core.keep_values()
     for module in _taken(model).values():
-        count += 2 * isinstance(module, Experts) + isinstance(module, LinearLayer | Convolution | RecognisedStack)
+        count += 2 * isinstance(module, Experts)
+        count += isinstance(module, LinearLayer | Convolution | RecognisedStack | MultiheadAttention)
         module.release()
     return count
 
 
-_Taken = FusedMLP | Norm | Experts | LinearLayer | Convolution | RecognisedStack
+_Taken = FusedMLP | Norm | Experts | LinearLayer | Convolution | RecognisedStack | MultiheadAttention
 
 
 def _taken(model: nn.Module) -> dict[str, _Taken]:
@@ -205,7 +208,7 @@ def _taken(model: nn.Module) -> dict[str, _Taken]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _Taken) and is_taken(module)}
 
 
-_Switchable = LinearLayer | Convolution | GroupedLinear | Norm | ScaledDotProduct
+_Switchable = LinearLayer | Convolution | GroupedLinear | Norm | ScaledDotProduct | MultiheadAttention
 
 
 def _switchable(model: nn.Module) -> list[_Switchable]:
@@ -236,7 +239,8 @@ def _check_finite(model: nn.Module, plan: Plan, layers: Mapping[str, Layer]) -> 
     for name in plan.recipes:
         if name in layers:
             _check_weight(full_name(name, "weight"), layers[name].weight)
-    for name in (*plan.experts, *plan.stacks):
+    attentions = [row.module for row in plan.layers if row.is_in_projection and row.is_fp8]
+    for name in (*plan.experts, *plan.stacks, *attentions):
         for parameter, weight in model.get_submodule(name).named_parameters():
             _check_weight(full_name(name, parameter), weight)
 

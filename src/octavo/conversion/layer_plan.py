@@ -11,15 +11,19 @@ from octavo.recipes import Evidence
 Weights = Literal["unchanged", "fp8"]
 """Storage of the weight of a converted linear layer."""
 
+IN_PROJECTION_KIND = "q, k, v"
+"""`LayerPlan.kind` of the in-projection of an `nn.MultiheadAttention`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """The plan of one linear layer, convolution or product of experts."""
+    """The plan of one linear layer, convolution, in-projection of attention or product of experts."""
 
     name: str
     kind: str = "linear"
-    """`linear`, `stored as K x N` of a transposed one, the convolution and its kernel, as in `conv2d 3x3`, the number
-    of experts, as in `128 experts`, or of matrices in a module with one product per expert, as in `16 matrices`."""
+    """`linear`, `stored as K x N` of a transposed one, `q, k, v` of an `nn.MultiheadAttention`, the convolution and its
+    kernel, as in `conv2d 3x3`, the number of experts, as in `128 experts`, or of matrices in a module with one product
+    per expert, as in `16 matrices`."""
     shape: tuple[int, int]
     """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel."""
     count: int = 1
@@ -61,9 +65,14 @@ class LayerPlan:
         return self.kind.endswith(" experts")
 
     @property
+    def is_in_projection(self) -> bool:
+        """Whether it is the product of an `nn.MultiheadAttention` by its packed weight, whose name is extended too."""
+        return self.kind == IN_PROJECTION_KIND
+
+    @property
     def module(self) -> str:
-        """The full name of its module: a module of experts has two products."""
-        return self.name.rpartition(".")[0] if self.is_experts else self.name
+        """The full name of its module: a module of experts has two products, and attention is more than one."""
+        return self.name.rpartition(".")[0] if self.is_experts or self.is_in_projection else self.name
 
     @property
     def is_fp8(self) -> bool:

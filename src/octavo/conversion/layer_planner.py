@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
@@ -14,11 +14,11 @@ from torch import nn
 from octavo.conversion.experts import FoundExperts, no_grouped_kernel
 from octavo.conversion.fusion_patterns import reader_of
 from octavo.conversion.gain import EXPERTS_FROM, predicted_gain, predicted_gain_of_experts
-from octavo.conversion.layer_plan import LayerPlan
+from octavo.conversion.layer_plan import IN_PROJECTION_KIND, LayerPlan
 from octavo.conversion.policy import NO_FP8, TOO_SMALL, Policy
 from octavo.conversion.refusals import device_unsupported_reason
 from octavo.conversion.stacks import FoundStack
-from octavo.conversion.unconverted import active_share
+from octavo.conversion.unconverted import IN_ONE_CALL, active_share
 from octavo.conversion.unfit import find_unfit
 from octavo.conversion.weights import Layer
 from octavo.kernels.explain import gemm_kernel
@@ -30,6 +30,8 @@ from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason
 from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
+from octavo.nn.multihead import IN_PROJECTION
+from octavo.nn.multihead import unsupported_reason_recipe as unsupported_reason_attention
 from octavo.numerics import block_for
 from octavo.recipes import GEMMS, Evidence, Recipe, load
 
@@ -50,9 +52,14 @@ class LayerPlanner:
     in_fp8: Mapping[str, str] = field(default_factory=dict)
     """Name of a layer whose recipe multiplies INT8 or rotated codes in fprop, and which cannot -> the reason."""
 
-    def layers(self, layers: Mapping[str, Layer]) -> list[LayerPlan]:
-        """Return the rows of linear layers and convolutions."""
+    def layers(self, layers: Mapping[str, Layer], attentions: Iterable[LayerPlan] = ()) -> list[LayerPlan]:
+        """Return the rows of linear layers and convolutions.
+
+        Args:
+            attentions: rows of `attentions`, which decide whether `out_proj` is called.
+        """
         blocks, unfit = self.policy.blocks_to_keep(self.model), find_unfit(self.model, layers.values())
+        unfit |= _read_by_attention(self.model, attentions)
         rows = []
         for name, layer in layers.items():
             role, reason = self.roles.get(id(layer), ""), unfit.get(id(layer), "")
@@ -68,6 +75,16 @@ class LayerPlanner:
             sizes = (*found.first, *found.second)
             kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep_experts(name, module, sizes)
             yield from self._experts(name, module, found, kept or no_grouped_kernel(self.device))
+
+    def attentions(self, attentions: Mapping[str, nn.MultiheadAttention]) -> Iterator[LayerPlan]:
+        """Yield the row of the in-projection of each `nn.MultiheadAttention`."""
+        blocks = self.policy.blocks_to_keep(self.model)
+        for name, module in attentions.items():
+            own = full_name(name, IN_PROJECTION)
+            kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep_attention(name, module)
+            row = self._layer(own, module, kept or unsupported_reason_attention(self.recipes[own]))
+            note = "its packed weight stays as it is" if row.is_fp8 and self.policy.weights == "fp8" else ""
+            yield replace(row, reason="; ".join(filter(None, (row.reason, note))))
 
     def stacks(self, stacks: Mapping[str, FoundStack]) -> Iterator[LayerPlan]:
         """Yield the row of each module with one matrix per expert."""
@@ -85,8 +102,8 @@ class LayerPlanner:
             active = active_share(module, stack.experts)
             yield replace(row, active=active, reason=kept or "; ".join(filter(None, notes)), evidence=evidence)
 
-    def _layer(self, name: str, layer: Layer, kept: str | None) -> LayerPlan:
-        """Return the row of one layer. kept: the policy's reason to keep it in BF16."""
+    def _layer(self, name: str, layer: Layer | nn.MultiheadAttention, kept: str | None) -> LayerPlan:
+        """Return the row of one layer, or of an in-projection. kept: the policy's reason to keep it in BF16."""
         recipe, found = self.recipes[name], _evidence_for(name, self.recipe)
         kind, shape, taps = _gemm_of(layer)
         known = rates(self.device) if recipe.is_fp8 else None
@@ -231,8 +248,21 @@ def _chosen_reason(found: Evidence | None) -> str:
     return found.reason if found else NO_FP8
 
 
-def _gemm_of(layer: Layer) -> tuple[str, tuple[int, int], int]:
+def _read_by_attention(model: nn.Module, attentions: Iterable[LayerPlan]) -> dict[int, str]:
+    """Return the `id` of each `out_proj` that PyTorch's own attention will multiply by itself, and the reason."""
+    rows, reasons = {row.module: row for row in attentions}, {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention) or (name in rows and rows[name].is_fp8):
+            continue
+        why = f"its {IN_PROJECTION} stays in BF16" if name in rows else IN_ONE_CALL
+        reasons[id(module.out_proj)] = f"nn.MultiheadAttention reads its weight and never calls it: {why}"
+    return reasons
+
+
+def _gemm_of(layer: Layer | nn.MultiheadAttention) -> tuple[str, tuple[int, int], int]:
     """Return a layer's kind, (N, K) of its GEMM, and the pixels of a convolution's patch, 0 for a linear layer."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return IN_PROJECTION_KIND, (3 * layer.embed_dim, layer.embed_dim), 0
     if is_transposed(layer):
         return "stored as K x N", (layer.weight.shape[1], layer.weight.shape[0]), 0
     if isinstance(layer, nn.Linear):

@@ -35,6 +35,7 @@ from octavo.nn.experts import FIRST, SECOND
 from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
+from octavo.nn.multihead import IN_PROJECTION, unsupported_reason
 from octavo.nn.operands import autocast_dtype, dtype_note
 from octavo.numerics import SMALLEST_ROTATION, is_rotatable
 from octavo.recipes import FALLBACK, Recipe, RecipeLike
@@ -74,18 +75,23 @@ def make_plan(
     where = _device_named(device) if device is not None else _device_of(model)
     recipe, instead = choose(recipe, model, policy, where)
     layers, experts, stacks, mlps = layers_of(model), find_experts(model), find_stacks(model), find_mlps(model)
-    names = [*layers, *(full_name(name, product) for name in experts for product in (FIRST, SECOND)), *stacks]
+    attentions = find_attentions(model)
+    within = {full_name(name, IN_PROJECTION): module for name, module in attentions.items()}
+    products = (full_name(name, product) for name in experts for product in (FIRST, SECOND))
+    names = [*layers, *products, *stacks, *within]
     _check_patterns(recipe, policy, names)
-    recipes, in_fp8 = _recipes_of(names, recipe, layers, where)
+    recipes, in_fp8 = _recipes_of(names, recipe, {**layers, **within}, where)
     roles = find_roles(model)
     planner = LayerPlanner(
         model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where, roles=roles,
         in_fp8=in_fp8,
     )  # fmt: skip
-    rows = plan_weights(model, layers, planner.layers(layers), recipes, policy.weights)
+    attention_rows = list(planner.attentions(attentions))
+    layer_rows = planner.layers(layers, attention_rows)
+    rows = plan_weights(model, layers, layer_rows, recipes, policy.weights)
     expert_rows, stack_rows = list(planner.experts(experts)), list(planner.stacks(stacks))
-    ordered = _in_order_of(model, [*rows, *expert_rows, *stack_rows])
-    read = _weights_read(model, layers, [*experts, *stacks])
+    ordered = _in_order_of(model, [*rows, *attention_rows, *expert_rows, *stack_rows])
+    read = _weights_read(model, layers, [*experts, *stacks, *attentions])
     plan = Plan(
         recipe=recipe,
         device=str(where),
@@ -104,7 +110,7 @@ def make_plan(
 
 
 def _recipes_of(
-    names: Iterable[str], recipe: Recipe, layers: Mapping[str, Layer], device: torch.device
+    names: Iterable[str], recipe: Recipe, layers: Mapping[str, Layer | nn.MultiheadAttention], device: torch.device
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
     """Return the recipe of each layer by name, and why those that compute fprop in FP8 instead of INT8 do so."""
     recipes = {name: recipe.for_layer(name) for name in names}
@@ -113,9 +119,13 @@ def _recipes_of(
 
 
 def _weights_read(model: nn.Module, layers: Mapping[str, Layer], modules: Iterable[str]) -> set[int]:
-    """Return the `id` of the weights of layers, and of all parameters of further modules."""
-    read = {id(layer.weight) for layer in layers.values()}
-    return read | {id(parameter) for name in modules for parameter in model.get_submodule(name).parameters()}
+    """Return the `id` of layers and their weights, and of further modules and all of their parameters.
+
+    Of modules too: PEFT makes new parameters for an `nn.MultiheadAttention` whenever it lists the modules of a model.
+    """
+    others = [model.get_submodule(name) for name in modules]
+    read = {id(layer) for layer in (*layers.values(), *others)} | {id(layer.weight) for layer in layers.values()}
+    return read | {id(parameter) for module in others for parameter in module.parameters()}
 
 
 def _refusal(device: torch.device) -> str:
@@ -126,7 +136,7 @@ def _refusal(device: torch.device) -> str:
     return f"{architecture(device).name}: {reason}. `octavo.convert` refuses it unless allow_reference=True"
 
 
-def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device) -> str:
+def _no_integer_fprop(recipe: Recipe, layer: Layer | nn.MultiheadAttention | None, device: torch.device) -> str:
     """Return why a layer computes fprop by its recipe's codes in FP8; empty if it does not.
 
     Args:
@@ -134,10 +144,12 @@ def _no_integer_fprop(recipe: Recipe, layer: Layer | None, device: torch.device)
     """
     if not recipe.has_integer_fprop or recipe.with_fprop_in_fp8() is None:
         return ""
-    if layer is not None and not isinstance(layer, nn.Linear):
-        return "fprop in FP8: only linear layers and experts rotate their inputs"
-    if layer is not None and recipe.fprop.input.rotation and not is_rotatable(layer.in_features):
-        return f"fprop in FP8: no rotation by {SMALLEST_ROTATION} or more divides {layer.in_features} features"
+    if layer is not None and not isinstance(layer, nn.Linear | nn.MultiheadAttention):
+        return "fprop in FP8: only linear layers, attention and experts rotate their inputs"
+    if layer is not None and recipe.fprop.input.rotation:
+        features = layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else layer.in_features
+        if not is_rotatable(features):
+            return f"fprop in FP8: no rotation by {SMALLEST_ROTATION} or more divides {features} features"
     reason = unsupported_reason_device(device, grouped=layer is None)
     return f"fprop in FP8: {reason}" if reason else ""
 
@@ -190,7 +202,7 @@ def _in_order_of(model: nn.Module, rows: Sequence[LayerPlan]) -> tuple[LayerPlan
 
 def _weight(model: nn.Module, row: LayerPlan) -> Tensor:
     module = model.get_submodule(row.module)
-    return next(module.parameters()) if row.is_experts else cast(Tensor, module.weight)
+    return cast(Tensor, module.weight) if row.module == row.name else next(module.parameters())
 
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
@@ -200,6 +212,12 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
         for name, module in model.named_modules()
         if isinstance(module, Layer) or is_transposed(module)
     }
+
+
+def find_attentions(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
+    """Return each `nn.MultiheadAttention` that can be converted, by its first name."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    return {name: module for name, module in found.items() if unsupported_reason(module) is None}
 
 
 def _device_named(device: torch.device | str) -> torch.device:
@@ -227,8 +245,9 @@ def _check_patterns(recipe: Recipe, policy: Policy, names: list[str]) -> None:
 
 
 FAST_PATH = (
-    "nn.TransformerEncoderLayer computes linear1 and linear2 itself, in high precision, in model.eval() without "
-    "gradients and without autocast: torch.backends.mha.set_fastpath_enabled(False) keeps such an evaluation in FP8"
+    "nn.TransformerEncoderLayer computes its layers and its attention itself, in high precision, in model.eval() "
+    "without gradients and without autocast: torch.backends.mha.set_fastpath_enabled(False) keeps such an evaluation "
+    "in FP8"
 )
 """A note that `convert` logs as a warning too."""
 
@@ -292,4 +311,5 @@ def _has_fast_path(module: nn.Module, name: str, plan: Plan) -> bool:
     attention = module.self_attn
     is_eligible = isinstance(attention, nn.MultiheadAttention) and attention.batch_first
     is_eligible = is_eligible and bool(module.activation_relu_or_gelu)
-    return is_eligible and any(full_name(name, child) in plan.recipes for child in ("linear1", "linear2"))
+    children = ("linear1", "linear2", f"self_attn.{IN_PROJECTION}")
+    return is_eligible and any(full_name(name, child) in plan.recipes for child in children)

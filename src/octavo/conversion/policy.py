@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, cast, get_args
 
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from octavo._util import config_reader
@@ -18,7 +17,6 @@ from octavo._util.terminal import quantity
 from octavo.conversion.blocks import unwrapped_class
 from octavo.conversion.layer_plan import Weights
 from octavo.conversion.roles import HEAD, HEAD_NAMES, ROUTER, ROUTER_NAMES
-from octavo.conversion.unconverted import IN_ONE_CALL
 from octavo.errors import ConfigError, did_you_mean
 from octavo.nn.adopted import is_taken
 from octavo.nn.conv import Convolution, unsupported_reason
@@ -220,6 +218,23 @@ class Policy:
             return f"its weights are {dtypes}, no real floating-point numbers"
         return None if self._takes(name, module) else _FILTERED
 
+    def reason_to_keep_attention(self, name: str, module: nn.MultiheadAttention) -> str | None:
+        """Return why the projections of an `nn.MultiheadAttention` stay in BF16, or None."""
+        if (reason := self._pattern_reason(name)) is not None:
+            return reason
+        if "forward" in vars(module):
+            return "its instance has a forward of its own, as hooks of other libraries set one"
+        if is_parametrized(module) or is_parametrized(module.out_proj):
+            return "one of its parameters is computed by a parametrization"
+        weight = module.in_proj_weight
+        if module.embed_dim < self.min_features:
+            return f"fewer than {self.min_features} features"
+        if (kind := _foreign_class(weight)) is not None:
+            return f"its weight is an {kind}, a tensor of another library: quantised already, for example"
+        if weight.dtype not in REAL:
+            return f"its weight is {weight.dtype}, no real floating-point number"
+        return None if self._takes(name, module) else _FILTERED
+
     def _takes(self, name: str, module: nn.Module) -> bool:
         """Return whether the filter takes a layer."""
         try:
@@ -251,8 +266,6 @@ class Policy:
     def _linear(self, layer: nn.Linear) -> str | None:
         if "weight" not in layer._parameters:
             return "its weight is computed, by a parametrization for example"
-        if isinstance(layer, NonDynamicallyQuantizableLinear):
-            return f"nn.MultiheadAttention reads its weight and never calls it: {IN_ONE_CALL}"
         sizes = layer.weight.shape if is_transposed(layer) else (layer.in_features, layer.out_features)
         if min(sizes) < self.min_features:
             return f"fewer than {self.min_features} features"

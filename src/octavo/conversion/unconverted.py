@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from octavo.nn import GroupedLinear
 from octavo.nn.modules import full_name
+from octavo.nn.multihead import unsupported_reason
 
 IN_ONE_CALL = (
     "one call of PyTorch computes projections and attention, and neither a layer nor octavo.autocast is inside it. "
     "Projections that are layers, beside scaled_dot_product_attention, run in FP8"
 )
-"""Why the projections of `nn.MultiheadAttention` stay as they are, and what to do."""
+"""Why the projections of an `nn.MultiheadAttention` that is not converted stay as they are, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +41,13 @@ def find_unconverted(
     """Yield the weights that no planned layer reads. Embedding tables are not multiplied and are left out.
 
     Args:
-        known: `id` of the weights that planned layers read.
+        known: `id` of planned modules, and of the weights that they read.
         smallest: weights with a dimension below this are left out, as layers are (`Policy.min_features`).
         roles: `id` of the weights of routers, and the reason (`octavo.conversion.roles`).
     """
     seen = set(known)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag | GroupedLinear):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | GroupedLinear) or id(module) in known:
             continue
         packed = {k: b for k, b in module._buffers.items() if b is not None and not b.is_floating_point()}
         tensors = module._parameters if module._parameters else packed if _holds_codes(packed) else {}
@@ -72,7 +73,7 @@ def _reason(module: nn.Module, tensor: Tensor, dims: int) -> tuple[str, float]:
     if not tensor.is_floating_point():
         return f"{kind} holds quantised weights already", 1.0
     if isinstance(module, nn.MultiheadAttention):
-        return f"nn.MultiheadAttention multiplies by it itself: {IN_ONE_CALL}", 1.0
+        return f"{unsupported_reason(module)}: {IN_ONE_CALL}", 1.0
     if isinstance(module, nn.RNNBase):
         return f"{kind} multiplies by it itself, step by step", 1.0
     if dims == 3:

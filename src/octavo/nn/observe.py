@@ -29,6 +29,7 @@ from octavo.nn.functional import scale_ref_of
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import hooked
+from octavo.nn.multihead import MultiheadAttention
 from octavo.nn.telemetry_ops import rotated
 from octavo.numerics import PER_TENSOR, Quantized, format_of, tile_amax
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe
@@ -77,7 +78,7 @@ class Observation:
     """The report of `octavo.observed`. `print` shows a table, the worst first. Reading it waits for the device."""
 
     not_counted: tuple[str, ...]
-    """FP8 layers that are not counted: those of experts (`octavo.nn.GroupedLinear`)."""
+    """FP8 layers that are not counted: experts (`octavo.nn.GroupedLinear`), and q, k, v of `nn.MultiheadAttention`."""
 
     def __init__(self, layers: dict[str, Layer], not_counted: Iterable[str] = ()) -> None:
         self.not_counted = tuple(not_counted)
@@ -225,11 +226,12 @@ def observed(model: nn.Module) -> Iterator[Observation]:
     """
     if torch.compiler.is_compiling():
         raise UnsupportedError("octavo.observed cannot begin in compiled code: call the compiled code inside of it.")
-    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, Layer | GroupedLinear) and m.recipe.is_fp8]
+    kinds = Layer | GroupedLinear | MultiheadAttention
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds) and m.recipe.is_fp8]
     layers = {name: module for name, module in modules if isinstance(module, Layer)}
     if not layers:
         raise ConfigError("octavo.observed: the model has no LinearLayer, Conv1d or Conv2d in FP8. Convert it first.")
-    report = Observation(layers, [name for name, module in modules if isinstance(module, GroupedLinear)])
+    report = Observation(layers, [name for name, module in modules if not isinstance(module, Layer)])
     hooks = (
         layer.register_forward_hook(report._hook(name), prepend=True, with_kwargs=True)
         for name, layer in layers.items()

@@ -17,6 +17,8 @@ from octavo.nn.conv import Convolution
 from octavo.nn.experts import ExpertLinear
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import LinearLayer
+from octavo.nn.modules import full_name
+from octavo.nn.multihead import IN_PROJECTION, MultiheadAttention
 from octavo.tensor import FP8Tensor, local
 
 Layer = LinearLayer | Convolution | GroupedLinear
@@ -50,6 +52,8 @@ def find(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
     left: dict[str, str] = {}
     for name, module in model.named_modules():
         recipe = getattr(module, "recipe", None)
+        if isinstance(module, MultiheadAttention) and module.recipe.is_fp8:
+            left[full_name(name, IN_PROJECTION)] = "q, k and v of nn.MultiheadAttention may have three inputs"
         if not isinstance(module, nn.Module) or not getattr(recipe, "is_fp8", False) or not hasattr(module, "weight"):
             continue
         if not isinstance(module, Layer):

@@ -17,6 +17,7 @@ from octavo.nn.experts import ExpertLinear, Experts
 from octavo.nn.fused import fusion_groups
 from octavo.nn.linear import LinearLayer, TransposedLinear, is_adopted, is_transposed
 from octavo.nn.modules import unwrapped_name
+from octavo.nn.multihead import MultiheadAttention
 from octavo.nn.shared import quantize_together
 from octavo.nn.weight_codes import quantize_weights, split_rows
 from octavo.numerics import Quantized, block_for, dequantize, rotate
@@ -129,14 +130,15 @@ def unserved_layers(model: nn.Module, served: Sequence[ServedLayer]) -> dict[str
     others = {
         name: layer
         for name, layer in modules_by_own_name(model)
-        if name not in known and isinstance(layer, nn.Linear | LinearLayer | AnyConvolution | GroupedLinear)
+        if name not in known
+        and isinstance(layer, nn.Linear | LinearLayer | AnyConvolution | GroupedLinear | MultiheadAttention)
         if not (isinstance(layer, ExpertLinear) and name.rpartition(".")[0] in coded)
     }
     return {name: _reason(layer) for name, layer in others.items()}
 
 
 def _reason(layer: nn.Module) -> str:
-    if isinstance(layer, Convolution | GroupedLinear | TransposedLinear):
+    if isinstance(layer, Convolution | GroupedLinear | MultiheadAttention | TransposedLinear):
         stored = "its weight is stored as (K, N), as GPT-2's: " if isinstance(layer, TransposedLinear) else ""
         return stored + NOT_STORED
     if isinstance(layer, LinearLayer):

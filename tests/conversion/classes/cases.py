@@ -269,18 +269,17 @@ def _written() -> list[Case]:
     def image() -> tuple[Any, ...]:
         return (torch.randn(2, 3, 32, 32),)
 
-    attention = {"*.in_proj_weight": WITHIN, "*.out_proj.weight": "nn.MultiheadAttention reads"}
     rows: list[tuple[type[nn.Module], Inputs, dict[str, str]]] = [
         (written.NanoGPT, tokens, LM),
         (written.Nanochat, tokens, LM),
         (written.Speedrun, tokens, {**LM, "*.qkv_w": WITHIN}),
         (written.Titan, tokens, {"output.weight": HEAD}),
         (written.TitanMixture, tokens, {"output.weight": HEAD, "*.scores.weight": ROUTER}),
-        (written.TorchViT, image, {"heads.0.weight": HEAD, **attention}),
+        (written.TorchViT, image, {"heads.0.weight": HEAD}),
         (written.Swinlike, image, {"head.weight": HEAD, "features.*.qkv.weight": "ReadsChildren reads",
                                    "features.*.proj.weight": "ReadsChildren reads"}),
-        (written.Translator, lambda: (*tokens(), *tokens()), {"generator.weight": HEAD, **attention}),
-        (written.Retriever, image, {"projection.weight": HEAD, **attention}),
+        (written.Translator, lambda: (*tokens(), *tokens()), {"generator.weight": HEAD}),
+        (written.Retriever, image, {"projection.weight": HEAD}),
     ]  # fmt: skip
     return [Case(kind.__name__, "written", kind, inputs, kept) for kind, inputs, kept in rows]
 

@@ -142,8 +142,9 @@ def _reason(case: Case, name: str) -> str | None:
 
 def _planned(plan: Plan, model: nn.Module) -> set[str]:
     names = {id(parameter): name for name, parameter in _named(model)}
-    layers = {row.name for row in plan.layers if row.is_fp8 and not row.is_experts}
-    found = {names[id(model.get_submodule(layer).weight)] for layer in layers}
+    layers = [row for row in plan.layers if row.is_fp8 and not row.is_experts]
+    weights = {f"{row.module}.{'in_proj_weight' if row.is_in_projection else 'weight'}" for row in layers}
+    found = {names[id(model.get_parameter(weight))] for weight in weights}
     for module, roles in plan.experts.items():
         experts = model.get_submodule(module)
         found |= {names[id(experts.get_parameter(name))] for name in (*roles.inner, roles.down)}

@@ -540,3 +540,27 @@ def test_a_model_that_is_refused_stays_as_it_was(two):
 def test_without_a_process_group():
     with pytest.raises(ConfigError, match="torchrun"):
         shard(llama())
+
+
+def train_attention(rank, count):
+    """Return the gradients of a sharded `nn.TransformerEncoderLayer`, those of one process, and what was sent."""
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True))
+        octavo.convert(nets[-1], "folded")
+    model, alone = nets
+    plan = shard(model, mp_policy=FP32)
+    x = torch.randn(count, 2, 6, 32)
+    model(x[rank]).square().mean().backward()
+    for rows in x:
+        (alone(rows).square().mean() / count).backward()
+    found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    return found, expected, {p.name: p.sent for p in plan.parameters}
+
+
+def test_attention_of_pytorch_is_sharded_with_its_packed_weight_as_values():
+    for found, expected, sent in ranks.run(train_attention, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        assert (sent["self_attn.in_proj_weight"], sent["self_attn.out_proj.weight"]) == ("float32", "e4m3 row")

@@ -144,6 +144,16 @@ def test_convolutions_too():
     assert all(0 < 1 - layer.cosines[gemm] < 0.1 for layer in layers for gemm in ("fprop", "wgrad"))
 
 
+def test_attention_of_pytorch_is_not_measured_and_stays_in_bf16_in_the_map(tmp_path):
+    model = nn.TransformerDecoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    batches = [(torch.randn(2, 6, 32),)]
+    loss = lambda model, batch: model(*batch, *batch).square().mean((1, 2))  # noqa: E731
+    localised = octavo.localize(model, batches, "tensorwise", loss=loss, autocast=None, budget="100%")
+    assert [layer.name for layer in localised.layers] == ["linear1", "linear2"]
+    plan = octavo.plan(model, localised.save(tmp_path / "map.toml"))
+    assert not any(row.is_fp8 for row in plan.layers if "attn" in row.name)
+
+
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])
 def test_experts_are_in_the_table_and_the_map_and_within_the_budget(mixture, timed, recipe):
     model, batches, loss = mixture

@@ -130,6 +130,13 @@ def switchable(
 
 
 def _one_by_one(policy: Policy) -> Policy:
-    """Return a policy without what needs fusion, and without limits."""
+    """Return a policy without what needs fusion, without limits, and without attention of PyTorch.
+
+    The in-projection of an `nn.MultiheadAttention` is a part of its call, whose input and output cannot be observed.
+    """
+
+    def takes(name: str, module: nn.Module) -> bool:
+        return not isinstance(module, nn.MultiheadAttention) and (policy.filter is None or policy.filter(name, module))
+
     plain = {"memory": "exact", **SavedFormats()._asdict()}
-    return replace(policy, fuse=False, min_gain=0.0, weights="unchanged", requantise=(), **plain)
+    return replace(policy, fuse=False, min_gain=0.0, weights="unchanged", requantise=(), filter=takes, **plain)

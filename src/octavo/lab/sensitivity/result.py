@@ -14,7 +14,7 @@ from octavo._util.terminal import columns
 from octavo.errors import ConfigError
 from octavo.lab.sensitivity.loss import UNCHANGED, Change
 from octavo.lab.sensitivity.precision_switch import Choice, fullest
-from octavo.recipes import Evidence, Recipe, brief
+from octavo.recipes import Evidence, Recipe, brief, load
 
 
 def to_toml(recipe: Recipe, path: Path) -> Path:
@@ -192,6 +192,8 @@ class Localisation:
     device: str
     batches: int
     """Number of batches."""
+    unmeasured: tuple[str, ...] = ()
+    """In-projections of `nn.MultiheadAttention`, which the map leaves in BF16."""
 
     @property
     def cost(self) -> float:
@@ -219,7 +221,10 @@ class Localisation:
         return replace(
             self.recipe,
             name=f"{self.recipe.name}, localised",
-            modules={layer.name: layer.recipes[layer.chosen] for layer in self.layers},
+            modules={
+                **dict.fromkeys(self.unmeasured, load("bf16")),
+                **{layer.name: layer.recipes[layer.chosen] for layer in self.layers},
+            },
             evidence={layer.name: layer.evidence for layer in self.layers},
         )
 

@@ -1,0 +1,264 @@
+"""`nn.MultiheadAttention` with its projections in FP8."""
+
+import copy
+import itertools
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import octavo
+from octavo.conversion import Policy
+from octavo.errors import NonFiniteError
+from octavo.kernels import record
+from octavo.nn import multihead, telemetry_rows
+from octavo.recipes import load
+from octavo.serving.layers import NOT_STORED, unserved_layers
+
+RECIPE = "folded"
+WIDTH, HEADS, BATCH, QUERIES, KEYS = 32, 4, 3, 7, 9
+
+
+def attention(**options):
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(WIDTH, HEADS, **options)
+
+
+def converted(module, recipe=RECIPE, **policy):
+    octavo.convert(nn.Sequential(module), recipe, policy=Policy(**policy))
+    return module
+
+
+def inputs(which, batch_first, is_batched, dtype=torch.float32):
+    """Return query, key and value: `self`, `memory` (key is value), `position` (query is key), `three`."""
+
+    def draw(length):
+        shape = (BATCH, length) if batch_first else (length, BATCH)
+        return torch.randn(*(shape if is_batched else (length,)), WIDTH, dtype=dtype)
+
+    query, memory = draw(QUERIES), draw(KEYS)
+    return {
+        "self": (query, query, query),
+        "memory": (query, memory, memory),
+        "position": (query, query, draw(QUERIES)),
+        "three": (query, memory, draw(KEYS)),
+    }[which]
+
+
+def masks(padding, mask, keys, is_batched, is_causal, dtype):
+    """Return key_padding_mask and attn_mask of some kinds: None, `bool`, `float`, or `heads`, one per head."""
+    ignored = torch.zeros(BATCH, keys, dtype=torch.bool)
+    ignored[0, -2:] = True
+    ignored = ignored if is_batched else ignored[0]
+    later = torch.ones(QUERIES, keys, dtype=torch.bool).triu(1)
+    added = torch.zeros(later.shape, dtype=dtype).masked_fill(later, -torch.inf)
+    kinds = {
+        "bool": later,
+        "float": added if is_causal else torch.randn(later.shape, dtype=dtype),
+        "heads": later.expand((BATCH if is_batched else 1) * HEADS, -1, -1),
+    }
+    floats = torch.zeros(ignored.shape, dtype=dtype).masked_fill(ignored, -torch.inf)
+    return {None: None, "bool": ignored, "float": floats}[padding], kinds.get(mask)
+
+
+ARGUMENTS = [
+    SimpleNamespace(which=which, padding=padding, mask=mask, is_causal=is_causal, weights=weights, is_batched=batched)
+    for which, padding, mask, is_causal, (weights, batched) in itertools.product(
+        ("self", "memory", "position", "three"), (None, "bool", "float"), (None, "bool", "float", "heads"),
+        (False, True), ((None, True), ("mean", True), ("heads", False)),
+    )
+    if mask or not is_causal
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("options", [{}, {"bias": False, "add_bias_kv": True}, {"add_zero_attn": True, "dropout": 0.2}])
+def test_its_steps_are_those_of_pytorch_bit_for_bit(monkeypatch, batch_first, options):
+    """In BF16, with the projections in high precision: masks, added keys, dropout, weights, sizes and layouts."""
+    monkeypatch.setattr(
+        multihead.MultiheadAttention, "_multiply", lambda self, x, weight, bias: F.linear(x, weight, bias)
+    )
+    theirs = attention(batch_first=batch_first, **options).bfloat16()
+    ours = copy.deepcopy(theirs)
+    multihead.adopt(ours, load(RECIPE))
+    for case in ARGUMENTS:
+        given = inputs(case.which, batch_first, case.is_batched, torch.bfloat16)
+        keys = KEYS if case.which in ("memory", "three") else QUERIES
+        padding, mask = masks(case.padding, case.mask, keys, case.is_batched, case.is_causal, torch.bfloat16)
+        arguments = {
+            "key_padding_mask": padding, "attn_mask": mask, "is_causal": case.is_causal,
+            "need_weights": case.weights is not None, "average_attn_weights": case.weights == "mean",
+        }  # fmt: skip
+        results = []
+        with record() as ledger:
+            for module in (theirs, ours):
+                torch.manual_seed(1)
+                results.append(module(*given, **arguments))
+        assert not ledger.fallbacks, case
+        torch.testing.assert_close(
+            results[1], results[0], rtol=0, atol=0, msg=lambda text, case=case: f"{case}: {text}"
+        )
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rotated", "rowwise", "current", "blockwise"])
+def test_it_is_two_linear_layers_around_attention_bit_for_bit(recipe):
+    module, x = attention(batch_first=True), torch.randn(BATCH, QUERIES, WIDTH)
+    packed, out = octavo.nn.Linear(WIDTH, 3 * WIDTH, recipe=recipe), octavo.nn.Linear(WIDTH, WIDTH, recipe=recipe)
+    packed.load_state_dict({"weight": module.in_proj_weight, "bias": module.in_proj_bias})
+    out.load_state_dict(module.out_proj.state_dict())
+    converted(module, recipe)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with record() as ledger:
+        y = module(ours, ours, ours, need_weights=False)[0]
+        y.square().sum().backward()
+    assert sum(ledger.gemms.values()) == 6 and not ledger.fallbacks
+    q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in packed(theirs).chunk(3, dim=-1))
+    expected = out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    expected.square().sum().backward()
+    assert torch.equal(y, expected) and torch.equal(ours.grad, theirs.grad)
+    pairs = (
+        (module.in_proj_weight, packed.weight), (module.in_proj_bias, packed.bias),
+        (module.out_proj.weight, out.weight), (module.out_proj.bias, out.bias),
+    )  # fmt: skip
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def test_keys_and_values_of_a_memory_are_one_product():
+    """Their rows of the packed weight are a layer of their own, and the gradient reaches the packed weight."""
+    module = converted(attention())
+    query, memory, _ = inputs("memory", batch_first=False, is_batched=True)
+    with record() as ledger:
+        y = module(query, memory, memory, need_weights=False)[0]
+        y.sum().backward()
+    assert sum(ledger.gemms.values()) == 2 * 2 + 3, "fprop and wgrad of both parts of the packed weight, and out_proj"
+    q, kv = (octavo.nn.Linear(WIDTH, rows, recipe=RECIPE) for rows in (WIDTH, 2 * WIDTH))
+    weight, bias = module.in_proj_weight.detach(), module.in_proj_bias.detach()
+    q.load_state_dict({"weight": weight[:WIDTH], "bias": bias[:WIDTH]})
+    kv.load_state_dict({"weight": weight[WIDTH:], "bias": bias[WIDTH:]})
+    heads = [t.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for t in (q(query), *kv(memory).chunk(2, dim=-1))]
+    module.out_proj(F.scaled_dot_product_attention(*heads).permute(2, 0, 1, 3).flatten(2)).sum().backward()
+    assert torch.equal(module.in_proj_weight.grad, torch.cat([q.weight.grad, kv.weight.grad]))
+
+
+def test_without_fp8_it_is_pytorchs():
+    plain = attention(batch_first=True)
+    module = converted(copy.deepcopy(plain))
+    x = torch.randn(BATCH, QUERIES, WIDTH)
+    with octavo.disabled(module):
+        for got, expected in zip(module(x, x, x), plain(x, x, x), strict=True):
+            assert torch.equal(got, expected)
+    with torch.no_grad():
+        assert not torch.equal(module.eval()(x, x, x)[0], plain.eval()(x, x, x)[0]), "FP8 in evaluation too"
+
+
+def test_names_files_and_classes_are_pytorchs():
+    plain = attention()
+    module, x = converted(copy.deepcopy(plain)), torch.randn(QUERIES, BATCH, WIDTH)
+    assert list(module.state_dict()) == list(plain.state_dict()) and isinstance(module, nn.MultiheadAttention)
+    module.load_state_dict(plain.state_dict())
+    y = module(x, x, x)[0]
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(copied(x, x, x)[0], y)
+    assert octavo.revert(module) == 2
+    assert type(module) is nn.MultiheadAttention and vars(module).keys() == vars(plain).keys()
+    assert type(module.out_proj) is type(plain.out_proj) and torch.equal(module(x, x, x)[0], plain(x, x, x)[0])
+
+
+def test_weights_in_fp8_are_those_of_out_proj():
+    module = attention()
+    plan = octavo.convert(module, RECIPE, policy=Policy(weights="fp8"))
+    assert [(row.name, row.weight) for row in plan.layers] == [("in_proj", "unchanged"), ("out_proj", "fp8")]
+    assert plan.layers[0].reason == "its packed weight stays as it is"
+    x = torch.randn(QUERIES, BATCH, WIDTH)
+    with octavo.disabled(module), record() as ledger:
+        y = module(x, x, x, need_weights=False)[0]
+    plain = attention()
+    with torch.no_grad():
+        plain.out_proj.weight.copy_(module.out_proj.weight.dequantize())
+    assert not ledger.gemms
+    torch.testing.assert_close(y, plain(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"attn_mask": torch.zeros(1, QUERIES)}, "its shapes or its masks do not fit"),
+        ({"key_padding_mask": torch.zeros(BATCH, 1)}, "its shapes or its masks do not fit"),
+        ({"is_causal": True}, "its shapes or its masks do not fit"),
+        ({"attn_mask": torch.zeros(QUERIES, QUERIES, dtype=torch.int32)}, "a mask is"),
+    ],
+)
+def test_arguments_that_pytorch_refuses_have_its_error(arguments, why):
+    plain = attention()
+    module, x = converted(copy.deepcopy(plain)), torch.randn(QUERIES, BATCH, WIDTH)
+    with pytest.raises((RuntimeError, AssertionError)) as theirs:
+        plain(x, x, x, need_weights=False, **arguments)
+    with record() as ledger, pytest.raises((RuntimeError, AssertionError)) as ours:
+        module(x, x, x, need_weights=False, **arguments)
+    assert str(ours.value) == str(theirs.value) and why in ledger.fallbacks[0]
+
+
+def test_nested_tensors_are_computed_by_pytorch_and_said():
+    module = converted(attention(batch_first=True)).eval()
+    x = torch.nested.nested_tensor([torch.randn(5, WIDTH), torch.randn(7, WIDTH)])
+    with torch.no_grad(), record() as ledger:
+        y = module(x, x, x, need_weights=False)[0]
+    assert y.is_nested and "nested tensors" in ledger.fallbacks[0] and not ledger.gemms
+
+
+def test_a_weight_that_is_not_finite_is_refused():
+    module = attention()
+    with torch.no_grad():
+        module.in_proj_weight[1, 2] = torch.nan
+    with pytest.raises(NonFiniteError, match="in_proj_weight holds 1 value"):
+        converted(module)
+
+
+def test_autocast_decides_the_dtype():
+    module, x = converted(attention(batch_first=True)), torch.randn(BATCH, QUERIES, WIDTH)
+    padding, _ = masks("bool", None, QUERIES, True, False, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x, x, x, key_padding_mask=padding, need_weights=False)[0].dtype == torch.bfloat16
+        y, weights = module(x, x, x, key_padding_mask=padding)
+    assert y.dtype == torch.bfloat16 and not y.isnan().any() and weights.shape == (BATCH, QUERIES, QUERIES)
+
+
+def test_compiled_code_is_one_graph_with_the_same_bits():
+    module, x = converted(attention(batch_first=True)), torch.randn(BATCH, QUERIES, WIDTH)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    expected = module(x, x, x, need_weights=False)[0]
+    assert torch.equal(compiled(x, x, x, need_weights=False)[0], expected)
+
+
+def test_what_it_cannot_report_is_named():
+    """Telemetry, counts of errors and an export list the in-projection, whose inputs may be three tensors."""
+    model = nn.ModuleDict({"attn": attention()})
+    octavo.convert(model, RECIPE)
+    layers, left = telemetry_rows.find(model)
+    assert set(layers) == {"attn.out_proj"} and set(left) == {"attn.in_proj"}
+    with octavo.observed(model) as report:
+        model["attn"](*inputs("self", False, True))
+    assert report.not_counted == ("attn",)
+    assert unserved_layers(model, [])["attn"] == NOT_STORED
+
+
+class RelistedEachTime(nn.Module):
+    """Makes new parameters whenever modules are listed, as PEFT's wrapper of `nn.MultiheadAttention` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = attention()
+
+    def named_modules(self, *arguments, **options):
+        self.base.in_proj_weight = nn.Parameter(self.base.in_proj_weight.detach())
+        self.base.out_proj.weight = nn.Parameter(self.base.out_proj.weight.detach())
+        return super().named_modules(*arguments, **options)
+
+
+def test_a_weight_that_another_library_replaces_is_still_that_of_its_row():
+    plan = octavo.plan(RelistedEachTime(), RECIPE)
+    assert [row.name for row in plan.layers] == ["base.in_proj", "base.out_proj"] and not plan.unconverted
