@@ -1,4 +1,4 @@
-"""Compare what passed with the committed record: `python .ci/checked.py`, after the tests with `RECORD=runs/checked/cpu.json`.
+"""Compare what passed with the committed record: `python .ci/checked.py`, after tests with `RECORD=runs/checked/cpu.json`.
 
 A row of docs/reference/capabilities.md works because a check of it is in a committed record. This fails if the record
 of machines without a GPU has a check that did not pass this time, and names what passed and is not in it yet.
@@ -26,7 +26,9 @@ def main(committed: Path = COMMITTED, now: Path = NOW) -> int:
         return 1
     before, found = passed(committed), passed(now)
     for name in sorted(before - found):
-        print(f"{name}: is in {committed.name} and did not pass: fix it, or change the row that names it", file=sys.stderr)
+        print(
+            f"{name}: in {committed.name}, and did not pass: fix it, or change the row that names it", file=sys.stderr
+        )
     for name in sorted(found - before):
         print(f"{name}: passed and is not in {committed.name} yet; `pytest --record cpu` adds it")
     return int(bool(before - found))

@@ -111,7 +111,7 @@ def test_integration_fails_if_a_committed_check_did_not_pass(
         record.write_text(json.dumps({"passed": now}))
     assert main(committed, record) == code
     said = capsys.readouterr()
-    assert ("b: is in cpu.json and did not pass" in said.err) == (now == ["a", "c"])
+    assert ("b: in cpu.json, and did not pass" in said.err) == (now == ["a", "c"])
     assert ("c: passed and is not in cpu.json yet" in said.out) == (now is not None)
 
 
