@@ -1,4 +1,4 @@
-"""Compare what passed with the committed record: `python .ci/checked.py`, after tests with `RECORD=runs/checked/cpu.json`.
+"""Compare what passed with the committed record, after tests with `RECORD=runs/checked/cpu.json`.
 
 A row of docs/reference/capabilities.md works because a check of it is in a committed record. This fails if the record
 of machines without a GPU has a check that did not pass this time, and names what passed and is not in it yet.

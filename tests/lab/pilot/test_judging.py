@@ -86,7 +86,9 @@ def test_memory_that_is_short_asks_for_fp8_weights(make_pilot):
 def test_the_host(make_pilot, idle, data, compiled, decision):
     found = {"bf16": lane(), "folded": lane(80, phases={"idle": idle, "data": data})}
     assert said(make_pilot(found, compiled=compiled), "host").decision == decision
-    assert said(make_pilot(found, predicted_for="h200"), "host").decision == "not known here"
+    predicted = said(make_pilot(found, predicted_for="h200"), "host")
+    is_launching = predicted.decision == "fewer launches: torch.compile, a CUDA graph"
+    assert is_launching == (idle > 20) and (is_launching or predicted.decision == "not known here")
 
 
 def test_decoding_energy_and_baseline(make_pilot):

@@ -234,12 +234,16 @@ def _energy(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
 
 def _host(pilot: Pilot) -> Advice | None:
     found = pilot.measured[pilot.best or "bf16"]
-    if pilot.predicted_for:
-        reason = "launches, waiting and data loading cannot be predicted"
-        return Advice("host", "not known here", reason, "octavo pilot on that GPU")
     if not found.step_ms or "idle" not in found.phases:
         return None
-    idle, data = found.phases["idle"] / found.step_ms, found.phases["data"] / found.step_ms
+    idle, data = (found.phases.get(phase, 0.0) / found.step_ms for phase in ("idle", "data"))
+    if pilot.predicted_for:
+        if idle > IDLE:
+            reason = (
+                f"launches of an eager step take longer than its kernels: the GPU would be idle for {idle:.0%} of it"
+            )
+            return Advice("host", "fewer launches: torch.compile, a CUDA graph", reason, "a larger batch or model")
+        return Advice("host", "not known here", "data loading cannot be predicted", "octavo pilot on that GPU")
     if data > IDLE:
         return Advice("host", "load data ahead", f"{data:.0%} of a step waits for it", "workers and pinned memory")
     if idle > IDLE:

@@ -98,7 +98,7 @@ def _header(pilot: Pilot) -> list[str]:
 def _notes(pilot: Pilot) -> Iterator[str]:
     """Yield notes on the tables."""
     if pilot.predicted_for:
-        yield "not known on this machine: launches, idle time, data loading, communication, energy, decoding, fallbacks"
+        yield "not known on this machine: data loading, communication, energy, decoding, fallbacks"
     if pilot.elsewhere is None:
         also = ", nor time and memory on the GPU" if pilot.predicted_for else ""
         yield f"FLOPs are not known{also}: the model cannot be traced without values"
