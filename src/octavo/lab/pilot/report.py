@@ -12,7 +12,7 @@ from typing import Any
 from octavo._util.terminal import columns, quantity
 from octavo.lab.monitor.dashboard import page
 from octavo.lab.monitor.store.writer import plain
-from octavo.lab.pilot.judging import Pilot, advise
+from octavo.lab.pilot.judging import Pilot, advise, shown_gap
 
 _COLUMNS: dict[str, tuple[str, str]] = {
     "step_ms": ("step ms", ".2f"),
@@ -118,7 +118,7 @@ def speed_rows(pilot: Pilot) -> Rows:
     rows = [titles]
     for name, found in pilot.measured.items():
         gap = pilot.gap(name) if name != "bf16" else None
-        said = "-" if gap is None else f"{gap[0]:+.2f} ± {gap[1]:.2f} %"
+        said = "-" if gap is None else shown_gap(gap)
         loss = f"{found.losses[-1]:.4f}" if found.losses else "-"
         values = (_shown(getattr(found, key), _COLUMNS[key][1]) for key in keys)
         rows.append((name, *values, _shown(pilot.speedup(name) or None, ".2f"), loss, said))
