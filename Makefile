@@ -7,6 +7,10 @@ DEMO ?= runs/demo
 # SYSTEM_TORCH=1 takes PyTorch from the machine's own Python: an offline machine, a CUDA container.
 SYSTEM_TORCH ?=
 
+# RECORD=FILE.json writes which checks of docs/reference/capabilities.md passed; .ci/run compares it with tests/checked.
+RECORD ?=
+RECORDED := $(if $(RECORD),--record $(abspath $(RECORD)))
+
 # LATEST=1 lets `make clients` take the newest versions instead of the pinned ones.
 LATEST ?=
 CLIENTS := accelerate datasets diffusers lightning peft transformers trl
@@ -34,19 +38,19 @@ demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 baseline on r
 
 test: $(VENV)/installed-dev ## run every test but those of other libraries
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
-		--dist loadfile --no-loadscope-reorder --ignore=tests/integrations
+		--dist loadfile --no-loadscope-reorder --ignore=tests/integrations $(RECORDED)
 
 latest: ## the tests with the newest PyTorch, in an environment of its own, for the doctor's list
 	$(MAKE) test VENV=$(VENV)-latest PIP_FLAGS='--upgrade --upgrade-strategy eager'
 	$(VENV)-latest/bin/python .ci/tested.py
 
 clients: $(VENV)/installed-dev ## the training loops of others, at pinned versions; LATEST=1: at the newest ones
-	@$(PIP_INSTALL) -e '.[dev,clients]'
+	@$(PIP_INSTALL) -e '.[dev,clients,tasks]'
 	$(if $(LATEST),@$(PIP_INSTALL) --upgrade $(CLIENTS))
 	@$(PIP_INSTALL) setuptools $(TITAN_NEEDS)
 	@$(PIP_INSTALL) --upgrade --no-build-isolation '$(DEEPSPEED)'
 	@$(PIP_INSTALL) --upgrade --no-deps '$(TITAN)'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/lab/evaluation/test_tasks.py $(RECORDED)
 
 kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one
 	PYTHONOPTIMIZE=1 PYTHONPATH=tests/kernels/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p compile_only \

@@ -1,5 +1,8 @@
 """Which checks of the capabilities page ran, per machine: `pytest --record NAME` writes `tests/checked/NAME.json`.
 
+Continuous integration records into a file that starts empty (`--record runs/checked/cpu.json`), and fails if the
+committed record has a check that did not pass in it (`.ci/checked.py`).
+
 A check is a test that the page names, or a file of them. A record has those of its machine that passed; tests that
 failed or were skipped are not in it. `tests/test_capabilities.py` lets a row work only if one of its checks is.
 """
@@ -42,8 +45,9 @@ def passed() -> dict[str, list[str]]:
 class Recorder:
     """A plugin that notes the outcomes of the named checks and writes them at the end."""
 
-    def __init__(self, machine: str) -> None:
-        self.path = RECORDS / f"{machine}.json"
+    def __init__(self, record: str) -> None:
+        """Record for a machine, by its name, or into a file, by its path (.json)."""
+        self.path = Path(record) if record.endswith(".json") else RECORDS / f"{record}.json"
         self.named = {name_of(check) for check in named()}
         self.outcomes: dict[str, set[str]] = {}
 
@@ -61,5 +65,5 @@ class Recorder:
         good = {name for name, seen in self.outcomes.items() if "passed" in seen and "failed" not in seen}
         kept = {*before.get("passed", ())} - self.outcomes.keys()
         record = {"date": datetime.date.today().isoformat(), "passed": sorted((good | kept) & self.named)}
-        self.path.parent.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

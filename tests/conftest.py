@@ -110,7 +110,7 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the flag that records which checks of the capabilities page passed on a machine."""
-    parser.addoption("--record", metavar="MACHINE", help="write tests/checked/MACHINE.json: which named checks passed")
+    parser.addoption("--record", metavar="MACHINE", help="write which named checks passed: tests/checked/MACHINE.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,7 +7,9 @@ package that no extra requires. Other conditions are taken to hold on some machi
 from __future__ import annotations
 
 import ast
+import json
 import re
+import runpy
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -87,6 +89,7 @@ def test_a_record_has_what_passed_and_keeps_what_did_not_run(tmp_path: Path, mon
     (tmp_path / "h200.json").write_text(
         '{"passed": ["nn/test_a.py::test_c", "nn/test_a.py::test_b", "gone/x.py::test_x"]}'
     )
+    assert checks.Recorder("runs/now.json").path == Path("runs/now.json")
     recorder = checks.Recorder("h200")
     for test, when, outcome in (("a[1]", "call", "passed"), ("b", "setup", "skipped"), ("a[2]", "call", "passed")):
         recorder.pytest_runtest_logreport(_report(f"tests/nn/test_a.py::test_{test}", when, outcome))
@@ -95,6 +98,28 @@ def test_a_record_has_what_passed_and_keeps_what_did_not_run(tmp_path: Path, mon
     recorder.pytest_runtest_logreport(_report("tests/nn/test_a.py::test_a[3]", "call", "failed"))
     recorder.pytest_sessionfinish()
     assert {*checks.passed()} == {"nn/test_a.py::test_c"}
+
+
+@pytest.mark.parametrize(("now", "code"), [(["a", "b", "c"], 0), (["a", "c"], 1), (None, 1)])
+def test_integration_fails_if_a_committed_check_did_not_pass(
+    now: list[str] | None, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = runpy.run_path(str(ROOT / ".ci/checked.py"))["main"]
+    committed, record = tmp_path / "cpu.json", tmp_path / "now.json"
+    committed.write_text(json.dumps({"passed": ["a", "b"]}))
+    if now is not None:
+        record.write_text(json.dumps({"passed": now}))
+    assert main(committed, record) == code
+    said = capsys.readouterr()
+    assert ("b: in cpu.json, and did not pass" in said.err) == (now == ["a", "c"])
+    assert ("c: passed and is not in cpu.json yet" in said.out) == (now is not None)
+
+
+def test_integration_records_from_nothing_and_compares_at_the_end() -> None:
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert script.index('rm -f "$RECORD"') < script.index("make test") < script.index("checked.py")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert len(re.findall(r"-m pytest [^#]*?\$\(RECORDED\)", makefile)) == 2, "test and clients"
 
 
 def _report(test: str, when: str, outcome: str) -> pytest.TestReport:

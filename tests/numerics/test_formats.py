@@ -6,12 +6,29 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.numerics import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, NARROW, format_named, format_of, to_codes
+from octavo.numerics import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    E5M2_FNUZ,
+    E8M0,
+    FORMATS,
+    NARROW,
+    dequantize,
+    format_named,
+    format_of,
+    quantize,
+    to_codes,
+)
 
 TWINS = [(E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2), (E8M0, ml_dtypes.float8_e8m0fnu)]
 NARROW_TWINS = [(E2M3, ml_dtypes.float6_e2m3fn), (E3M2, ml_dtypes.float6_e3m2fn), (E2M1, ml_dtypes.float4_e2m1fn)]
+FNUZ_TWINS = [(E4M3_FNUZ, ml_dtypes.float8_e4m3fnuz), (E5M2_FNUZ, ml_dtypes.float8_e5m2fnuz)]
 ALL_CODES = np.arange(256, dtype=np.uint8)
-twins = pytest.mark.parametrize(("fmt", "twin"), TWINS, ids=lambda value: getattr(value, "name", ""))
+twins = pytest.mark.parametrize(("fmt", "twin"), [*TWINS, *FNUZ_TWINS], ids=lambda value: getattr(value, "name", ""))
 narrow_twins = pytest.mark.parametrize(("fmt", "twin"), NARROW_TWINS, ids=lambda value: getattr(value, "name", ""))
 
 
@@ -52,10 +69,40 @@ def test_values_round_to_narrow_formats_as_in_ml_dtypes(fmt, twin):
     assert to_codes(torch.tensor([torch.nan, torch.inf]), fmt).isnan().all()
 
 
+@pytest.mark.parametrize(("fmt", "twin"), FNUZ_TWINS, ids=lambda value: getattr(value, "name", ""))
+def test_values_round_to_fnuz_formats_as_in_ml_dtypes(fmt, twin):
+    values = fmt.decode(torch.from_numpy(ALL_CODES)).float()
+    ordered = values[values.isfinite()].sort().values
+    between = (ordered[1:] + ordered[:-1]) / 2  # ties
+    dense = torch.linspace(-1.25, 1.25, 100_001) * fmt.max
+    x = torch.cat([dense, ordered, between, torch.tensor([0.0, -0.0, 1e-30, -1e-30])])
+    expected = x.clamp(-fmt.max, fmt.max).numpy().astype(twin).view(np.uint8)
+    np.testing.assert_array_equal(to_codes(x, fmt).view(torch.uint8).numpy(), expected)
+    assert (to_codes(torch.tensor([torch.nan, torch.inf, -torch.inf]), fmt).view(torch.uint8) == 0x80).all()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("fmt", "twin"), FNUZ_TWINS, ids=lambda value: getattr(value, "name", ""))
+def test_a_matrix_in_fnuz_has_scales_for_its_range(fmt, twin, rounding):
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    found = quantize(x, fmt, "row", scaling="float32", rounding=rounding)
+    assert format_of(found.codes) is fmt
+    torch.testing.assert_close(found.scale.flatten(), x.abs().amax(1) / fmt.max)
+    as_theirs = found.codes.view(torch.uint8).numpy().view(twin).astype(np.float32)
+    np.testing.assert_array_equal(dequantize(found).numpy(), as_theirs * found.scale.numpy())
+    assert (dequantize(found) - x).abs().max() <= (1 + (rounding == "stochastic")) * fmt.epsilon / 2 * x.abs().max()
+
+
+def test_no_recipe_has_fnuz():
+    with pytest.raises(ConfigError, match="unknown format 'e4m3fnuz'"):
+        format_named("e4m3fnuz")
+
+
 @twins
 def test_facts_are_those_of_torch(fmt, twin):
     facts = torch.finfo(fmt.dtype)
-    assert (fmt.max, fmt.smallest_normal, fmt.epsilon) == (facts.max, facts.tiny, facts.eps)
+    assert (fmt.max, fmt.smallest_normal) == (facts.max, facts.tiny)
+    assert fmt.epsilon == facts.eps * (1 + (fmt is E5M2_FNUZ)), "PyTorch states half of it there; ml_dtypes does not"
 
 
 @twins

@@ -5,6 +5,10 @@ sign; E5M2 is IEEE-like. E8M0 (OCP MX 1.0, section 5.4.1) is a bare exponent and
 and E2M1 are the MX formats of six and four bits (section 5.3). E4M3 has all of their values, so their codes are stored
 and multiplied as E4M3 codes, one byte each.
 
+The FNUZ formats (finite, NaN, unsigned zero) are those of AMD's CDNA 3: a bias greater by one, no negative zero, whose
+code is the only NaN, and values up to the last code. They are specified here, for what reads or compares such codes; no
+recipe has them and no kernel multiplies them.
+
 INT8 is a fixed-point format: evenly spaced values from -127 to 127. -128 is left out, since a range that is not
 symmetric biases gradients (arXiv 2510.25602, section 4). It has no NaN: a tile with a value that is not finite has the
 scale NaN.
@@ -12,7 +16,7 @@ scale NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +37,8 @@ class Format:
     dtype: torch.dtype
     """Dtype of a tensor of codes."""
     has_nan: bool = True
+    zero_is_unsigned: bool = False
+    """Whether the code of a negative zero is the NaN, as in the FNUZ formats."""
 
     @property
     def is_integer(self) -> bool:
@@ -49,7 +55,7 @@ class Format:
         if self.has_infinity:  # IEEE-like: the top exponent is for infinities and NaN
             return float((2 - self.epsilon) * 2.0 ** (2**self.exponent_bits - 2 - self.bias))
         # The top exponent holds values; in E4M3 its last mantissa is NaN
-        last = (2 if self.has_nan else 1) * self.epsilon
+        last = (2 if self.has_nan and not self.zero_is_unsigned else 1) * self.epsilon
         return float((2 - last) * 2.0 ** (2**self.exponent_bits - 1 - self.bias))
 
     @property
@@ -84,7 +90,9 @@ class Format:
         if not self.has_sign:  # E8M0 has neither sign, zero nor subnormals
             return torch.where(bits == 255, torch.nan, power)
         top = exponent == 2**self.exponent_bits - 1
-        if self.has_infinity:
+        if self.zero_is_unsigned:
+            value = torch.where(bits == 2 ** (self.exponent_bits + self.mantissa_bits), torch.nan, value)
+        elif self.has_infinity:
             value = torch.where(top, torch.where(mantissa == 0, torch.inf, torch.nan), value)
         elif self.has_nan:
             value = torch.where(top & (mantissa == 2**self.mantissa_bits - 1), torch.nan, value)
@@ -148,8 +156,13 @@ def _narrow(exponent_bits: int, mantissa_bits: int, bias: int) -> Format:
 E2M3, E3M2, E2M1 = _narrow(2, 3, 1), _narrow(3, 2, 3), _narrow(2, 1, 1)
 NARROW = {f.name: f for f in (E2M3, E3M2, E2M1)}
 """MX formats, whose codes are stored as E4M3 codes."""
+E4M3_FNUZ = replace(E4M3, name="e4m3fnuz", bias=8, dtype=torch.float8_e4m3fnuz, zero_is_unsigned=True)
+E5M2_FNUZ = replace(
+    E5M2, name="e5m2fnuz", bias=16, has_infinity=False, dtype=torch.float8_e5m2fnuz, zero_is_unsigned=True
+)
 FORMATS = {f.name: f for f in (E4M3, E5M2, E8M0, INT8)} | NARROW
-_BY_DTYPE = {f.dtype: f for f in FORMATS.values() if f.name not in NARROW}
+"""Formats of recipes, by name."""
+_BY_DTYPE = {f.dtype: f for f in (*FORMATS.values(), E4M3_FNUZ, E5M2_FNUZ) if f.name not in NARROW}
 
 
 def format_named(name: str) -> Format:

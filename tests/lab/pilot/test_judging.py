@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.lab.pilot.judging import advise
+from octavo.lab.pilot.judging import advise, shown_gap
 from octavo.lab.pilot.measuring import allocations
 from octavo.lab.pilot.report import phase_rows, speed_rows
 
@@ -86,7 +86,9 @@ def test_memory_that_is_short_asks_for_fp8_weights(make_pilot):
 def test_the_host(make_pilot, idle, data, compiled, decision):
     found = {"bf16": lane(), "folded": lane(80, phases={"idle": idle, "data": data})}
     assert said(make_pilot(found, compiled=compiled), "host").decision == decision
-    assert said(make_pilot(found, predicted_for="h200"), "host").decision == "not known here"
+    predicted = said(make_pilot(found, predicted_for="h200"), "host")
+    is_launching = predicted.decision == "fewer launches: torch.compile, a CUDA graph"
+    assert is_launching == (idle > 20) and (is_launching or predicted.decision == "not known here")
 
 
 def test_decoding_energy_and_baseline(make_pilot):
@@ -152,3 +154,15 @@ def test_reasons_are_sentences_also_with_one_layer_and_nothing_converted(make_pi
     why = "fewer than 32 features"
     assert f"block: nothing converts: {why} (1 of 1 layer)" in said(pilot, "recipe").reason
     assert f"1 layer in BF16: {why}" in said(pilot, "routing").reason
+
+
+def test_the_error_of_a_single_step_is_not_said_to_be_infinite():
+    assert shown_gap((0.01, float("inf"))) == "+0.01 % in one step"
+    assert shown_gap((-0.5, 0.25)) == "-0.50 ± 0.25 %"
+
+
+def test_recipes_with_the_same_fault_are_named_together(make_pilot):
+    lanes = {"bf16": lane(), **{name: lane(failed="no memory") for name in ("folded", "block")}}
+    lanes["tensorwise"] = lane(failed="other")
+    pilot = make_pilot(lanes)
+    assert said(pilot, "adopt").reason == "folded, block: no memory; tensorwise: other"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,16 +11,17 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.runtime.devices import H200
 from octavo.lab.monitor.system import SystemProbe
-from octavo.lab.pilot import Settings, measuring, open_subject, run_pilot
+from octavo.lab.pilot import Settings, open_subject, measuring, run_pilot
+from octavo.lab.pilot.judging import advise
 from octavo.lab.pilot.measuring import Conditions, Flops, count_flops, measure
-from octavo.lab.pilot.predicting import plan_for, products_ms
+from octavo.lab.pilot.predicting import launch_ms, plan_for, products_ms
 from octavo.lab.pilot.report import to_dict, to_html, to_text
 
 CPU = torch.device("cpu")
 
 
 def test_flops_are_those_of_the_layers(python_file):
-    total, outside, rows = count_flops(open_subject(python_file))
+    total, outside, rows, _ = count_flops(open_subject(python_file))
     layers = 32 * (64 * 128 + 128 * 16)
     assert rows == 32 and outside == 0 and total == 2 * (3 * layers - 32 * 64 * 128)  # no dgrad of the first layer
 
@@ -105,7 +107,7 @@ def test_numbers_that_are_not_known_are_null_in_json(python_file):
 def test_the_report_on_a_cpu_predicts_for_a_gpu(python_file, tmp_path):
     pilot = run_pilot(open_subject(python_file), Settings(recipes=("rotated",), steps=4, device="cpu", gpu="h100"))
     text, data = to_text(pilot), json.loads(json.dumps(to_dict(pilot)))
-    assert "times and memory predicted for H100" in text and "not known on this machine: launches" in text
+    assert "times and memory predicted for H100" in text and "not known on this machine: data loading" in text
     assert "adopt: no" in text and "too small to gain" in text
     assert [lane["precision"] for lane in data["measured"]] == ["bf16", "fp16", "rotated"]
     assert not data["recommendation"]["adopts"] and [lane["speedup"] for lane in data["measured"]] == [1.0] * 3
@@ -130,6 +132,20 @@ def test_no_steps_predict_from_shapes_alone(tmp_path):
     base = products_ms(plan, 16384, H200, in_bf16=True)
     assert pilot.speedup("folded") == pytest.approx(1.12 * base / (products_ms(plan, 16384, H200) + 0.12 * base))
     assert pilot.base.peak_gib > 4 * 4 * 4096 * 4096 * 3 / 2**30  # weights and moments
+
+
+def test_a_small_model_takes_as_long_as_its_launches(python_file):
+    """Its kernels take microseconds: without launches, hundreds of millions of samples per second were predicted."""
+    workload = load_workload(python_file)
+    flops = count_flops(workload)
+    # Forward: 2 addmm, ReLU, log_softmax, nll_loss; backward: ones_like, the last three's, 3 mm, 2 sums of biases.
+    assert flops.launches == 14
+    pilot = run_pilot(workload, Settings(recipes=("folded",), steps=0, device="cpu", gpu="h200"))
+    assert pilot.base.step_ms == pytest.approx(launch_ms(14, None)) and pilot.base.phases["idle"] > 0.98 * 0.42
+    (host,) = (advice for advice in advise(pilot) if advice.about == "host")
+    assert host.decision.startswith("fewer launches") and re.search(r"idle for (99|100)% of it", host.reason)
+    plan = plan_for("folded", Conditions(workload=workload, device=CPU), "h200")
+    assert launch_ms(14, plan) == pytest.approx(0.42 + 0.3 * plan.fp8_layers)
 
 
 @pytest.mark.parametrize("steps", [0, 4])

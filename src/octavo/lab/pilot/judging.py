@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import starmap
+from math import isfinite
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -124,7 +125,11 @@ def advise(pilot: Pilot) -> list[Advice]:
 
 def _adopt(pilot: Pilot) -> Advice:
     if pilot.best is None:
-        faults = (f"{name}: {fault}" for name in pilot.plans if (fault := _fault(pilot, name)))
+        alike: dict[str, list[str]] = {}
+        for name in pilot.plans:
+            if fault := _fault(pilot, name):
+                alike.setdefault(fault, []).append(name)
+        faults = (f"{', '.join(names)}: {fault}" for fault, names in alike.items())
         changes = "more tokens per forward, larger layers, or a recipe that this GPU has kernels for: octavo plan"
         return Advice("adopt", "no", "; ".join(faults), changes)
     how = f"predicted for {pilot.predicted_for.upper()}" if pilot.predicted_for else "measured"
@@ -147,9 +152,14 @@ def _fault(pilot: Pilot, name: str) -> str:
     return f"its loss is {gap[0]:.2f} % above BF16's" if gap and not pilot.trains(name) else ""
 
 
+def shown_gap(gap: tuple[float, float]) -> str:
+    """Return a gap with its error in words; that of a single step is not known."""
+    return f"{gap[0]:+.2f} ± {gap[1]:.2f} %" if isfinite(gap[1]) else f"{gap[0]:+.2f} % in one step"
+
+
 def _said_gap(pilot: Pilot, name: str) -> str:
     gap = pilot.gap(name)
-    return "" if gap is None else f"; loss {gap[0]:+.2f} ± {gap[1]:.2f} % against BF16's on the same batches"
+    return "" if gap is None else f"; loss {shown_gap(gap)} against BF16's on the same batches"
 
 
 def _recipe(pilot: Pilot, plan: Plan, found: Measurement) -> Advice:
@@ -234,12 +244,16 @@ def _energy(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
 
 def _host(pilot: Pilot) -> Advice | None:
     found = pilot.measured[pilot.best or "bf16"]
-    if pilot.predicted_for:
-        reason = "launches, waiting and data loading cannot be predicted"
-        return Advice("host", "not known here", reason, "octavo pilot on that GPU")
     if not found.step_ms or "idle" not in found.phases:
         return None
-    idle, data = found.phases["idle"] / found.step_ms, found.phases["data"] / found.step_ms
+    idle, data = (found.phases.get(phase, 0.0) / found.step_ms for phase in ("idle", "data"))
+    if pilot.predicted_for:
+        if idle > IDLE:
+            reason = (
+                f"launching an eager step takes longer than its kernels: the GPU would be idle for {idle:.0%} of it"
+            )
+            return Advice("host", "fewer launches: torch.compile, a CUDA graph", reason, "a larger batch or model")
+        return Advice("host", "not known here", "data loading cannot be predicted", "octavo pilot on that GPU")
     if data > IDLE:
         return Advice("host", "load data ahead", f"{data:.0%} of a step waits for it", "workers and pinned memory")
     if idle > IDLE:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from octavo import kernels
@@ -84,13 +85,27 @@ class Measurement:
 
 
 class Flops(NamedTuple):
-    """FLOPs of a training step."""
+    """FLOPs and launches of a training step."""
 
     total: float
     elsewhere: float
     """Those outside linear layers."""
     rows: int
     """M of the linear layers."""
+    launches: int = 0
+    """Operators that compute something, forward and backward, in eager mode."""
+
+
+class _Launches(TorchDispatchMode):
+    """Counts the operators that are no views of their arguments."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += not any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +263,7 @@ def _errors(model: nn.Module, subject: Subject, found: Measurement) -> None:
 
 
 def count_flops(subject: Subject) -> Flops | None:
-    """Return the FLOPs of a step; None if the model cannot be traced.
+    """Return the FLOPs and launches of a step; None if the model cannot be traced.
 
     Counted on a model without values: products of matrices, convolutions and attention, in forward and backward.
     """
@@ -264,11 +279,17 @@ def count_flops(subject: Subject) -> Flops | None:
     try:
         model = subject.build_without_values().to("meta")
         linears = (module for module in model.modules() if isinstance(module, nn.Linear) or is_transposed(module))
-        with hooked(layer.register_forward_hook(note) for layer in linears), FlopCounterMode(display=False) as counter:
-            subject.loss(model, to_device(next(subject.batches()), torch.device("meta"))).backward()
+        batch = to_device(next(subject.batches()), torch.device("meta"))
+        with (
+            hooked(layer.register_forward_hook(note) for layer in linears),
+            FlopCounterMode(display=False) as counter,
+            cast(Any, _Launches)() as launches,  # PyTorch's mode has no types
+        ):
+            subject.loss(model, batch).backward()
     except ConfigError:  # a ValueError too
         raise
     except NO_VALUES:
         return None
     total = float(counter.get_total_flops())
-    return Flops(total, max(total - inside, 0.0), statistics.mode(rows) if rows else subject.tokens)
+    rows_of_most = statistics.mode(rows) if rows else subject.tokens
+    return Flops(total, max(total - inside, 0.0), rows_of_most, launches.count)

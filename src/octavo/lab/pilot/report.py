@@ -12,7 +12,7 @@ from typing import Any
 from octavo._util.terminal import columns, quantity
 from octavo.lab.monitor.dashboard import page
 from octavo.lab.monitor.store.writer import plain
-from octavo.lab.pilot.judging import Pilot, advise
+from octavo.lab.pilot.judging import Pilot, advise, shown_gap
 
 _COLUMNS: dict[str, tuple[str, str]] = {
     "step_ms": ("step ms", ".2f"),
@@ -98,7 +98,7 @@ def _header(pilot: Pilot) -> list[str]:
 def _notes(pilot: Pilot) -> Iterator[str]:
     """Yield notes on the tables."""
     if pilot.predicted_for:
-        yield "not known on this machine: launches, idle time, data loading, communication, energy, decoding, fallbacks"
+        yield "not known on this machine: data loading, communication, energy, decoding, fallbacks"
     if pilot.elsewhere is None:
         also = ", nor time and memory on the GPU" if pilot.predicted_for else ""
         yield f"FLOPs are not known{also}: the model cannot be traced without values"
@@ -118,7 +118,7 @@ def speed_rows(pilot: Pilot) -> Rows:
     rows = [titles]
     for name, found in pilot.measured.items():
         gap = pilot.gap(name) if name != "bf16" else None
-        said = "-" if gap is None else f"{gap[0]:+.2f} ± {gap[1]:.2f} %"
+        said = "-" if gap is None else shown_gap(gap)
         loss = f"{found.losses[-1]:.4f}" if found.losses else "-"
         values = (_shown(getattr(found, key), _COLUMNS[key][1]) for key in keys)
         rows.append((name, *values, _shown(pilot.speedup(name) or None, ".2f"), loss, said))

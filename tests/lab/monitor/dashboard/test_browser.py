@@ -400,6 +400,69 @@ def test_a_run_in_bf16_is_compared_with_one_in_fp8(tmp_path: Path, serve: Any, v
     assert sorted(page.evaluate(cells)) == [["bf16", "1.25"], ["fp8", "1.25"]]
 
 
+def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path: Path, serve: Any, visit: Open) -> None:
+    for seed, loss, recipe in ((0, 1.0, "folded"), (1, 2.0, "folded"), (2, 6.0, "folded"), (0, 9.0, "block")):
+        with RunWriter(tmp_path / f"{recipe}{seed}") as run:
+            run.write_document("config", {"run": {"recipe": recipe, "seed": seed, "out": f"{recipe}{seed}"}})
+            for step in range(1, 6 + seed):
+                run.write_step(step, {"loss": loss + step})
+    picked = "&".join(f"run={name}" for name in ("folded0", "folded1", "folded2", "block0"))
+    page = visit(f"{serve(tmp_path)}/#/compare?{picked}")
+    page.get_by_label("seeds as a band").check()
+    holds(page, "document.querySelector('.plot').data.length === 4")
+    low, high, mean, other = chart(page.evaluate(CURVES), "loss")
+    assert low["x"] == [1, 2, 3, 4, 5], "as far as the shortest"
+    assert (low["y"], high["y"], mean["y"]) == ([2, 3, 4, 5, 6], [7, 8, 9, 10, 11], [4, 5, 6, 7, 8])
+    assert mean["name"] == "folded0, folded1, folded2" and other["name"] == "block0"
+
+
+def test_charts_of_a_comparison_are_chosen_and_arranged(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "run") as run:
+        for step in range(1, 9):
+            run.write_step(step, {"loss": 1.0, "tokens_per_second": 5.0, "score": 2.0})
+    page = visit(f"{serve(tmp_path)}/#/compare?run=run")
+    titles = "[...document.querySelectorAll('figure .title')].map(each => each.innerText.trim())"
+    assert page.evaluate(titles) == ["loss", "tokens per second"]
+    page.get_by_label("add a chart").select_option("score")
+    holds(page, f"{titles}.length === 3")
+    page.get_by_role("button", name="Move forward: score").click()
+    holds(page, f"{titles}[1] === 'score'")
+    page.get_by_role("button", name="Remove: tokens per second").click()
+    holds(page, f"{titles}.join() === 'loss,score'")
+    assert visit(page.url).evaluate(titles) == ["loss", "score"], "the address holds the choice"
+
+
+def test_an_axis_takes_a_range_and_a_constant_is_not_magnified(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "run") as run:
+        for step in range(1, 99):
+            run.write_step(step, {"loss": 1.0 / step, "fp8_flops": 0.7 + 1e-16 * (step % 3)})
+    page = visit(f"{serve(tmp_path)}/#/overview?run=run")
+    axis = "[...document.querySelectorAll('figure')].find(each => each.innerText.startsWith('{}'))"
+    axis += ".querySelector('.plot').layout.yaxis"
+    assert page.evaluate(axis.format("Share of FLOPs in FP8"))["range"] == pytest.approx([0.63, 0.77])
+    page.get_by_role("button", name="Range of the y axis of Loss").click()
+    page.get_by_label("from of the y axis of Loss").fill("0.25")
+    page.get_by_label("to of the y axis of Loss").fill("0.5")
+    page.get_by_label("to of the y axis of Loss").press("Tab")
+    holds(page, f"{axis.format('Loss')}.range.join() === '0.25,0.5'")
+    page.get_by_label("clip spikes").uncheck()  # draws again
+    holds(page, f"location.hash.includes('clip=0') && {axis.format('Loss')}.range.join() === '0.25,0.5'")
+    page.get_by_label("from of the y axis of Loss").fill("")
+    page.get_by_label("to of the y axis of Loss").fill("")
+    page.get_by_label("to of the y axis of Loss").press("Tab")
+    holds(page, f"{axis.format('Loss')}.range[1] > 0.9")
+
+
+def test_the_gap_has_its_limit(tmp_path: Path, serve: Any, visit: Open) -> None:
+    with RunWriter(tmp_path / "run") as run:
+        for step in range(1, 20):
+            run.write_step(step, {"loss_fp8": 1.0, "loss_bf16": 1.0, "gap_percent": 0.1})
+    page = visit(f"{serve(tmp_path)}/#/overview?run=run")
+    shapes = "[...document.querySelectorAll('.plot')].flatMap(each => each.layout?.shapes ?? [])"
+    assert [shape["y0"] for shape in page.evaluate(shapes) if shape.get("xref") == "paper"] == [1]
+    assert "dotted: limit, 1 %" in text(page).replace("1.00", "1")
+
+
 def test_statistics_of_a_layer_share_a_legend_and_zoom(address: str, visit: Open) -> None:
     page = visit(f"{address}/#/layer?run=first&layer={MIDDLE}")
     assert page.locator(".legend .swatch").count() == 4

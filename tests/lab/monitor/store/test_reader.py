@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import threading
 import tracemalloc
 from pathlib import Path
@@ -199,6 +200,23 @@ def test_a_killed_run_is_silent_and_then_its_end_is_unknown(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_the_duration_of_a_run_is_without_its_pauses(tmp_path: Path, was_killed: bool) -> None:
+    for done in (0, 2):
+        with RunWriter(tmp_path, keep_until=done or None) as run:
+            run.write_step(done + 1, {"loss": 1.0})
+            run.write_step(done + 2, {"loss": 1.0})
+    times = [1000.0, 1050.0, 9000.0, 9030.0]
+    with sqlite3.connect(tmp_path / "run.sqlite") as store:
+        for step, at in enumerate(times, start=1):
+            store.execute("UPDATE scalars SET value = ? WHERE key = 'time' AND step = ?", (at, step))
+        store.execute("UPDATE sessions SET started = 990, ended = ? WHERE id = 1", (None if was_killed else 1060.0,))
+        store.execute("UPDATE sessions SET started = 8990, ended = 9040 WHERE id = 2")
+    with RunReader(tmp_path) as reader:
+        assert reader.pauses == [(1050.0 if was_killed else 1060.0, 8990.0)]
+        assert reader.duration == (60 if was_killed else 70) + 50
+
+
 def test_a_run_in_a_folder_that_nobody_may_write(tmp_path: Path) -> None:
     synthetic_run(tmp_path / "run", layers=1, steps=5)
     (tmp_path / "run").chmod(0o555)

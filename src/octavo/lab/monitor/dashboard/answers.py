@@ -17,7 +17,7 @@ from octavo.errors import ConfigError, StoreError, did_you_mean
 from octavo.lab.monitor.dashboard.packing import pack, pack_curves
 from octavo.lab.monitor.dashboard.runs import RunCollection
 from octavo.lab.monitor.dashboard.speed import speed
-from octavo.lab.monitor.dashboard.verdict import gap_of, loss_key, newest, verdict
+from octavo.lab.monitor.dashboard.verdict import gap_limit, gap_of, loss_key, newest, verdict
 from octavo.lab.monitor.store import ROLES, RunReader, Series, config_difference
 from octavo.lab.monitor.store.writer import plain
 
@@ -94,6 +94,8 @@ def run(known: RunCollection, query: Query) -> Answer:
         "step": last,
         "newest": {key: newest(series) for key, series in recent.items()},
         "heartbeat": opened.heartbeat,
+        "pauses": opened.pauses,
+        "gap_limit": gap_limit(opened) if last else None,
         "verdict": {**found._asdict(), "findings": [finding._asdict() for finding in found.findings]},
         "sessions": [session._asdict() for session in opened.sessions],
         "stats": list(opened.stats),
@@ -214,6 +216,8 @@ def _described(opened: RunReader, name: str) -> dict[str, Any]:
         "note": _note(opened),
         "started": opened.sessions[0].started,
         "heartbeat": opened.heartbeat,
+        "pauses": opened.pauses,
+        "duration": opened.duration,
     }
 
 

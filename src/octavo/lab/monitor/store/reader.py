@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -147,6 +148,26 @@ class RunReader:
         """The processes that wrote the run, in order."""
         rows = self._all("SELECT started, ended, outcome, text, first_step, pid FROM sessions ORDER BY id")
         return [Session(*row) for row in rows]
+
+    @property
+    def pauses(self) -> list[tuple[float, float]]:
+        """The times between sessions, when no process trained: from and to, in seconds since 1970.
+
+        A session that was killed ended with the last step that it recorded.
+        """
+        found, sessions = [], self.sessions
+        for before, after in itertools.pairwise(sessions):
+            query = "SELECT MAX(value) FROM scalars WHERE key = 'time' AND value < ?"
+            (recorded,) = self._all(query, (after.started,))[0]
+            ended = before.ended or max(recorded or 0.0, before.started)
+            found.append((min(ended, after.started), after.started))
+        return found
+
+    @property
+    def duration(self) -> float:
+        """Seconds in which a process trained, until the last write."""
+        paused = sum(to - since for since, to in self.pauses)
+        return max(self.heartbeat - self.sessions[0].started - paused, 0.0)
 
     @property
     def heartbeat(self) -> float:

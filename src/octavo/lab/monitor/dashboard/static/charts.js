@@ -59,13 +59,23 @@ function themed(layout, height) {
 }
 
 // A figure, filled by draw(traces, layout, description for screen readers).
-export function chart(title, { height = 260, note = "", wide = false, onclick = null } = {}) {
+// `actions`: buttons beside the title, each [sign, name, function].
+export function chart(title, { height = 260, note = "", wide = false, onclick = null, actions = [] } = {}) {
   const plot = h("div", { class: "plot", role: "img", "aria-label": `${title}: loading`, style: `min-height:${height}px` });
   const aside = h("small", {}, note);
   const save = h("button", { type: "button", class: "plain", title: `Data of “${title}” as CSV`, "aria-label": `Data of ${title} as CSV`,
     onclick: () => download(`${title}.csv`, asCsv(plot.data ?? [])) }, "CSV");
+  let ends = [NaN, NaN]; // of the y axis, as asked for
+  const end = (place, label) => h("input", { type: "number", step: "any", "aria-label": `${label} of the y axis of ${title}`, placeholder: label, onchange: (event) => {
+    ends[place] = event.target.value === "" ? NaN : Number(event.target.value);
+    if (plot.data?.length) globalThis.Plotly.relayout(plot, ranged(plot.layout.yaxis, ends));
+  } });
+  const range = h("span", { class: "range", hidden: true }, end(0, "from"), end(1, "to"));
+  const toggle = h("button", { type: "button", class: "plain", title: `Range of the y axis of “${title}”`, "aria-label": `Range of the y axis of ${title}`,
+    onclick: () => { range.hidden = !range.hidden; } }, "y");
+  const others = actions.map(([sign, name, act]) => h("button", { type: "button", class: "plain", title: `${name}: ${title}`, "aria-label": `${name}: ${title}`, onclick: act }, sign));
   const element = h("figure", { class: wide ? "chart wide" : "chart" },
-    h("figcaption", {}, h("span", { class: "title" }, title, " ", aside), save), plot);
+    h("figcaption", {}, h("span", { class: "title" }, title, " ", aside), h("span", { class: "tools" }, range, others, toggle, save)), plot);
   const made = {
     element,
     plot,
@@ -85,13 +95,45 @@ export function chart(title, { height = 260, note = "", wide = false, onclick = 
       plot.setAttribute("aria-label", `${title}. ${description}`);
       plot.style.minHeight = `${tall}px`;
       const isNew = !plot.on; // Plotly adds it to a plot
-      await Plotly.react(plot, traces, themed(layout, tall), CONFIG);
+      const found = themed(layout, tall);
+      const level = levelOf(traces);
+      if (level && found.yaxis.type !== "log" && !found.yaxis.range) Object.assign(found.yaxis, { range: [level - Math.abs(level) / 10, level + Math.abs(level) / 10], autorange: false });
+      if (ends.some(Number.isFinite)) Object.assign(found.yaxis, ranged(found.yaxis, ends).yaxis);
+      await Plotly.react(plot, traces, found, CONFIG);
       if (isNew && onclick) plot.on("plotly_click", onclick);
       if (isNew) made.whenMade?.();
     },
     say(text) { aside.textContent = text; },
   };
   return made;
+}
+
+// The value of curves that are constant but for rounding, which an axis of their own range would magnify; else null.
+function levelOf(traces) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const trace of traces) {
+    if (trace.type !== "scatter") return null;
+    for (const value of trace.y) if (Number.isFinite(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  }
+  return high - low <= 1e-9 * Math.abs(high) ? high : null;
+}
+
+// The y axis between the ends that are given; without any, as Plotly chooses.
+function ranged(axis, ends) {
+  const value = (end) => (Number.isFinite(end) ? (axis.type === "log" ? Math.log10(end) : end) : null);
+  const range = ends.map(value);
+  return { yaxis: range.some((end) => end !== null) ? { ...axis, range, autorange: false } : { ...axis, range: undefined, autorange: true } };
+}
+
+// Runs that differ in their seed alone, as a mean and the band between the lowest and the highest.
+export function band(name, all, colourName, more = {}) {
+  const until = Math.min(...all.map((series) => series.x[series.x.length - 1]));
+  const x = Array.from(all[0].x).filter((step) => step <= until);
+  const values = all.map((series) => Array.from(mapped({ x, y: [] }, series).x));
+  const at = (reduced) => x.map((_, index) => reduced(...values.map((each) => each[index])));
+  const edge = (y, fill) => line(name, { x, y }, colourName, { ...fill, showlegend: false, hoverinfo: "skip", line: { width: 0 } });
+  return [edge(at(Math.min), {}), edge(at(Math.max), { fill: "tonexty", fillcolor: `${colour(colourName)}33` }),
+    line(name, { x, y: at((...each) => each.reduce((sum, value) => sum + value, 0) / each.length) }, colourName, more)];
 }
 
 // The style of the baseline: dashed and drawn last, so that of two equal curves both are seen.

@@ -56,6 +56,8 @@ const TITLES = {
   loss_fp8: "loss, FP8", loss_bf16: "loss, BF16", gap_percent: "gap to BF16, %", tokens_per_second: "tokens per second", lr: "learning rate",
   gradient_norm_fp8: "gradient norm, FP8", gradient_norm_bf16: "gradient norm, BF16", milliseconds_fp8: "step time, FP8, ms",
   milliseconds_bf16: "step time, BF16, ms", heldout_loss_fp8: "held-out loss, FP8", heldout_loss_bf16: "held-out loss, BF16",
+  fp8_flops: "share of FLOPs in FP8", fp8_time: "share of time in FP8", batch_divergence: "divergence of the batch",
+  batch_document_tokens: "length of documents", loss_scale: "loss scale", shadow_gap_percent: "gap of the shadow, %",
 };
 const UNITS = [[/(_percent|_pct)$/, " %"], [/(_ms|_milliseconds)$|^milliseconds/, " ms"], [/(_seconds|_s)$/, " s"], [/_gib$/, " GiB"], [/_db$/, " dB"], [/_watts$/, " W"], [/_per_second$/, " /s"]];
 // The unit that a metric's name ends with.

@@ -13,12 +13,13 @@ const KEYS = ["loss_fp8", "loss_bf16", "loss", "heldout_loss_fp8", "heldout_loss
 const ELSEWHERE = /^(milliseconds|overflows|heldout_gap)/; // shown elsewhere
 
 const NOTES = {
-  batch_divergence: "tokens of a batch from those of the text", batch_document_tokens: "mean length of a batch's documents",
-  fp8_flops: "share of the products' FLOPs in FP8",
+  batch_divergence: "between the tokens of a batch and those of the text", batch_document_tokens: "mean, in tokens",
+  fp8_flops: "of the products",
 };
 
 const SOLID = { line: { width: 2.6 } };
 
+const titled = (text) => text[0].toUpperCase() + text.slice(1);
 const asked = (run, keys) => [["run", run], ...keys.map((key) => ["key", key])];
 export const overviewAsks = (run) => [["scalars", asked(run, KEYS)], ["events", [["run", run]]]];
 
@@ -100,7 +101,7 @@ export function overviewView() {
       await loss.draw([], {}, "No steps yet.");
       return;
     }
-    const [axis, clock] = clockOf(answer, get("x", "step"));
+    const [axis, clock] = clockOf(answer, get("x", "step"), run.pauses);
     const weight = Number(get("smooth", "0.9"));
     const xaxis = { title: { text: axis, font: { size: 12 }, standoff: 8 }, rangemode: "normal" };
     const scale = get("log") === "1" ? "log" : "linear";
@@ -113,6 +114,7 @@ export function overviewView() {
       return found?.x.length ? [line(`${name}, held out`, mapped(found, clock), LANES[lane], { mode: "lines+markers", line: { dash: "dot", width: 1.5 }, marker: { size: 7, symbol: "diamond" } })] : [];
     };
     const flags = await marks(clock);
+    const bound = run.keys.includes("gap_percent") ? run.gap_limit : null;
     const drawn = (target, note, traces, layout, description) => {
       const { range, beyond } = get("clip", "1") === "1" && scale === "linear" ? clipped(traces) : { range: null, beyond: 0 };
       target.say(beyond ? `${note}; ${beyond} point${beyond > 1 ? "s" : ""} beyond the axis` : note);
@@ -121,7 +123,8 @@ export function overviewView() {
     await Promise.all([
       drawn(loss, "nats per token", [...lines("loss_fp8", "FP8", "fp8", SOLID), ...lines("loss", "loss", "fp8"), ...lines("loss_bf16", "BF16", "bf16", DASHED), ...held("bf16", "BF16"), ...held("fp8", "FP8")],
         { yaxis: { type: scale } }, `At step ${run.step}: ${["loss_fp8", "loss_bf16", "loss"].filter((key) => key in run.newest).map((key) => `${words(key)} ${number(run.newest[key])}`).join("; ")}`),
-      drawn(gap, "FP8 loss above BF16", lines("gap_percent", "gap", "gap"), { yaxis: { ticksuffix: " %", zeroline: true }, showlegend: false }, run.keys.includes("gap_percent") ? `Now ${percent(run.newest.gap_percent)}` : "No BF16 baseline to compare with."),
+      drawn(gap, bound ? `FP8 loss above BF16; dotted: limit, ${percent(bound)}` : "FP8 loss above BF16", lines("gap_percent", "gap", "gap"),
+        { yaxis: { ticksuffix: " %", zeroline: true }, showlegend: false, shapes: [...flags, ...levels(bound)] }, run.keys.includes("gap_percent") ? `Now ${percent(run.newest.gap_percent)}` : "No BF16 baseline to compare with."),
       drawn(norm, "before clipping", [...lines("gradient_norm_fp8", "FP8", "fp8", SOLID), ...lines("gradient_norm", "gradient norm", "fp8"), ...lines("gradient_norm_bf16", "BF16", "bf16", DASHED)], { yaxis: { type: scale }, showlegend: false }, "Colours as above."),
       rate.draw(seriesOf(answer, "lr")?.x.length ? [line("learning rate", mapped(seriesOf(answer, "lr"), clock), "gap")] : [], { xaxis, shapes: flags, showlegend: false, yaxis: { exponentformat: "power", rangemode: "tozero", nticks: 5 } }, ""),
       ...(others ? seriesIn(others) : []).map((key) => chartOf(key).draw(
@@ -129,10 +132,13 @@ export function overviewView() {
     ]);
   }
 
+  // The limit of the gap, on the side that is a loss.
+  const levels = (bound) => (bound ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: bound, y1: bound, layer: "below", line: { color: colour("warn"), width: 1.5, dash: "dot" } }] : []);
+
   // Further scalars recorded by a custom training loop.
   function chartOf(key) {
     if (!extra.has(key)) {
-      extra.set(key, chart(words(key), { note: NOTES[key] }));
+      extra.set(key, chart(titled(words(key)), { note: NOTES[key] }));
       below.append(extra.get(key).element);
     }
     return extra.get(key);
@@ -162,10 +168,14 @@ function remaining(run, steps) {
   return isNumber(seconds) && seconds > 0 && !isReport() ? `, ${duration(seconds)} left` : "";
 }
 
-// The requested axis: its title, and the series that maps steps to it (null for steps).
-export function clockOf(answer, wanted) {
+// The requested axis: its title, and the series that maps steps to it (null for steps). Hours are without the pauses
+// between the processes that trained.
+export function clockOf(answer, wanted, pauses = []) {
   const time = seriesOf(answer, "time");
   if (wanted === "tokens" && seriesOf(answer, "tokens")?.x.length) return ["tokens", seriesOf(answer, "tokens")];
-  if (wanted === "hours" && time?.x.length) return ["hours", { x: time.x, y: Array.from(time.y, (t) => (t - time.y[0]) / 3600) }];
+  if (wanted === "hours" && time?.x.length) {
+    const paused = (t) => pauses.reduce((sum, [since, to]) => sum + (time.y[0] < to && to <= t ? to - Math.max(since, time.y[0]) : 0), 0);
+    return ["hours", { x: time.x, y: Array.from(time.y, (t) => (t - time.y[0] - paused(t)) / 3600) }];
+  }
   return ["step", null];
 }

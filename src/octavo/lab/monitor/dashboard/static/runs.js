@@ -11,7 +11,7 @@ const COLUMNS = [
   ["", ""], ["run", "", (run) => run.name], ["verdict", "", (run) => LEVELS.indexOf(run.level)], ["state", "", (run) => run.state], ["model", "", (run) => run.parameters],
   ["recipe", "", (run) => run.recipe], ["losses", ""], ["step", "number", (run) => run.step], ["loss", "number", (run) => run.loss], ["held-out loss", "number", (run) => run.heldout_loss],
   ["gap", "number", (run) => run.gap_percent], ["tokens/s", "number", (run) => run.tokens_per_second], ["started", "when", (run) => run.started],
-  ["duration", "when", (run) => run.heartbeat - run.started], ["last write", "when", (run) => run.heartbeat],
+  ["duration", "when", (run) => run.duration], ["last write", "when", (run) => run.heartbeat],
 ];
 const LEVELS = ["healthy", "unknown", "watch", "unhealthy"];
 
@@ -62,7 +62,7 @@ export function runsView() {
       pick(run.id), h("a", { href: link("overview", { run: run.id }), class: "strong" }, run.name, run.note && h("small", { class: "note", title: run.note }, run.note)),
       h("span", { class: `tag ${run.level}`, title: run.verdict }, SIGNS[run.level], " ", { healthy: "healthy", watch: "check", unhealthy: "unhealthy", unknown: "unknown" }[run.level]),
       h("span", { class: `state ${run.state}` }, run.state), run.model ? h("span", { class: "when" }, run.model) : "–", run.recipe ?? "–", sparkline(run.losses), `${number(run.step)}${run.steps ? ` / ${number(run.steps)}` : ""}`, number(run.loss), number(run.heldout_loss),
-      percent(run.gap_percent), short(run.tokens_per_second), moment(run.started), duration(run.heartbeat - run.started), ago(run.heartbeat)]);
+      percent(run.gap_percent), short(run.tokens_per_second), moment(run.started), duration(run.duration), ago(run.heartbeat)]);
     const [sorted, isDown] = [get("sort"), get("down") === "1"];
     const by = COLUMNS.find(([title]) => title === sorted)?.[2];
     if (by) chosen.sort((a, b) => order(by(a), by(b)) * (isDown ? -1 : 1));
