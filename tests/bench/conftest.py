@@ -45,6 +45,7 @@ def forks() -> Iterator[None]:
         yield
         return
     import ranks
+
     from octavo_bench import reduce, study
 
     with pytest.MonkeyPatch.context() as patch:
