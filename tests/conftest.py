@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import itertools
@@ -138,11 +139,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(10_000, 10, 10)
         gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Let Python end as it does elsewhere: libraries report what is never freed."""
-    gc.unfreeze()
+        atexit.register(gc.unfreeze)  # Python ends as it does elsewhere: libraries report what is never freed
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Paths of helpers that tests of the benchmarks share with others; runs of a study of one rank are forks."""
+"""Paths of helpers that tests of the benchmarks share with others; runs of a study are forks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # `ranks`
 
 
 class Fork:
-    """Stands for the `subprocess.Popen` of a run of one rank: a program would import PyTorch for longer than it trains.
+    """Stands for the `subprocess.Popen` of a run: a program would import PyTorch for longer than it trains."""
 
-    Runs of several ranks stay programs, under torchrun.
-    """
+    def __init__(self, words: list[str], stdout: Any, ranks: int) -> None:
+        from ranks import command
 
-    def __init__(self, words: list[str], stdout: Any) -> None:
-        import ranks
-
-        self._process = ranks.command(words, stdout.name)
+        self._process = command(words, stdout.name, ranks)
 
     @property
     def returncode(self) -> int | None:
@@ -36,18 +33,23 @@ class Fork:
         self._process.terminate()
 
 
-def start(command: list[str], **options: Any) -> Any:
-    if command[1:4] != ["-m", "octavo", "train"]:
-        return subprocess.Popen(command, **options)
-    return Fork(command[3:], options["stdout"])
+def start(command: list[str], *, stdout: Any, **options: Any) -> Fork:
+    launcher, words = command[: command.index("octavo")], command[command.index("octavo") + 1 :]
+    ranks = int(launcher[-2]) if "torch.distributed.run" in launcher else 1
+    return Fork(words, stdout, ranks)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forks_of_one_rank() -> Iterator[None]:
-    from octavo_bench import study
+def forks() -> Iterator[None]:
+    if torch.cuda.is_available():  # which survives no fork
+        yield
+        return
+    import ranks
+
+    from octavo_bench import reduce, study
 
     with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():  # which survives no fork
-            known = {"Popen": staticmethod(start), "STDOUT": subprocess.STDOUT}
-            patch.setattr(study, "subprocess", type("subprocess", (), known))
+        known = {"Popen": staticmethod(start), "STDOUT": subprocess.STDOUT}
+        patch.setattr(study, "subprocess", type("subprocess", (), known))
+        patch.setattr(reduce, "spawn", ranks.start_processes)
         yield

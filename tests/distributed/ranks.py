@@ -140,20 +140,39 @@ def _launched(file: str, function: str, arguments: tuple[Any, ...]) -> None:
     getattr(_module(file), function)(*arguments)
 
 
-def command(words: Sequence[str], log: str) -> BaseProcess:
-    """Start `octavo` with these words, as a program with its output in a file, in a process that need not import it."""
+def command(words: Sequence[str], log: str, ranks: int = 1) -> BaseProcess:
+    """Start `octavo` with these words, as a program with its output in a file, in a process that need not import it.
+
+    Several ranks are forks of it, started by the agent of torchrun.
+    """
     with _server():
-        process = _processes.Process(target=_command, args=([*words], log))
+        process = _processes.Process(target=_command, args=([*words], log, ranks))
         process.start()
     return process
 
 
-def _command(words: list[str], log: str) -> None:
-    from octavo.lab.cli.main import main
+def start_processes(function: Callable[..., None], arguments: tuple[Any, ...], nprocs: int) -> None:
+    """Stand for `torch.multiprocessing.spawn`: the processes need not import PyTorch."""
+    with _server():
+        torch.multiprocessing.start_processes(function, arguments, nprocs, start_method=_processes.get_start_method())
 
+
+def _command(words: list[str], log: str, ranks: int) -> None:
     with Path(log).open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    if ranks == 1:
+        _main(words)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=str(uuid.uuid4()), start_method="fork",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, logs_specs=DefaultLogsSpecs(),
+    )  # fmt: skip
+    elastic_launch(config, _main)(words)
+
+
+def _main(words: list[str]) -> None:
+    from octavo.lab.cli.main import main
+
     torch.set_num_threads(1)
     sys.argv = ["octavo", *words]
     sys.exit(main(words))

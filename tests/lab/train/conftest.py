@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configure(corpus: Path, tmp_path: Path) -> Configure:
-    """Return the preset `tiny` on that corpus, changed section by section: `configure(run={"steps": 3})`.
+    """Return the preset `tiny`, of one layer, on that corpus, changed by section: `configure(run={"steps": 3})`.
 
     The corpus is tokenised once, and little of its held-out text is evaluated: that took half the time of a short run.
     """
@@ -35,6 +35,7 @@ def configure(corpus: Path, tmp_path: Path) -> Configure:
     def make(**sections: dict[str, Any]) -> RunConfig:
         base = {
             "data": {"source": str(corpus), "cache": str(corpus.with_name("cache"))},
+            "model": {"layers": 1},
             "run": {"out": str(tmp_path / "run"), "eval_tokens": 512},
         }
         return assemble(load_preset("tiny", cuda=False), ("test corpus", base), ("test", sections))
