@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -93,7 +93,7 @@ BESIDE = "rotated"
 """The recipe that parts of it are compared with, pair by pair."""
 _SYLVESTER = f"{BESIDE}+fprop.*.hadamard=sylvester"
 _ROWWISE = ("rowwise", *(f"rowwise+{gemm}.precision=bf16" for gemm in ("fprop", "dgrad", "wgrad")))
-ARMS = {
+ARMS: Mapping[str, Mapping[tuple[str, str], Sequence[str]]] = {
     "control of the bench itself": {
         ("1m", "half"): ["folded+run.disabled=yes"],
         ("3m", "half"): ["folded+run.disabled=yes"],

@@ -11,7 +11,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.runtime.devices import H200
 from octavo.lab.monitor.system import SystemProbe
-from octavo.lab.pilot import Settings, open_subject, measuring, run_pilot
+from octavo.lab.pilot import Settings, measuring, open_subject, run_pilot
 from octavo.lab.pilot.judging import advise
 from octavo.lab.pilot.measuring import Conditions, Flops, count_flops, measure
 from octavo.lab.pilot.predicting import launch_ms, plan_for, products_ms
@@ -136,7 +136,7 @@ def test_no_steps_predict_from_shapes_alone(tmp_path):
 
 def test_a_small_model_takes_as_long_as_its_launches(python_file):
     """Its kernels take microseconds: without launches, hundreds of millions of samples per second were predicted."""
-    workload = load_workload(python_file)
+    workload = open_subject(python_file)
     flops = count_flops(workload)
     # Forward: 2 addmm, ReLU, log_softmax, nll_loss; backward: ones_like, the last three's, 3 mm, 2 sums of biases.
     assert flops.launches == 14
