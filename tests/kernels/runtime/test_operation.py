@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import QuantSpec, quantize, record
+from octavo.kernels import QuantSpec, quantize, record, rotary
 from octavo.kernels.quant_spec import empty
 from octavo.kernels.runtime import dispatch
 from octavo.kernels.runtime import operation as module
@@ -139,6 +139,14 @@ def test_a_reference_runs_where_triton_does_not(monkeypatch: pytest.MonkeyPatch)
     for operands in ((x, table, table, True), (x.repeat(2, 1, 1, 1), table, table, False)):
         assert torch.equal(toy(*operands), reference.rotate(*operands))
     assert asked == [("toy True", "too short"), ("toy False", None)]
+
+
+def test_the_example_of_the_guide_is_the_code() -> None:
+    root = Path(__file__).parents[3]
+    example = (root / "CONTRIBUTING.md").read_text().split("```python\n")[1].partition("```")[0]
+    assert example.startswith("@operation(") and example in (root / "src/octavo/kernels/rotary/__init__.py").read_text()
+    arguments = "Tensor x, Tensor cos, Tensor sin, bool conjugate"
+    assert f"octavo::rotate({arguments}, *, " in str(rotary._rotate.operator._schema)
 
 
 @pytest.mark.parametrize("name", ["opaque_toy", "open_toy"])

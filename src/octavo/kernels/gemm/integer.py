@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.gemm.reference import gemm as reference_gemm
-from octavo.kernels.runtime.dispatch import architecture, is_planning, launches_on, on_gpu, triton_unsupported_reason
+from octavo.kernels.runtime.dispatch import (
+    architecture,
+    implementation,
+    is_planning,
+    launches_on,
+    on_gpu,
+    triton_unsupported_reason,
+)
 from octavo.numerics import INT8, PER_ROW, PER_TENSOR, Quantized
 
 LONGEST = (2**31 - 1) // int(INT8.max) ** 2
@@ -69,14 +76,15 @@ def gemm(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tens
         return reference_gemm(a, b, out_dtype)
     (rows, depth), cols = a.codes.shape, b.codes.shape[0]
     a_scale, b_scale = _by_row(a.scale, rows), _by_row(b.scale, cols)
-    from octavo.kernels.gemm.triton import ALIGNED, scaled_gemm
-
+    kernels = implementation("triton", "gemm")
+    aligned = kernels.ALIGNED
     a_MK, b_NK = a.codes, b.codes
-    if depth % ALIGNED or cols % ALIGNED:
-        a_MK, b_NK = F.pad(a_MK, (0, -depth % ALIGNED)), F.pad(b_NK, (0, -depth % ALIGNED, 0, -cols % ALIGNED))
-        b_scale = F.pad(b_scale, (0, 0, 0, -cols % ALIGNED))
+    if depth % aligned or cols % aligned:
+        a_MK, b_NK = F.pad(a_MK, (0, -depth % aligned)), F.pad(b_NK, (0, -depth % aligned, 0, -cols % aligned))
+        b_scale = F.pad(b_scale, (0, 0, 0, -cols % aligned))
+    y_MN: Tensor
     with launches_on(a.codes.device):
-        y_MN = scaled_gemm(a_MK.contiguous(), a_scale, b_NK.contiguous(), b_scale, out_dtype, fast=fast)
+        y_MN = kernels.scaled_gemm(a_MK.contiguous(), a_scale, b_NK.contiguous(), b_scale, out_dtype, fast=fast)
     return y_MN[:, :cols].contiguous() if y_MN.shape[1] != cols else y_MN
 
 

@@ -58,7 +58,7 @@ def operation(
         name: of the operator; default that of the function, without leading underscores.
         reference: the definition; the decorated function is a signature only. On a GPU, the function of the same name
             in the `triton.py` beside it runs instead (`dispatch.run_kernel`). None: the decorated function runs, for
-            operations composed of others, and those whose first tensor says neither where they run nor if they are empty.
+            operations composed of others and those that prepare the arguments of their kernel.
         unsupported: returns why the Triton kernel does not support these arguments, or None. Called where Triton runs.
         ledger: name in the ledger's fallbacks, or a function that returns it; default that of the operator.
         results: kind of each result: a tensor (True), codes and scales (`QuantSpec`), or none (False, None). Required
