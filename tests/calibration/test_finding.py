@@ -197,6 +197,15 @@ def test_where_a_scale_comes_from_is_said():
         assert scale.origin.date.endswith("+00:00")
 
 
+def test_an_extreme_needs_batches_to_vary():
+    policy = octavo.calibration.ScalePolicy(by="extreme", horizon=100, margin=0)
+    with pytest.raises(ConfigError, match="by 'extreme' needs 4 batches"):
+        octavo.calibrate(model(), batches(3), loss=loss, scale_policy=policy)
+    found = octavo.calibrate(model(), batches(6), loss=loss, scale_policy=policy).scales
+    exact = octavo.calibrate(model(), batches(6), loss=loss, scale_policy=EXACT).scales
+    assert all(found[name].scale > exact[name].scale for name in exact), "batches() grow"
+
+
 def test_the_table_and_its_json_say_the_same():
     found = octavo.calibrate(model(), batches(), loss=loss)
     lines, content = str(found).splitlines(), json.loads(found.to_json())

@@ -102,6 +102,41 @@ def test_the_batches_are_told_apart():
     assert (found.statistics.batch_amax, found.amax) == ((1.0, 2.0), 3.0)
 
 
+@pytest.mark.parametrize(("tail", "least", "most"), [("power law", -0.3, 0.3), ("normal", 0.0, 1.0)])
+def test_an_extreme_is_the_largest_of_so_many_batches(tail, least, most):
+    """Against the median of the largest of that many batches, drawn. A lighter tail gets up to a bit more."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count):
+        x = torch.empty(count, 256)
+        return (
+            torch.exp2(x.exponential_(4, generator=generator))
+            if tail == "power law"
+            else x.normal_(generator=generator)
+        )
+
+    largest = float(torch.stack([draw(1024).abs().amax() for _ in range(20)]).median())
+    spectra = [seen(*draw(32)) for _ in range(20)]
+    found = [ScalePolicy(by="extreme", horizon=1024, margin=0).amax(spectrum) for spectrum in spectra]
+    assert all(one >= spectrum.amax for one, spectrum in zip(found, spectra, strict=True))
+    assert least < sum(math.log2(one / largest) for one in found) / len(found) < most
+
+
+def test_a_steady_tensor_gets_less_headroom_than_one_whose_maxima_jump():
+    policy = ScalePolicy(by="extreme", horizon=1000)
+    steady = seen(*(torch.tensor([1.0 + 0.01 * (i % 2)]) for i in range(8)))
+    jumping = seen(*(torch.tensor([1.01 if i else 0.1]) for i in range(8)))
+    assert steady.amax == jumping.amax and 1.01 <= policy.amax(steady) < 1.1 and policy.amax(jumping) > 8
+    assert policy.amax(seen(torch.ones(9))) == 1.0, "one batch has no spread"
+    larger = ScalePolicy(by="extreme", horizon=8000)
+    assert larger.amax(jumping) > policy.amax(jumping), "a batch eight times as large"
+
+
+def test_tensors_with_one_scale_have_the_largest_of_each_batch_together():
+    one, other = seen(*torch.tensor([[1.0], [4.0]])), seen(*torch.tensor([[2.0], [3.0]]))
+    assert MagnitudeHistogram.of([one, other]).batch_amax() == [2.0, 4.0]
+
+
 def test_zeros_have_no_scale():
     assert ScalePolicy().scale(seen(torch.zeros(5)), Operand()) is None
     assert ScalePolicy(by="percentile").scale(seen(torch.zeros(5)), Operand()) is None
@@ -109,7 +144,12 @@ def test_zeros_have_no_scale():
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"by": "mean"}, "'max' or 'percentile', not 'mean'"), ({"percentile": 0}, "above 0"), ({"margin": 9}, "0 to 8")],
+    [
+        ({"by": "mean"}, "'max', 'percentile' or 'extreme', not 'mean'"),
+        ({"horizon": 0.5}, "at least 1"),
+        ({"percentile": 0}, "above 0"),
+        ({"margin": 9}, "0 to 8"),
+    ],
 )
 def test_wrong_choices(wrong, message):
     with pytest.raises(ConfigError, match=message):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from octavo._util import config_reader
 from octavo._util.terminal import columns
-from octavo.calibration.histogram import MagnitudeHistogram
+from octavo.calibration.histogram import FEWEST, MagnitudeHistogram
 from octavo.calibration.scale_policy import FLUSHED, SATURATED, ScalePolicy
 from octavo.calibration.targets import CalibrationTarget, count_magnitudes, find_targets
 from octavo.conversion import Policy
@@ -183,6 +183,11 @@ def calibrate(
             "calibrate: a percentile lets the largest gradients saturate, which costs 12 to 19 dB of their precision."
             " Choose by 'max', or leave gradients out (backward=False).",
             stacklevel=2,
+        )
+    if scale_policy.by == "extreme" and all(each.batches < FEWEST for each in seen.values()):
+        raise ConfigError(
+            f"calibrate: a scale by 'extreme' needs {FEWEST} batches to see how their largest values vary. Give"
+            " more, or choose by 'max'."
         )
     origin = Provenance(recipe=first.recipe.name, how=str(scale_policy), data=str(data))
     return _result(targets, seen, scale_policy, origin)

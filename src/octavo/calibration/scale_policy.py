@@ -32,28 +32,36 @@ FINER = "finer scales"
 class ScalePolicy:
     """Choice of a scale: the largest magnitude to represent, and headroom above it."""
 
-    by: Literal["max", "percentile"] = "max"
-    """`max`: no observed value saturates. `percentile`: outliers saturate, so that fewer small values are flushed."""
+    by: Literal["max", "percentile", "extreme"] = "max"
+    """`max`: no observed value saturates. `percentile`: outliers saturate, so that fewer small values are flushed.
+    `extreme`: the largest value to expect in `horizon` batches, by how the largest of each batch are distributed."""
     percentile: float = 99.99
     """With `percentile`: percent of non-zero elements that do not saturate."""
+    horizon: float = 1000.0
+    """With `extreme`: for how many batches of the calibration's size the scale has to last. A step of training with
+    eight times as many tokens has eight of them."""
     margin: int = 1
     """Bits of headroom: the scale is multiplied by 2^margin, for larger values in later batches. Floating-point codes
     lose no precision by it, only the smallest values."""
 
     def __post_init__(self) -> None:
-        if self.by not in ("max", "percentile"):
-            raise ConfigError(f"a scale is chosen by 'max' or 'percentile', not '{self.by}'.")
+        if self.by not in ("max", "percentile", "extreme"):
+            raise ConfigError(f"a scale is chosen by 'max', 'percentile' or 'extreme', not '{self.by}'.")
+        if not self.horizon >= 1:
+            raise ConfigError(f"horizon = {self.horizon}: it must be batches, at least 1.")
         if not 0 < self.percentile <= 100:
             raise ConfigError(f"percentile = {self.percentile}: it must be above 0, and at most 100.")
         if not 0 <= self.margin <= MOST_MARGIN:
             raise ConfigError(f"margin = {self.margin}: it must be bits of headroom, 0 to {MOST_MARGIN}.")
 
     def __str__(self) -> str:
-        by = "max" if self.by == "max" else f"percentile {self.percentile:g}"
-        return f"{by}, margin {self.margin}"
+        by = {"percentile": f"percentile {self.percentile:g}", "extreme": f"extreme of {self.horizon:g} batches"}
+        return f"{by.get(self.by, self.by)}, margin {self.margin}"
 
     def amax(self, seen: MagnitudeHistogram) -> float:
         """Return the magnitude that maps to the largest code without margin."""
+        if self.by == "extreme":
+            return seen.extrapolated(self.horizon)
         return seen.amax if self.by == "max" else seen.percentile(self.percentile)
 
     def scale(

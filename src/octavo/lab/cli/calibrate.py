@@ -27,10 +27,13 @@ class CalibrationFlags:
     """Number of batches, each as in one forward of training."""
     backward: bool = True
     """Calibrate gradients too."""
-    choose: Literal["max", "percentile"] = "max"
-    """max: no observed value saturates. percentile: values above the percentile do."""
+    choose: Literal["max", "percentile", "extreme"] = "max"
+    """max: no observed value saturates. percentile: values above the percentile do. extreme: none is expected to in
+    --horizon batches, by how the largest of each batch vary."""
     percentile: float = 99.99
     """With --choose percentile: percent of the nonzero elements that do not saturate."""
+    horizon: float = 1000.0
+    """With --choose extreme: for how many batches of the calibration's size a scale has to last."""
     margin: int = 1
     """Bits of headroom: scales are multiplied by 2 to this power."""
     only: Annotated[tuple[str, ...], Parameter(negative=())] = ()
@@ -95,7 +98,7 @@ def calibrate(
             batches=how.batches,
             layers=how.only,
             backward=how.backward,
-            scale_policy=ScalePolicy(by=how.choose, percentile=how.percentile, margin=how.margin),
+            scale_policy=ScalePolicy(by=how.choose, percentile=how.percentile, horizon=how.horizon, margin=how.margin),
             report=report,
         )
     path = output or (directory or Path()) / FILE
