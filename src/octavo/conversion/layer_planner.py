@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
@@ -52,7 +52,7 @@ class LayerPlanner:
     in_fp8: Mapping[str, str] = field(default_factory=dict)
     """Name of a layer whose recipe multiplies INT8 or rotated codes in fprop, and which cannot -> the reason."""
 
-    def layers(self, layers: Mapping[str, Layer], attentions: Iterable[LayerPlan] = ()) -> list[LayerPlan]:
+    def layers(self, layers: Mapping[str, Layer], attentions: Sequence[LayerPlan] = ()) -> list[LayerPlan]:
         """Return the rows of linear layers and convolutions.
 
         Args:
@@ -65,7 +65,7 @@ class LayerPlanner:
             role, reason = self.roles.get(id(layer), ""), unfit.get(id(layer), "")
             kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep(name, layer, role, reason)
             rows.append(self._layer(name, layer, kept))
-        return self._without_second_copies(rows)
+        return self._without_second_copies(rows, attentions)
 
     def experts(self, experts: Mapping[str, FoundExperts]) -> Iterator[LayerPlan]:
         """Yield the rows of both products of each module of experts."""
@@ -204,12 +204,19 @@ class LayerPlanner:
         rows = self.tokens * active * found.count
         return predicted_gain_of_experts(recipe, found.first, found.second, found.count, rows, rates=known)
 
-    def _without_second_copies(self, rows: list[LayerPlan]) -> list[LayerPlan]:
-        """Let layers that read attention's output quantise it again in backward: attention saves that tensor anyway."""
+    def _without_second_copies(self, rows: list[LayerPlan], attentions: Sequence[LayerPlan]) -> list[LayerPlan]:
+        """Let layers that read attention's output quantise it again in backward: attention saves that tensor anyway.
+
+        Not `out_proj` behind an `nn.MultiheadAttention` that is not `batch_first`: it reads a copy in another layout.
+        """
         if not self.policy.fuse or self.policy.saved.attention_output == "fp8":
             return rows
         cores = {name: core for name, core in self.model.named_modules() if isinstance(core, ScaledDotProduct)}
         readers = {reader_of(name, core) for name, core in cores.items()}
+        converted = [
+            row.module for row in attentions if row.is_fp8 and self.model.get_submodule(row.module).batch_first
+        ]
+        readers |= {full_name(module, "out_proj") for module in converted}
         readers = {name for name in readers if name in self.recipes and self.recipes[name].plan.requantises_exactly}
         return [replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows]
 
