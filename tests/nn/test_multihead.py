@@ -55,10 +55,12 @@ def masks(padding, mask, keys, is_batched, is_causal, dtype):
     ignored = ignored if is_batched else ignored[0]
     later = torch.ones(QUERIES, keys, dtype=torch.bool).triu(1)
     added = torch.zeros(later.shape, dtype=dtype).masked_fill(later, -torch.inf)
+    heads = torch.rand((BATCH if is_batched else 1) * HEADS, *later.shape) < 0.3
+    heads[..., 0] = False  # a query that sees no key has NaN
     kinds = {
         "bool": later,
         "float": added if is_causal else torch.randn(later.shape, dtype=dtype),
-        "heads": later.expand((BATCH if is_batched else 1) * HEADS, -1, -1),
+        "heads": heads,
     }
     floats = torch.zeros(ignored.shape, dtype=dtype).masked_fill(ignored, -torch.inf)
     return {None: None, "bool": ignored, "float": floats}[padding], kinds.get(mask)
