@@ -6,6 +6,7 @@ from torch import nn
 
 import octavo
 from octavo.conversion import Policy, make_plan
+from octavo.conversion.planner import FAST_PATH
 from octavo.conversion.unconverted import IN_ONE_CALL
 from octavo.kernels import record
 
@@ -56,6 +57,9 @@ def test_attention_of_pytorch_has_two_rows_and_one_switch():
         assert not kept.unconverted
     assert rows["self_attn.in_proj"].reason.startswith("recipe 'delayed' stores scales")
     assert rows["self_attn.out_proj"].reason.endswith("never calls it: its in_proj stays in BF16")
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    assert FAST_PATH in make_plan(encoder, policy=Policy(keep=["linear*"])).notes
+    assert FAST_PATH not in make_plan(encoder, policy=Policy(keep=["linear*", "self_attn"])).notes
     out = make_plan(model, policy=Policy(keep=["*.out_proj"]))
     assert [row.is_fp8 for row in out.layers[:2]] == [True, False]
 

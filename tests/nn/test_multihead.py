@@ -55,10 +55,12 @@ def masks(padding, mask, keys, is_batched, is_causal, dtype):
     ignored = ignored if is_batched else ignored[0]
     later = torch.ones(QUERIES, keys, dtype=torch.bool).triu(1)
     added = torch.zeros(later.shape, dtype=dtype).masked_fill(later, -torch.inf)
+    heads = torch.rand((BATCH if is_batched else 1) * HEADS, *later.shape) < 0.3
+    heads[..., 0] = False  # a query that sees no key has NaN
     kinds = {
         "bool": later,
         "float": added if is_causal else torch.randn(later.shape, dtype=dtype),
-        "heads": later.expand((BATCH if is_batched else 1) * HEADS, -1, -1),
+        "heads": heads,
     }
     floats = torch.zeros(ignored.shape, dtype=dtype).masked_fill(ignored, -torch.inf)
     return {None: None, "bool": ignored, "float": floats}[padding], kinds.get(mask)
@@ -74,10 +76,14 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
+OPTIONS = [{}, {"bias": False, "add_bias_kv": True}, {"add_zero_attn": True, "dropout": 0.2}]
+
+
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("options", [{}, {"bias": False, "add_bias_kv": True}, {"add_zero_attn": True, "dropout": 0.2}])
-def test_its_steps_are_those_of_pytorch_bit_for_bit(monkeypatch, batch_first, options):
+@pytest.mark.parametrize(("turn", "batch_first", "options"), [
+    (turn, *each) for turn, each in enumerate(itertools.product([False, True], OPTIONS))
+])  # fmt: skip
+def test_its_steps_are_those_of_pytorch_bit_for_bit(monkeypatch, turn, batch_first, options):
     """In BF16, with the projections in high precision: masks, added keys, dropout, weights, sizes and layouts."""
     monkeypatch.setattr(
         multihead.MultiheadAttention, "_multiply", lambda self, x, weight, bias: F.linear(x, weight, bias)
@@ -85,7 +91,7 @@ def test_its_steps_are_those_of_pytorch_bit_for_bit(monkeypatch, batch_first, op
     theirs = attention(batch_first=batch_first, **options).bfloat16()
     ours = copy.deepcopy(theirs)
     multihead.adopt(ours, load(RECIPE))
-    for case in ARGUMENTS:
+    for case in ARGUMENTS[turn :: 2 * len(OPTIONS) - 1]:  # all of them over the options, and each value with each
         given = inputs(case.which, batch_first, case.is_batched, torch.bfloat16)
         keys = KEYS if case.which in ("memory", "three") else QUERIES
         padding, mask = masks(case.padding, case.mask, keys, case.is_batched, case.is_causal, torch.bfloat16)
@@ -104,12 +110,28 @@ def test_its_steps_are_those_of_pytorch_bit_for_bit(monkeypatch, batch_first, op
         )
 
 
+def as_layers(module, recipe):
+    """Return the projections of a module as two layers of Octavo's with copies of its weights."""
+    like = {"device": module.in_proj_weight.device, "dtype": module.in_proj_weight.dtype, "recipe": recipe}
+    packed = octavo.nn.Linear(module.embed_dim, 3 * module.embed_dim, **like)
+    out = octavo.nn.Linear(module.embed_dim, module.embed_dim, **like)
+    packed.load_state_dict({"weight": module.in_proj_weight, "bias": module.in_proj_bias})
+    out.load_state_dict(module.out_proj.state_dict())
+    return packed, out
+
+
+def gradients_alike(module, packed, out):
+    pairs = (
+        (module.in_proj_weight, packed.weight), (module.in_proj_bias, packed.bias),
+        (module.out_proj.weight, out.weight), (module.out_proj.bias, out.bias),
+    )  # fmt: skip
+    return all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
 @pytest.mark.parametrize("recipe", ["folded", "rotated", "rowwise", "current", "blockwise"])
 def test_it_is_two_linear_layers_around_attention_bit_for_bit(recipe):
     module, x = attention(batch_first=True), torch.randn(BATCH, QUERIES, WIDTH)
-    packed, out = octavo.nn.Linear(WIDTH, 3 * WIDTH, recipe=recipe), octavo.nn.Linear(WIDTH, WIDTH, recipe=recipe)
-    packed.load_state_dict({"weight": module.in_proj_weight, "bias": module.in_proj_bias})
-    out.load_state_dict(module.out_proj.state_dict())
+    packed, out = as_layers(module, recipe)
     converted(module, recipe)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     with record() as ledger:
@@ -119,12 +141,29 @@ def test_it_is_two_linear_layers_around_attention_bit_for_bit(recipe):
     q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in packed(theirs).chunk(3, dim=-1))
     expected = out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
     expected.square().sum().backward()
-    assert torch.equal(y, expected) and torch.equal(ours.grad, theirs.grad)
-    pairs = (
-        (module.in_proj_weight, packed.weight), (module.in_proj_bias, packed.bias),
-        (module.out_proj.weight, out.weight), (module.out_proj.bias, out.bias),
-    )  # fmt: skip
-    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    assert torch.equal(y, expected) and torch.equal(ours.grad, theirs.grad) and gradients_alike(module, packed, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("recipe", ["folded", "rotated"])
+def test_recorded_launches_have_the_same_bits_on_a_gpu(recipe):
+    """From the third call on; keys and values of a memory read two thirds of the packed weight."""
+    module = nn.MultiheadAttention(256, 4, batch_first=True, device="cuda", dtype=torch.bfloat16)
+    packed, out = as_layers(module, recipe)
+    converted(module, recipe, min_gain=0.0)
+    for _ in range(4):
+        x, memory = torch.randn(2, 8, 128, 256, device="cuda", dtype=torch.bfloat16).unbind()
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in packed(x).chunk(3, dim=-1))
+        expected = out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        y = module(x, x, x, need_weights=False)[0]
+        for each in (y, expected):
+            each.square().sum().backward()
+        assert torch.equal(y, expected) and gradients_alike(module, packed, out)
+        y = module(x, memory, memory, need_weights=False)[0]
+        with octavo.disabled(module):
+            plain = module(x, memory, memory, need_weights=False)[0]
+        assert (y - plain).norm() < 0.1 * plain.norm()
 
 
 def test_keys_and_values_of_a_memory_are_one_product():
@@ -142,6 +181,22 @@ def test_keys_and_values_of_a_memory_are_one_product():
     heads = [t.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for t in (q(query), *kv(memory).chunk(2, dim=-1))]
     module.out_proj(F.scaled_dot_product_attention(*heads).permute(2, 0, 1, 3).flatten(2)).sum().backward()
     assert torch.equal(module.in_proj_weight.grad, torch.cat([q.weight.grad, kv.weight.grad]))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_output_of_attention_is_saved_once(batch_first):
+    """PyTorch's attention saves it; `out_proj` quantises that tensor again in backward, if it reads its memory."""
+    module = attention(batch_first=batch_first)
+    plan = octavo.convert(module, RECIPE)
+    assert [row.keeps_input for row in plan.layers] == [False, batch_first]
+    x = torch.randn(BATCH, QUERIES, WIDTH)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        module(x, x, x, need_weights=False)
+    floats = [t for t in saved if t.is_floating_point() and t.element_size() == 4]
+    outputs = {t.untyped_storage().data_ptr() for t in floats if t.numel() == x.numel() and t.dim() == 4}
+    again = {t.untyped_storage().data_ptr() for t in floats if t.shape == (BATCH * QUERIES, WIDTH)}
+    assert (len(again) == 1 and again <= outputs) if batch_first else not again
 
 
 def test_without_fp8_it_is_pytorchs():
@@ -230,8 +285,9 @@ def test_autocast_decides_the_dtype():
 def test_compiled_code_is_one_graph_with_the_same_bits():
     module, x = converted(attention(batch_first=True)), torch.randn(BATCH, QUERIES, WIDTH)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    expected = module(x, x, x, need_weights=False)[0]
-    assert torch.equal(compiled(x, x, x, need_weights=False)[0], expected)
+    with torch.no_grad():
+        expected = module(x, x, x, need_weights=False)[0]
+        assert torch.equal(compiled(x, x, x, need_weights=False)[0], expected)
 
 
 def test_what_it_cannot_report_is_named():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
@@ -52,20 +52,20 @@ class LayerPlanner:
     in_fp8: Mapping[str, str] = field(default_factory=dict)
     """Name of a layer whose recipe multiplies INT8 or rotated codes in fprop, and which cannot -> the reason."""
 
-    def layers(self, layers: Mapping[str, Layer], attentions: Iterable[LayerPlan] = ()) -> list[LayerPlan]:
+    def layers(self, layers: Mapping[str, Layer], others: Sequence[LayerPlan] = ()) -> list[LayerPlan]:
         """Return the rows of linear layers and convolutions.
 
         Args:
-            attentions: rows of `attentions`, which decide whether `out_proj` is called.
+            others: rows of other modules; those of `attentions` decide whether `out_proj` is called.
         """
         blocks, unfit = self.policy.blocks_to_keep(self.model), find_unfit(self.model, layers.values())
-        unfit |= _read_by_attention(self.model, attentions)
+        unfit |= _read_by_attention(self.model, others)
         rows = []
         for name, layer in layers.items():
             role, reason = self.roles.get(id(layer), ""), unfit.get(id(layer), "")
             kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep(name, layer, role, reason)
             rows.append(self._layer(name, layer, kept))
-        return self._without_second_copies(rows)
+        return self._without_second_copies(rows, others)
 
     def experts(self, experts: Mapping[str, FoundExperts]) -> Iterator[LayerPlan]:
         """Yield the rows of both products of each module of experts."""
@@ -80,9 +80,9 @@ class LayerPlanner:
         """Yield the row of the in-projection of each `nn.MultiheadAttention`."""
         blocks = self.policy.blocks_to_keep(self.model)
         for name, module in attentions.items():
-            own = full_name(name, IN_PROJECTION)
-            kept = _reason_of_block(name, blocks) or self.policy.reason_to_keep_attention(name, module)
-            row = self._layer(own, module, kept or unsupported_reason_attention(self.recipes[own]))
+            owner = name.rpartition(".")[0]
+            kept = _reason_of_block(owner, blocks) or self.policy.reason_to_keep_attention(owner, module)
+            row = self._layer(name, module, kept or unsupported_reason_attention(self.recipes[name]))
             note = "its packed weight stays as it is" if row.is_fp8 and self.policy.weights == "fp8" else ""
             yield replace(row, reason="; ".join(filter(None, (row.reason, note))))
 
@@ -204,12 +204,18 @@ class LayerPlanner:
         rows = self.tokens * active * found.count
         return predicted_gain_of_experts(recipe, found.first, found.second, found.count, rows, rates=known)
 
-    def _without_second_copies(self, rows: list[LayerPlan]) -> list[LayerPlan]:
-        """Let layers that read attention's output quantise it again in backward: attention saves that tensor anyway."""
+    def _without_second_copies(self, rows: list[LayerPlan], others: Sequence[LayerPlan]) -> list[LayerPlan]:
+        """Let layers that read attention's output quantise it again in backward: attention saves that tensor anyway.
+
+        Not `out_proj` behind an `nn.MultiheadAttention` that is not `batch_first`: it reads a copy in another layout.
+        """
         if not self.policy.fuse or self.policy.saved.attention_output == "fp8":
             return rows
         cores = {name: core for name, core in self.model.named_modules() if isinstance(core, ScaledDotProduct)}
         readers = {reader_of(name, core) for name, core in cores.items()}
+        attentions = [row.module for row in others if row.is_in_projection and row.is_fp8]
+        attentions = [name for name in attentions if self.model.get_submodule(name).batch_first]
+        readers |= {full_name(name, "out_proj") for name in attentions}
         readers = {name for name in readers if name in self.recipes and self.recipes[name].plan.requantises_exactly}
         return [replace(row, keeps_input=True) if row.is_fp8 and row.name in readers else row for row in rows]
 
@@ -248,9 +254,9 @@ def _chosen_reason(found: Evidence | None) -> str:
     return found.reason if found else NO_FP8
 
 
-def _read_by_attention(model: nn.Module, attentions: Iterable[LayerPlan]) -> dict[int, str]:
+def _read_by_attention(model: nn.Module, others: Iterable[LayerPlan]) -> dict[int, str]:
     """Return the `id` of each `out_proj` that PyTorch's own attention will multiply by itself, and the reason."""
-    rows, reasons = {row.module: row for row in attentions}, {}
+    rows, reasons = {row.module: row for row in others if row.is_in_projection}, {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or (name in rows and rows[name].is_fp8):
             continue

@@ -76,30 +76,25 @@ def make_plan(
     recipe, instead = choose(recipe, model, policy, where)
     layers, experts, stacks, mlps = layers_of(model), find_experts(model), find_stacks(model), find_mlps(model)
     attentions = find_attentions(model)
-    within = {full_name(name, IN_PROJECTION): module for name, module in attentions.items()}
-    products = (full_name(name, product) for name in experts for product in (FIRST, SECOND))
-    names = [*layers, *products, *stacks, *within]
+    names = [*layers, *attentions, *(full_name(n, product) for n in experts for product in (FIRST, SECOND)), *stacks]
     _check_patterns(recipe, policy, names)
-    recipes, in_fp8 = _recipes_of(names, recipe, {**layers, **within}, where)
+    recipes, in_fp8 = _recipes_of(names, recipe, {**layers, **attentions}, where)
     roles = find_roles(model)
     planner = LayerPlanner(
         model=model, recipe=recipe, recipes=recipes, policy=policy, tokens=tokens, device=where, roles=roles,
         in_fp8=in_fp8,
     )  # fmt: skip
-    attention_rows = list(planner.attentions(attentions))
-    layer_rows = planner.layers(layers, attention_rows)
-    rows = plan_weights(model, layers, layer_rows, recipes, policy.weights)
-    expert_rows, stack_rows = list(planner.experts(experts)), list(planner.stacks(stacks))
-    ordered = _in_order_of(model, [*rows, *attention_rows, *expert_rows, *stack_rows])
-    read = _weights_read(model, layers, [*experts, *stacks, *attentions])
+    others = [*planner.attentions(attentions), *planner.experts(experts), *planner.stacks(stacks)]
+    rows = plan_weights(model, layers, planner.layers(layers, others), recipes, policy.weights)
+    ordered, read = _in_order_of(model, [*rows, *others]), _weights_read(model, layers, {row.module for row in others})
     plan = Plan(
         recipe=recipe,
         device=str(where),
         tokens=tokens,
         layers=ordered,
         recipes={row.name: recipes[row.name] for row in ordered if row.is_fp8},
-        experts={row.module: experts[row.module].roles for row in expert_rows if row.is_fp8},
-        stacks={row.name: stacks[row.name].arguments for row in stack_rows if row.is_fp8},
+        experts={row.module: experts[row.module].roles for row in others if row.is_fp8 and row.is_experts},
+        stacks={row.name: stacks[row.name].arguments for row in others if row.is_fp8 and row.name in stacks},
         policy=policy,
         instead=instead,
         refused=_refusal(where),
@@ -215,9 +210,9 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
 
 
 def find_attentions(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
-    """Return each `nn.MultiheadAttention` that can be converted, by its first name."""
+    """Return each `nn.MultiheadAttention` that can be converted, by the name of its in-projection."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
-    return {name: module for name, module in found.items() if unsupported_reason(module) is None}
+    return {full_name(name, IN_PROJECTION): m for name, m in found.items() if unsupported_reason(m) is None}
 
 
 def _device_named(device: torch.device | str) -> torch.device:

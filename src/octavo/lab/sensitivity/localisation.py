@@ -24,8 +24,6 @@ from octavo.lab.sensitivity.loss import FORWARD_BACKWARD, UNCHANGED, Change, Los
 from octavo.lab.sensitivity.precision_switch import Choice, PrecisionSwitch, fullest, switchable
 from octavo.lab.sensitivity.result import Localisation, Sensitivity
 from octavo.lab.sensitivity.solve import Option, solve
-from octavo.nn.modules import full_name
-from octavo.nn.multihead import IN_PROJECTION
 from octavo.nn.scaling_state import scales as kept_scales
 from octavo.recipes import RecipeLike
 
@@ -129,7 +127,7 @@ def localize(
         timing="measured" if measure else "predicted",
         device=str(device),
         batches=len(batches),
-        unmeasured=tuple(full_name(name, IN_PROJECTION) for name in find_attentions(model)),
+        unmeasured=tuple(find_attentions(model)),
     )
 
 
