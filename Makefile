@@ -38,7 +38,7 @@ demo: $(VENV)/installed ## train a small Llama in FP8 and its BF16 baseline on r
 
 test: $(VENV)/installed-dev ## run every test but those of other libraries
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 \
-		--dist loadfile --no-loadscope-reorder --ignore=tests/integrations $(RECORDED)
+		--dist loadfile --no-loadscope-reorder --budget 420 --ignore=tests/integrations $(RECORDED)
 
 latest: ## the tests with the newest PyTorch, in an environment of its own, for the doctor's list
 	$(MAKE) test VENV=$(VENV)-latest PIP_FLAGS='--upgrade --upgrade-strategy eager'

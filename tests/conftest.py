@@ -35,6 +35,7 @@ sys.path.append(str(Path(__file__).parent))
 import judged  # noqa: F401  before octavo.conversion
 
 import checks
+from budget import Budget
 
 torch.set_num_threads(min(2, os.cpu_count() or 1, int(os.environ["OMP_NUM_THREADS"])))
 
@@ -110,14 +111,19 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the flag that records which checks of the capabilities page passed on a machine."""
+    """Add the flag that records which checks of the capabilities page passed on a machine, and that of `make test`."""
     parser.addoption("--record", metavar="MACHINE", help="write which named checks passed: tests/checked/MACHINE.json")
+    parser.addoption("--budget", metavar="SECONDS", type=float, help="say how far the run is from that time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record on request, in the process that gets the reports of all others."""
-    if config.getoption("--record") and not hasattr(config, "workerinput"):
+    """Record and sum up on request, in the process that gets the reports of all others."""
+    if hasattr(config, "workerinput"):
+        return
+    if config.getoption("--record"):
         config.pluginmanager.register(checks.Recorder(config.getoption("--record")))
+    if config.getoption("--budget"):
+        config.pluginmanager.register(Budget(config.getoption("--budget")))
 
 
 SLOW_FIRST = ("test_docs_in_order", "train/test_parallel", "train/test_combined", "train/test_pipelined", "train")

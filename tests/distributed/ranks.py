@@ -54,7 +54,7 @@ IMPORTED += [
     "octavo.lab.cli.train",
     "octavo.lab.train.run",
 ]
-IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest"]
+IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest", "warm"]
 """What ranks have imported when they begin."""
 _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 

@@ -325,6 +325,7 @@ def test_a_recipe_survives_as_text(recipe: object) -> None:
     assert (again.fprop, again.dgrad, again.wgrad) == (loaded.fprop, loaded.dgrad, loaded.wgrad)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", ["bf16", "folded", load(MIXED)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_compiles_as_one_graph(recipe: object, autocast: bool) -> None:

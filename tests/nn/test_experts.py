@@ -259,7 +259,7 @@ def skipping(tokens, experts, no_expert):
 
 
 SLOTS = list(itertools.product([E, 255, 256, 257], ["folded", "rowwise"], ["eager", "compiled"]))
-COMPILED = [(255, "folded", "compiled"), (257, "rowwise", "compiled")]  # fused, product by product, two sets of codes
+COMPILED = [(257, "rowwise", "compiled")]  # product by product; fused as in `test_compiled_code_computes_the_same`
 
 
 @pytest.mark.parametrize(

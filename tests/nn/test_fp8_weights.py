@@ -130,7 +130,7 @@ def test_compiled_as_one_graph_it_is_the_same_also_after_a_step():
     assert {t.data_ptr() for t in of_weights} == places
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_layer_compiles(backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")

@@ -281,9 +281,10 @@ def test_a_hook_that_comes_and_goes_changes_where_an_mlp_is_measured():
             assert all_there(measured(telemetry)[1])
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("recipe", ["folded", "delayed"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [("aot_eager", "folded"), ("aot_eager", "delayed"), pytest.param("inductor", "folded", marks=pytest.mark.slow)],
+)
 def test_compiled_code_measures_what_eager_mode_measures(backend, recipe):
     found = []
     for compiled in (False, True):

@@ -242,9 +242,10 @@ def test_interrupting_says_how_to_continue(octavo: Octavo, tiny: list[str], tmp_
     ("flags", "flag", "other"),
     [
         ("", "", "folded"),
-        ("--recipe folded", "", "block"),
+        pytest.param("--recipe folded", "", "block", marks=pytest.mark.slow),
         ("--recipe block", " --format plain", "folded"),  # blocks span layers of this width
-        ("--recipe rowwise_bf16_fprop", " --format plain", "folded"),  # no fprop in FP8
+        # no fprop in FP8
+        pytest.param("--recipe rowwise_bf16_fprop", " --format plain", "folded", marks=pytest.mark.slow),
         ("--recipe folded --weights fp8", "", None),  # other recipes cannot compute with its codes
         ("--recipe mxfp8 --lora.rank 2", " --format plain", "folded"),
         ("--recipe folded --model.architecture moe --min-gain 9", None, "block"),

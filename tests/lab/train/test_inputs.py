@@ -38,7 +38,7 @@ def by_file(configure: Configure, tmp_path: Path) -> RunConfig:
     """A run by a recipe file, trained."""
     recipe = tmp_path / "mine.toml"
     recipe.write_text('base = "rowwise"\n[modules]\n"layers.0.*" = "bf16"\n', encoding="utf-8")
-    config = configure(run={**RUN, "recipe": str(recipe)})
+    config = configure(model={"layers": 2}, run={**RUN, "recipe": str(recipe)})
     train(config)
     return config
 
