@@ -78,6 +78,20 @@ def test_a_norm_and_an_mlp_have_keys_and_released_ones_have_none() -> None:
     assert not any("call_key" in vars(module) for module in mlp.modules())
 
 
+class Counting(Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(input)
+
+
+def test_compiled_code_may_set_attributes_of_a_layer(recwarn: pytest.WarningsRecorder) -> None:
+    layer, x = Counting(32, 32, recipe="folded"), torch.randn(4, 32)
+    run = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(run(x), layer(x)) and layer.calls == 2
+    torch._dynamo.reset()
+    assert not any("lru_cache" in str(warning.message) for warning in recwarn)
+
+
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()

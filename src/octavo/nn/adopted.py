@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import Any, TypeGuard, cast
 
 from torch import Tensor, nn
@@ -32,6 +31,13 @@ class Adopted(Switchable):
     """What decides, besides tensors and classes, how the module computes, as text (`_find_call_key`). It is written
     anew whenever one of `fields` is, so that compiled code needs one guard in place of one per field."""
 
+    _every_field: frozenset[str] = frozenset()
+    """`fields` of the class and its bases: a module may be taken twice."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._every_field = frozenset(name for base in cls.__mro__ if issubclass(base, Adopted) for name in base.fields)
+
     @classmethod
     def take(cls, module: nn.Module, **fields: Any) -> None:
         """Mix this class into that of a module, in place; everything attached to it stays."""
@@ -48,7 +54,7 @@ class Adopted(Switchable):
         vars(self)["call_key"] = sys.intern(self._find_call_key())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        decides = name in _fields_of(cast(Any, type(self)))  # asked before `__class__` is set to one of PyTorch's
+        decides = name in type(self)._every_field  # asked before `__class__` is set to one of PyTorch's
         super().__setattr__(name, value)
         if decides:
             self._renew_call_key()
@@ -94,12 +100,6 @@ class Adopted(Switchable):
         if is_of_a_file or reduced[1][:1] != (type(self),):  # or reduced in the user's own way
             return reduced
         return _rebuild, (*bases, *reduced[1][1:]), *reduced[2:]
-
-
-@cache
-def _fields_of(cls: type) -> frozenset[str]:
-    """Return the `fields` of a class and all its bases: a module may be taken twice."""
-    return frozenset(name for base in cls.__mro__ if issubclass(base, Adopted) for name in base.fields)
 
 
 def refuse_bare_codes(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> list[str]:

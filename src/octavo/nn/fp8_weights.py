@@ -19,7 +19,10 @@ from octavo.tensor import FP8Tensor, implements
 
 def has_fp8_weight(weights: Sequence[Tensor]) -> bool:
     """Return whether any of these weights is an FP8 tensor."""
-    return any(isinstance(weight, FP8Tensor) for weight in weights)
+    for weight in weights:  # noqa: SIM110 - a generator is a call per weight, in each call of a layer
+        if isinstance(weight, FP8Tensor):
+            return True
+    return False
 
 
 def values(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -120,8 +120,9 @@ def linears(
     update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
     options = plan.key, quantizer.dtype, keeps_input, update_amax
     buffers = quantizer.scale_and_amax, quantizer.stats_buffer
+    known = _NO_CODES if codes is None else codes_for(weights, codes)
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
-        x_MK, *source, *codes_for(weights, codes), *buffers, options, *weights
+        x_MK, *source, *known, *buffers, options, *weights
     )
     if prequantized is not None:
         renew(x)
@@ -221,6 +222,7 @@ class KnownCodes(NamedTuple):
     second_scale: Tensor | None = None
 
 
+_NO_CODES = (None,) * len(KnownCodes._fields)
 _X, _SAVED_X, _W = len(InputSource._fields), len(SavedInput._fields), len(KnownCodes._fields)
 _WEIGHTS = _X + _W + 3
 """Index of the first weight among the arguments of `_Linears.apply`: fields of `InputSource` and of `KnownCodes`,
@@ -367,7 +369,8 @@ def input_source(
 ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
     """Return the fields of an `InputSource`: x (..., K) as (M, K), and its known codes."""
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    normed = attached_norm_source(x) if plan.requantises_exactly else None
+    is_traced = torch.compiler.is_compiling()
+    normed = attached_norm_source(x) if is_traced and plan.requantises_exactly else None
     if normed is not None and plan.x is not None:
         with torch.no_grad():
             codes, second_scale = kernels.quantize_normed(normed.x, normed.norm, plan.x, plan.x_second)
@@ -411,7 +414,11 @@ def read_input(
         return QuantizedInput(x or made, SavedInput(codes=transposed.codes, scale=transposed.scale))
     if plan.x is not None and x is None:
         stored = scale_ref is not None
-        x = quantize_both([x_MK], plan.x, None, scale_ref=scale_ref)[0] if stored else quantize_operand(x_MK, plan.x)
+        x = (
+            quantize_both([x_MK], plan.x, None, scale_ref=scale_ref)[0]
+            if stored
+            else kernels.quantize_matrix(x_MK, plan.x)
+        )
     if not needs_weight:
         return QuantizedInput(x, SavedInput())
     if plan.x_back is Transposed.VALUES:

@@ -21,7 +21,7 @@ from octavo.nn.mlp import _MLP, UNKNOWN, mlp
 from octavo.nn.modules import has_hooks
 from octavo.nn.recognised import Recognised
 from octavo.nn.shared import brings_weight, settings_of
-from octavo.nn.telemetry_ops import stats_buffer_of
+from octavo.nn.telemetry_ops import stats_buffer_of, which_buffer
 from octavo.nn.traced import apply, are_usual, fit, tensors_of
 from octavo.recipes import Precision, Recipe
 
@@ -119,9 +119,10 @@ def traced_mlp(module: FusedMLP, x: Tensor) -> Tensor | None:
     call = ask_tracer([x, *weights], _find_call, module)
     if call is None:
         return None
-    constants, has_stats = call
-    stats = [stats_buffer_of(each) if has_stats else None for each in (layers[:-1], layers[-1:])]
-    y_MD: Tensor | None = apply(_MLP, x, constants, stats, weights)
+    constants, inner, outer = call
+    stats = getattr(layers[0].stats_slot, inner) if inner else None
+    down_stats = getattr(layers[-1].stats_slot, outer) if outer else None
+    y_MD: Tensor | None = apply(_MLP, x, constants, (stats, down_stats), weights)
     if y_MD is None:
         return None
     y = y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
@@ -147,9 +148,9 @@ def _find_turn(context: Any) -> None:
 
 
 def _find_call(context: Any) -> None:
-    """Answer the arguments of the MLP's function that are constants, and whether there are statistics; None: unusual.
+    """Answer the arguments of `_MLP` that are constants, and `which_buffer` is, of gate and up and of down.
 
-    x is the input, and the weights of gate, up and down.
+    None for anything unusual. x is the input, and the weights of gate, up and down.
     """
     module = module_of(context)
     layers, (x, weight, *_) = module.layers_as_fused(), tensors_of(context)
@@ -159,7 +160,7 @@ def _find_call(context: Any) -> None:
     keeps_codes = module.mlp_activation_inputs == "fp8" and torch.is_grad_enabled()
     plans = [recipe.plan.key for recipe in module.mlp_recipes]
     options = module.mlp_roles.kind, *plans, compute_dtype(x), keeps_codes, layers[0].keeps_input
-    return answer(((UNKNOWN, options), any(layer.stats_slot is not None for layer in layers)))
+    return answer(((UNKNOWN, options), which_buffer(layers[:-1]), which_buffer(layers[-1:])))
 
 
 def fuse(module: nn.Module, roles: MLPRoles, activation_inputs: Precision = "bf16") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,8 @@ def check_operands(x: Tensor, weight: Tensor) -> None:
         ConfigError: a dtype is an integer, complex or FP8 without scales, or K differs.
         UnsupportedError: the weight is a DTensor, of which this rank has a part.
     """
-    check_dtypes(x, weight)
+    if x.dtype not in REAL or weight.dtype not in REAL:
+        check_dtypes(x, weight)
     if type(weight) is not nn.Parameter and is_distributed(weight):
         raise UnsupportedError(
             f"a weight of shape {tuple(weight.shape)} is a DTensor, and FP8 layers compute with plain tensors. For "
@@ -59,6 +61,7 @@ def layer_of(weight: Tensor) -> str:
     return "" if name is None else f"layer '{name}': " if name else "the model itself: "
 
 
+@cache
 def dtype_note(dtype: torch.dtype, device: str) -> str | None:
     """Return a note on layers that compute in a dtype on a type of device, or None: on `meta` nothing is computed."""
     if device == "meta":

@@ -72,14 +72,23 @@ def stats_buffer_of(layers: Sequence[SampledLayer]) -> Tensor | None:
     """
     note_calls(layers)
     slot = layers[0].stats_slot
-    if slot is None or not torch.is_grad_enabled():
+    which = "" if slot is None else which_buffer(layers)
+    if slot is None or not which or (not torch.compiler.is_compiling() and is_idle(slot.buffer)):
         return None
-    if not torch.compiler.is_compiling() and is_idle(slot.buffer):
-        return None
+    return slot.alone if which == "alone" else slot.buffer
+
+
+def which_buffer(layers: Sequence[SampledLayer]) -> str:
+    """Return the field of the first layer's `stats_slot` with the buffer of layers that are computed together.
+
+    Empty without telemetry, or without gradients.
+    """
+    if layers[0].stats_slot is None or not torch.is_grad_enabled():
+        return ""
     if len(layers) == 1:  # of a group, too: by itself while a hook of its own, or of another layer, must run
-        return slot.alone
+        return "alone"
     together = all(layer.stats_slot is not None and layer.stats_slot.layers == len(layers) for layer in layers)
-    return slot.buffer if together else None
+    return "buffer" if together else ""
 
 
 class GemmOptions(NamedTuple):

@@ -22,7 +22,7 @@ from octavo.nn.functional import UNKNOWN, _Linears, compute_dtype
 from octavo.nn.operands import check_operands
 from octavo.nn.recognised import Recognised
 from octavo.nn.shared import PENDING, PendingOutputs, compute_together, joins
-from octavo.nn.telemetry_ops import stats_buffer_of
+from octavo.nn.telemetry_ops import which_buffer
 
 if TYPE_CHECKING:
     from octavo.nn.linear import LinearLayer
@@ -68,10 +68,10 @@ def _outputs(layers: Sequence[LinearLayer], x: Tensor) -> list[Tensor]:
     if call is None:
         guard_forward_of_linear()
         return compute_together(layers, x)
-    constants, has_scales, has_stats = call
+    constants, has_scales, which = call
     slot: Any = layers[0].scaling_slot if has_scales else None
     scales = slot.scale_and_amax if has_scales else None
-    stats = stats_buffer_of(layers) if has_stats else None
+    stats = getattr(layers[0].stats_slot, which) if which else None
     outputs: Sequence[Tensor] | None = apply(_Linears, x, constants, (scales, stats), weights)
     if outputs is None:
         return compute_together(layers, x)
@@ -155,7 +155,7 @@ def _others(layer: LinearLayer) -> list[tuple[int, LinearLayer]] | None:
 
 
 def _find_call(context: Any) -> None:
-    """Answer the arguments of `_Linears` that are constants, and whether there are stored scales, and statistics.
+    """Answer the arguments of `_Linears` that are constants, whether there are stored scales, and `which_buffer` is.
 
     None for anything unusual.
 
@@ -166,11 +166,11 @@ def _find_call(context: Any) -> None:
     layers = [layer, *[other for _, other in _others(layer) or ()]][: len(weights)]
     if not are_usual(layers) or layer.weight_codes is not None or (layer.shared and layer.shared.lends_scales(layers)):
         return answer(None)
-    plan, has_stats = layer.recipe.plan, layer.stats_slot is not None
+    plan = layer.recipe.plan
     keeps_input = layer.keeps_input or (plan.requantises_exactly and is_made_by_attention(context, x))
     note_calls(layers)
     options = plan.key, compute_dtype(x), keeps_input, torch.is_grad_enabled()
-    return answer(((UNKNOWN, options), layer.scaling_slot is not None, has_stats))
+    return answer(((UNKNOWN, options), layer.scaling_slot is not None, which_buffer(layers)))
 
 
 def _find_state(context: Any) -> None:

@@ -54,7 +54,12 @@ def codes_follow(weights: Sequence[Tensor], rows: QuantSpec) -> bool:
     With a power-of-two scale this takes as many launches as transposing codes. Of weights of two bytes per element it
     reads one byte per element more, and of wider ones too many.
     """
-    return rows.scaling == "power_of_two" and all(x.dim() == 2 and x.element_size() == 2 for x in weights)
+    if rows.scaling != "power_of_two":
+        return False
+    for weight in weights:  # noqa: SIM110 - see `has_fp8_weight`
+        if weight.dim() != 2 or weight.element_size() != 2:
+            return False
+    return True
 
 
 def quantize_weights(

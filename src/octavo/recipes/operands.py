@@ -101,6 +101,8 @@ class LinearPlan:
     x_stored: StoredScale | None
     """None: scaled by its own maximum."""
     dy_stored: StoredScale | None
+    requantises_exactly: bool
+    """Whether wgrad's codes of X follow from its values and the scale in fprop."""
     accumulate: tuple[str, str, str]
     """`slow` or `fast`, of fprop, dgrad and wgrad."""
 
@@ -116,12 +118,8 @@ class LinearPlan:
         self.x_second, self.w_second = (_spec_or_none(recipe.second(role)) for role in ("input", "weight"))
         self.x_rows, self.w_rows = (spec_of(recipe.folded_rows(role)) for role in ("input", "weight"))
         self.x_stored, self.dy_stored = _stored(recipe, 0, "input"), _stored(recipe, 1, "grad_output")
+        self.requantises_exactly = self.x_back is Transposed.FOLDED and self.x_rows.scaling == "power_of_two"
         self.accumulate = fprop.accumulate, dgrad.accumulate, wgrad.accumulate
-
-    @property
-    def requantises_exactly(self) -> bool:
-        """Whether wgrad's codes of X follow from its values and the scale in fprop."""
-        return self.x_back is Transposed.FOLDED and self.x_rows.scaling == "power_of_two"
 
 
 def plan_of(recipe: Recipe) -> LinearPlan:

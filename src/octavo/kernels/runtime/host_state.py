@@ -1,7 +1,8 @@
 """Every process-wide switch that changes what kernels compute or launch: one frozen value, `host_state()`.
 
 A cache or a guard whose result depends on a switch reads it here: the key of a recording (`tape.replay`), the cache of
-`dispatch.triton_unsupported_reason`, and compiled code, which guards on `HostState.is_open_to_compilers` alone.
+`dispatch.triton_unsupported_reason`, and compiled code, which guards on `HostState.is_open_to_compilers`, and where it
+has norms on `fake`.
 
 Process-wide and not per thread: autograd runs backward in threads of its own, which do not inherit context variables.
 
