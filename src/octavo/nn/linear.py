@@ -109,11 +109,11 @@ class LinearLayer(Adopted):
         return linears(input, [self.matrix], [self.bias], *settings_of([self], input))[0]
 
     def _find_call_key(self) -> str:
-        shared, slot = self.shared, self.stats_slot
+        slot = self.stats_slot
         parts = [
             "on" if self.enabled else "off",
             "keeps input" if self.keeps_input else "",
-            "" if shared is None else f"one of {len(shared.rows)}",
+            "" if self.shared is None else "shared input",  # no more: in old files a group comes after its layers
             "" if self.scaling_slot is None else "stored scales",
             "" if self.weight_codes is None else "weight codes",
             "" if slot is None else f"statistics of {slot.layers}",

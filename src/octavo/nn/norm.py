@@ -184,7 +184,9 @@ def traced_way(norm: Norm, x: Any) -> str:
     key, fake, way = answered
     if norm.call_key != key or host_state().fake != fake:
         return ""
-    return "parent" if way == "recompute" and not norm.is_as_recognised() else str(way)
+    if way == "recompute" and not norm.is_as_recognised():
+        way = "parent"
+    return way  # type: ignore[no-any-return]
 
 
 def _find_way(context: Any) -> None:

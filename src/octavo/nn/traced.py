@@ -51,13 +51,13 @@ def traced_output(layer: LinearLayer, x: Tensor) -> Tensor | None:
         return y
     group: Any = layer.shared
     members = [layer, *[group._members[place]() for place in places]]
-    for member, key in zip(members, keys):  # noqa: B905 - `strict` is a guard more
-        if member.call_key != key or member.shared is not group:
+    others = range(1, len(members))  # `zip` is a guard more
+    for i in others:
+        if members[i].call_key != keys[i] or members[i].shared is not group:
             return None
     outputs = _outputs(members, x)
-    for member, y, key, number in zip(members, outputs, keys, numbers):  # noqa: B905
-        if member is not layer:
-            waiting.traced[number] = y, key, _state(member, x)
+    for i in others:
+        waiting.traced[numbers[i]] = outputs[i], keys[i], _state(members[i], x)
     return outputs[0]
 
 
@@ -76,9 +76,10 @@ def _outputs(layers: Sequence[LinearLayer], x: Tensor) -> list[Tensor]:
     if outputs is None:
         return compute_together(layers, x)
     ys = []
-    for layer, y_MN in zip(layers, outputs):  # noqa: B905
-        y = y_MN.reshape(*x.shape[:-1], y_MN.shape[1])
-        ys.append(y if layer.bias is None else y + layer.bias.to(y.dtype))
+    for i in range(len(outputs)):
+        y = outputs[i].reshape(*x.shape[:-1], outputs[i].shape[1])
+        bias = layers[i].bias
+        ys.append(y if bias is None else y + bias.to(y.dtype))
     return ys
 
 
