@@ -224,7 +224,7 @@ def _structure_of(returned: Any) -> Implementation | None:
         return None
     if returned is Quantized:
         return lambda quantized: quantized
-    return returned if hasattr(returned, "_fields") else lambda *values: values  # type: ignore[no-any-return]
+    return returned if hasattr(returned, "_fields") else lambda *values: values
 
 
 def _tensors_of(made: Any) -> Iterator[Tensor]:
