@@ -143,8 +143,10 @@ def test_a_reference_runs_where_triton_does_not(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_example_of_the_guide_is_the_code() -> None:
     root = Path(__file__).parents[3]
-    example = (root / "CONTRIBUTING.md").read_text().split("```python\n")[1].partition("```")[0]
-    assert example.startswith("@operation(") and example in (root / "src/octavo/kernels/rotary/__init__.py").read_text()
+    lines = (root / "CONTRIBUTING.md").read_text().splitlines()
+    first = lines.index(next(line for line in lines if line.startswith("    @operation(")))
+    example = "\n".join(line[4:] for line in lines[first : first + 2])
+    assert f"\n{example}\n" in (root / "src/octavo/kernels/rotary/__init__.py").read_text()
     arguments = "Tensor x, Tensor cos, Tensor sin, bool conjugate"
     assert f"octavo::rotate({arguments}, *, " in str(rotary._rotate.operator._schema)
 
