@@ -17,6 +17,7 @@ CLIENTS := accelerate datasets diffusers lightning peft transformers trl
 # DeepSpeed imports PyTorch while it is installed. torchtitan wants an older datasets than TRL, but runs with TRL's.
 DEEPSPEED := $(if $(LATEST),deepspeed,$(shell sed -n 's/^deepspeed = \["\(.*\)"\].*/\1/p' pyproject.toml))
 TITAN := $(if $(LATEST),torchtitan,$(shell sed -n 's/^titan = \["\(.*\)"\].*/\1/p' pyproject.toml))
+MEGATRON := $(if $(LATEST),megatron-core,$(shell sed -n 's/^megatron = \["\(.*\)"\].*/\1/p' pyproject.toml))
 TITAN_NEEDS := einops spmd_types==0.2.3 tensorboard torch_checkpointing torchdata tyro
 
 BIN := $(VENV)/bin
@@ -49,7 +50,7 @@ clients: $(VENV)/installed-dev ## the training loops of others, at pinned versio
 	$(if $(LATEST),@$(PIP_INSTALL) --upgrade $(CLIENTS))
 	@$(PIP_INSTALL) setuptools $(TITAN_NEEDS)
 	@$(PIP_INSTALL) --upgrade --no-build-isolation '$(DEEPSPEED)'
-	@$(PIP_INSTALL) --upgrade --no-deps '$(TITAN)'
+	@$(PIP_INSTALL) --upgrade --no-deps '$(TITAN)' '$(MEGATRON)'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/lab/evaluation/test_tasks.py $(RECORDED)
 
 kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one
