@@ -73,7 +73,7 @@ def test_a_packed_run_resumes_bit_for_bit_and_is_evaluated(packed: Callable[...,
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}])
 def test_layers_that_are_split_are_refused(packed: Callable[..., RunConfig], parallel: dict[str, Any]) -> None:
-    config = packed(parallel=parallel, run={"accumulate": 2}, model={"heads": 4})
+    config = packed(parallel=parallel, run={"accumulate": 2}, model={"heads": 4, "layers": 2})
     with pytest.raises(ConfigError, match=r"model\.documents: 'separate' does not go with parallel\."):
         check_parallel(config, 2, 2)
 

@@ -97,4 +97,5 @@ def test_a_llama_is_split_into_stages_and_others_are_not_checked(configure: Conf
 
 def staged(configure: Configure, **sections: dict[str, Any]) -> RunConfig:
     run = {"accumulate": 2, **sections.pop("run", {})}
-    return configure(parallel={"pipeline": 2, **sections.pop("parallel", {})}, run=run, **sections)
+    model = {"layers": 2, **sections.pop("model", {})}
+    return configure(parallel={"pipeline": 2, **sections.pop("parallel", {})}, model=model, run=run, **sections)

@@ -324,8 +324,8 @@ def rewrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 LAST = "rowwise_bf16_fprop"
-PRODUCTS = 14 + 8 + 8
-"""A step's in FP8: in backward q, k and v are one, and so are gate and up."""
+PRODUCTS = 7 + 4 + 4
+"""A step's in FP8, of one block: in backward q, k and v are one, and so are gate and up."""
 
 
 def scheduled(out: Path, recipe: str = "folded") -> list[str]:
