@@ -144,7 +144,7 @@ def test_a_small_model_takes_as_long_as_its_launches(python_file):
     assert pilot.base.step_ms == pytest.approx(launch_ms(14, None)) and pilot.base.phases["idle"] > 0.98 * 0.42
     (host,) = (advice for advice in advise(pilot) if advice.about == "host")
     assert host.decision.startswith("fewer launches") and re.search(r"idle for (99|100)% of it", host.reason)
-    plan = plan_for("folded", Conditions(workload=workload, device=CPU), "h200")
+    plan = plan_for("folded", Conditions(subject=workload, device=CPU), "h200")
     assert launch_ms(14, plan) == pytest.approx(0.42 + 0.3 * plan.fp8_layers)
 
 
