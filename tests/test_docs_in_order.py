@@ -97,6 +97,7 @@ def test_every_page_is_followed_in_one_directory(
     for page in PAGES:
         for what, text in followed(page):
             if text:
+                (tmp_path / what).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / what).write_text(small(text), encoding="utf-8")
                 continue
             command = shortened(what)

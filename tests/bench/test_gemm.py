@@ -47,8 +47,8 @@ def test_the_own_kernel_is_timed_with_fp8_where_there_is_one() -> None:
         codes, scale = torch.empty(16, 16, dtype=torch.float8_e4m3fn, device="cuda"), torch.empty(16, 1, device="cuda")
         on_gpu = Quantized(codes, scale, PER_ROW)
         assert gemm.OWN.unsupported_reason(on_gpu, on_gpu) is None
-    with planning_for("l40s"):
-        assert "Hopper's" in str(gemm.OWN.unsupported_reason(on_gpu, on_gpu))
+    with planning_for("b200"):
+        assert "does not run on this GPU" in str(gemm.OWN.unsupported_reason(on_gpu, on_gpu))
 
 
 def test_energy_per_operation_is_a_table_where_it_was_measured() -> None:
