@@ -108,6 +108,13 @@ def test_differences_are_paired_by_sample() -> None:
     )  # fmt: skip
 
 
+def test_a_single_sample_has_no_standard_error() -> None:
+    found = {"samples": 4, "fp8": 0.5, "fp8_error": 0.25}
+    tables = [tasks.TaskEvaluation(model="run", tasks={"t acc": found | {"samples": n}}) for n in (4, 1)]
+    shown = [str(of_task).splitlines()[-3] for of_task in tables]
+    assert shown[0].endswith("0.5000 ± 0.2500") and shown[1].endswith("0.5000 (one sample)")
+
+
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(UnsupportedError, match=r'pip install "octavo\[tasks\]"'):

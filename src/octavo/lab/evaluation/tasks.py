@@ -26,7 +26,7 @@ from octavo.lab.evaluation.run import EvalSettings, LoadedRun
 from octavo.lab.evaluation.served import check_installed, is_served, load
 from octavo.lab.monitor.store.writer import replace_document
 from octavo.lab.train import device as devices
-from octavo.lab.train.evaluate import compared
+from octavo.lab.train.evaluate import compared, within
 from octavo.lab.train.files import write_json
 from octavo.lab.train.train_state import TrainState
 
@@ -67,7 +67,7 @@ class TaskEvaluation:
         names = [name for name in next(iter(self.tasks.values()), {}) if name != "samples" and "_error" not in name]
         lines = [f"model       {self.model}\n", f"{'':<32}{'samples':>8}" + "".join(f"{name:>20}" for name in names)]
         for task, found in self.tasks.items():
-            values = (f"{found[name]:.4f} ± {found[f'{name}_error']:.4f}" for name in names)
+            values = (f"{found[name]:.4f}{within(found[f'{name}_error'], found['samples'], '.4f')}" for name in names)
             lines.append(f"{task:<32}{found['samples']:>8,}" + "".join(f"{value:>20}" for value in values))
         return "\n".join(
             [*lines, "\nValues ± their standard error; the difference, FP8's to the next one's, is paired."]

@@ -100,8 +100,13 @@ def compared(values: Mapping[str, Tensor]) -> dict[str, float]:
     return row
 
 
+def within(error: float, samples: float, form: str = "") -> str:
+    """Return ` ± error` for a text, or that a single sample has none."""
+    return f" ± {error:{form}}" if samples > 1 else " (one sample)"
+
+
 def standard_error(values: Tensor) -> float:
-    """Return the standard error of the mean of independent values; 0 for a single value."""
+    """Return the standard error of the mean of independent values; 0 for a single one (see `within`)."""
     return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 

@@ -14,7 +14,7 @@ from octavo.lab.monitor.gap import fluctuation, judge_gap
 from octavo.lab.monitor.system import versions
 from octavo.lab.train.config import RunConfig
 from octavo.lab.train.control import control_of
-from octavo.lab.train.evaluate import paired_interval, perplexity
+from octavo.lab.train.evaluate import paired_interval, perplexity, within
 from octavo.lab.train.events import MODELS, Finished, gap_percent
 from octavo.lab.train.plot import plot
 
@@ -126,7 +126,7 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         yield "held-out loss", same
     for task, found in summary.get("tasks", {}).items():
         shown = (
-            f"{title} {100 * found[m]:.1f} ± {100 * found[f'{m}_error']:.1f} %"
+            f"{title} {100 * found[m]:.1f}{within(100 * found[f'{m}_error'], found['samples'], '.1f')} %"
             for m, title in MODELS.items()
             if m in found
         )
