@@ -404,17 +404,19 @@ def post_hoc_table(directory: Path, condition: str = "whole") -> str:
     """
     body = []
     for rows in studies([row for row in read_rows(directory) if row["condition"] == condition]):
-        loss = decisive(rows)
-        differences = []
-        for block in blocks(rows):
-            if any("error" in block.get(arm, {"error": ""}) for arm in (BF16, CONTROL, *REMEDY)):
-                continue
-            one, other, first, second = (block[arm][loss] for arm in (*REMEDY, BF16, CONTROL))
-            differences.append(100 * (one - other) / fmean((first, second)))
-        if differences:
-            gap = Gap("", tuple(differences), 0)
-            body.append((condition, str(rows[0]["model"]), str(len(differences)), interval(gap)))
+        if (gap := difference(rows, *REMEDY)).differences:
+            body.append((condition, str(rows[0]["model"]), str(len(gap.differences)), interval(gap)))
     return table(("condition", "model", "pairs", f"`{REMEDY[0]}` less `{REMEDY[1]}`"), body) if body else ""
+
+
+def difference(rows: Sequence[Row], one: str, other: str) -> Gap:
+    """Return the paired difference of two arms of a study, in percent of the mean of both BF16 runs."""
+    loss, differences = decisive(rows), []
+    for block in blocks(rows):
+        if all("error" not in block.get(arm, {"error": ""}) for arm in (BF16, CONTROL, one, other)):
+            bf16 = fmean((block[BF16][loss], block[CONTROL][loss]))
+            differences.append(100 * (block[one][loss] - block[other][loss]) / bf16)
+    return Gap(one, tuple(differences), 0)
 
 
 def interval(gap: Gap | None) -> str:

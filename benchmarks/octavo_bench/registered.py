@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
 from octavo_bench import ladder
-from octavo_bench.ladder import SIZES, Gap, under
-from octavo_bench.lanes import BF16, CONTROL
+from octavo_bench.ladder import SIZES, under
 from octavo_bench.render import table
 from octavo_bench.results import Row
 
@@ -130,7 +128,8 @@ def results_table(directory: Path) -> str:
             own = _of_study(rows, size, condition)
             found = {gap.arm: gap for gap in ladder.gaps(own)} if own else {}
             for gap in (found[arm] for arm in arms if arm in found):
-                cells = (str(len(gap.differences)), ladder.interval(gap), gap.flagged_verdict, _beside(own, gap.arm))
+                beside = None if gap.arm == BESIDE else ladder.difference(own, gap.arm, BESIDE)
+                cells = (str(len(gap.differences)), ladder.interval(gap), gap.flagged_verdict, ladder.interval(beside))
                 body.append((study, f"`{size}`", condition, f"`{gap.arm}`", *cells))
     header = ("study", "size", "condition", "arm", "pairs", "gap", "verdict", f"less `{BESIDE}`, same pairs")
     return table(header, body) if body else ""
@@ -140,14 +139,3 @@ def _of_study(rows: Sequence[Row], size: str, condition: str) -> list[Row]:
     training = under(condition, SIZES[size])
     key = (ladder.model_name_of(training), training.tokens, condition)
     return [row for row in rows if tuple(row[name] for name in ladder.STUDY) == key]
-
-
-def _beside(rows: Sequence[Row], arm: str) -> str:
-    """Return the paired difference of an arm to `BESIDE`, in percent of BF16's loss; empty for itself."""
-    loss, differences = ladder.decisive(rows), []
-    for block in ladder.blocks(rows):
-        if arm == BESIDE or any("error" in block.get(name, {"error": ""}) for name in (BF16, CONTROL, BESIDE, arm)):
-            continue
-        bf16 = fmean((block[BF16][loss], block[CONTROL][loss]))
-        differences.append(100 * (block[arm][loss] - block[BESIDE][loss]) / bf16)
-    return ladder.interval(Gap(arm, tuple(differences), 0)) if differences else ""
