@@ -150,7 +150,7 @@ def workspace(place: Path) -> None:
     (place / "tokens").symlink_to(found.relative_to(place))
 
 
-_RUN = """\
+SMALL_RUN = """\
 [model]
 dim = 32
 layers = 1
@@ -161,7 +161,10 @@ source = "{place}/text.txt"
 cache = "{place}/cache"
 heldout = 0.2
 sequence = 32
-[optimizer]
+"""
+"""Model and data of a run file, `text.txt` in {place}; other tables follow it."""
+_RUN = f"""\
+{SMALL_RUN}[optimizer]
 lr = 1e-3
 betas = [0.9, 0.95]
 [run]

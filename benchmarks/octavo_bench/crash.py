@@ -36,7 +36,7 @@ from octavo.lab.train import checkpoint
 from octavo.lab.train.files import read_metrics
 from octavo.lab.train.train_state import TrainState
 from octavo_bench.campaign import Outcome, Trial
-from octavo_bench.command_line import TEXT
+from octavo_bench.command_line import SMALL_RUN, TEXT
 
 SOURCE = Path(__file__).with_name("kill_at.c")
 STEPS = 6
@@ -202,17 +202,9 @@ def _write_run(place: Path) -> None:
     (place / "run.toml").write_text(_RUN.format(place=place, steps=STEPS, timeout=TIMEOUT), "utf-8")
 
 
-_RUN = """\
-[model]
-dim = 32
-layers = 1
-heads = 2
-ffn = 64
-[data]
-source = "{place}/text.txt"
-cache = "{place}/cache"
-heldout = 0.2
-sequence = 32
+_RUN = (
+    SMALL_RUN
+    + """\
 [run]
 steps = {steps}
 batch = 2
@@ -228,6 +220,7 @@ snapshot_every = 2
 [parallel]
 timeout = {timeout}
 """
+)
 
 
 # --- fork server -----------------------------------------------------------------------------------------------------
