@@ -28,8 +28,8 @@ class Adopted(Switchable):
     fields: tuple[str, ...] = ()
     """Attributes that `take` sets, and others that `release` removes with them."""
     call_key: str
-    """What decides, besides tensors and classes, how the module computes, as text (`_find_call_key`). It is
-    written again whenever one of `fields` is, so that compiled code needs one guard in place of one per field."""
+    """Everything besides tensors and classes that determines how the module computes, as text (`_find_call_key`).
+    Renewed whenever one of `fields` is set, so that compiled code guards on it alone, not on each field."""
 
     _every_field: frozenset[str] = frozenset()
     """`fields` of the class and its bases: a module may be taken twice."""

@@ -230,7 +230,7 @@ scale_and_amax, stats_buffer, options, *weights."""
 
 
 UNKNOWN = (None,) * (_X + _W - 1)
-"""These fields for an input and weights of which no codes exist, without x."""
+"""Fields of `InputSource` but for x, and of `KnownCodes`, where no codes of the input or the weights are known."""
 
 
 @opaque

@@ -115,7 +115,7 @@ up, codes and scale of down, the stats buffers of both, options, *weights."""
 
 
 UNKNOWN = (None,) * (_X + 2 * _W - 1)
-"""These fields for an input and weights of which no codes exist, without x."""
+"""Arguments between x and the buffers, where no codes of the input or the weights are known."""
 
 
 @opaque
