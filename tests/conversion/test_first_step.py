@@ -129,6 +129,30 @@ def test_of_compiled_code_nothing_is_said(said):
     assert said == []
 
 
+class Gated(nn.Module):
+    """An MLP that is fused, and a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.gate, self.up, self.down = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("kind", [Gated, Kernel])
+def test_nothing_is_said_of_blocks_that_share_compiled_code(said, kind):
+    torch.compiler.reset()
+    model = nn.Sequential(kind(), kind(), kind())
+    octavo.convert(model)
+    for block in model:
+        if kind is Kernel:
+            block.fast = False
+        block.compile(backend="eager")
+    step(model)
+    assert said == []
+
+
 def test_nothing_is_left_behind():
     for _ in range(2):  # a model that is trained, and one that is gone
         model = nn.Sequential(Kernel())

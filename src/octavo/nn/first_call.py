@@ -47,7 +47,7 @@ _OPEN: weakref.WeakSet[CallNotes] = weakref.WeakSet()
 def note_calls(layers: Iterable[object]) -> None:
     """Note that layers compute, by their call or as a part of a fused module."""
     if torch.compiler.is_compiling():
-        _note_traced()
+        note_traced()
         return
     for layer in layers:
         vars(layer).pop(AWAITS_CALL, None)
@@ -61,7 +61,7 @@ def note_weight(weight: torch.Tensor) -> None:
 
 
 @assume_constant_result
-def _note_traced() -> None:
-    """Note that code was compiled; the compiler runs this when it traces."""
+def note_traced() -> None:
+    """Note that code was compiled; the compiler runs this when it traces, as does what it asks (`ask_tracer`)."""
     for notes in _OPEN:
         notes.is_traced = True

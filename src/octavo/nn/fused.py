@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from octavo._util.compiler import answer, ask_tracer, module_of
-from octavo.nn.first_call import note_calls
+from octavo.nn.first_call import note_traced
 from octavo.nn.functional import Quantizer, compute_dtype
 from octavo.nn.linear import Linear, is_adopted
 from octavo.nn.mlp import _MLP, UNKNOWN, mlp
@@ -156,7 +156,7 @@ def _find_call(context: Any) -> None:
     layers, (x, weight, *_) = module.layers_as_fused(), tensors_of(context)
     if not are_usual(layers) or any(layer.weight_codes is not None for layer in layers) or not fit(x, weight):
         return answer(None)
-    note_calls(layers)
+    note_traced()
     keeps_codes = module.mlp_activation_inputs == "fp8" and torch.is_grad_enabled()
     plans = [recipe.plan.key for recipe in module.mlp_recipes]
     options = module.mlp_roles.kind, *plans, compute_dtype(x), keeps_codes, layers[0].keeps_input

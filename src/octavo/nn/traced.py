@@ -17,7 +17,7 @@ from octavo._util.compiler import answer, ask_tracer, enter_graph, module_of, ve
 from octavo.errors import OctavoError
 from octavo.kernels.runtime.host_state import host_state
 from octavo.nn.attached_codes import has_traced_source, is_made_by_attention
-from octavo.nn.first_call import note_calls
+from octavo.nn.first_call import note_traced
 from octavo.nn.functional import UNKNOWN, _Linears, compute_dtype
 from octavo.nn.operands import check_operands
 from octavo.nn.recognised import Recognised
@@ -169,7 +169,7 @@ def _find_call(context: Any) -> None:
         return answer(None)
     plan = layer.recipe.plan
     keeps_input = layer.keeps_input or (plan.requantises_exactly and is_made_by_attention(context, x))
-    note_calls(layers)
+    note_traced()
     options = plan.key, compute_dtype(x), keeps_input, torch.is_grad_enabled()
     return answer(((UNKNOWN, options), layer.scaling_slot is not None, which_buffer(layers)))
 

@@ -173,8 +173,8 @@ Try = Callable[..., Trial]
 class FakeGpu:
     """A host that launches a kernel in 10 us, and a device that runs one in `kernel` us. A wait takes the device's."""
 
-    def __init__(self, kernel: float, pause: float = 0.0) -> None:
-        self.kernel, self.pause = kernel * 1e-6, pause * 1e-6
+    def __init__(self, kernel: float, pause: float = 0.0, smallest: float = 20.0) -> None:
+        self.kernel, self.pause, self.smallest = kernel * 1e-6, pause * 1e-6, smallest * 1e-6
         self.host = self.device = self.worked = 0.0
 
     def launch(self) -> None:
@@ -198,6 +198,7 @@ class FakeGpu:
         (FakeGpu(kernel=2), "warning", "launch-bound: a step takes 1.00 ms, with the device busy for 0.20 ms"),
         (FakeGpu(kernel=50), "ok", "the device busy for 5.00 ms"),
         (FakeGpu(kernel=20, pause=30), "warning", "not waiting for the host"),
+        (FakeGpu(kernel=2, smallest=2000), "warning", "but other processes use this GPU: its smallest kernel takes 2.00"),
     ],
 )
 def test_a_model_of_tiny_kernels_is_launch_bound(
@@ -206,6 +207,7 @@ def test_a_model_of_tiny_kernels_is_launch_bound(
     monkeypatch.setattr(speed, "perf_counter", lambda: gpu.host)
     monkeypatch.setattr(speed, "synchronize", lambda device: gpu.wait())
     monkeypatch.setattr(speed, "kernels_of", gpu.kernels_of)
+    monkeypatch.setattr(speed, "_smallest", lambda: gpu.smallest)
 
     def step() -> None:
         for _ in range(100):
@@ -228,10 +230,12 @@ def test_on_a_cpu_host_and_device_are_one(attempt: Try) -> None:
 @pytest.mark.gpu
 def test_a_tiny_model_is_launch_bound_on_a_gpu_and_its_trace_is_written(attempt: Try, tmp_path: Path) -> None:
     trial = attempt(device="cuda")
-    for _ in range(5):  # other processes on the GPU, such as other tests, stretch its kernels
+    for _ in range(5):
         result = run_check(launches, Trial(trial.model, trial.loss, trial.step, tmp_path))
-        if result.finding.verdict == "warning":
+        if result.finding.seen.startswith("launch-bound"):
             break
+    if "other processes use this GPU" in result.finding.seen:
+        pytest.skip("other processes use this GPU")
     assert result.finding.verdict == "warning" and result.finding.seen.startswith("launch-bound"), result.finding
     assert "CUDA graph" in result.remedy
     assert json.loads((tmp_path / TRACE).read_text())["traceEvents"]

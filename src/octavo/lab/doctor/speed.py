@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -160,6 +161,8 @@ BUSY = 0.9
 """Share of a step with the device busy; below it the device waits."""
 HOST = 0.9
 """Share of a step that the host spends launching, above which the step is launch-bound."""
+SHARED = 3e-4
+"""Seconds of a kernel of a few microseconds, above which other processes have taken the GPU meanwhile."""
 TRACE = "step.json"
 
 
@@ -172,6 +175,8 @@ class Timing(NamedTuple):
     """Until the device is done as well."""
     busy: float
     """With at least one kernel running."""
+    smallest: float = 0.0
+    """Of the smallest kernel, from its launch to its end: long where other processes take turns on the GPU."""
 
 
 def measure(step: Callable[[], Any], trace: Path | None = None) -> Timing:
@@ -187,7 +192,19 @@ def measure(step: Callable[[], Any], trace: Path | None = None) -> Timing:
         synchronize("cuda")
         whole += perf_counter() - start
     ran = kernels_of(step, STEPS, None if trace is None else trace / TRACE)
-    return Timing(host / STEPS, whole / STEPS, busy(ran) / 1e6 / STEPS)
+    return Timing(host / STEPS, whole / STEPS, busy(ran) / 1e6 / STEPS, _smallest())
+
+
+def _smallest() -> float:
+    """Return the median seconds of a kernel that fills one element, with the wait for its end."""
+    one, seconds = torch.empty((), device="cuda"), []
+    for _ in range(WARM_UP + 21):
+        synchronize("cuda")
+        start = perf_counter()
+        one.fill_(1.0)
+        synchronize("cuda")
+        seconds.append(perf_counter() - start)
+    return median(seconds[WARM_UP:])
 
 
 @check(
@@ -202,6 +219,10 @@ def launches(timing: Timing) -> Finding:
     busy, host = timing.busy / timing.step, timing.host / timing.step
     numbers: dict[str, Any] = {"host_ms": 1e3 * timing.host, "step_ms": 1e3 * timing.step, "busy_ms": 1e3 * timing.busy}
     seen = f"a step takes {numbers['step_ms']:.2f} ms, with the device busy for {numbers['busy_ms']:.2f} ms"
+    if timing.smallest > SHARED:
+        remedy = "Stop the other processes on this GPU, and look again: nvidia-smi lists them."
+        shared = f"{seen}, but other processes use this GPU: its smallest kernel takes {1e3 * timing.smallest:.2f} ms"
+        return warning(shared, remedy=remedy, **numbers)
     if busy >= BUSY:
         return ok(seen, **numbers)
     if host >= HOST:
