@@ -37,7 +37,7 @@ from octavo._util.autograd import first_order, refuse_transforms
 from octavo._util.compiler import enter_graph, opaque
 from octavo.kernels import ScaleRef
 from octavo.kernels.product import product
-from octavo.kernels.runtime.host_state import host_state
+from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn import telemetry_ops
 from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention, renew
@@ -114,7 +114,7 @@ def linears(
     plan, keeps_input = quantizer.recipe.plan, quantizer.keeps_input
     x_MK, *source = input_source(x, plan, prequantized)
     if torch.compiler.is_compiling():
-        enter_graph(host_state().is_open_to_compilers)
+        enter_graph(host_state.now.is_open_to_compilers)
         if plan.requantises_exactly and is_output_of_attention(x_MK):
             keeps_input = True  # attention saves it anyway
     update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are

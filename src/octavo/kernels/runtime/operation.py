@@ -27,8 +27,8 @@ from torch import Tensor
 
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels.quant_spec import QuantSpec, parse_spec
+from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.dispatch import PLAIN, is_triton_off, run_kernel, runs_triton
-from octavo.kernels.runtime.host_state import host_state
 from octavo.numerics import Granularity, Quantized, granularity_named
 
 P = ParamSpec("P")
@@ -194,7 +194,7 @@ class Operation(Generic[P, R]):
         return arguments
 
     def _through_operator(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
-        made = self.operator(*flat, code=_code() if host_state().is_open_to_compilers else "")
+        made = self.operator(*flat, code=_code() if host_state.now.is_open_to_compilers else "")
         if self._structure is None:
             return made
         if self._results is None:
