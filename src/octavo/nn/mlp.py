@@ -32,6 +32,7 @@ from octavo.nn.functional import (
     Quantizer,
     SavedInput,
     SavedWeights,
+    check_operands,
     codes_for,
     dgrad,
     fprop,
@@ -46,7 +47,6 @@ from octavo.nn.functional import (
     wgrad,
 )
 from octavo.nn.needed_grads import needed_grads
-from octavo.nn.operands import check_operands
 from octavo.nn.weight_codes import WeightCodes
 from octavo.numerics import Quantized
 from octavo.recipes import LinearPlan, Precision, Recipe, Transposed, plan_by

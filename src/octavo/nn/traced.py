@@ -18,8 +18,7 @@ from octavo.errors import OctavoError
 from octavo.kernels.runtime import host_state
 from octavo.nn.attached_codes import has_traced_source, is_made_by_attention
 from octavo.nn.first_call import note_calls
-from octavo.nn.functional import UNKNOWN, _Linears, compute_dtype
-from octavo.nn.operands import check_operands
+from octavo.nn.functional import UNKNOWN, _Linears, check_operands, compute_dtype
 from octavo.nn.recognised import Recognised
 from octavo.nn.shared import PENDING, PendingOutputs, compute_together, joins
 from octavo.nn.telemetry_ops import which_buffer

@@ -173,10 +173,10 @@ class Operation(Generic[P, R]):
         lead, layout = (self.lead, self.layout) if not torch.compiler.is_compiling() else _constants_of(self.name)
         arguments: Sequence[Any] = args if len(args) == len(layout) else self._bound(args, kwargs)
         made: R
-        first = arguments[lead]
-        while not isinstance(first, Tensor):
-            first = first[0]
-        if is_direct(first):
+        x = arguments[lead]
+        while not isinstance(x, Tensor):
+            x = x[0]
+        if not torch.compiler.is_compiling() and type(x) in PLAIN and not x.is_meta:  # `is_direct`, a call less
             made = self.run(*arguments)
             return made
         made = self._through_operator(arguments, _encode(arguments, layout))
