@@ -74,12 +74,7 @@ def quantize(
         ConfigError: x is not a matrix, or an unknown name.
     """
     fmt, tile = format_named(format), granularity_named(granularity)
-    if (
-        rounding == "nearest"
-        and (x.is_cuda or host_state.now.fake)
-        and x.dim() == 2
-        and not _is_fused_by_compiler(x, tile)
-    ):
+    if rounding == "nearest" and x.dim() == 2 and _is_one_call(x, tile):
         target = QuantSpec(format, granularity, scaling, rotation=rotation)
         if x.stride(0) == 1 and x.stride(1) != 1:
             transposed = quantize_pair([x.t()], None, target)[1]
@@ -101,9 +96,15 @@ def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
     return quantize(x, *target, seed)
 
 
-def _is_fused_by_compiler(x: Tensor, tile: Granularity) -> bool:
-    """Return whether the compiler fuses quantisation into the producer of x: no launch, and x is not stored."""
-    return torch.compiler.is_compiling() and tile == PER_ROW and x.shape[1] <= COMPILED_ROW and x.stride(1) == 1
+def _is_one_call(x: Tensor, tile: Granularity) -> bool:
+    """Return whether an operation quantises x: a launch on a GPU, and one node in a compiler's graph elsewhere.
+
+    On a GPU a compiler fuses the specification into the producer of short rows: no launch, and x is not stored.
+    """
+    is_traced = torch.compiler.is_compiling()
+    if not (x.is_cuda or host_state.now.fake):
+        return is_traced
+    return not (is_traced and tile == PER_ROW and x.shape[1] <= COMPILED_ROW and x.stride(1) == 1)
 
 
 def quantize_pair(
