@@ -75,7 +75,7 @@ def test_guards_on_own_code_are_skipped_and_those_on_settings_are_not() -> None:
     assert torch.equal(compiled(x), model(x))
     assert len(skipped) > 10
     kept = {guard.name for guard in all_guards} - {guard.name for guard in skipped}
-    assert any(name.endswith("host_state']._state.is_open_to_compilers") for name in kept)
+    assert any(name.endswith("host_state.now.is_open_to_compilers") for name in kept)
     with octavo.disabled(model):
         plain = compiled(x)
         assert torch.equal(plain, model(x))
@@ -88,7 +88,7 @@ def test_guards_on_own_code_are_skipped_and_those_on_settings_are_not() -> None:
 def test_state_of_a_module_is_guarded_however_it_is_reached() -> None:
     module = "G['__import_octavo_dot_nn_dot_functional']"
     code = ["", ".fprop", ".fprop.__defaults__[0]", ".kernels", ".kernels.gemm.__code__", "._X", ".SavedInput.__new__"]
-    state = [".kernels.host_state._state", ".no_such_variable"]
+    state = [".kernels.runtime.host_state.now", ".no_such_variable"]
     own = [SimpleNamespace(name=module + path) for path in code]
     others = [SimpleNamespace(name=name) for name in (*(module + path for path in state), "L['x']", "G['torch'].F")]
     assert skip_own_guards([*own, *others]) == [False] * len(own) + [True] * len(others)

@@ -6,14 +6,18 @@ Stability, 4.2), and up to four more roundings scale operands and result: (K + 3
 seen are far below it.
 """
 
+from contextlib import nullcontext
+from itertools import product
+
 import pytest
 import torch
 
 from octavo import kernels
 from octavo.errors import ConfigError, UnsupportedError
-from octavo.kernels.gemm import KERNELS, GemmKernel, _gemm, choose
+from octavo.kernels.gemm import KERNELS, GemmKernel, _choose, _gemm, choose
 from octavo.kernels.gemm.reference import gemm as reference_gemm
 from octavo.kernels.gemm.vendor import cpu_unsupported_reason
+from octavo.kernels.runtime.dispatch import fake_mode, planning_for
 from octavo.nn import Linear
 from octavo.numerics import PER_ROW, Quantized
 from octavo.recipes import load, names
@@ -269,6 +273,7 @@ def test_slow_takes_the_usual_kernel_and_forbids_it_to_be_fast(monkeypatch):
         "spy", lambda a, b: None, lambda a, b, dtype, fast: seen.append(fast) or reference_gemm(a, b, dtype)
     )
     monkeypatch.setitem(choose.__globals__, "KERNELS", (spy,))
+    monkeypatch.setitem(choose.__globals__, "_choices", {})
     a = probe("row")
     kernels.gemm(a, a, torch.float32, "fast")
     with kernels.gemm_by("slow"):
@@ -370,3 +375,20 @@ def test_rule_7_a_fallback_on_a_gpu_is_written_down_with_its_reason():
     assert ledger.gemms == {"reference": 2}
     assert len(ledger.fallbacks) == 1
     assert "1x32 x row ran as reference: scaled_mm.block: its operands are not" in ledger.fallbacks[0]
+
+
+@pytest.mark.parametrize("switch", ["gemm_by", "gemm_by fast", "planning", "fake"])
+def test_a_choice_is_kept_with_all_that_it_depends_on(switch):
+    block = {
+        "gemm_by": lambda: kernels.gemm_by("exact"),
+        "gemm_by fast": lambda: kernels.gemm_by("hopper-fast"),
+        "planning": lambda: planning_for("b200"),
+        "fake": fake_mode,
+    }[switch]
+    formats, tiles = ("e4m3", "e5m2", "int8"), ("tensor", "row", "1x128", "128x128")
+    operands = [probe(tile, fmt) for fmt in formats for tile in tiles]
+    operands.append(Quantized(torch.zeros(1, 133_145, dtype=torch.int8), torch.ones(1, 1), PER_ROW))
+    for where in (nullcontext, block, nullcontext):
+        with where():
+            for a, b in product(operands, operands):
+                assert choose(a, b) == _choose(a, b)

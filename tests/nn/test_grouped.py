@@ -34,9 +34,8 @@ def tokens(counts: list[int], features: int) -> torch.Tensor:
 @counts
 @pytest.mark.parametrize("recipe", [*RECIPES, ITS_OWN], ids=str)
 def test_it_is_a_loop_of_linear_layers(recipe, counts, monkeypatch):
-    monkeypatch.setitem(
-        choose.__globals__, "KERNELS", KERNELS[-1:]
-    )  # the reference: PyTorch's GEMM sums in another order
+    monkeypatch.setitem(choose.__globals__, "KERNELS", KERNELS[-1:])  # PyTorch's GEMM sums in another order
+    monkeypatch.setitem(choose.__globals__, "_choices", {})
     layer, x, ends = GroupedLinear(len(counts), 48, 32, recipe=recipe), tokens(counts, 48), ends_of(counts)
     y = layer(x, ends)
     dy = torch.randn_like(y)
@@ -58,6 +57,7 @@ def test_it_is_a_loop_of_linear_layers(recipe, counts, monkeypatch):
 @pytest.mark.parametrize("recipe", ["folded_fast", "rowwise"])
 def test_an_accumulator_holds_for_the_products_of_each_expert(recipe, name, monkeypatch):
     monkeypatch.setitem(choose.__globals__, "KERNELS", KERNELS[-1:])
+    monkeypatch.setitem(choose.__globals__, "_choices", {})
     counts = [40, 0, 150]
     layer, x, ends = GroupedLinear(3, 192, 32, recipe=recipe), tokens(counts, 192), ends_of(counts)
     dy = torch.randn(sum(counts), 32)

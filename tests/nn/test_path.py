@@ -19,9 +19,9 @@ from octavo.nn import Linear
 from octavo.nn.telemetry import Telemetry
 
 PACKAGE = str(Path(octavo.__file__).parent)
-FRAMES, FILES = 13, 6
+FRAMES, FILES = 11, 5
 """The most Python frames, and files of Octavo, between `Linear.forward` and the vendor's GEMM."""
-CALLS, MODULES = 97, 24
+CALLS, MODULES = 45, 9
 """The most calls of Octavo's functions, and files, for an eager forward of a layer, without the reference kernels."""
 GUARDS = 1.6
 """The most guards of a compiled block, beside those of the same block in BF16."""
@@ -98,8 +98,8 @@ def calls_of(layer: Linear, x: Tensor) -> list[str]:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(PACKAGE) and "numerics" not in name:
-            files.append(name)
+        if event == "call" and name.startswith(PACKAGE) and not is_reference(frame):
+            files.append(name.removeprefix(PACKAGE))
 
     sys.setprofile(note)
     try:
@@ -109,12 +109,23 @@ def calls_of(layer: Linear, x: Tensor) -> list[str]:
     return files
 
 
-@pytest.mark.parametrize("recipe", ["folded", "tensorwise", "rowwise"])
+def is_reference(frame: FrameType) -> bool:
+    """Return whether a call is one of a reference kernel, in whose place a GPU launches another."""
+    at: FrameType | None = frame
+    while at is not None and at.f_code is not Linear.forward.__code__:
+        if "numerics" in at.f_code.co_filename or at.f_code.co_filename.endswith("reference.py"):
+            return True
+        at = at.f_back
+    return False
+
+
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise", "rowwise", "rotated"])
 def test_a_forward_is_few_calls(recipe):
     layer, x = Linear(64, 32, recipe=recipe), torch.randn(8, 64, requires_grad=True)
     layer(x)
     files = calls_of(layer, x)
-    assert 0 < len(files) <= CALLS and len(set(files)) <= MODULES
+    assert 0 < len(files) <= CALLS, files
+    assert len(set(files)) <= MODULES, set(files)
 
 
 def guards_of(block: nn.Module) -> int:

@@ -13,7 +13,7 @@ import octavo
 from octavo import Policy, kernels
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec
-from octavo.kernels.quantize import _quantize_stack
+from octavo.kernels.quantize import quantize_stack
 from octavo.nn import Conv2d, GroupedLinear, Linear, reuse_weight_codes
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.functional import Quantizer, linears
@@ -177,8 +177,8 @@ def test_a_stack_equals_separate_weights_where_no_tile_lies_across(target):
 @pytest.mark.parametrize("count", [1, 3])
 def test_compilers_are_told_the_true_shapes(target, count):
     stack = [parameter(n, 136).detach() for n in (48, 24, 130)[:count]]
-    arguments = _quantize_stack.encode(stack, target)
-    torch.library.opcheck(_quantize_stack.operator, arguments, test_utils="test_faketensor")
+    arguments = quantize_stack.encode(stack, target)
+    torch.library.opcheck(quantize_stack.operator, arguments, test_utils="test_faketensor")
 
 
 def test_compiled_code_makes_the_same_codes():

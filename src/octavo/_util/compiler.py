@@ -86,7 +86,7 @@ def enter_graph(is_open_to_compilers: bool) -> None:
     """Let Dynamo know what is `opaque`. In compiled code only, before the first call of such a function.
 
     Args:
-        is_open_to_compilers: that of `host_state()`, which opaque functions read: an argument, so that it is guarded.
+        is_open_to_compilers: that of `host_state.now`, which opaque functions read: an argument, so that it is guarded.
     """
     from torch.compiler import allow_in_graph
 

@@ -17,9 +17,8 @@ from octavo.errors import ConfigError
 from octavo.kernels.batch import Batch
 from octavo.kernels.gemm import gemm
 from octavo.kernels.grouped import ALIGNED
-from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime import host_state, ledger
 from octavo.kernels.runtime.dispatch import architecture, implementation, launches_on, triton_unsupported_reason
-from octavo.kernels.runtime.host_state import host_state
 from octavo.kernels.runtime.operation import operation
 from octavo.numerics import PER_ROW, PER_TENSOR, Granularity, granularity_named
 
@@ -95,7 +94,7 @@ def _fake(a: Batch, b: Batch, out_dtype: torch.dtype, _fast: bool) -> Tensor:
 def _bmm(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
     if 0 in (*a.codes.shape, *b.codes.shape):
         return _fake(a, b, out_dtype, fast).zero_()
-    if not host_state().accumulator and _unsupported_reason(a, b) is None:
+    if not host_state.now.accumulator and _unsupported_reason(a, b) is None:
         ledger.count("grouped_bmm", a.codes.shape[0])
         return _grouped(a, b, out_dtype, fast)
     pairs = zip(a.matrices(), b.matrices(), strict=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -15,14 +13,6 @@ from octavo.kernels.runtime.operation import operation
 from octavo.numerics import Quantized
 from octavo.recipes import Operand, Recipe, load, names
 from octavo.tensor import FP8Tensor, implements
-
-
-def has_fp8_weight(weights: Sequence[Tensor]) -> bool:
-    """Return whether any of these weights is an FP8 tensor."""
-    for weight in weights:  # noqa: SIM110 - a generator is a call per weight, in each call of a layer
-        if isinstance(weight, FP8Tensor):
-            return True
-    return False
 
 
 def values(weight: Tensor, dtype: torch.dtype) -> Tensor:

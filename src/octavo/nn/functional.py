@@ -27,32 +27,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from octavo import kernels
 from octavo._util.autograd import first_order, refuse_transforms
 from octavo._util.compiler import enter_graph, opaque
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ScaleRef
 from octavo.kernels.product import product
-from octavo.kernels.runtime.host_state import host_state
+from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn import telemetry_ops
-from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention, renew
-from octavo.nn.fp8_weights import has_fp8_weight, values
+from octavo.nn.attached_codes import attached_codes, attached_norm_source, is_output_of_attention, renew
+from octavo.nn.first_call import AWAITS_CALL
+from octavo.nn.fp8_weights import values
 from octavo.nn.needed_grads import needed_grads
-from octavo.nn.operands import autocast_dtype, check_operands, note_dtype
+from octavo.nn.operands import REAL, check_dtypes, dtype_note, layer_of, note_dtype
 from octavo.nn.weight_codes import (
     WeightCodes,
     codes_follow,
+    has_fp8_weight,
     multiply,
     quantize_weights,
     quantize_weights_transposed,
 )
 from octavo.numerics import Quantized
 from octavo.recipes import LinearPlan, QuantSpec, Recipe, StoredScale, Transposed, plan_by
+from octavo.tensor import is_distributed
+
+if TYPE_CHECKING:
+    from octavo.nn.linear import LinearLayer
 
 
 class Quantizer(NamedTuple):
@@ -114,7 +122,7 @@ def linears(
     plan, keeps_input = quantizer.recipe.plan, quantizer.keeps_input
     x_MK, *source = input_source(x, plan, prequantized)
     if torch.compiler.is_compiling():
-        enter_graph(host_state().is_open_to_compilers)
+        enter_graph(host_state.now.is_open_to_compilers)
         if plan.requantises_exactly and is_output_of_attention(x_MK):
             keeps_input = True  # attention saves it anyway
     update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
@@ -126,8 +134,27 @@ def linears(
     )
     if prequantized is not None:
         renew(x)
-    shaped = [y_MN.reshape(*x.shape[:-1], y_MN.shape[1]) for y_MN in outputs]
-    return [y if b is None else y + b.to(y.dtype) for y, b in zip(shaped, biases, strict=True)]
+    ys: list[Tensor] = []
+    for y_MN, bias in zip(outputs, biases, strict=True):
+        y = y_MN.reshape(*x.shape[:-1], y_MN.shape[1])
+        ys.append(y if bias is None else y + bias.to(y.dtype))
+    return ys
+
+
+def settings_of(layers: Sequence[LinearLayer], x: Tensor) -> tuple[Quantizer, Quantized | None, WeightCodes | None]:
+    """Return how layers that are computed together quantise, and the codes that exist: of x, and of their weights."""
+    first, is_traced = layers[0], torch.compiler.is_compiling()
+    recipe, slot = first.recipe, first.scaling_slot
+    scales = None if slot is None else slot.scale_and_amax
+    if slot is not None and first.scaling_state is not None and torch.is_grad_enabled():
+        first.scaling_state.note_forward(slot, first)
+    is_noted = is_traced or first.stats_slot is not None
+    for layer in layers:
+        is_noted = is_noted or AWAITS_CALL in vars(layer)
+    stats = telemetry_ops.stats_buffer_of(layers) if is_noted else None
+    quantizer = Quantizer(recipe, compute_dtype(x), scales, stats, first.keeps_input)
+    # Codes are attributes of x, and most tensors have none.
+    return quantizer, attached_codes(x, recipe) if is_traced or vars(x) else None, first.weight_codes
 
 
 class InputSource(NamedTuple):
@@ -246,7 +273,7 @@ class _Linears(torch.autograd.Function):
         saved_x, saved_w, outputs = replay(_forward, (*options, *needed), (*tensors, *weights))
         ctx.save_for_backward(*saved_x, *saved_w)
         ctx.buffers = tensors[-2:]  # not saved tensors: backward writes to them, and hooks may replace those by copies
-        rows, dtypes = tuple([w.shape[0] for w in weights]), tuple([w.dtype for w in weights])
+        rows, dtypes = zip(*[(w.shape[0], w.dtype) for w in weights], strict=True)
         key, dtype, *_ = options
         ctx.options = key, dtype, tensors[0].dtype, rows, dtypes
         ctx.set_materialize_grads(False)  # an output without a gradient has None, as in PyTorch
@@ -270,7 +297,7 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     plan = plan_by(key)
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
     known, (scale_and_amax, stats) = KnownCodes(*tensors[_X : _X + _W]), tensors[_X + _W : _WEIGHTS - 1]
-    scale_ref = scale_ref_of(scale_and_amax, plan.x_stored, update_amax)
+    scale_ref = None if scale_and_amax is None else scale_ref_of(scale_and_amax, plan.x_stored, update_amax)
     x = read_input(source, plan, dtype, needs_weight, scale_ref, keeps_input)
     w = read_weights(weights, plan, known, needs_x)
     saved_w = save_weights(w, weights, plan, known.codes is not None) if needs_x else SavedWeights()
@@ -296,16 +323,40 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     return (dx,), [dw if needed else None for dw, needed in zip(dws, needs_weights, strict=True)]
 
 
+def check_operands(x: Tensor, weight: Tensor) -> None:
+    """Check an input (..., K), empty or not, and a weight (N, K).
+
+    Raises:
+        ConfigError: a dtype is an integer, complex or FP8 without scales, or K differs.
+        UnsupportedError: the weight is a DTensor, of which this rank has a part.
+    """
+    if x.dtype not in REAL or weight.dtype not in REAL:
+        check_dtypes(x, weight)
+    if type(weight) is not nn.Parameter and is_distributed(weight):
+        raise UnsupportedError(
+            f"a weight of shape {tuple(weight.shape)} is a DTensor, and FP8 layers compute with plain tensors. For "
+            "tensor parallelism give parallelize_module the styles of octavo.distributed: Parallel, ColumnParallel, "
+            "RowParallel. Under fully_shard call the module that is sharded, not a child of it."
+        )
+    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ConfigError(
+            f"{layer_of(weight)}an input of shape {tuple(x.shape)} cannot be multiplied by a weight of shape "
+            f"{tuple(weight.shape)}: its last dimension must be {weight.shape[-1]}."
+        )
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer computes x: autocast's if it is on, otherwise that of x.
 
     Raises:
         UnsupportedError: inside a transform of `torch.func`, or forward-mode differentiation.
     """
-    refuse_transforms()
-    dtype = autocast_dtype(x.device.type) or x.dtype
-    if dtype is not torch.bfloat16:
-        note_dtype(dtype, x.device.type)
+    kind, is_traced = x.device.type, torch.compiler.is_compiling()
+    if not is_traced and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        refuse_transforms()
+    dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype
+    if dtype is not torch.bfloat16 and (is_traced or dtype_note(dtype, kind) is not None):
+        note_dtype(dtype, kind)
     return dtype
 
 
@@ -354,7 +405,7 @@ def quantize_both(
     """
     if scale_ref is not None:
         return kernels.quantize_with_scale(sources, scale_ref, rows, columns)
-    if all(target is None or target.rounding == "nearest" for target in (rows, columns)):
+    if (rows is None or rows.rounding == "nearest") and (columns is None or columns.rounding == "nearest"):
         return kernels.quantize_pair(sources, rows, columns, row_fold, column_fold)
     x = sources[0] if len(sources) == 1 else torch.cat(list(sources), dim=1)
     fold_t = None if column_fold is None else column_fold.t()
@@ -471,7 +522,7 @@ def save_weights(
         w: the weights as fprop reads them; None if it is in BF16.
         are_codes_kept: whether the codes stay in memory anyway (`reuse_weight_codes`).
     """
-    rows = tuple([weight.shape[0] for weight in weights])
+    rows = tuple([weight.shape[0] for weight in weights]) if w is None else w.rows
     if w is not None and w.second is not None:
         codes, scale = w.second
         return SavedWeights(codes, scale, weights if codes is None else (), rows)
@@ -581,6 +632,8 @@ def fprop(
     """
     if x is None or w is None or plan.x is None or plan.w is None:
         return [product(tensors[0].to(dtype), values(weight_NK, dtype).t()) for weight_NK in weights]
+    if stats is None and len(weights) == 1:
+        return [kernels.gemm(x, w.matrices[0], dtype, plan.accumulate[0])]
     if stats is None:
         return multiply(x, w, dtype, plan.accumulate[0])
     origin = telemetry_ops.Source(tensors, plan.x, plan.x_stored is None, kind)

@@ -25,11 +25,11 @@ from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.calibration_file import check
 from octavo.nn.first_call import AWAITS_CALL
 from octavo.nn.fp8_weights import values
-from octavo.nn.functional import linears
+from octavo.nn.functional import linears, settings_of
 from octavo.nn.operands import layer_of
 from octavo.nn.recognised import Recognised
 from octavo.nn.scaling_state import ScalingSlot, ScalingState, attach_scaling_state
-from octavo.nn.shared import SharedInput, settings_of
+from octavo.nn.shared import SharedInput
 from octavo.nn.telemetry_ops import StatsSlot
 from octavo.nn.traced import traced_output
 from octavo.nn.weight_codes import WeightCodes

@@ -23,7 +23,7 @@ from octavo._util.autograd import first_order
 from octavo._util.compiler import enter_graph, opaque
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activate, activation_backward
-from octavo.kernels.runtime.host_state import host_state
+from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.attached_codes import renew
 from octavo.nn.functional import (
@@ -32,6 +32,7 @@ from octavo.nn.functional import (
     Quantizer,
     SavedInput,
     SavedWeights,
+    check_operands,
     codes_for,
     dgrad,
     fprop,
@@ -46,7 +47,6 @@ from octavo.nn.functional import (
     wgrad,
 )
 from octavo.nn.needed_grads import needed_grads
-from octavo.nn.operands import check_operands
 from octavo.nn.weight_codes import WeightCodes
 from octavo.numerics import Quantized
 from octavo.recipes import LinearPlan, Precision, Recipe, Transposed, plan_by
@@ -91,7 +91,7 @@ def mlp(
     plan, outer_plan = inner.recipe.plan, outer.recipe.plan
     check_operands(x, weights[0])
     if torch.compiler.is_compiling():
-        enter_graph(host_state().is_open_to_compilers)
+        enter_graph(host_state.now.is_open_to_compilers)
     keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
     options = kind, plan.key, outer_plan.key, inner.dtype, keeps_codes, inner.keeps_input
     y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]

@@ -34,9 +34,8 @@ from octavo._util.compiler import answer, ask_tracer, assume_constant_result, mo
 from octavo.kernels import norm
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
-from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime import host_state, ledger
 from octavo.kernels.runtime.dispatch import PLAIN, is_plain, on_gpu, triton_unsupported_reason
-from octavo.kernels.runtime.host_state import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
@@ -182,7 +181,7 @@ def traced_way(norm: Norm, x: Any) -> str:
     if answered is None:
         return "" if norm.input_format == "fp8" else "parent"
     key, fake, way = answered
-    if norm.call_key != key or host_state().fake != fake:
+    if norm.call_key != key or host_state.now.fake != fake:
         return ""
     if way == "recompute" and not norm.is_as_recognised():
         way = "parent"
@@ -194,7 +193,7 @@ def _find_way(context: Any) -> None:
     norm, x = module_of(context), context.get_local("x")
     is_recomputed = x.python_type() in PLAIN and norm._is_recomputed(x.as_fake())
     way = "" if norm.input_format == "fp8" else "recompute" if is_recomputed else "parent"
-    answer((norm.call_key, host_state().fake, way))
+    answer((norm.call_key, host_state.now.fake, way))
 
 
 def form_of(module: nn.Module) -> str | None:

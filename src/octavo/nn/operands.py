@@ -6,13 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo._util.compiler import assume_constant_result
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError
 from octavo.kernels.runtime.ledger import warn_once
 from octavo.nn.weight_notes import WeightNotes
-from octavo.tensor import is_distributed
 
 REAL = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 """Dtypes of operands that are quantised. A cast of others would drop imaginary parts, or results would become
@@ -31,28 +30,6 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 def no_autocast(device: str) -> AbstractContextManager[None]:
     """Return a block without autocast on a type of device; on `meta`, which has none, a block that does nothing."""
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
-
-
-def check_operands(x: Tensor, weight: Tensor) -> None:
-    """Check an input (..., K), empty or not, and a weight (N, K).
-
-    Raises:
-        ConfigError: a dtype is an integer, complex or FP8 without scales, or K differs.
-        UnsupportedError: the weight is a DTensor, of which this rank has a part.
-    """
-    if x.dtype not in REAL or weight.dtype not in REAL:
-        check_dtypes(x, weight)
-    if type(weight) is not nn.Parameter and is_distributed(weight):
-        raise UnsupportedError(
-            f"a weight of shape {tuple(weight.shape)} is a DTensor, and FP8 layers compute with plain tensors. For "
-            "tensor parallelism give parallelize_module the styles of octavo.distributed: Parallel, ColumnParallel, "
-            "RowParallel. Under fully_shard call the module that is sharded, not a child of it."
-        )
-    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
-        raise ConfigError(
-            f"{layer_of(weight)}an input of shape {tuple(x.shape)} cannot be multiplied by a weight of shape "
-            f"{tuple(weight.shape)}: its last dimension must be {weight.shape[-1]}."
-        )
 
 
 def layer_of(weight: Tensor) -> str:

@@ -33,13 +33,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo.errors import UnsupportedError
 from octavo.kernels.runtime import ledger
 from octavo.kernels.runtime.dispatch import PLAIN
-from octavo.nn.attached_codes import attached_codes
-from octavo.nn.fp8_weights import has_fp8_weight
-from octavo.nn.functional import Quantizer, compute_dtype, linears
+from octavo.nn.functional import compute_dtype, linears, settings_of
 from octavo.nn.seal import Unwritten
-from octavo.nn.telemetry_ops import stats_buffer_of
-from octavo.nn.weight_codes import WeightCodes, quantize_weights
-from octavo.numerics import Quantized
+from octavo.nn.weight_codes import WeightCodes, has_fp8_weight, quantize_weights
 from octavo.tensor import is_distributed
 
 if TYPE_CHECKING:
@@ -321,17 +317,6 @@ def brings_weight(layer: nn.Module) -> bool:
     """Return whether the weight of a layer may exist in its own call only, so that it is computed alone."""
     # The first two are DeepSpeed's ZeRO-3 and the offloading of accelerate, the last a weight that is computed.
     return bool(layer._forward_pre_hooks) or "forward" in vars(layer) or "parametrizations" in layer._modules
-
-
-def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantized | None, WeightCodes | None]:
-    """Return how layers that are computed together quantise, and the codes that exist: of x, and of their weights."""
-    first = layers[0]
-    recipe, slot = first.recipe, first.scaling_slot
-    scales = None if slot is None else slot.scale_and_amax
-    if slot is not None and first.scaling_state is not None and torch.is_grad_enabled():
-        first.scaling_state.note_forward(slot, first)
-    quantizer = Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), first.keeps_input)
-    return quantizer, attached_codes(x, recipe), first.weight_codes
 
 
 def _on_cpu(layer: Linear) -> list[Tensor]:

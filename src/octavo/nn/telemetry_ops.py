@@ -32,8 +32,7 @@ from octavo.kernels.runtime.operation import operation
 from octavo.kernels.sample import SampleInput, is_idle, sample, sampled_rows, sampling_off
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.first_call import note_calls
-from octavo.nn.fp8_weights import has_fp8_weight
-from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply, split_scale
+from octavo.nn.weight_codes import WeightCodes, as_matrix, has_fp8_weight, multiply, split_scale
 from octavo.numerics import Quantized, block_for, dequantize, rotate
 from octavo.recipes import Operand
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from octavo._util.compiler import answer, ask_tracer, enter_graph, module_of, version_in
 from octavo.errors import OctavoError
-from octavo.kernels.runtime.host_state import host_state
+from octavo.kernels.runtime import host_state
 from octavo.nn.attached_codes import has_traced_source, is_made_by_attention
 from octavo.nn.first_call import note_traced
-from octavo.nn.functional import UNKNOWN, _Linears, compute_dtype
-from octavo.nn.operands import check_operands
+from octavo.nn.functional import UNKNOWN, _Linears, check_operands, compute_dtype
 from octavo.nn.recognised import Recognised
 from octavo.nn.shared import PENDING, PendingOutputs, compute_together, joins
 from octavo.nn.telemetry_ops import which_buffer
@@ -93,7 +92,7 @@ def apply(function: Any, x: Tensor, constants: Any, buffers: Sequence[Tensor | N
     guard_forward_of_linear()
     if has_traced_source(x):
         return None
-    enter_graph(host_state().is_open_to_compilers)
+    enter_graph(host_state.now.is_open_to_compilers)
     tokens = 1
     for size in x.shape[:-1]:  # `math.prod` is two guards more
         tokens = tokens * size

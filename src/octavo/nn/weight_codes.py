@@ -19,8 +19,9 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels import QuantSpec
-from octavo.nn.fp8_weights import codes_of, has_fp8_weight
+from octavo.nn.fp8_weights import codes_of
 from octavo.numerics import Quantized
+from octavo.tensor import FP8Tensor
 
 
 class WeightCodes(NamedTuple):
@@ -41,6 +42,14 @@ class WeightCodes(NamedTuple):
     def parts(self) -> list[Quantized] | None:
         """Return the rows of each weight; None if a tile of scales spans two of them."""
         return list(self.matrices) if len(self.matrices) > 1 else split_rows(self.matrices[0], self.rows)
+
+
+def has_fp8_weight(weights: Sequence[Tensor]) -> bool:
+    """Return whether any of these weights is an FP8 tensor."""
+    for weight in weights:  # noqa: SIM110 - a generator is a call per weight, in each call of a layer
+        if isinstance(weight, FP8Tensor):
+            return True
+    return False
 
 
 def as_matrix(weight: Tensor) -> Tensor:
@@ -74,18 +83,20 @@ def quantize_weights(
     Raises:
         UnsupportedError: an FP8 weight has codes of another kind.
     """
-    rows = tuple([weight.shape[0] for weight in weights])
     if has_fp8_weight(weights):
-        return WeightCodes(tuple(codes_of(weight, target) for weight in weights), rows)
-    matrices = [as_matrix(weight.detach()) for weight in weights]
+        return WeightCodes(tuple([codes_of(w, target) for w in weights]), tuple([w.shape[0] for w in weights]))
+    stack: list[Tensor] = []
+    rows: tuple[int, ...] = ()
+    for weight in weights:  # as in `has_fp8_weight`
+        stack.append(weight.detach() if weight.dim() == 2 else as_matrix(weight.detach()))
+        rows += (weight.shape[0],)
     if second is not None:
-        first, codes, scale = kernels.quantize_rows_twice(
-            matrices, target, second, keeps_second or not codes_follow(weights, second), weights=True
-        )
+        keeps_codes = keeps_second or not codes_follow(weights, second)
+        first, codes, scale = kernels.quantize_rows_twice(stack, target, second, keeps_codes, True)
         return WeightCodes((first,), rows, (codes, scale))
     if target.rounding == "nearest":
-        return WeightCodes((kernels.quantize_stack(matrices, target),), rows)
-    return WeightCodes((kernels.quantize_matrix(torch.cat(matrices), target),), rows)
+        return WeightCodes((kernels.quantize_stack(stack, target),), rows)
+    return WeightCodes((kernels.quantize_matrix(torch.cat(stack), target),), rows)
 
 
 def quantize_weights_transposed(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:

@@ -128,12 +128,9 @@ def plan_of(recipe: Recipe) -> LinearPlan:
     return _plans.get(key) or _plans.setdefault(key, LinearPlan(recipe, key))
 
 
-def plan_by(key: str) -> LinearPlan:
-    """Return the plan with a key."""
-    return _plans[key]
-
-
 _plans: dict[str, LinearPlan] = {}
+plan_by = _plans.__getitem__
+"""Return the plan with a key."""
 
 
 def _transposed(recipe: Recipe, operand: str) -> Transposed:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Literal, cast
 
 from octavo.errors import ConfigError, did_you_mean
@@ -242,7 +243,7 @@ class Recipe:
         object.__setattr__(self, "_second", dict(self._find_second()))
         for role in STORED_SCALE_ROLES:
             self._check_one_quantisation(role)
-        object.__setattr__(self, "_plan", plan_of(self))
+        object.__setattr__(self, "plan", plan_of(self))
         if nested := next((pattern for pattern, recipe in self.modules.items() if recipe.modules), None):
             raise ConfigError(
                 f"recipe '{self.name}': modules.'{nested}': a recipe inside `modules` cannot have `modules` itself. "
@@ -316,11 +317,10 @@ class Recipe:
         """Return how the codes that a folded backward GEMM reads of `input` or `weight` were quantised, by rows."""
         return self.second(role) or cast(Operand, getattr(self.fprop, role))
 
-    @property
+    @cached_property
     def plan(self) -> LinearPlan:
         """What layers and kernels read of this recipe."""
-        plan: LinearPlan = self.__dict__["_plan"]
-        return plan
+        return plan_of(self)
 
     @property
     def has_integer_fprop(self) -> bool:

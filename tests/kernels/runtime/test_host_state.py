@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels import sample
-from octavo.kernels.runtime import dispatch, ledger
-from octavo.kernels.runtime.host_state import HostState, host_state, switched
+from octavo.kernels.runtime import dispatch, host_state, ledger
+from octavo.kernels.runtime.host_state import HostState, switched
 from octavo.kernels.runtime.operation import operation
 
 BLOCKS = {
@@ -28,17 +28,17 @@ BLOCKS = {
 
 @pytest.mark.parametrize("field", BLOCKS)
 def test_a_block_sets_its_switch_alone_and_restores_it(field: str) -> None:
-    before = host_state()
+    before = host_state.now
     assert before == HostState()
     with pytest.raises(ZeroDivisionError), BLOCKS[field]():
-        changed = {name for name in HostState._fields if getattr(host_state(), name) != getattr(before, name)}
+        changed = {name for name in HostState._fields if getattr(host_state.now, name) != getattr(before, name)}
         assert changed - {"is_open_to_compilers"} == {field}
-        assert host_state().is_open_to_compilers == (field not in ("accumulator", "ledgers"))
+        assert host_state.now.is_open_to_compilers == (field not in ("accumulator", "ledgers"))
         with BLOCKS[field]():
             pass
-        assert getattr(host_state(), field) != getattr(before, field)
+        assert getattr(host_state.now, field) != getattr(before, field)
         _ = 1 / 0
-    assert host_state() == before
+    assert host_state.now == before
 
 
 def test_blocks_that_overlap_each_restore_their_own_switch() -> None:
@@ -49,10 +49,10 @@ def test_blocks_that_overlap_each_restore_their_own_switch() -> None:
     inner = second.enter_context(kernels.record())
     second.enter_context(dispatch.planning_for("h200"))
     first.close()
-    assert host_state() == HostState(ledgers=(inner,), planning="h200", is_open_to_compilers=False)
+    assert host_state.now == HostState(ledgers=(inner,), planning="h200", is_open_to_compilers=False)
     ledger.count("a")
     second.close()
-    assert host_state() == HostState() and inner.gemms == {"a": 1} and not outer.gemms
+    assert host_state.now == HostState() and inner.gemms == {"a": 1} and not outer.gemms
 
 
 def test_no_block_of_several_threads_is_lost() -> None:
@@ -64,17 +64,17 @@ def test_no_block_of_several_threads_is_lost() -> None:
 
     with kernels.record() as every, ThreadPoolExecutor(4) as pool:
         list(pool.map(open_one, range(4)))
-    assert host_state() == HostState() and every.gemms == {f"{number}": 200 for number in range(4)}
+    assert host_state.now == HostState() and every.gemms == {f"{number}": 200 for number in range(4)}
 
 
 def test_backward_in_another_thread_sees_the_switches() -> None:
     with switched(accumulator="exact"), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(host_state).result().accumulator == "exact"
+        assert pool.submit(lambda: host_state.now).result().accumulator == "exact"
 
 
 @operation(fake=torch.empty_like, in_graph=lambda x: True)
 def accumulator_toy(x: Tensor) -> Tensor:
-    return x * (3 if host_state().accumulator else 2)
+    return x * (3 if host_state.now.accumulator else 2)
 
 
 def test_compiled_code_that_launches_kernels_itself_gives_way_to_an_accumulator() -> None:

@@ -8,8 +8,9 @@ from torch import nn
 
 from octavo import kernels
 from octavo.kernels.gemm.vendor import cpu_unsupported_reason
+from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime import ledger as module
-from octavo.kernels.runtime.host_state import host_state, update
+from octavo.kernels.runtime.host_state import update
 from octavo.kernels.runtime.ledger import count, fall_back
 from octavo.nn import Linear
 
@@ -29,9 +30,9 @@ def step(layer: nn.Module) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_open():
-    assert host_state().ledgers == ()
+    assert host_state.now.ledgers == ()
     yield
-    left = host_state().ledgers
+    left = host_state.now.ledgers
     update(lambda state: state._replace(ledgers=()))
     module._warned.clear()
     assert left == (), "a ledger was left open"
@@ -98,7 +99,7 @@ def test_nested_blocks_that_have_seen_the_same_are_not_mixed_up():
 def test_a_block_closes_when_an_exception_leaves_it():
     with pytest.raises(ZeroDivisionError), kernels.record():
         raise ZeroDivisionError
-    assert host_state().ledgers == ()
+    assert host_state.now.ledgers == ()
 
 
 def test_count_enters_every_open_ledger():

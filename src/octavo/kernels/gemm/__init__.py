@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from torch import Tensor
 from octavo.errors import ConfigError, UnsupportedError, did_you_mean
 from octavo.kernels.gemm import accumulator, dequantized, integer, vendor
 from octavo.kernels.gemm.reference import gemm as reference_gemm
-from octavo.kernels.runtime import ledger
-from octavo.kernels.runtime.host_state import host_state, switched
+from octavo.kernels.runtime import host_state, ledger
+from octavo.kernels.runtime.host_state import switched
 from octavo.kernels.runtime.operation import is_direct, operation
 from octavo.numerics import Quantized
 
@@ -95,11 +95,26 @@ def gemm_by(name: str) -> AbstractContextManager[None]:
 
 def accumulator_in_use() -> _Accumulator:
     """Return the overrides of the innermost `gemm_by` block."""
-    return ACCUMULATORS.get(host_state().accumulator, _DEFAULT)
+    return ACCUMULATORS.get(host_state.now.accumulator, _DEFAULT)
 
 
 def choose(a: Quantized, b: Quantized) -> tuple[GemmKernel, dict[str, str]]:
-    """Return the kernel for these operands, and the reason against each preferred one."""
+    """Return the kernel for these operands, and the reason against each preferred one.
+
+    Found once for all operands of these dtypes, granularities and device, under these switches: no `unsupported_reason`
+    reads anything else, but for the length of sums in INT8.
+    """
+    x, y, switches = a.codes, b.codes, host_state.now
+    is_long = x.dtype is torch.int8 and x.shape[1] > integer.LONGEST
+    operands = x.dtype, y.dtype, a.granularity, b.granularity, x.device, is_long
+    key = (*operands, switches.accumulator, switches.planning, switches.fake)
+    return _choices.get(key) or _choices.setdefault(key, _choose(a, b))
+
+
+_choices: dict[tuple[Any, ...], tuple[GemmKernel, dict[str, str]]] = {}
+
+
+def _choose(a: Quantized, b: Quantized) -> tuple[GemmKernel, dict[str, str]]:
     refused: dict[str, str] = {}
     if (kernel := accumulator_in_use().kernel) is not None:
         if reason := kernel.unsupported_reason(a, b):
@@ -143,12 +158,14 @@ def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool)
     if 0 in (*left.codes.shape, right.codes.shape[0]):
         return left.scale.new_zeros(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)
     kernel, refused = choose(left, right)
-    ledger.count(kernel.name)
+    switches = host_state.now
+    if switches.ledgers:  # the most frequent call: a frame less
+        ledger.count(kernel.name)
     if kernel.name == "reference" and left.codes.is_cuda:
         pair = left.granularity.name, right.granularity.name
         nearest = {"tensor": "scaled_mm.tensor", "row": "scaled_mm.row"}.get(pair[0], "scaled_mm.block")
         ledger.fall_back(f"gemm {pair[0]} x {pair[1]} ran as reference: {nearest}: {refused[nearest]}")
-    override = accumulator_in_use().fast
+    override = ACCUMULATORS.get(switches.accumulator, _DEFAULT).fast
     fast = fast if override is None else override
     device = left.codes.device.type
     if not torch.is_autocast_enabled(device):

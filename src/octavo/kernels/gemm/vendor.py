@@ -89,10 +89,11 @@ def scaled_mm_row(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool
     On a GPU the result is rounded to BF16 first, whatever `out_dtype` is: cuBLAS has no other output for row scales.
     """
     (rows, depth), cols = a.codes.shape, b.codes.shape[0]
-    scale_a, scale_b = _aligned(_of_rows(a.scale, rows)), _of_rows(b.scale, cols)
-    if not a.codes.is_cuda:  # Inductor may give a dimension of size 1 stride 0, which PyTorch refuses
-        scale_a, scale_b = scale_a.as_strided((rows, 1), (1, 1)), scale_b.as_strided((1, cols), (cols, 1))
+    if not a.codes.is_cuda:  # as_strided: Inductor may give a dimension of size 1 stride 0, which PyTorch refuses
+        scale_a = a.scale.expand(rows, 1).contiguous().as_strided((rows, 1), (1, 1))
+        scale_b = b.scale.expand(cols, 1).contiguous().as_strided((1, cols), (cols, 1))
         return torch._scaled_mm(a.codes, b.codes.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+    scale_a, scale_b = _aligned(_of_rows(a.scale, rows)), _of_rows(b.scale, cols)
     a_MK, b_NK, missing = a.codes, b.codes, -cols % 16
     if missing or depth % 16:
         a_MK, b_NK = _pad(a_MK, 1, 16), _pad(b_NK, 16, 16)

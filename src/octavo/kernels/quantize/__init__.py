@@ -24,11 +24,10 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.kernels.quant_spec import QuantSpec, empty, empty_scale, laid_out
 from octavo.kernels.quantize import reference
-from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime import host_state, ledger
 from octavo.kernels.runtime.dispatch import (
     implementation,
     launches_on,
-    on_gpu,
     run_kernel,
     runs_triton,
 )
@@ -42,6 +41,7 @@ from octavo.numerics import (
     Quantized,
     Rounding,
     Scaling,
+    TILE_1x128,
     format_named,
     granularity_named,
 )
@@ -74,7 +74,7 @@ def quantize(
         ConfigError: x is not a matrix, or an unknown name.
     """
     fmt, tile = format_named(format), granularity_named(granularity)
-    if rounding == "nearest" and on_gpu(x) and x.dim() == 2 and not _is_fused_by_compiler(x, tile):
+    if rounding == "nearest" and x.dim() == 2 and _is_one_call(x, tile):
         target = QuantSpec(format, granularity, scaling, rotation=rotation)
         if x.stride(0) == 1 and x.stride(1) != 1:
             transposed = quantize_pair([x.t()], None, target)[1]
@@ -96,9 +96,15 @@ def quantize_matrix(x: Tensor, target: QuantSpec) -> Quantized:
     return quantize(x, *target, seed)
 
 
-def _is_fused_by_compiler(x: Tensor, tile: Granularity) -> bool:
-    """Return whether the compiler fuses quantisation into the producer of x: no launch, and x is not stored."""
-    return torch.compiler.is_compiling() and tile == PER_ROW and x.shape[1] <= COMPILED_ROW and x.stride(1) == 1
+def _is_one_call(x: Tensor, tile: Granularity) -> bool:
+    """Return whether an operation quantises x: a launch on a GPU, and one node in a compiler's graph elsewhere.
+
+    On a GPU a compiler fuses the specification into the producer of short rows: no launch, and x is not stored.
+    """
+    is_traced = torch.compiler.is_compiling()
+    if not (x.is_cuda or host_state.now.fake):
+        return is_traced
+    return not (is_traced and tile == PER_ROW and x.shape[1] <= COMPILED_ROW and x.stride(1) == 1)
 
 
 def quantize_pair(
@@ -133,18 +139,6 @@ def _rows_differ(source: Tensor, first: Tensor) -> bool:
     return source.dim() != 2 or source.shape[0] != first.shape[0]
 
 
-def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
-    """Quantise matrices (N_i, K) stacked by rows into one (sum of N_i, K).
-
-    With row scales on a GPU, up to three matrices of one dtype take one launch and no copy.
-
-    Args:
-        weights: FP32, BF16 or FP16.
-        target: with rounding to nearest.
-    """
-    return _quantize_stack([weight.detach() for weight in weights], target)
-
-
 class Twice(NamedTuple):
     """Two sets of codes of a matrix (R, C), by row."""
 
@@ -153,20 +147,6 @@ class Twice(NamedTuple):
     """Codes of the second set; None if they are made again from the matrix and `scale`."""
     scale: Tensor
     """FP32 (R, 1), scales of the second set."""
-
-
-def quantize_rows_twice(
-    matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool = False
-) -> Twice:
-    """Quantise matrices (R_i, C) stacked by rows to two targets with one scale per row, from one read.
-
-    Args:
-        matrices: FP32, BF16 or FP16.
-        first, second: with rounding to nearest; `second` without a rotation.
-        keeps_codes: whether to write the codes of the second set, or its scales alone.
-        weights: whether these are weights, which the ledger counts.
-    """
-    return _quantize_rows_twice([matrix.detach() for matrix in matrices], first, second, keeps_codes, weights)
 
 
 def quantize_normed(
@@ -225,10 +205,12 @@ def quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> Quantize
 
 def contiguous(quantized: Quantized) -> Quantized:
     """Return the same matrix with contiguous codes, by a byte transpose if needed, and scales in GEMM layout."""
-    codes = quantized.codes
+    codes, scale, tile = quantized
+    if codes.is_contiguous() and scale.is_contiguous() and tile != TILE_1x128:
+        return quantized
     if not codes.is_contiguous() and codes.t().is_contiguous():
         codes = transpose(codes.t())
-    return laid_out(quantized._replace(codes=codes))
+    return laid_out(Quantized(codes, scale, tile))
 
 
 def transpose_quantized(source: Quantized, after: Tensor) -> Quantized:
@@ -353,8 +335,17 @@ def _stack_in_graph(weights: Sequence[Tensor], target: QuantSpec) -> bool:
 
 
 @operation(fake=_stack_fake, results=lambda _weights, target: [target], in_graph=_stack_in_graph)
-def _quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
-    ledger.count_weights(len(weights))
+def quantize_stack(weights: Sequence[Tensor], target: QuantSpec) -> Quantized:
+    """Quantise matrices (N_i, K) stacked by rows into one (sum of N_i, K).
+
+    With row scales on a GPU, up to three matrices of one dtype take one launch and no copy.
+
+    Args:
+        weights: FP32, BF16 or FP16, detached.
+        target: with rounding to nearest.
+    """
+    if host_state.now.ledgers:
+        ledger.count_weights(len(weights))
     if len(weights) == 1:
         return quantize(weights[0], *target)
     if not _stacks_rows(weights, target):
@@ -383,10 +374,19 @@ def _twice_fake(
     results=lambda _matrices, first, _second, keeps_codes, _weights: (first, keeps_codes, True),
     in_graph=lambda matrices, *_: runs_triton(matrices[0]) and not _twice_unsupported_reason(matrices),
 )
-def _quantize_rows_twice(
-    matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool
+def quantize_rows_twice(
+    matrices: Sequence[Tensor], first: QuantSpec, second: QuantSpec, keeps_codes: bool, weights: bool = False
 ) -> Twice:
-    ledger.count_weights(len(matrices) if weights else 0)
+    """Quantise matrices (R_i, C) stacked by rows to two targets with one scale per row, from one read.
+
+    Args:
+        matrices: FP32, BF16 or FP16, detached.
+        first, second: with rounding to nearest; `second` without a rotation.
+        keeps_codes: whether to write the codes of the second set, or its scales alone.
+        weights: whether these are weights, which the ledger counts.
+    """
+    if weights and host_state.now.ledgers:
+        ledger.count_weights(len(matrices))
     x, arguments = matrices[0], (matrices, first, second, keeps_codes)
     refused = _twice_unsupported_reason(matrices) if runs_triton(x) else None
     return Twice(*run_kernel("quantize.quantize_rows_twice", x, arguments, "quantize", refused, "triton_weights"))

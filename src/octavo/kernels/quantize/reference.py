@@ -65,4 +65,4 @@ def _quantize(x: Tensor, target: QuantSpec | None, fold: Tensor | None) -> Quant
         return None
     if fold is not None:
         x = x.float() * fold
-    return laid_out(quantize(x, target.fmt, target.tile, target.scaling, rotation=target.rotation))
+    return laid_out(quantize(x, target.format, target.granularity, target.scaling, rotation=target.rotation))

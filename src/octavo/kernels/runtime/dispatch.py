@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedError
-from octavo.kernels.runtime import ledger
+from octavo.kernels.runtime import host_state, ledger
 from octavo.kernels.runtime.devices import GPUS, H200, Architecture, Rates, architecture_of, rates_named
-from octavo.kernels.runtime.host_state import host_state, switched
+from octavo.kernels.runtime.host_state import switched
 
 
 def on_gpu(where: Tensor | torch.device) -> bool:
     """Return whether to compute as on a GPU: the tensor or device is CUDA, or `fake_mode` is active."""
     is_cuda = where.type == "cuda" if isinstance(where, torch.device) else where.is_cuda
-    return is_cuda or host_state().fake
+    return is_cuda or host_state.now.fake
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -32,7 +32,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def is_plain(x: Tensor) -> bool:
     """Return whether x is a plain tensor, not a subclass with a memory layout of its own."""
-    return type(x) in PLAIN or (host_state().fake and isinstance(x, torch._subclasses.FakeTensor))
+    return type(x) in PLAIN or (host_state.now.fake and isinstance(x, torch._subclasses.FakeTensor))
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def implementation(kind: str, name: str) -> ModuleType:
 
 def triton_unsupported_reason(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on this device, or None. `OCTAVO_TRITON=0` disables them."""
-    return _triton_unsupported_reason(device, host_state().planning)
+    return _triton_unsupported_reason(device, host_state.now.planning)
 
 
 @cache
@@ -107,7 +107,7 @@ def runs_triton(x: Tensor) -> bool:
 
 def architecture(device: torch.device) -> Architecture:
     """Return the architecture of a device, or of the GPU in `planning_for`."""
-    if (planning := host_state().planning) is not None:
+    if (planning := host_state.now.planning) is not None:
         return architecture_of(GPUS[planning].backend, GPUS[planning].capability)
     return _own_architecture(device)
 
@@ -137,7 +137,7 @@ def rates(device: torch.device) -> Rates | None:
 
     In `fake_mode`, which forecasts memory: rates of the present GPU, or of an H200 if there is none.
     """
-    state = host_state()
+    state = host_state.now
     if state.planning is not None:
         return GPUS[state.planning].rates
     if not torch.cuda.is_available():
@@ -152,7 +152,7 @@ def _own_rates(device: torch.device) -> Rates | None:
 
 def is_planning() -> bool:
     """Return whether a `planning_for` block is active."""
-    return host_state().planning is not None
+    return host_state.now.planning is not None
 
 
 @contextmanager

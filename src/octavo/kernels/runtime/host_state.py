@@ -1,8 +1,10 @@
-"""Every process-wide switch that changes what kernels compute or launch: one frozen value, `host_state()`.
+"""Every process-wide switch that changes what kernels compute or launch: one frozen value, `host_state.now`.
 
-A cache or a guard whose result depends on a switch reads it here: the key of a recording (`tape.replay`), the cache of
-`dispatch.triton_unsupported_reason`, and compiled code, which guards on `HostState.is_open_to_compilers`, and where it
-has norms on `fake`.
+Read it as an attribute of this module, which `update` replaces: a name imported from here would keep an old value.
+
+A cache or a guard whose result depends on a switch reads it here: the key of a recording (`tape.replay`), the caches of
+`dispatch.triton_unsupported_reason` and `gemm.choose`, and compiled code, which guards on
+`HostState.is_open_to_compilers`, and where it has norms on `fake`.
 
 Process-wide and not per thread: autograd runs backward in threads of its own, which do not inherit context variables.
 
@@ -11,6 +13,7 @@ Launch hooks (`has_launch_hooks`) are Triton's own switch: read where it is set,
 What else a process keeps are registries and caches, which change no result (`tests/test_layers.py` has the list):
 
     kernels.tape._recordings, _thread              recorded launches by signature; the recorder of a thread
+    kernels.gemm._choices                          kernels chosen for operands, by all that the choice reads
     kernels.sample._idle                           telemetry buffers of which no row is sampled
     kernels.ledger._warned                         warnings that were logged already
     nn.shared._steps, _this_thread                 number of optimizer steps; the last input with pending outputs
@@ -62,27 +65,23 @@ class HostState(NamedTuple):
     and is stored so that compiled code has one guard, on one boolean."""
 
 
-_state = HostState()
+now = HostState()
+"""The switches as they are now."""
 _lock = threading.Lock()
-
-
-def host_state() -> HostState:
-    """Return the switches as they are now."""
-    return _state
 
 
 def update(change: Callable[[HostState], HostState]) -> None:
     """Replace the switches by what `change` returns for them, with no other thread in between."""
-    global _state
+    global now
     with _lock:
-        state = change(_state)
-        _state = state._replace(is_open_to_compilers=not (state.accumulator or state.ledgers))
+        state = change(now)
+        now = state._replace(is_open_to_compilers=not (state.accumulator or state.ledgers))
 
 
 @contextmanager
 def switched(**switches: Any) -> Iterator[None]:
     """Set fields of the host state inside the block, in every thread, and restore these fields after it."""
-    before = {name: getattr(_state, name) for name in switches}
+    before = {name: getattr(now, name) for name in switches}
     update(lambda state: state._replace(**switches))
     try:
         yield

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from octavo.kernels.runtime.host_state import host_state, switched, update
+from octavo.kernels.runtime import host_state
+from octavo.kernels.runtime.host_state import switched, update
 
 log = logging.getLogger("octavo")
 
@@ -53,7 +54,7 @@ def apart() -> Iterator[Ledger]:
 
 def is_open() -> bool:
     """Return whether any ledger is open."""
-    return len(host_state().ledgers) > 0
+    return len(host_state.now.ledgers) > 0
 
 
 def enter(counted: Ledger) -> None:
@@ -67,19 +68,19 @@ def enter(counted: Ledger) -> None:
 
 def count(kernel: str, number: int = 1) -> None:
     """Count a GEMM, or `number` of them in one launch, in every open ledger."""
-    for ledger in host_state().ledgers:
+    for ledger in host_state.now.ledgers:
         ledger.gemms[kernel] += number
 
 
 def count_weights(number: int) -> None:
     """Count quantised weights in every open ledger."""
-    for ledger in host_state().ledgers:
+    for ledger in host_state.now.ledgers:
         ledger.weights += number
 
 
 def fall_back(reason: str) -> None:
     """Record a fallback in every open ledger, and log a warning, once per reason."""
-    for ledger in host_state().ledgers:
+    for ledger in host_state.now.ledgers:
         if reason not in ledger.fallbacks:
             ledger.fallbacks.append(reason)
     warn_once(f"FP8 fallback: {reason}")
@@ -87,7 +88,7 @@ def fall_back(reason: str) -> None:
 
 def warn_once(message: str) -> None:
     """Log a warning, once per process and message; in a `hold_warnings` block, append it to the list instead."""
-    if held := host_state().held_warnings:
+    if held := host_state.now.held_warnings:
         held[-1].append(message)
     elif message not in _warned:
         _warned.add(message)
@@ -98,5 +99,5 @@ def warn_once(message: str) -> None:
 def hold_warnings() -> Iterator[list[str]]:
     """Collect the messages of `warn_once` in a list instead of logging them, for trial runs of a model."""
     held: list[str] = []
-    with switched(held_warnings=(*host_state().held_warnings, held)):
+    with switched(held_warnings=(*host_state.now.held_warnings, held)):
         yield held

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from octavo._util.compiler import assume_constant_result
 from octavo.kernels.quant_spec import QuantSpec, parse_spec
+from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.dispatch import PLAIN, is_triton_off, run_kernel, runs_triton
-from octavo.kernels.runtime.host_state import host_state
 from octavo.numerics import Granularity, Quantized, granularity_named
 
 P = ParamSpec("P")
@@ -173,10 +173,10 @@ class Operation(Generic[P, R]):
         lead, layout = (self.lead, self.layout) if not torch.compiler.is_compiling() else _constants_of(self.name)
         arguments: Sequence[Any] = args if len(args) == len(layout) else self._bound(args, kwargs)
         made: R
-        first = arguments[lead]
-        while not isinstance(first, Tensor):
-            first = first[0]
-        if is_direct(first):
+        x = arguments[lead]
+        while not isinstance(x, Tensor):
+            x = x[0]
+        if not torch.compiler.is_compiling() and type(x) in PLAIN and not x.is_meta:  # `is_direct`, a call less
             made = self.run(*arguments)
             return made
         made = self._through_operator(arguments, _encode(arguments, layout))
@@ -194,7 +194,7 @@ class Operation(Generic[P, R]):
         return arguments
 
     def _through_operator(self, arguments: Sequence[Any], flat: Sequence[Any]) -> Any:
-        made = self.operator(*flat, code=_code() if host_state().is_open_to_compilers else "")
+        made = self.operator(*flat, code=_code() if host_state.now.is_open_to_compilers else "")
         if self._structure is None:
             return made
         if self._results is None:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.dispatch import PLAIN, launches_on_current
-from octavo.kernels.runtime.host_state import has_launch_hooks, host_state
+from octavo.kernels.runtime.host_state import has_launch_hooks
 
 CAPACITY = 4096
 """Maximum number of signatures, evicted first-in, first-out."""
@@ -72,7 +73,7 @@ class Recording(NamedTuple):
                     slots[slot] = part
             for slot in finished:
                 slots[slot] = None
-        return tuple(result(slots) for result in self.results)
+        return tuple([result(slots) for result in self.results])
 
 
 _recordings: OrderedDict[tuple[Any, ...], Recording | Literal["seen", "unrecordable"]] = OrderedDict()
@@ -89,18 +90,21 @@ def replay(function: Callable[..., Result], options: tuple[Any, ...], tensors: S
             (`gemm_by`). Returns groups of tensors and None.
         options: all other arguments. Recipes and other objects are compared by identity.
     """
-    if not _is_recordable(tensors):
+    first = None
+    for first in tensors:  # no generators in what runs for each layer: they are calls, too
+        if first is not None:
+            break
+    if first is None or not _is_launched_here(first):
         return function(options, *tensors)
-    first = next(x for x in tensors if x is not None)
     device, kind = first.get_device(), first.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    by = host_state().accumulator
-    key = (function, *map(_key_of, options), by, device, autocast, *map(_metadata_of, tensors))
+    key = _signature(function, (*options, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)), tensors)
+    if key is None:
+        return function(options, *tensors)
     recording = _recordings.get(key)
     if not isinstance(recording, Recording):
         return _run_or_record(recording, key, function, options, tensors)
     stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
-    if autocast is None:
+    if not torch.is_autocast_enabled(kind):
         return recording.replay(tensors, stream)
     torch.set_autocast_enabled(kind, False)  # the recording includes the casts
     try:
@@ -109,32 +113,37 @@ def replay(function: Callable[..., Result], options: tuple[Any, ...], tensors: S
         torch.set_autocast_enabled(kind, True)
 
 
-def _is_recordable(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether these are plain tensors on the current GPU, with no compiler, mode, hook or ledger active."""
-    state = host_state()
-    if torch.compiler.is_compiling() or state.ledgers or state.planning or state.fake or has_launch_hooks():
-        return False
-    first = next((x for x in tensors if x is not None), None)
-    if first is None or not _is_launched_here(first):
-        return False
-    return torch._C._len_torch_dispatch_stack() == 0 and all(x is None or type(x) in PLAIN for x in tensors)
-
-
 def _is_launched_here(x: Tensor) -> bool:
     """Return whether kernels on x are launches on the current GPU."""
     return x.is_cuda and launches_on_current(x)
 
 
-def _key_of(option: Any) -> Any:
-    return option if option is None or isinstance(option, _BY_VALUE) else id(option)
+def _signature(
+    function: Callable[..., Result], options: tuple[Any, ...], tensors: Sequence[Tensor | None]
+) -> tuple[Any, ...] | None:
+    """Return what decides which launches a call makes; None if it cannot be recorded.
+
+    It can if all are plain tensors, with no compiler, mode, hook or ledger active.
+    """
+    state = host_state.now
+    if torch.compiler.is_compiling() or state.ledgers or state.planning or state.fake or has_launch_hooks():
+        return None
+    if torch._C._len_torch_dispatch_stack():
+        return None
+    key: list[Any] = [function, state.accumulator]
+    for option in options:
+        key.append(option if option is None or isinstance(option, _BY_VALUE) else id(option))
+    for x in tensors:
+        if x is None:
+            key.append(None)
+        elif type(x) in PLAIN:  # the metadata that a host function may depend on
+            key.append((x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.get_device()))
+        else:
+            return None
+    return tuple(key)
 
 
 _BY_VALUE = (int, float, str, tuple, torch.dtype)
-
-
-def _metadata_of(x: Tensor | None) -> Any:
-    """Return the metadata of a tensor that a host function may depend on."""
-    return x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.get_device())
 
 
 def _run_or_record(

@@ -43,8 +43,9 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.quant_spec import QuantSpec
+from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.dispatch import run_kernel
-from octavo.kernels.runtime.host_state import host_state, switched
+from octavo.kernels.runtime.host_state import switched
 from octavo.kernels.runtime.tape import recorder_here
 from octavo.numerics import Format
 
@@ -170,7 +171,7 @@ def warm_up() -> Iterator[None]:
 
 def is_idle(rows: Tensor) -> bool:
     """Return whether to skip sampling launches for the buffer of these rows now."""
-    if host_state().warming_up or rows.untyped_storage() not in _idle:
+    if host_state.now.warming_up or rows.untyped_storage() not in _idle:
         return False
     return not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
 

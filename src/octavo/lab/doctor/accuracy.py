@@ -18,11 +18,11 @@ from octavo.lab.doctor.check import Finding, Verdict, check, failure, ok, skippe
 from octavo.lab.doctor.subjects import Trial, a_gpu, fp8_layers
 from octavo.lab.guard.alarms import percent_above
 from octavo.lab.monitor.gap import GAP_LIMIT, HARMFUL_GAP
-from octavo.nn.fp8_weights import has_fp8_weight, values
+from octavo.nn.fp8_weights import values
 from octavo.nn.fused import fusion_groups
 from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import full_name
-from octavo.nn.weight_codes import as_matrix, join_rows, quantize_weights
+from octavo.nn.weight_codes import as_matrix, has_fp8_weight, join_rows, quantize_weights
 from octavo.numerics import Quantized, cosine_of, inner_products
 from octavo.numerics import quantize as specified
 from octavo.recipes import GEMMS
