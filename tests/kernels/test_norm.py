@@ -124,7 +124,11 @@ def test_compiled_code_gives_the_same():
 
     def both(x):
         made = normalise(x, weight, None, EPS, target=ROTATED, second=ROW)
-        return made.y, (*made.quantized[:2], *made.second[:2]), normalise_backward(made.y, x, weight, None, None, made.rstd)[:2]
+        return (
+            made.y,
+            (*made.quantized[:2], *made.second[:2]),
+            normalise_backward(made.y, x, weight, None, None, made.rstd)[:2],
+        )
 
     eager, compiled = both(x), torch.compile(both, backend="aot_eager", fullgraph=True)(x)
     assert equal(eager[0], compiled[0]) and all(map(equal, eager[1], compiled[1]))

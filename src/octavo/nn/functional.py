@@ -40,7 +40,7 @@ from octavo.kernels.product import product
 from octavo.kernels.runtime.host_state import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn import telemetry_ops
-from octavo.nn.attached_codes import attached_norm_source, is_output_of_attention, renew
+from octavo.nn.attached_codes import InputCodes, attached_norm_source, is_output_of_attention, renew
 from octavo.nn.fp8_weights import has_fp8_weight, values
 from octavo.nn.needed_grads import needed_grads
 from octavo.nn.operands import autocast_dtype, check_operands, note_dtype
@@ -97,14 +97,14 @@ def linears(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     quantizer: Quantizer,
-    prequantized: Quantized | None = None,
+    prequantized: InputCodes | None = None,
     codes: WeightCodes | None = None,
 ) -> list[Tensor]:
     """Return x W_i^T + b_i for layers that share their input: x is quantised once, dgrad and wgrad are one GEMM each.
 
     Args:
         weights: (N_i, K) each. Scales are those of the stack (sum of N_i, K).
-        prequantized: x as fprop reads it, (M, K), if the kernel that computed x quantised it too (`attached_codes`).
+        prequantized: x as the GEMMs read it, (M, K), if the kernel that computed x quantised it too (`attached_input`).
         codes: the weights as fprop reads them, if known (`reuse_weight_codes`).
 
     Raises:
@@ -139,8 +139,10 @@ class InputSource(NamedTuple):
     """(M, K), as fprop reads x, if the kernel that computed x quantised it too, or if x is the result of a norm."""
     scale: Tensor | None = None
     """Scale of `codes`."""
+    second_codes: Tensor | None = None
+    """(M, K), the second set of codes, if wgrad reads one and the kernel that computed x made it."""
     second_scale: Tensor | None = None
-    """Scale of the second set of codes, if wgrad reads one and x is the result of a norm."""
+    """Scale of the second set; without its codes if backward makes them from `norm_input`."""
     norm_input: Tensor | None = None
     """(M, K), the input of the RMS norm that x is the result of: backward can requantise x from it."""
     norm_rstd: Tensor | None = None
@@ -365,7 +367,7 @@ def quantize_both(
 
 
 def input_source(
-    x: Tensor, plan: LinearPlan, prequantized: Quantized | None
+    x: Tensor, plan: LinearPlan, prequantized: InputCodes | None
 ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
     """Return the fields of an `InputSource`: x (..., K) as (M, K), and its known codes."""
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -374,9 +376,11 @@ def input_source(
     if normed is not None and plan.x is not None:
         with torch.no_grad():
             codes, second_scale = kernels.quantize_normed(normed.x, normed.norm, plan.x, plan.x_second)
-        return x_MK, codes.codes, codes.scale, second_scale, normed.x, *normed.norm
-    codes_and_scale = (None, None) if prequantized is None else (prequantized.codes, prequantized.scale)
-    return x_MK, *codes_and_scale, None, None, None, None
+        return x_MK, codes.codes, codes.scale, None, second_scale, normed.x, *normed.norm
+    fprop, second = (None, None) if prequantized is None else prequantized
+    codes, scale = (None, None) if fprop is None else fprop[:2]
+    second_set = (None, None) if second is None else second[:2]
+    return x_MK, codes, scale, *second_set, None, None, None
 
 
 def read_input(
@@ -405,6 +409,8 @@ def read_input(
     # Codes of another kernel may come from values before rounding, so that backward could not make them again.
     x = None if keeps_input else prequantized
     if plan.x is not None and plan.x_second is not None and needs_weight:
+        if x is not None and source.second_codes is not None:
+            return QuantizedInput(x, SavedInput(codes=source.second_codes, scale=source.second_scale))
         both = kernels.quantize_rows_twice([x_MK], plan.x, plan.x_second, keeps_codes=not keeps_input)
         return QuantizedInput(both.first, SavedInput(x_MK if keeps_input else None, both.codes, both.scale))
     if plan.x_back is Transposed.QUANTIZED and needs_weight and not keeps_input:

@@ -33,13 +33,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo.errors import UnsupportedError
 from octavo.kernels.runtime import ledger
 from octavo.kernels.runtime.dispatch import PLAIN
-from octavo.nn.attached_codes import attached_codes
+from octavo.nn.attached_codes import InputCodes, attached_input
 from octavo.nn.fp8_weights import has_fp8_weight
 from octavo.nn.functional import Quantizer, compute_dtype, linears
 from octavo.nn.seal import Unwritten
 from octavo.nn.telemetry_ops import stats_buffer_of
 from octavo.nn.weight_codes import WeightCodes, quantize_weights
-from octavo.numerics import Quantized
 from octavo.tensor import is_distributed
 
 if TYPE_CHECKING:
@@ -323,7 +322,7 @@ def brings_weight(layer: nn.Module) -> bool:
     return bool(layer._forward_pre_hooks) or "forward" in vars(layer) or "parametrizations" in layer._modules
 
 
-def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantized | None, WeightCodes | None]:
+def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, InputCodes | None, WeightCodes | None]:
     """Return how layers that are computed together quantise, and the codes that exist: of x, and of their weights."""
     first = layers[0]
     recipe, slot = first.recipe, first.scaling_slot
@@ -331,7 +330,7 @@ def settings_of(layers: Sequence[Linear], x: Tensor) -> tuple[Quantizer, Quantiz
     if slot is not None and first.scaling_state is not None and torch.is_grad_enabled():
         first.scaling_state.note_forward(slot, first)
     quantizer = Quantizer(recipe, compute_dtype(x), scales, stats_buffer_of(layers), first.keeps_input)
-    return quantizer, attached_codes(x, recipe), first.weight_codes
+    return quantizer, attached_input(x, recipe), first.weight_codes
 
 
 def _on_cpu(layer: Linear) -> list[Tensor]:

@@ -59,12 +59,13 @@ def forward(
     memory = [tensor for made in (quantized, others) for tensor in (made or (None, None))[:2]]
     height, size = FORWARD.tile(cols)
     group = size if target is None or target.tile.cols is None else target.tile.cols
+    block = 1 if target is None else block_for(cols, target.rotation)
     _forward_kernel[(cdiv(rows, height),)](
-        # Without FMAs y equals the reference's bit for bit, given rstd. But a layer norm is bound by instructions.
+        # Without FMAs y equals the reference's bit for bit, given rstd. But a layer norm is bound by instructions. The
+        # specification rounds y before the additions of a rotation.
         x, x.stride(0), weight, bias, eps, y, *memory, mean, rstd, rows, cols,
         SCALING=1 if target is None else target.rule, SECOND=1 if second is None else second.rule, GROUP=group,
-        ROTATION=1 if target is None else block_for(cols, target.rotation),
-        **FORWARD.meta(rows, cols), enable_fp_fusion=centred,
+        ROTATION=block, **FORWARD.meta(rows, cols), enable_fp_fusion=centred and block == 1,
     )  # fmt: skip
     return y, quantized, rstd, mean, others
 
