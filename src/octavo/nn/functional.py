@@ -377,10 +377,11 @@ def input_source(
         with torch.no_grad():
             codes, second_scale = kernels.quantize_normed(normed.x, normed.norm, plan.x, plan.x_second)
         return x_MK, codes.codes, codes.scale, None, second_scale, normed.x, *normed.norm
-    fprop, second = (None, None) if prequantized is None else prequantized
-    codes, scale = (None, None) if fprop is None else fprop[:2]
+    if prequantized is None:
+        return x_MK, *(None,) * (_X - 1)
+    fprop, second = prequantized
     second_set = (None, None) if second is None else second[:2]
-    return x_MK, codes, scale, *second_set, None, None, None
+    return x_MK, fprop.codes, fprop.scale, *second_set, None, None, None
 
 
 def read_input(
