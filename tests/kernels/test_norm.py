@@ -23,6 +23,7 @@ from octavo.numerics import dequantize
 EPS = 1e-5
 ROW = QuantSpec("e4m3", "row", "power_of_two")
 BLOCK = QuantSpec("e5m2", "1x128", "float32")
+ROTATED = QuantSpec("int8", "row", "float32", rotation=64)
 
 
 def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -41,7 +42,7 @@ def test_what_is_asked_for_comes_out_and_nothing_else(target, rows):
     for bias, centred in ((None, False), (torch.randn(200), True)):
         made = normalise(x, weight, bias, EPS, centred=centred, target=target)
         want = reference.forward(x, weight, bias, EPS, target, centred)
-        for mine, theirs in zip((made.y, made.rstd, made.mean), (want[0], *want[2:]), strict=True):
+        for mine, theirs in zip((made.y, made.rstd, made.mean), (want[0], *want[2:4]), strict=True):
             assert equal(mine, theirs)
         assert (made.quantized is None) == (target is None)
         if target is not None:
@@ -50,10 +51,21 @@ def test_what_is_asked_for_comes_out_and_nothing_else(target, rows):
 
 
 @pytest.mark.parametrize("rows", [0, 9])
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_both_sets_of_codes_are_those_that_the_specification_makes_of_y(rows, centred):
+    x, weight = torch.randn(rows, 192), torch.randn(192)
+    made = normalise(x, weight, weight if centred else None, EPS, centred=centred, target=ROTATED, second=ROW)
+    for got, target in ((made.quantized, ROTATED), (made.second, ROW)):
+        want = quantize(made.y, *target[:3], rotation=target.rotation)  # y is FP32: it is not rounded
+        assert got.granularity == target.tile and equal(got.codes, want.codes) and equal(got.scale, want.scale)
+    assert normalise(x, weight, None, EPS, target=ROTATED).second is None
+
+
+@pytest.mark.parametrize("rows", [0, 9])
 def test_gradients_come_in_the_dtypes_of_what_they_are_of(rows):
     x, weight, bias = torch.randn(rows, 40).bfloat16(), torch.randn(40).half(), torch.randn(40)
     dy = torch.randn(rows, 40).bfloat16()
-    _, _, rstd, mean = normalise(x, weight, bias, EPS, centred=True)
+    _, _, rstd, mean, _ = normalise(x, weight, bias, EPS, centred=True)
     dx, dweight, dbias = normalise_backward(dy, x, weight, bias, mean, rstd)
     want = reference.backward(dy, x, weight, bias, mean, rstd)
     assert equal(dx, want[0]) and equal(dweight, want[1].half()) and equal(dbias, want[2])
@@ -69,6 +81,7 @@ def test_gradients_come_in_the_dtypes_of_what_they_are_of(rows):
         (QuantSpec("e4m3", "tensor", "float32"), "row and 1x128 scales only, not 'tensor'"),
         (QuantSpec("e4m3", "128x128", "float32"), "row and 1x128 scales only, not '128x128'"),
         (QuantSpec("e4m3", "row", "float32", "stochastic"), "rounds to nearest only"),
+        (QuantSpec("int8", "1x128", "float32"), "INT8 and rotated codes have row scales only, not '1x128'"),
     ],
     ids=str,
 )
@@ -77,6 +90,9 @@ def test_refused_targets(target, why):
     x = torch.randn(4, 8)
     with pytest.raises(UnsupportedError, match="Quantise y after it"):
         normalise(x, None, None, EPS, target=target)
+    for second in (target, BLOCK, ROTATED):
+        with pytest.raises(UnsupportedError, match="Quantise y after it"):
+            normalise(x, None, None, EPS, target=ROW, second=second)
 
 
 def test_shapes_that_do_not_fit():
@@ -96,7 +112,7 @@ def test_the_operators_are_well_formed():
     check = torch.library.opcheck
     for target in (None, BLOCK):
         for bias in (None, weight):
-            arguments = x, weight, bias, EPS, target, bias is not None
+            arguments = x, weight, bias, EPS, target, bias is not None, target and ROW
             check(_norm.operator, _norm.encode(*arguments), test_utils="test_faketensor")
     for parameter, mean in itertools.product((None, weight.half()), (None, rows)):
         arguments = _norm_backward.encode(x, x, parameter, None, mean, rows)
@@ -107,11 +123,15 @@ def test_compiled_code_gives_the_same():
     x, weight = torch.randn(5, 200).bfloat16(), torch.randn(200)
 
     def both(x):
-        made = normalise(x, weight, None, EPS, target=ROW)
-        return made.y, made.quantized.codes, normalise_backward(made.y, x, weight, None, None, made.rstd)[:2]
+        made = normalise(x, weight, None, EPS, target=ROTATED, second=ROW)
+        return (
+            made.y,
+            (*made.quantized[:2], *made.second[:2]),
+            normalise_backward(made.y, x, weight, None, None, made.rstd)[:2],
+        )
 
     eager, compiled = both(x), torch.compile(both, backend="aot_eager", fullgraph=True)(x)
-    assert equal(eager[0], compiled[0]) and equal(eager[1], compiled[1])
+    assert equal(eager[0], compiled[0]) and all(map(equal, eager[1], compiled[1]))
     assert all(equal(a, b) for a, b in zip(eager[2], compiled[2], strict=True))
 
 
@@ -128,10 +148,10 @@ def test_rows_too_long_for_a_program_are_written_down():
 def test_a_gpu_runs_the_kernels():
     x = torch.randn(300, 4096, device="cuda").bfloat16()
     with ledger.record() as record:
-        made = normalise(x, x[0], None, EPS, target=ROW)
+        made = normalise(x, x[0], None, EPS, target=ROTATED, second=ROW)
         normalise_backward(x, x, x[0], None, None, made.rstd)
     assert not record.fallbacks
-    assert made.y.is_cuda and made.quantized.codes.shape == x.shape
+    assert made.y.is_cuda and made.quantized.codes.shape == made.second.codes.shape == x.shape
 
 
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])

@@ -16,17 +16,33 @@ from torch import nn
 
 from octavo import kernels
 from octavo.kernels.quant_spec import QuantSpec
-from octavo.nn.attached_codes import attach_codes, attached_codes, renew
+from octavo.nn.attached_codes import attach_codes, attached_codes, attached_input, renew
+from octavo.recipes import load
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")
+RECIPE = load("rotated")
+ROTATED = RECIPE.plan.x
 
 
 @pytest.fixture
 def y() -> torch.Tensor:
     y = torch.randn(4, 6)
     y.before = y.view(2, 12)
-    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+    attach_codes(y, (kernels.quantize(y, *ROW[:3]), ROW))
     return y
+
+
+def test_a_layer_takes_the_sets_that_it_reads(y):
+    attach_codes(y, *((kernels.quantize(y, *spec[:4], spec.rotation), spec) for spec in (ROTATED, ROW)))
+    both = attached_input(y, RECIPE)
+    assert (both.fprop.codes.dtype, both.second.codes.dtype) == (torch.int8, torch.float8_e4m3fn)
+    alone = attached_input(y, load("folded"))
+    assert alone.fprop is both.second and alone.second is None
+    assert attached_input(y, load("block")) is None and attached_input(y, load("bf16")) is None
+    attach_codes(y, (both.fprop, ROTATED))
+    assert attached_input(y, RECIPE) == (both.fprop, None)
+    attach_codes(y, (both.second, ROW))
+    assert attached_input(y, RECIPE) is None
 
 
 def test_taken_by_every_reader(y):
@@ -54,7 +70,7 @@ def test_a_shallow_copy_carries_nothing_though_it_has_the_same_memory_and_versio
     versions = copy.copy(y)._version
     for _ in range(versions):
         y.add_(0)
-    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+    attach_codes(y, (kernels.quantize(y, *ROW[:3]), ROW))
     other = copy.copy(y)
     assert (other._version, torch._C._data_address(other)) == (y._version, torch._C._data_address(y))
     assert attached_codes(other, ROW) is None and attached_codes(y, ROW) is not None
@@ -161,10 +177,10 @@ def group():
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_tensor_that_was_written_to_carries_nothing(y, write, group):
-    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
-    assert attached_codes(y, ROW) is not None
+    attach_codes(y, *((kernels.quantize(y, *spec[:4], spec.rotation), spec) for spec in (ROTATED, ROW)))
+    assert None not in attached_input(y, RECIPE)
     write(y)
-    assert attached_codes(y, ROW) is None
+    assert attached_codes(y, ROTATED) is None and attached_codes(y, ROW) is None and attached_input(y, RECIPE) is None
 
 
 READS = {
@@ -197,13 +213,13 @@ def test_a_tensor_that_its_layer_has_read_carries_them_again_once_they_are_renew
 
 def test_memory_that_is_not_pytorchs_cannot_be_sealed():
     y = torch.from_numpy(np.ones((4, 6), np.float32))
-    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+    attach_codes(y, (kernels.quantize(y, *ROW[:3]), ROW))
     assert attached_codes(y, ROW) is None
 
 
 def test_the_memory_goes_with_the_tensor():
     y = torch.randn(4, 6)
-    attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+    attach_codes(y, (kernels.quantize(y, *ROW[:3]), ROW))
     storage = weakref.ref(y.untyped_storage())
     del y
     assert storage() is None
@@ -216,7 +232,7 @@ def test_plain_tensors_carry_nothing():
 def test_inference_tensors_count_no_versions_and_carry_theirs_until_they_are_written_to():
     with torch.inference_mode():
         y = torch.randn(4, 6)
-        attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+        attach_codes(y, (kernels.quantize(y, *ROW[:3]), ROW))
         assert attached_codes(y, ROW) is not None
         y.mul_(2)
         assert attached_codes(y, ROW) is None
@@ -257,7 +273,7 @@ def test_compiled_code_has_them_in_its_own_graph_until_y_is_written_to(write, gr
     def both(x):
         y = x * 2
         made = kernels.quantize(y, *ROW[:3])
-        attach_codes(y, made, ROW)
+        attach_codes(y, (made, ROW))
         z = y + 1
         if write is not None:
             write(y)
@@ -274,7 +290,7 @@ def test_compiled_code_has_them_in_its_own_graph_until_y_is_written_to(write, gr
 def test_files_of_a_result_of_compiled_code_carry_the_tensor_alone():
     def both(x):
         y = x * 2
-        attach_codes(y, kernels.quantize(y, *ROW[:3]), ROW)
+        attach_codes(y, (kernels.quantize(y, *ROW[:3]), ROW))
         return y
 
     y = torch.compile(both, backend="eager", fullgraph=True)(torch.randn(4, 6))

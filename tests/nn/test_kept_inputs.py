@@ -9,6 +9,7 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.lab.models import build
 from octavo.lab.models.config import ModelConfig
+from octavo.nn.attached_codes import InputCodes
 from octavo.nn.functional import Quantizer, linears, quantize_operand
 from octavo.nn.mlp import mlp, unsupported_reason
 from octavo.recipes import load, names
@@ -160,12 +161,13 @@ def test_what_would_not_be_the_same_is_refused(recipe, patterns, said):
         octavo.convert(Attention(), recipe, policy=octavo.Policy(requantise=patterns))
 
 
-@pytest.mark.parametrize("recipe", ["folded", "rowwise", "block"])
+@pytest.mark.parametrize("recipe", ["folded", "rowwise", "block", "rotated"])
 def test_codes_that_a_norm_made_before_it_rounded_are_left_alone(recipe):
     """What backward makes of the rounded input must be what fprop read: else a folded scale may be off by two."""
     x, weight = leaf(40, 136), leaf(64, 136)
     wider = x.detach().float() * 2.01
-    ready = quantize_operand(wider, load(recipe).plan.x)
+    plan = load(recipe).plan
+    ready = InputCodes(*(target and quantize_operand(wider, target) for target in (plan.x, plan.x_second)))
 
     def call(given):
         return linears(x, [weight], [None], quantizer(recipe, True), given)[0]

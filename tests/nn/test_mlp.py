@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from octavo import kernels
 from octavo.kernels.activation import KINDS, activation_backward_plain
 from octavo.kernels.activation.reference import value
-from octavo.kernels.quant_spec import spec_of
+from octavo.nn.attached_codes import InputCodes
 from octavo.nn.functional import Quantizer, linear, linears
 from octavo.nn.mlp import mlp, unsupported_reason
-from octavo.numerics import E4M3, Quantized, TILE_1x128, dequantize, quantize, sqnr_db
+from octavo.numerics import E4M3, TILE_1x128, dequantize, quantize, sqnr_db
 from octavo.recipes import Recipe, load, names
 
 PRESETS = [name for name in names() if unsupported_reason(load(name), load(name)) is None]
@@ -69,7 +69,7 @@ class Data:
 def fused(kind: str, inner: Recipe, outer: Recipe, dtype: torch.dtype = torch.float32, inputs: str = "bf16"):
     quantizers = Quantizer(inner, dtype), Quantizer(outer, dtype)
 
-    def run(x: Tensor, weights: list[Tensor], down: Tensor, bias: Tensor | None, ready: Quantized | None = None):
+    def run(x: Tensor, weights: list[Tensor], down: Tensor, bias: Tensor | None, ready: InputCodes | None = None):
         y = mlp(x, [*weights, down], kind, quantizers, ready, activation_inputs=inputs)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -409,14 +409,23 @@ def test_rows_that_lie_apart_and_a_gradient_that_is_expanded():
     assert torch.equal(y, y_) and torch.equal(x.grad, twin.grad)
 
 
-def test_codes_that_are_there_are_used():
-    data, recipe = Data(), load("folded")
-    ready = kernels.quantize(data.x.detach(), *spec_of(recipe.fprop.input)[:3])
-    zero = ready._replace(codes=ready.codes.float().mul(0).to(ready.codes.dtype))
+@pytest.mark.parametrize("name", ["folded", "rotated"])
+def test_codes_that_are_there_are_used(name):
+    data, recipe = Data(), load(name)
+    targets = recipe.plan.x, recipe.plan.x_second
+    made = [target and kernels.quantize(data.x.detach(), *target[:4], target.rotation) for target in targets]
+    zeros = [each and each._replace(codes=torch.zeros_like(each.codes)) for each in made]
     expected = data.results(fused("silu", recipe, recipe))
     run = fused("silu", recipe, recipe)
-    assert same(data.results(partial(run, ready=ready)), expected)
-    assert torch.equal(run(data.x, data.inner, data.down, data.bias, zero), data.bias.expand(40, 136))
+    assert same(data.results(partial(run, ready=InputCodes(*made))), expected)
+    assert same(
+        data.results(partial(run, ready=InputCodes(made[0]))), expected
+    )  # the second set is made if it is not there
+    y = run(data.x, data.inner, data.down, data.bias, InputCodes(zeros[0], made[1]))
+    assert torch.equal(y, data.bias.expand(40, 136))
+    if made[1] is not None:
+        y = run(data.x, data.inner, data.down, data.bias, InputCodes(made[0], zeros[1]))
+        assert not any(dw.any() for dw in torch.autograd.grad(y.sum(), data.inner))
 
 
 def test_weights_and_input_of_different_dtypes():

@@ -20,7 +20,6 @@ from octavo.conversion.policy import Policy
 from octavo.conversion.refusals import refuse_reference, refuse_sharded, refuse_unapplied, refuse_wrapped
 from octavo.conversion.weights import Layer, check_free, make_plain, store
 from octavo.errors import NonFiniteError
-from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.runtime.ledger import warn_once
 from octavo.nn import GroupedLinear, calibration_file
 from octavo.nn.adopted import is_taken
@@ -145,8 +144,9 @@ def _adopt(layer: Layer, recipe: Recipe) -> None:
 def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
     """Make the layers of a pattern compute together. Norms quantise for the plan's own recipe."""
     if pattern.kind == "norm":
-        operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 and pattern.has_reader else None
-        adopt(module, None if operand is None else spec_of(operand), pattern.saved, pattern.form)
+        reader = plan.recipe.plan if pattern.has_reader else None
+        targets = (None, None) if reader is None else (reader.x, reader.x_second)
+        adopt(module, targets[0], pattern.saved, pattern.form, targets[1])
         return
     if pattern.kind == "attention":
         core = cast(ScaledDotProduct, module)

@@ -32,6 +32,7 @@ OF_LARGEST = 1e-5
 
 _ROW, _COLUMN = QuantSpec("e4m3", "row", "power_of_two"), QuantSpec("e4m3", "column", "power_of_two")
 _TILE = QuantSpec("e4m3", "1x128", "power_of_two")
+_ROTATED = QuantSpec("int8", "row", "float32", rotation=256)
 _FORWARD, _GRADIENT = (
     QuantSpec("e4m3", "tensor", "float32"),
     QuantSpec("e5m2", "tensor", "float32"),
@@ -158,6 +159,8 @@ def _compare_codes(got: Tensor, want: Tensor, exact: bool) -> tuple[bool, str]:
 
 def _ordinal(codes: Tensor) -> Tensor:
     """Rank codes by value; NaN is far from all other codes."""
+    if codes.dtype == torch.int8:
+        return codes.int()
     bits = codes.view(torch.uint8).int()
     return torch.where(codes.float().isnan(), 999, torch.where(bits < 128, bits, 128 - bits))
 
@@ -296,7 +299,9 @@ def _norm() -> Iterator[Case]:
             broken = x.clone()
             broken[2, 7], broken[4, 9], broken[6] = torch.nan, torch.inf, 0
             yield Case(f"{size}, {target}", (broken, weight, bias, 1e-5, target, centred), "norm.forward")
-        rstd, mean = norm.forward(x, None, None, 1e-5, None, centred)[2:]
+        rotated = (x, weight, bias, 1e-5, _ROTATED, centred, _ROW)
+        yield Case(f"{size}, {_ROTATED} and {_ROW}", rotated, "norm.forward")
+        rstd, mean = norm.forward(x, None, None, 1e-5, None, centred)[2:4]
         yield Case(f"{size}, backward", (dy, x, weight, bias, mean, rstd), "norm.backward")
 
 

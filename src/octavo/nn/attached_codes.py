@@ -33,12 +33,19 @@ _NAME, _TRACED = "_octavo_offer", "_octavo_traced"
 class AttachedCodes(NamedTuple):
     """Codes of one tensor with the values that it had."""
 
-    quantized: Quantized
-    target: QuantSpec
+    made: tuple[tuple[Quantized, QuantSpec], ...]
+    """Each set of codes, with its target."""
     unwritten: Seal | int
     """Proof that it still has them; in compiled code its version (`traced_version`)."""
     owner: ReferenceType[Tensor] | None
     """The tensor; None in compiled code."""
+
+    def made_for(self, target: QuantSpec) -> Quantized | None:
+        """Return the codes of a target, None if there are none."""
+        for quantized, spec in self.made:
+            if spec == target:
+                return quantized
+        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # nothing in deep copies and files; `torch.load` accepts this type
@@ -58,22 +65,37 @@ class NormSource(NamedTuple):
         return OrderedDict, ()
 
 
-def attach_codes(y: Tensor, quantized: Quantized, target: QuantSpec) -> None:
-    """Attach to y (..., D) the codes (M, D) of its values, M its leading dimensions, made for `target`.
+class InputCodes(NamedTuple):
+    """Codes of the input (M, K) of a layer that the kernel which computed it has made too."""
+
+    fprop: Quantized
+    second: Quantized | None = None
+    """Those that wgrad reads, if they are others (`LinearPlan.x_second`)."""
+
+
+def attach_codes(y: Tensor, *made: tuple[Quantized, QuantSpec]) -> None:
+    """Attach to y (..., D) codes (M, D) of its values, M its leading dimensions, and the target of each set.
 
     Nobody else may have a pointer to the memory of y yet (`octavo.nn.seal`). If it cannot be sealed, y has no codes.
     """
     if torch.compiler.is_compiling():
-        setattr(y, _TRACED, AttachedCodes(quantized, target, traced_version(y), None))
+        setattr(y, _TRACED, AttachedCodes(made, traced_version(y), None))
     elif (seal := Seal.of(y)) is not None:
-        setattr(y, _NAME, AttachedCodes(quantized, target, seal, ref(y)))
+        setattr(y, _NAME, AttachedCodes(made, seal, ref(y)))
 
 
 def renew(x: Tensor) -> None:
     """Seal x again after kernels of a layer have read it, which `attached_codes` gave its codes just before."""
     attached = None if torch.compiler.is_compiling() else getattr(x, _NAME, None)
     if isinstance(attached, AttachedCodes):
-        attach_codes(x, attached.quantized, attached.target)
+        attach_codes(x, *attached.made)
+
+
+def pass_on(x: Tensor, y: Tensor) -> None:
+    """Attach the codes of x to y, which has the same values."""
+    attached = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
+    if isinstance(attached, AttachedCodes) and _is_valid(attached, x):
+        attach_codes(y, *attached.made)
 
 
 def attach_norm_source(y: Tensor, x: Tensor, norm: tuple[Tensor, Tensor]) -> None:
@@ -121,19 +143,26 @@ def is_placeholder(x: Tensor) -> bool:
     return x.numel() > 1 and not any(x.stride())
 
 
-def attached_codes(x: Tensor, wanted: QuantSpec | Recipe) -> Quantized | None:
-    """Return the codes (M, D) attached to x; None if there are none, or x may have been written to.
-
-    Args:
-        wanted: their target, or the recipe of the layer whose fprop reads them.
-    """
+def attached_codes(x: Tensor, target: QuantSpec) -> Quantized | None:
+    """Return the codes (M, D) of a target that are attached to x; None if x may have been written to since."""
     attached = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
-    if not isinstance(attached, AttachedCodes):
+    return attached.made_for(target) if isinstance(attached, AttachedCodes) and _is_valid(attached, x) else None
+
+
+def attached_input(x: Tensor, recipe: Recipe) -> InputCodes | None:
+    """Return the codes attached to x that a layer reads; None if fprop's are not there, or as for `attached_codes`."""
+    attached = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
+    if not isinstance(attached, AttachedCodes) or not _is_valid(attached, x):
         return None
-    if attached.target != (wanted.plan.x if isinstance(wanted, Recipe) else wanted):
+    plan = recipe.plan
+    fprop = None if plan.x is None else attached.made_for(plan.x)
+    if fprop is None:
         return None
+    return InputCodes(fprop, None if plan.x_second is None else attached.made_for(plan.x_second))
+
+
+def _is_valid(attached: AttachedCodes, x: Tensor) -> bool:
+    """Return whether x is the tensor that the codes are of, and is as it was."""
     if isinstance(attached.unwritten, Seal):
-        is_valid = attached.owner is not None and attached.owner() is x and attached.unwritten.holds(x)
-    else:
-        is_valid = attached.unwritten == traced_version(x)
-    return attached.quantized if is_valid else None
+        return attached.owner is not None and attached.owner() is x and attached.unwritten.holds(x)
+    return attached.unwritten == traced_version(x)

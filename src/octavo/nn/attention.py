@@ -90,7 +90,7 @@ class ScaledDotProduct(Switchable):
         refuse_transforms()
         y_BTD, codes, scale = _Function.apply(q, k, v, self.causal, self.target)  # type: ignore[no-untyped-call]
         if self.shares:
-            attach_codes(y_BTD, Quantized(codes, scale, self.target.tile), self.target)
+            attach_codes(y_BTD, (Quantized(codes, scale, self.target.tile), self.target))
         result: Tensor = y_BTD
         return result
 

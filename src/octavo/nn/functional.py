@@ -42,7 +42,7 @@ from octavo.kernels.product import product
 from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn import telemetry_ops
-from octavo.nn.attached_codes import attached_codes, attached_norm_source, is_output_of_attention, renew
+from octavo.nn.attached_codes import InputCodes, attached_input, attached_norm_source, is_output_of_attention, renew
 from octavo.nn.first_call import AWAITS_CALL
 from octavo.nn.fp8_weights import values
 from octavo.nn.needed_grads import needed_grads
@@ -105,14 +105,14 @@ def linears(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     quantizer: Quantizer,
-    prequantized: Quantized | None = None,
+    prequantized: InputCodes | None = None,
     codes: WeightCodes | None = None,
 ) -> list[Tensor]:
     """Return x W_i^T + b_i for layers that share their input: x is quantised once, dgrad and wgrad are one GEMM each.
 
     Args:
         weights: (N_i, K) each. Scales are those of the stack (sum of N_i, K).
-        prequantized: x as fprop reads it, (M, K), if the kernel that computed x quantised it too (`attached_codes`).
+        prequantized: x as the GEMMs read it, (M, K), if the kernel that computed x quantised it too (`attached_input`).
         codes: the weights as fprop reads them, if known (`reuse_weight_codes`).
 
     Raises:
@@ -141,7 +141,7 @@ def linears(
     return ys
 
 
-def settings_of(layers: Sequence[LinearLayer], x: Tensor) -> tuple[Quantizer, Quantized | None, WeightCodes | None]:
+def settings_of(layers: Sequence[LinearLayer], x: Tensor) -> tuple[Quantizer, InputCodes | None, WeightCodes | None]:
     """Return how layers that are computed together quantise, and the codes that exist: of x, and of their weights."""
     first, is_traced = layers[0], torch.compiler.is_compiling()
     recipe, slot = first.recipe, first.scaling_slot
@@ -154,7 +154,7 @@ def settings_of(layers: Sequence[LinearLayer], x: Tensor) -> tuple[Quantizer, Qu
     stats = telemetry_ops.stats_buffer_of(layers) if is_noted else None
     quantizer = Quantizer(recipe, compute_dtype(x), scales, stats, first.keeps_input)
     # Codes are attributes of x, and most tensors have none.
-    return quantizer, attached_codes(x, recipe) if is_traced or vars(x) else None, first.weight_codes
+    return quantizer, attached_input(x, recipe) if is_traced or vars(x) else None, first.weight_codes
 
 
 class InputSource(NamedTuple):
@@ -166,8 +166,10 @@ class InputSource(NamedTuple):
     """(M, K), as fprop reads x, if the kernel that computed x quantised it too, or if x is the result of a norm."""
     scale: Tensor | None = None
     """Scale of `codes`."""
+    second_codes: Tensor | None = None
+    """(M, K), the second set of codes, if wgrad reads one and the kernel that computed x made it."""
     second_scale: Tensor | None = None
-    """Scale of the second set of codes, if wgrad reads one and x is the result of a norm."""
+    """Scale of the second set; without its codes if backward makes them from `norm_input`."""
     norm_input: Tensor | None = None
     """(M, K), the input of the RMS norm that x is the result of: backward can requantise x from it."""
     norm_rstd: Tensor | None = None
@@ -416,7 +418,7 @@ def quantize_both(
 
 
 def input_source(
-    x: Tensor, plan: LinearPlan, prequantized: Quantized | None
+    x: Tensor, plan: LinearPlan, prequantized: InputCodes | None
 ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
     """Return the fields of an `InputSource`: x (..., K) as (M, K), and its known codes."""
     x_MK = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -425,9 +427,12 @@ def input_source(
     if normed is not None and plan.x is not None:
         with torch.no_grad():
             codes, second_scale = kernels.quantize_normed(normed.x, normed.norm, plan.x, plan.x_second)
-        return x_MK, codes.codes, codes.scale, second_scale, normed.x, *normed.norm
-    codes_and_scale = (None, None) if prequantized is None else (prequantized.codes, prequantized.scale)
-    return x_MK, *codes_and_scale, None, None, None, None
+        return x_MK, codes.codes, codes.scale, None, second_scale, normed.x, *normed.norm
+    if prequantized is None:
+        return x_MK, *(None,) * (_X - 1)
+    fprop, second = prequantized
+    second_set = (None, None) if second is None else second[:2]
+    return x_MK, fprop.codes, fprop.scale, *second_set, None, None, None
 
 
 def read_input(
@@ -456,6 +461,8 @@ def read_input(
     # Codes of another kernel may come from values before rounding, so that backward could not make them again.
     x = None if keeps_input else prequantized
     if plan.x is not None and plan.x_second is not None and needs_weight:
+        if x is not None and source.second_codes is not None:
+            return QuantizedInput(x, SavedInput(codes=source.second_codes, scale=source.second_scale))
         both = kernels.quantize_rows_twice([x_MK], plan.x, plan.x_second, keeps_codes=not keeps_input)
         return QuantizedInput(both.first, SavedInput(x_MK if keeps_input else None, both.codes, both.scale))
     if plan.x_back is Transposed.QUANTIZED and needs_weight and not keeps_input:

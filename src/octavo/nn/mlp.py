@@ -25,7 +25,7 @@ from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activate, activation_backward
 from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.tape import Result, replay
-from octavo.nn.attached_codes import renew
+from octavo.nn.attached_codes import InputCodes, renew
 from octavo.nn.functional import (
     InputSource,
     KnownCodes,
@@ -72,7 +72,7 @@ def mlp(
     weights: Sequence[Tensor],
     kind: str,
     quantizers: tuple[Quantizer, Quantizer],
-    prequantized: Quantized | None = None,
+    prequantized: InputCodes | None = None,
     codes: tuple[WeightCodes | None, WeightCodes | None] = (None, None),
     activation_inputs: Precision = "bf16",
 ) -> Tensor:
@@ -82,7 +82,7 @@ def mlp(
         weights: gate and up, (F, D) each, or up alone; then down, (D, F).
         kind: activation, by its name in `kernels.activation`.
         quantizers: of gate and up, and of down, with the same dtype.
-        prequantized: x as the first GEMM reads it, (M, D), if the kernel that computed x quantised it too.
+        prequantized: x as the GEMMs of gate and up read it, (M, D), if the kernel that computed x quantised it too.
         codes: the weights as fprop reads them, if known: the stack of gate and up, and down.
         activation_inputs: format of gate and up saved for backward: `bf16`, in `dtype`, unchanged, or `fp8`, E4M3 codes
             with a power-of-two scale per 128 columns of a token.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octavo.kernels.runtime import ledger
 from octavo.nn.adopted import Adopted, is_taken, own_class
-from octavo.nn.attached_codes import attached_codes
+from octavo.nn.attached_codes import attached_input
 from octavo.nn.functional import Quantizer, compute_dtype, linears
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
@@ -109,7 +109,7 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         if not self.enabled:
             return F.linear(x, weight, bias)
         quantizer = Quantizer(self.recipe, compute_dtype(x))
-        return linears(x, [weight], [bias], quantizer, attached_codes(x, self.recipe))[0]
+        return linears(x, [weight], [bias], quantizer, attached_input(x, self.recipe))[0]
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return a projection, (N, L, E) or (L, N, E), as (N, H, L, D)."""

@@ -1,9 +1,9 @@
-"""Norms that hand the FP8 codes of their result to the linear layer that reads it.
+"""Norms that hand the codes of their result to the linear layer that reads it.
 
 As for `octavo.nn.Linear`, a module is converted and reverted by changing its class: parameters, names, state_dict,
 hooks and flags stay. It only replaces the parent's computation if that gains something: in eager mode on a GPU, where
-one kernel writes y and its codes. Compiled code runs the parent's forward. So does input that the kernels would treat
-differently from the parent.
+one kernel writes y and its codes, both sets of them where wgrad reads others than fprop (`rotated`). Compiled code runs
+the parent's forward. So does input that the kernels would treat differently from the parent.
 
 Backward reads the input. In a transformer that is the residual stream, which no other operation saves: the additions
 that compute it save nothing. A norm can save it in FP8 (`input_format`); it then always replaces the parent's
@@ -52,10 +52,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Norm(Recognised):
     """Base of converted norms; `adopt` converts a user's norm."""
 
-    fields = (*Recognised.fields, "target", "enabled", "input_format", "form")
+    fields = (*Recognised.fields, "target", "second", "enabled", "input_format", "form")
     weight: Tensor | None
     target: QuantSpec | None
-    """Quantisation of y for its reader; None: only y is written."""
+    """Quantisation of y for fprop of its reader; None: only y is written."""
+    second: QuantSpec | None = None
+    """The same for wgrad, if that reads other codes (`LinearPlan.x_second`). They are written where autograd is on."""
     enabled: bool
     """False: compute like the parent."""
     input_format: Precision
@@ -82,13 +84,14 @@ class Norm(Recognised):
         x: Tensor = args[0]
         x_MD = x.reshape(-1, x.shape[-1])
         eps = self._eps(x)
-        target = self.target if self._writes_codes(x.device) else None
+        targets = self._targets(x.device)
         keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
         refuse_transforms()
-        y_MD, codes, scale = _Function.apply(x_MD, *self._affine(), eps, target, self.is_centred, keeps_codes)  # type: ignore[no-untyped-call]
+        y_MD, *codes = _Function.apply(x_MD, *self._affine(), eps, targets, self.is_centred, keeps_codes)  # type: ignore[no-untyped-call]
         y = y_MD.view(x.shape)
-        if target is not None:
-            attach_codes(y, Quantized(codes, scale, target.tile), target)
+        if targets:
+            pairs = zip(codes[::2], codes[1::2], targets, strict=True)
+            attach_codes(y, *[(Quantized(each, scale, target.tile), target) for each, scale, target in pairs])
         return y
 
     def _find_call_key(self) -> str:
@@ -133,11 +136,11 @@ class Norm(Recognised):
         # Whether autocast runs a norm in FP32 depends on its class, the version and the device. FP32 input stays FP32.
         return x.dtype in _DTYPES if autocast_dtype(x.device.type) is None else x.dtype == torch.float32
 
-    def _writes_codes(self, device: torch.device) -> bool:
-        """Return whether the codes for the reader are written with y."""
+    def _targets(self, device: torch.device) -> tuple[QuantSpec, ...]:
+        """Return the targets of the codes that are written with y: for fprop of its reader, and for wgrad."""
         if self.target is None or is_compiling() or not _gains(device):
-            return False
-        return norm.unsupported_reason(self.target) is None
+            return ()
+        return (self.target, self.second) if self.second is not None and torch.is_grad_enabled() else (self.target,)
 
     def _is_recomputed(self, x: Tensor) -> bool:
         """Return whether compiled readers of y make their codes of x, which backward saves. x: plain."""
@@ -222,20 +225,24 @@ def adopts(module: nn.Module) -> bool:
 
 
 def adopt(
-    module: nn.Module, target: QuantSpec | None, input_format: Precision = "bf16", form: str | None = None
+    module: nn.Module,
+    target: QuantSpec | None,
+    input_format: Precision = "bf16",
+    form: str | None = None,
+    second: QuantSpec | None = None,
 ) -> None:
     """Turn a module that `adopts` takes into a `Norm`, in place. It remains an instance of its class.
 
-    If the target needs the maximum of all of y (`tensor`), the reader quantises: only y is written. So it is in eager
-    mode, if the target rotates; compiled readers then quantise the norm of x in one pass.
+    If the target needs the maximum of all of y (`tensor`), the reader quantises: only y is written.
 
     Args:
         form: the result of `form_of`, if it is known.
+        second: see `Norm`.
     """
     form = (form_of(module) or "") if form is None else form
-    if target is not None and norm.unsupported_reason(target._replace(rotation=0)):
-        target = None
-    Norm.take(module, target=target, enabled=True, input_format=input_format, form=form)
+    if target is None or norm.unsupported_reason(target):
+        target = second = None
+    Norm.take(module, target=target, second=second, enabled=True, input_format=input_format, form=form)
 
 
 def _gains(device: torch.device) -> bool:
@@ -333,7 +340,7 @@ def _gives_norm(module: nn.Module, form: str, dtype: torch.dtype, tolerance: flo
 
 
 class _Function(torch.autograd.Function):
-    """y, and its codes and scales if there is a target."""
+    """y, and codes and scales for each target, of which there are at most two."""
 
     @staticmethod
     def forward(
@@ -342,18 +349,16 @@ class _Function(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        target: QuantSpec | None,
+        targets: tuple[QuantSpec, ...],
         centred: bool,
         keeps_codes: bool,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, ...]:
         keeps_codes = keeps_codes and any(ctx.needs_input_grad)
-        made, kept = replay(_forward, (eps, target, centred, keeps_codes), (x_MD, weight, bias))
+        made, kept = replay(_forward, (eps, targets, centred, keeps_codes), (x_MD, weight, bias))
         ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)  # otherwise backward gets zeros for the codes
-        y_MD, codes, scale = made
-        if codes is not None:
-            ctx.mark_non_differentiable(codes, scale)
-        return y_MD, codes, scale
+        ctx.mark_non_differentiable(*made[1:])
+        return tuple(made)  # type: ignore[arg-type]  # none is None
 
     @staticmethod
     @first_order
@@ -365,11 +370,12 @@ class _Function(torch.autograd.Function):
 
 
 def _forward(options: tuple[Any, ...], x_MD: Tensor, weight: Tensor | None, bias: Tensor | None) -> Result:
-    """Return y, its codes and scale, and what is saved for backward."""
-    eps, target, centred, keeps_codes = options
-    made = norm.normalise(x_MD, weight, bias, eps, centred=centred, target=target)
+    """Return y and its codes and scales, and what is saved for backward."""
+    eps, targets, centred, keeps_codes = options
+    target, second = (*targets, None, None)[:2]
+    made = norm.normalise(x_MD, weight, bias, eps, centred=centred, target=target, second=second)
     kept = kernels.quantize(x_MD, *norm.KEPT)[:2] if keeps_codes else (x_MD, None)
-    codes = (None, None) if made.quantized is None else made.quantized[:2]
+    codes = [tensor for each in (made.quantized, made.second) if each is not None for tensor in each[:2]]
     return (made.y, *codes), (*kept, weight, bias, made.mean, made.rstd)
 
 

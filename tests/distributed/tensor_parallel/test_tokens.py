@@ -22,7 +22,7 @@ def group():
 @pytest.fixture
 def x():
     x = torch.randn(1, 4, 16)
-    attach_codes(x, kernels.quantize(x[0], *ROW[:3]), ROW)
+    attach_codes(x, (kernels.quantize(x[0], *ROW[:3]), ROW))
     return x
 
 
@@ -39,11 +39,11 @@ writes = pytest.mark.parametrize("write", [write, of_others])
 
 @writes
 def test_codes_are_passed_on_until_a_write_before_or_after(x, group, write):
-    y = copy_to_region(x, ROW, group)
+    y = copy_to_region(x, group)
     assert attached_codes(y, ROW) is attached_codes(x, ROW) is not None
     write(y)
     assert attached_codes(y, ROW) is None and attached_codes(x, ROW) is None  # of the same memory
-    assert attached_codes(copy_to_region(x, ROW, group), ROW) is None
+    assert attached_codes(copy_to_region(x, group), ROW) is None
 
 
 @writes

@@ -18,6 +18,13 @@ TARGETS = [
     QuantSpec("e4m3", "1x128", "power_of_two"),
     QuantSpec("e4m3", "1x128", "float32"),
 ]
+WHOLE = [
+    QuantSpec("int8", "row", "float32", rotation=256),
+    QuantSpec("int8", "row", "power_of_two", rotation=-64),
+    QuantSpec("int8", "row", "float32"),
+    QuantSpec("e4m3", "row", "power_of_two", rotation=64),
+]
+"""Targets of which one program holds a whole row: of `rotated`, by Sylvester's matrices, not rotated, in FP8."""
 SHAPES = [(1, 128), (5, 1), (33, 96), (40, 300), (3, 3000)]
 STEP = {torch.float32: 4e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """One unit in the last place, relative: what another order of FP32 sums may turn a rounding by."""
@@ -32,6 +39,8 @@ def matrix(shape: tuple[int, int], device: str) -> torch.Tensor:
 
 def order(codes: torch.Tensor) -> torch.Tensor:
     """Number the codes from the lowest to the highest, so that neighbours differ by one."""
+    if codes.dtype == torch.int8:
+        return codes.int()
     bits = codes.view(torch.uint8).int()
     return torch.where(bits < 128, bits, 128 - bits)
 
@@ -57,13 +66,58 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, size: float = 1.0) -> No
 def test_codes(shape, centred, target, device):
     x, weight, bias = matrix(shape, device).bfloat16(), torch.randn(shape[1], device=device), None
     arguments = (x, weight, bias, EPS, target, centred)
-    _, quantized, rstd, mean = fused.forward(*arguments)
-    _, want, want_rstd, want_mean = reference.forward(*arguments)
+    _, quantized, rstd, mean, _ = fused.forward(*arguments)
+    _, want, want_rstd, want_mean, _ = reference.forward(*arguments)
     assert_same_codes(quantized, want)
     assert_close(rstd, want_rstd, float(want_rstd.max()))
     assert (mean is None) == (want_mean is None)
     if mean is not None:
         assert_close(mean, want_mean)
+
+
+@pytest.mark.covering(2)
+@every_shape
+@both_norms
+@pytest.mark.parametrize("target", [*TARGETS[:2], *WHOLE], ids=str)
+@pytest.mark.parametrize("second", TARGETS[:2], ids=str)
+def test_two_sets_of_codes(shape, centred, target, second, device):
+    x, weight = matrix(shape, device).bfloat16(), torch.randn(shape[1], device=device)
+    arguments = (x, weight, weight.flip(0) if centred else None, EPS, target, centred)
+    y, quantized, *_, others = fused.forward(*arguments, second)
+    want, wanted, *_, wanted_others = reference.forward(*arguments, second)
+    assert_same_codes(quantized, wanted)
+    assert_same_codes(others, wanted_others)
+    assert torch.equal(y, fused.forward(*arguments)[0])  # whatever codes are written with it
+    assert_close(y, want, 4.0)
+    (_, alone, *_), (_, other, *_) = fused.forward(*arguments), fused.forward(*arguments[:4], second, centred)
+    for got, same in ((quantized, alone), *([] if centred else [(others, other)])):  # FMAs of a layer norm differ
+        assert torch.equal(got.codes.view(torch.uint8), same.codes.view(torch.uint8))
+        assert torch.equal(got.scale, same.scale)
+
+
+@pytest.mark.parametrize("target", WHOLE, ids=str)
+@pytest.mark.parametrize("shape", [(5, 256), (3, 3000)], ids=str)
+def test_codes_of_an_rms_norm_are_the_specifications_bit_for_bit_given_its_rstd(shape, target, device):
+    x, weight = matrix(shape, device).bfloat16(), torch.randn(shape[1], device=device)
+    _, quantized, rstd, _, others = fused.forward(x, weight, None, EPS, target, False, ROW)
+    y = x.float() * rstd[:, None] * weight
+    for got, spec in ((quantized, target), (others, ROW)):
+        want = quantize(y, spec.fmt, spec.tile, spec.scaling, rotation=spec.rotation)
+        assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(got.scale, want.scale)
+
+
+@pytest.mark.parametrize("target", WHOLE[:3], ids=str)
+@pytest.mark.parametrize("width", [130, 256])
+def test_a_row_that_is_not_finite_has_no_scale_in_int8_and_leaves_others_alone(target, width, device):
+    x = matrix((6, width), device)
+    broken = x.clone()
+    broken[2, 7], broken[4, 9] = torch.nan, torch.inf
+    (_, got, *_, others), (_, want, *_) = (fused.forward(v, None, None, EPS, target, False, ROW) for v in (broken, x))
+    finite = [0, 1, 3, 5]
+    assert bool(got.scale[[2, 4]].isnan().all()) and not got.codes[[2, 4]].any()
+    assert bool(others.codes[2].float().isnan().all())
+    assert torch.equal(got.codes[finite], want.codes[finite]) and torch.equal(got.scale[finite], want.scale[finite])
 
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)
@@ -125,7 +179,7 @@ def test_zeros_take_the_smallest_scale(device):
 def test_gradients(shape, centred, affine, device):
     x, dy = matrix(shape, device), torch.randn(shape, device=device)
     weight, bias = (torch.randn(shape[1], device=device) if affine else None for _ in range(2))
-    _, _, rstd, mean = reference.forward(x, weight, None, EPS, None, centred)
+    _, _, rstd, mean, _ = reference.forward(x, weight, None, EPS, None, centred)
     arguments = (dy, x, weight, bias if centred else None, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     size = 1 + float(rstd.max()) * (float(weight.abs().max()) if affine else 1.0)
@@ -140,7 +194,7 @@ def test_gradients(shape, centred, affine, device):
 def test_gradients_in_16_bits_with_rows_apart(dtype, device):
     x, dy = (matrix((50, 300), device).to(dtype)[:, 20:220] for _ in range(2))
     weight = torch.randn(200, device=device).to(dtype)
-    _, _, rstd, mean = reference.forward(x, weight, None, EPS, None, True)
+    _, _, rstd, mean, _ = reference.forward(x, weight, None, EPS, None, True)
     arguments = (dy, x, weight, weight, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     assert_close(got[0], want[0], 1 + float(rstd.max()))
@@ -167,10 +221,16 @@ def test_the_widths_of_real_models(cols, centred):
     x, weight = matrix((700, cols), "cuda").bfloat16(), torch.randn(cols, device="cuda").bfloat16()
     for target in TARGETS:
         arguments = (x, weight, None, EPS, target, centred)
-        y, quantized, rstd, mean = fused.forward(*arguments)
+        y, quantized, rstd, mean, _ = fused.forward(*arguments)
         want, wanted, *_ = reference.forward(*arguments)
         assert_same_codes(quantized, wanted)
         assert_close(y, want, 4.0)
+    for target in WHOLE:
+        (_, quantized, *_, others), (_, wanted, *_, wanted_others) = (
+            each.forward(x, weight, None, EPS, target, centred, ROW) for each in (fused, reference)
+        )
+        assert_same_codes(quantized, wanted)
+        assert_same_codes(others, wanted_others)
     arguments = (x.flip(1), x, weight, weight if centred else None, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     assert_close(got[0], want[0], 1 + 4 * float(rstd.max()))
@@ -185,7 +245,7 @@ def test_gradients_of_codes(shape, centred, dtype, device):
     weight = torch.randn(shape[1], device=device)
     x[0, 5] = torch.nan
     codes = laid_out(quantize(x, E4M3, KEPT.tile))
-    _, _, rstd, mean = reference.forward(x.nan_to_num(), weight, None, EPS, None, centred)
+    _, _, rstd, mean, _ = reference.forward(x.nan_to_num(), weight, None, EPS, None, centred)
     arguments = (dy, codes, weight, weight if centred else None, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     assert got[0].dtype == dtype and torch.equal(got[0].isnan(), want[0].isnan()) and bool(want[0][0].isnan().all())

@@ -115,9 +115,9 @@ class Parallel(ParallelStyle):
     def _gather_input(self, args: tuple[Any, ...], columns: Sequence[nn.Module], group: dist.ProcessGroup) -> Tensor:
         if not args or not isinstance(args[0], Tensor):
             raise UnsupportedError("tensor parallel: the first argument of a module must be its tokens, a tensor.")
-        target = _target_now(columns)
         if not self.sequence:
-            return copy_to_region(args[0], target, group)
+            return copy_to_region(args[0], group)
+        target = _target_now(columns)
         return all_gather_values(args[0], group) if target is None else all_gather_codes(args[0], target, group)
 
     def _reduce_output(self, result: Any, rows: Sequence[nn.Module], group: dist.ProcessGroup) -> Tensor:

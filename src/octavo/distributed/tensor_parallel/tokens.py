@@ -26,7 +26,7 @@ from octavo._util.autograd import first_order
 from octavo.errors import UnsupportedError
 from octavo.kernels import QuantSpec, quantize_matrix
 from octavo.kernels.quant_spec import laid_out
-from octavo.nn.attached_codes import attach_codes, attached_codes, placeholder
+from octavo.nn.attached_codes import attach_codes, attached_codes, pass_on, placeholder
 from octavo.nn.cross_entropy import weighted
 from octavo.nn.functional import compute_dtype
 from octavo.numerics import Quantized, dequantize
@@ -50,7 +50,7 @@ def all_gather_codes(x: Tensor, target: QuantSpec, group: dist.ProcessGroup) -> 
     codes, scale = (None, None) if ready is None else (ready.codes, ready.scale)
     y, all_codes, all_scales = _GatherCodes.apply(x, codes, scale, target, group, dtype)  # type: ignore[no-untyped-call]
     if not torch.compiler.is_compiling():
-        attach_codes(y, laid_out(Quantized(all_codes, all_scales, target.tile)), target)
+        attach_codes(y, (laid_out(Quantized(all_codes, all_scales, target.tile)), target))
     result: Tensor = y
     return result
 
@@ -74,19 +74,18 @@ def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup, *, codes: bool = 
     return _collective(x, group, _reduce_scatter, _all_gather_rounded if codes else _all_gather)
 
 
-def copy_to_region(x: Tensor, target: QuantSpec | None, group: dist.ProcessGroup) -> Tensor:
+def copy_to_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return x; its gradient is summed over the ranks, in the layers' compute dtype.
 
-    Codes of `target` attached to x are attached to the result too.
+    Codes that are attached to x are attached to the result too.
     """
-    ready, dtype = None if target is None else attached_codes(x, target), compute_dtype(x)
+    dtype = compute_dtype(x)
 
     def total(dy: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_reduce_sum(dy.to(dtype), group).to(dy.dtype)
 
     y = _collective(x, group, lambda x, _: x.view_as(x), total)
-    if ready is not None and target is not None:
-        attach_codes(y, ready, target)
+    pass_on(x, y)
     return y
 
 

@@ -4,8 +4,9 @@
     layer norm    y = (x - mean) * rstd * weight + bias   rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 
 M: rows, one per token. D: width. Arithmetic is FP32; y is rounded once to x's dtype. y is quantised *before* that
-rounding, to save one. As summation order differs from the reference's, a code may be off by one. Backward takes x, or
-its codes as described by `KEPT`, with the same result as for the dequantised values.
+rounding, to save one; to two sets of codes, if fprop and backward read different ones. As summation order differs from
+the reference's, a code may be off by one. Backward takes x, or its codes as described by `KEPT`, with the same result
+as for the dequantised values.
 
 All are custom operators: Triton on a GPU; `reference.py`, the definition, elsewhere.
 """
@@ -42,17 +43,25 @@ class Normed(NamedTuple):
     """(M,), FP32, for backward."""
     mean: Tensor | None
     """(M,), FP32, for backward of a layer norm; None for an RMS norm."""
+    second: Quantized | None
+    """A second set of codes of y (M, D); None without a second target."""
 
 
 def unsupported_reason(target: QuantSpec) -> str | None:
     """Return why a norm cannot quantise to `target` in the same pass, or None."""
     if target.rounding != "nearest":
         return f"it rounds to nearest only, not '{target.rounding}'"
-    if target.rotation:
-        return "it does not rotate"
     if target.granularity not in GRANULARITIES:
         return f"it has {' and '.join(GRANULARITIES)} scales only, not '{target.granularity}'"
+    if target.needs_whole_rows and target.granularity != "row":
+        return f"INT8 and rotated codes have row scales only, not '{target.granularity}'"
     return None
+
+
+def _second_unsupported_reason(second: QuantSpec) -> str | None:
+    if second.rotation or second.granularity != "row":
+        return "its second codes have row scales, and are not rotated"
+    return unsupported_reason(second)
 
 
 def normalise(
@@ -63,6 +72,7 @@ def normalise(
     *,
     centred: bool = False,
     target: QuantSpec | None = None,
+    second: QuantSpec | None = None,
 ) -> Normed:
     """Return the norm of each row of x.
 
@@ -72,15 +82,17 @@ def normalise(
         bias: as weight, for a layer norm.
         centred: True for a layer norm, False for an RMS norm.
         target: quantisation of y, or None to skip it.
+        second: another quantisation of y, by row and without a rotation, or None.
 
     Raises:
         ConfigError: mismatched shapes.
         UnsupportedError: `unsupported_reason(target)`; omit the target, and pass y to `kernels.quantize`.
     """
     _check(x, weight=weight, bias=bias)
-    if target is not None and (reason := unsupported_reason(target)):
-        raise UnsupportedError(f"a norm cannot quantise to '{target}': {reason}. Quantise y after it, or change one.")
-    return _norm(x, weight, bias, eps, target, centred)
+    for spec, reason_against in ((target, unsupported_reason), (second, _second_unsupported_reason)):
+        if spec is not None and (reason := reason_against(spec)):
+            raise UnsupportedError(f"a norm cannot quantise to '{spec}': {reason}. Quantise y after it, or change one.")
+    return _norm(x, weight, bias, eps, target, centred, second)
 
 
 def normalise_backward(
@@ -125,23 +137,38 @@ def _refused(x: Tensor) -> str | None:
 
 
 def _forward_fake(
-    x: Tensor, _weight: object, _bias: object, _eps: float, target: QuantSpec | None, centred: bool
+    x: Tensor,
+    _weight: object,
+    _bias: object,
+    _eps: float,
+    target: QuantSpec | None,
+    centred: bool,
+    second: QuantSpec | None,
 ) -> Normed:
-    quantized = None if target is None else empty(target, x.shape[0], x.shape[1], x.device)
+    quantized, others = (spec and empty(spec, x.shape[0], x.shape[1], x.device) for spec in (target, second))
     rstd, mean = (x.new_empty(x.shape[0], dtype=torch.float32) if is_made else None for is_made in (True, centred))
     assert rstd is not None
-    return Normed(x.new_empty(x.shape), quantized, rstd, mean)
+    return Normed(x.new_empty(x.shape), quantized, rstd, mean, others)
 
 
-@operation(fake=_forward_fake, results=lambda _x, _weight, _bias, _eps, target, centred: (True, target, True, centred))
+@operation(
+    fake=_forward_fake,
+    results=lambda _x, _weight, _bias, _eps, target, centred, second: (True, target, True, centred, second),
+)
 def _norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    target: QuantSpec | None,
+    centred: bool,
+    second: QuantSpec | None,
 ) -> Normed:
     label = "layer_norm" if centred else "rms_norm"
-    y, quantized, rstd, mean = run_kernel(
-        "norm.forward", x, (x, weight, bias, eps, target, centred), label, _refused(x)
-    )
-    return Normed(y.contiguous(), None if quantized is None else laid_out(quantized), rstd, mean)
+    arguments = x, weight, bias, eps, target, centred, second
+    y, quantized, rstd, mean, others = run_kernel("norm.forward", x, arguments, label, _refused(x))
+    quantized, others = (None if made is None else laid_out(made) for made in (quantized, others))
+    return Normed(y.contiguous(), quantized, rstd, mean, others)
 
 
 def _backward_fake(

@@ -16,9 +16,15 @@ from octavo.numerics import Quantized, dequantize, quantize
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
-) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
-    """Return y, its codes, rstd and mean. See `octavo.kernels.norm`. centred: True for a layer norm."""
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    target: QuantSpec | None,
+    centred: bool,
+    second: QuantSpec | None = None,
+) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
+    """Return y, its codes, rstd, mean and the second codes. See `octavo.kernels.norm`. centred: layer norm."""
     s = x.float()
     mean = s.mean(dim=1) if centred else None
     if mean is not None:
@@ -29,8 +35,11 @@ def forward(
         y = y * weight.float()
     if bias is not None:
         y = y + bias.float()
-    quantized = None if target is None else quantize(y, target.fmt, target.tile, target.scaling)
-    return y.to(x.dtype), quantized, rstd, mean
+    quantized, others = (
+        None if spec is None else quantize(y, spec.fmt, spec.tile, spec.scaling, rotation=spec.rotation)
+        for spec in (target, second)
+    )
+    return y.to(x.dtype), quantized, rstd, mean, others
 
 
 def backward(

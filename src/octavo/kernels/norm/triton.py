@@ -15,10 +15,20 @@ from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.codes import INTERPRETED, inside, largest, nearest_codes, scale_of, without_infinities
+from octavo.kernels.triton.codes import (
+    INTERPRETED,
+    inside,
+    integer_scale,
+    largest,
+    nearest_codes,
+    rotate,
+    scale_of,
+    to_integers,
+    without_infinities,
+)
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.shape import Rows, Shape, cdiv
-from octavo.numerics import Quantized
+from octavo.numerics import Quantized, block_for
 
 FORWARD = Rows(elements=2048, per_thread=32)
 BACKWARD = Rows(elements=2048, per_thread=16)
@@ -31,25 +41,33 @@ SUM = Shape(64, 32, warps=4)
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, target: QuantSpec | None, centred: bool
-) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
-    """Return y, its codes, rstd and mean: see `octavo.kernels.norm`. centred: layer norm."""
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    target: QuantSpec | None,
+    centred: bool,
+    second: QuantSpec | None = None,
+) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
+    """Return y, its codes, rstd, mean and the second codes: see `octavo.kernels.norm`. centred: layer norm."""
     x, (rows, cols) = contiguous_rows(x), x.shape
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     y = x.new_empty(rows, cols)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if centred else None
-    quantized = None if target is None else empty(target, rows, cols, x.device)
-    codes, scale = (None, None) if quantized is None else quantized[:2]
+    quantized, others = (None if spec is None else empty(spec, rows, cols, x.device) for spec in (target, second))
+    memory = [tensor for made in (quantized, others) for tensor in (made or (None, None))[:2]]
     height, size = FORWARD.tile(cols)
     group = size if target is None or target.tile.cols is None else target.tile.cols
+    block = 1 if target is None else block_for(cols, target.rotation)
     _forward_kernel[(cdiv(rows, height),)](
-        # Without FMAs y equals the reference's bit for bit, given rstd. But a layer norm is bound by instructions.
-        x, x.stride(0), weight, bias, eps, y, codes, scale, mean, rstd, rows, cols,
-        SCALING=1 if target is None else target.rule, GROUP=group,
-        **FORWARD.meta(rows, cols), enable_fp_fusion=centred,
+        # Without FMAs y equals the reference's bit for bit, given rstd. But a layer norm is bound by instructions. The
+        # specification rounds y before the additions of a rotation.
+        x, x.stride(0), weight, bias, eps, y, *memory, mean, rstd, rows, cols,
+        SCALING=1 if target is None else target.rule, SECOND=1 if second is None else second.rule, GROUP=group,
+        ROTATION=block, **FORWARD.meta(rows, cols), enable_fp_fusion=centred and block == 1,
     )  # fmt: skip
-    return y, quantized, rstd, mean
+    return y, quantized, rstd, mean, others
 
 
 def backward(
@@ -147,11 +165,29 @@ def _scaled(
     return y
 
 
+@triton.jit
+def _emit(
+    y, codes_ptr, scale_ptr, rows, in_rows, cols, mask, total_r, total_c, SCALING: tl.constexpr, GROUP: tl.constexpr
+):
+    """Quantise whole rows, and store codes and scales. y: FP32, 0 outside the matrix."""
+    FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
+    if FORMAT == tl.int8:
+        tl.static_assert(GROUP == y.shape[1])
+        scale, inverse, keep = integer_scale(y, 1, SCALING)
+        tl.store(scale_ptr + rows, scale, mask=in_rows)
+        codes = to_integers(y * inverse[:, None], keep[:, None])
+    else:
+        codes = nearest_codes(_scaled(y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT, SCALING, GROUP), FORMAT)
+    tl.store(codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :], codes, mask=mask)
+
+
 @Kernel
 @triton.jit
 def _forward_kernel(
-    x_ptr, x_stride, weight_ptr, bias_ptr, eps, y_ptr, codes_ptr, scale_ptr, mean_ptr, rstd_ptr, total_r, total_c,
-    SCALING: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, x_stride, weight_ptr, bias_ptr, eps, y_ptr, codes_ptr, scale_ptr, second_codes, second_scale, mean_ptr,
+    rstd_ptr, total_r, total_c,
+    SCALING: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr, ROTATION: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows per program."""
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
@@ -170,10 +206,10 @@ def _forward_kernel(
     if bias_ptr is not None:
         y += _parameter(bias_ptr, cols, in_cols)
     _store(y, y_ptr, total_c, rows, cols, mask)
+    if second_codes is not None:
+        _emit(y, second_codes, second_scale, rows, in_rows, cols, mask, total_r, total_c, SECOND, SIZE)
     if codes_ptr is not None:
-        FORMAT: tl.constexpr = codes_ptr.dtype.element_ty
-        y = _scaled(y, scale_ptr, rows, in_rows, total_r, total_c, FORMAT, SCALING, GROUP)
-        tl.store(codes_ptr + rows[:, None].to(tl.int64) * total_c + cols[None, :], nearest_codes(y, FORMAT), mask=mask)
+        _emit(rotate(y, ROTATION), codes_ptr, scale_ptr, rows, in_rows, cols, mask, total_r, total_c, SCALING, GROUP)
 
 
 @Kernel

@@ -177,7 +177,7 @@ def rotate(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _to_integers(x, keep):
+def to_integers(x, keep):
     """FP32 values of at most 127.5 to the nearest integer, ties to even, as INT8; 0 unless `keep`, all ones."""
     # Adding 1.5 * 2^23, whose last bit is worth 1, rounds; the sum's low byte is the code. The product before must be
     # rounded by itself: no compiler fuses an addition that names its rounding.
@@ -203,16 +203,24 @@ def integer_codes(x):
 
 
 @triton.jit
+def integer_scale(x, axis: tl.constexpr, SCALING: tl.constexpr):
+    """(scale, inverse, keep) of rows along an axis of an FP32 tile, for their INT8 codes, `to_integers(x * inverse)`.
+
+    By its own scale no value of a row exceeds 127.5: nothing to clamp. A row that is not finite is all zeros.
+    """
+    # NaN and infinities are the largest magnitudes as integers: one reduction finds them and the maximum.
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=axis)
+    finite = bits < 0x7F800000
+    scale, inverse = scale_of(tl.where(finite, bits, 0).to(tl.float32, bitcast=True), tl.int8, SCALING)
+    return tl.where(finite, scale, float("nan")), inverse, tl.where(finite, -1, 0)
+
+
+@triton.jit
 def row_codes(x, FORMAT: tl.constexpr, SCALING: tl.constexpr):
     """(codes, scale) of a row held by a program, FP32, with one scale."""
     if FORMAT == tl.int8:
-        # NaN and infinities are the largest magnitudes as integers: one reduction finds them and the maximum.
-        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
-        finite = bits < 0x7F800000
-        scale, inverse = scale_of(tl.where(finite, bits, 0).to(tl.float32, bitcast=True), FORMAT, SCALING)
-        scale = tl.where(finite, scale, float("nan"))
-        # By its own scale no value of the row exceeds 127.5: nothing to clamp. A row that is not finite is all zeros.
-        codes = _to_integers(x * inverse, tl.where(finite, -1, 0))
+        scale, inverse, keep = integer_scale(x, 0, SCALING)
+        codes = to_integers(x * inverse, keep)
     else:
         scale, inverse = scale_of(amax(x, 0), FORMAT, SCALING)
         codes = to_codes(x * inverse, FORMAT)
