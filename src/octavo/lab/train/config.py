@@ -254,7 +254,7 @@ class SensitivityConfig:
     """Layers that leave FP8 during a run because it costs the loss most there, and come back."""
 
     every: int = 0
-    """Steps between measurements, each about as long as two steps; 0: never."""
+    """Steps between measurements, each a forward and backward in eager mode; 0: never."""
     share: float = 0.1
     """Largest share of the FLOPs of FP8 layers that measurements move to BF16."""
     above: float = 2.0
