@@ -1,4 +1,7 @@
-"""`octavo bench phases`: BF16, FP16 and FP8 by phase of a step, per batch and sequence; a pilot per shape."""
+"""`octavo bench phases`: BF16, FP16 and FP8 by phase of a step, per batch and sequence; a pilot per shape.
+
+Then exports in eight bits and in BF16 are decoded (`octavo_bench.decoding`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from octavo.lab.pilot import Settings, open_subject, run_pilot
 from octavo.lab.pilot.judging import Pilot
 from octavo.lab.pilot.report import to_text
 from octavo.lab.train.subject import Shape
+from octavo_bench.decoding import decoding_rows
 from octavo_bench.kind import TO_STDOUT, Kind, Output, numbers
 from octavo_bench.results import Row
 
@@ -24,6 +28,7 @@ MODEL = {
     "max_position_embeddings": 8192,
 }  # fmt: skip
 """Llama-3.2-1B's widths, 6 of its 16 layers."""
+NAME = "llama-1b, 6 layers"
 KIND = Kind(
     name="phases",
     keys={
@@ -43,7 +48,7 @@ KIND = Kind(
 def rows_of(pilot: Pilot, shape: Shape) -> Iterator[Row]:
     """Yield a row per precision: ms per step, and the speedup over BF16."""
     for name, found in pilot.measured.items():
-        row: Row = {"workload": f"llama-1b, 6 layers, {shape.batch} x {shape.sequence}", "implementation": name}
+        row: Row = {"workload": f"{NAME}, {shape.batch} x {shape.sequence}", "implementation": name}
         if found.failed:
             yield row | {"error": found.failed}
             continue
@@ -65,31 +70,38 @@ def command(
     sequence: str = "512,2048",
     recipes: str = "folded",
     steps: int = 20,
+    decode: str = "1,16,64,256",
     output: Output = TO_STDOUT,
 ) -> int:
     """Train a Llama of 1B widths for a few steps per batch, sequence and precision: phases, energy, memory, decoding.
+
+    Its exports are decoded too, in BF16 and by each recipe.
 
     Needs a CUDA device; `octavo pilot` predicts without one.
 
     Examples:
 
         octavo bench phases --batch 1,8 --sequence 1024 --write benchmarks/results
+        octavo bench phases --batch "" --recipes folded,rotated
 
     Parameters
     ----------
     batch
-        Sequences per step.
+        Sequences per step; empty: only decode exports.
     sequence
         Tokens per sequence.
     recipes
         Octavo's recipes.
     steps
         Steps of each training; the last 10 are timed.
+    decode
+        Sequences that exports are decoded for at once, 512 tokens each; empty: none.
     """
     if not torch.cuda.is_available():
         raise RunError("bench phases needs a CUDA device, and there is none here. `octavo pilot` predicts without one.")
     settings = Settings(recipes=tuple(recipes.split(",")), precisions=("bf16", "fp16"), steps=steps)
-    shapes = [Shape(one, tokens) for tokens in numbers(sequence) for one in numbers(batch)]
+    batches = numbers(batch) if batch else ()
+    shapes = [Shape(one, tokens) for tokens in numbers(sequence) for one in batches]
 
     def rows() -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder:
@@ -98,6 +110,9 @@ def command(
                 pilot = run_pilot(open_subject(Path(folder), shape=shape), settings)
                 output.say(f"\n{to_text(pilot)}")
                 yield from rows_of(pilot, shape)
+            if decode:
+                subject, device = open_subject(Path(folder), shape=Shape()), torch.device("cuda")
+                yield from decoding_rows(NAME, subject, settings.recipes, numbers(decode), device)
 
-    flags = {"batch": batch, "sequence": sequence, "recipes": recipes, "steps": steps}
+    flags = {"batch": batch, "sequence": sequence, "recipes": recipes, "steps": steps, "decode": decode}
     return output.finish(KIND, rows(), device="cuda", **flags)

@@ -5,6 +5,7 @@ import itertools
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,9 @@ import octavo
 from octavo.conversion import Policy
 from octavo.errors import NonFiniteError
 from octavo.kernels import record
+from octavo.kernels.sample import STATS
 from octavo.nn import multihead, telemetry_rows
+from octavo.nn.telemetry import Telemetry
 from octavo.recipes import load
 from octavo.serving.layers import NOT_STORED, unserved_layers
 
@@ -290,12 +293,83 @@ def test_compiled_code_is_one_graph_with_the_same_bits():
         assert torch.equal(compiled(x, x, x, need_weights=False)[0], expected)
 
 
-def test_what_it_cannot_report_is_named():
-    """Telemetry, counts of errors and an export list the in-projection, whose inputs may be three tensors."""
+def measured(model, x, *others):
+    """Return the output for inputs, and the telemetry of its step by layer and role."""
+    with Telemetry(model) as telemetry:
+        y = model(x, *others)
+        y = y[0] if isinstance(y, tuple) else y
+        y.square().sum().backward()
+        telemetry.step()
+        _, values = telemetry.snapshot()
+        return y, {(row.layer, row.role): found for row, found in zip(telemetry.rows, values, strict=True)}
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rotated", "current"])
+def test_telemetry_of_its_in_projection_is_that_of_a_linear_layer(recipe):
+    module, x = attention(batch_first=True), torch.randn(BATCH, QUERIES, WIDTH)
+    packed, out = as_layers(module, recipe)
+    converted(module, recipe)
+    expected = module(x, x, x)[0]
+    y, values = measured(module, x, x, x)
+    assert torch.equal(y, expected) and module.stats_slot is None
+
+    class Around(nn.Module):
+        """The same attention around two layers of Octavo's."""
+
+        def __init__(self):
+            super().__init__()
+            self.in_proj, self.out_proj = packed, out
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.in_proj(x).chunk(3, dim=-1))
+            return self.out_proj(multihead._attend(q, k, v, None, 0.0)[0].transpose(1, 2).flatten(2))
+
+    _, theirs = measured(Around(), x)
+    assert values.keys() == theirs.keys() and len(values) == 8
+    for key, found in values.items():
+        assert np.array_equal(found, theirs[key], equal_nan=True), key
+
+
+def test_telemetry_of_several_inputs_is_of_the_last_product_and_sees_a_nan_in_any():
+    module = converted(attention(batch_first=True))
+    query, memory = torch.randn(BATCH, QUERIES, WIDTH), 3 * torch.randn(BATCH, KEYS, WIDTH)
+    _, values = measured(module, query, memory, memory)
+    kv = octavo.nn.Linear(WIDTH, 2 * WIDTH, recipe=RECIPE)
+    kv.load_state_dict({"weight": module.in_proj_weight[WIDTH:], "bias": module.in_proj_bias[WIDTH:]})
+    _, theirs = measured(kv, memory)
+    for role, found in (("input", theirs["", "input"]), ("weight", theirs["", "weight"])):
+        of_sample = [STATS.index(name) for name in ("flushed", "mean", "variance", "kurtosis")]
+        assert np.array_equal(values["in_proj", role][of_sample], found[of_sample]), role
+    assert values["in_proj", "grad_weight"][STATS.index("amax")] == module.in_proj_weight.grad.abs().max()
+    query[1, 2, 3] = torch.nan
+    _, values = measured(module, query, memory, memory)
+    assert values["in_proj", "input"][STATS.index("nonfinite")] > 0
+
+
+def test_compiled_code_has_the_same_telemetry():
+    x, found = torch.randn(BATCH, QUERIES, WIDTH), []
+    for is_compiled in (False, True):
+        module = converted(attention(batch_first=True))
+        if is_compiled:
+            module.compile(backend="aot_eager", fullgraph=True)
+        found.append(measured(module, x, x, x)[1])
+    for key, values in found[0].items():
+        np.testing.assert_allclose(values, found[1][key], rtol=1e-5, atol=1e-7, err_msg=str(key))
+
+
+def test_the_module_of_a_measured_layer():
     model = nn.ModuleDict({"attn": attention()})
     octavo.convert(model, RECIPE)
     layers, left = telemetry_rows.find(model)
-    assert set(layers) == {"attn.out_proj"} and set(left) == {"attn.in_proj"}
+    assert not left
+    assert [telemetry_rows.module_of(model, name) for name in layers] == [*layers.values()]
+    assert layers["attn.in_proj"] is model["attn"]
+
+
+def test_what_it_cannot_report_is_named():
+    """Counts of errors and an export list the in-projection, which no layer has."""
+    model = nn.ModuleDict({"attn": attention()})
+    octavo.convert(model, RECIPE)
     with octavo.observed(model) as report:
         model["attn"](*inputs("self", False, True))
     assert report.not_counted == ("attn",)

@@ -23,6 +23,7 @@ from octavo.kernels.runtime import ledger
 from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.attached_codes import attached_input
 from octavo.nn.functional import Quantizer, compute_dtype, linears
+from octavo.nn.telemetry_ops import StatsSlot, stats_buffer_of
 from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
 
@@ -35,10 +36,13 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
 
     parent = nn.MultiheadAttention
     parent_forward = nn.MultiheadAttention.forward
-    fields = ("recipe", "enabled")
+    fields = ("recipe", "enabled", "stats_slot")
     recipe: Recipe
     enabled: bool
     """False: compute as PyTorch does, for an evaluation in high precision."""
+    stats_slot: StatsSlot | None = None
+    """Telemetry buffer of the in-projection, while telemetry is on (`octavo.nn.telemetry`). If query, key and value are
+    not the same tensor, it has the statistics of the last product, and the amax and the non-finite values of all."""
 
     def forward(
         self,
@@ -108,7 +112,7 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.enabled:
             return F.linear(x, weight, bias)
-        quantizer = Quantizer(self.recipe, compute_dtype(x))
+        quantizer = Quantizer(self.recipe, compute_dtype(x), stats_buffer=stats_buffer_of([self]))
         return linears(x, [weight], [bias], quantizer, attached_input(x, self.recipe))[0]
 
     def _heads(self, x: Tensor) -> Tensor:

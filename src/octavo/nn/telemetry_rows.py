@@ -6,7 +6,7 @@ n grad_outputs. After all of these come the rows of the weights' gradients, one 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -21,8 +21,8 @@ from octavo.nn.modules import full_name
 from octavo.nn.multihead import IN_PROJECTION, MultiheadAttention
 from octavo.tensor import FP8Tensor, local
 
-Layer = LinearLayer | Convolution | GroupedLinear
-"""Layers that can be measured."""
+Layer = LinearLayer | Convolution | GroupedLinear | MultiheadAttention
+"""Layers that can be measured; of an `nn.MultiheadAttention` the in-projection."""
 
 AS_IT_IS = QuantSpec("e5m2", "tensor", "float32")
 """Format in which the gradient of a weight, which is not quantised, is measured: with a scale of 1."""
@@ -52,9 +52,11 @@ def find(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
     left: dict[str, str] = {}
     for name, module in model.named_modules():
         recipe = getattr(module, "recipe", None)
-        if isinstance(module, MultiheadAttention) and module.recipe.is_fp8:
-            left[full_name(name, IN_PROJECTION)] = "q, k and v of nn.MultiheadAttention may have three inputs"
-        if not isinstance(module, nn.Module) or not getattr(recipe, "is_fp8", False) or not hasattr(module, "weight"):
+        if isinstance(module, MultiheadAttention):
+            name = full_name(name, IN_PROJECTION)
+        elif not hasattr(module, "weight"):
+            continue
+        if not getattr(recipe, "is_fp8", False):
             continue
         if not isinstance(module, Layer):
             left[name] = f"{type(module).__name__} is no layer that telemetry knows"
@@ -83,7 +85,7 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
         members: number of its layers.
         last: row of its weight's gradient.
     """
-    recipe, shape = layer.recipe, tuple(layer.weight.shape)
+    recipe, shape = layer.recipe, tuple(_weight(layer).shape)
     rows = []
     if recipe.fprop.is_fp8:
         rows.append((Row(name, "input", str(recipe.fprop.input), ()), top))
@@ -96,9 +98,28 @@ def rows_of(name: str, layer: Layer, top: int, number: int, members: int, last: 
 
 def weights_of(layer: Layer) -> list[nn.Parameter]:
     """Return the parameters that make up the weight of a layer; none if one of them is computed from others."""
-    owner, names = (layer.owner, layer.names) if isinstance(layer, ExpertLinear) else (layer, ("weight",))
+    owner, names = (layer.owner, layer.names) if isinstance(layer, ExpertLinear) else (layer, (_weight_name(layer),))
     found = [parameter for name in names if (parameter := owner._parameters.get(name)) is not None]
     return found if len(found) == len(names) else []
+
+
+def module_of(model: nn.Module, layer: str) -> nn.Module:
+    """Return the module that computes a measured layer, by the name of the layer.
+
+    The in-projection of an `nn.MultiheadAttention` is none itself.
+    """
+    outer, _, last = layer.rpartition(".")
+    if last == IN_PROJECTION and isinstance(attention := model.get_submodule(outer), MultiheadAttention):
+        return attention
+    return model.get_submodule(layer)
+
+
+def _weight_name(layer: Layer) -> str:
+    return "in_proj_weight" if isinstance(layer, MultiheadAttention) else "weight"
+
+
+def _weight(layer: Layer) -> Tensor:
+    return cast(Tensor, getattr(layer, _weight_name(layer)))
 
 
 def sample_gradient(layer: Layer, one: Tensor, row: Tensor) -> None:

@@ -27,6 +27,7 @@ from octavo.lab.guard.diagnosis import Probe
 from octavo.lab.guard.locate import NonFinite, locate_nonfinite, weight_diff
 from octavo.nn.scaling_state import restore_scales, stored_scales
 from octavo.nn.telemetry import Telemetry
+from octavo.nn.telemetry_rows import module_of
 from octavo.recipes import Recipe
 
 
@@ -213,7 +214,7 @@ class Guarded(ABC):
         model = self.models[0]
         with ExitStack() as stack:
             stack.enter_context(self._untouched())
-            for off in [model] if not fp8 else [model.get_submodule(name) for name in without]:
+            for off in [model] if not fp8 else [module_of(model, name) for name in without]:
                 stack.enter_context(disabled(off))
             return self._compute(batch, backward=backward)
 

@@ -250,6 +250,23 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SensitivityConfig:
+    """Layers that leave FP8 during a run because it costs the loss most there, and come back."""
+
+    every: int = 0
+    """Steps between measurements, each a forward and backward in eager mode; 0: never."""
+    share: float = 0.1
+    """Largest share of the FLOPs of FP8 layers that measurements move to BF16."""
+    above: float = 2.0
+    """A layer moves if FP8 costs more than this many times the mean per FLOP; back below two thirds of that."""
+
+    def __post_init__(self) -> None:
+        _within("sensitivity", self, "every", low=0, high=2**63 - 1)
+        _within("sensitivity", self, "share", low=0, high=0.9)
+        _within("sensitivity", self, "above", low=1, high=math.inf)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     """Parallelism of a run started by torchrun; unused in a single process."""
 
@@ -343,6 +360,8 @@ class RunConfig:
     """Low-rank updates of frozen weights, in place of training all."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallelism over ranks started by torchrun."""
+    sensitivity: SensitivityConfig = field(default_factory=SensitivityConfig)
+    """Layers that leave FP8 where it costs most."""
     guard: GuardConfig = field(default_factory=GuardConfig)
     """Limits and mode of the guardrails."""
 
@@ -356,6 +375,11 @@ class RunConfig:
             )
         if self.data.format == "chat" and self.model.documents != "separate":
             raise ConfigError("data.format: 'chat' needs model.documents 'separate', its default.")
+        if self.sensitivity.every and self.run.weights == "fp8":
+            raise ConfigError(
+                "sensitivity.every: with run.weights = 'fp8' a weight has the format of its recipe to the end. Take"
+                " run.weights = 'bf16', or leave sensitivity.every at 0."
+            )
         if self.run.start_from and self.model.architecture != "llama":
             raise ConfigError("run.start_from: needs model.architecture 'llama'.")
 

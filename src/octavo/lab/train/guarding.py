@@ -26,7 +26,7 @@ from octavo.lab.train import checkpoint, events
 from octavo.lab.train.calibrate import calibration_of, recalibration_events, recalibration_of, restore_calibration
 from octavo.lab.train.inputs import present_name
 from octavo.lab.train.log import RunLog
-from octavo.lab.train.setup import Setup, convert_as
+from octavo.lab.train.setup import Setup, convert_as, with_bf16
 from octavo.lab.train.sharding import send_tokens
 from octavo.lab.train.state_tensors import restore_tensors, state_tensors
 from octavo.lab.train.timing import Stopwatch
@@ -40,6 +40,7 @@ SNAPSHOT = Path("snapshot in memory")
 
 class _State(NamedTuple):
     recipe: str
+    in_bf16: tuple[str, ...]
     calibration: Any
     """Content of the calibration file that the run writes."""
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -62,6 +63,8 @@ class GuardedRun(Guarded):
         """Learning rate of the next step."""
         self.recipe = self.config.run.recipe
         """The recipe of the schedule that the FP8 model is converted to."""
+        self.in_bf16: tuple[str, ...] = ()
+        """Layers that measurements of sensitivity have moved to BF16, whatever the recipe is."""
         self._recipes = {name: recipes.load(name) for name in (self.config.run.recipe, self.config.run.last_recipe)}
         """As they are when the run begins: their files may change before the schedule switches."""
         self._newest: NDArray[np.float32] | None = None
@@ -138,6 +141,18 @@ class GuardedRun(Guarded):
         self._recalibration = recalibration_of(self.config, self._state.model) if needs_scales else None
         self.recipe = recipe
 
+    def keep_in_bf16(self, layers: Sequence[str]) -> str:
+        """Convert the FP8 model so that these layers leave FP8, and others come back; return why not, or nothing."""
+        before, self.in_bf16 = self.in_bf16, tuple(layers)
+        if reason := self.guard.change_recipe(self.base_recipe):
+            self.in_bf16 = before
+        return reason
+
+    @property
+    def base_recipe(self) -> recipes.Recipe:
+        """The recipe of the schedule, before layers are refined or moved."""
+        return self._recipes.get(self.recipe) or recipes.load(self.recipe)
+
     def save_scales(self) -> None:
         """Write the stored scales of the FP8 model as a calibration file, on the first rank."""
         scaling_state = scales(self._state.model)
@@ -152,6 +167,7 @@ class GuardedRun(Guarded):
         """Return recipe, position in the data and calibration, as JSON values."""
         return {
             "recipe": self.recipe,
+            "in_bf16": [*self.in_bf16],
             "loader": self.setup.loader.state_dict(),
             "calibration": calibration_of(self.config) if self.ranks.is_first else None,
         }
@@ -159,11 +175,19 @@ class GuardedRun(Guarded):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, and convert the FP8 model to the recipe that it had."""
         saved = state.get("config", {}).get("run", {})
-        if (recipe := present_name(state.get("recipe", self.recipe), saved, self.config)) != self.recipe:
-            self.switch_recipe(recipe)
+        recipe = present_name(state.get("recipe", self.recipe), saved, self.config)
+        self._convert_back(recipe, tuple(state.get("in_bf16", ())))
         self.setup.loader.load_state_dict(state["loader"])
         if "calibration" in state:
             self.ranks.on_first(lambda: restore_calibration(self.config, state["calibration"]))
+
+    def _convert_back(self, recipe: str, in_bf16: tuple[str, ...]) -> None:
+        """Convert the FP8 model to a recipe, and to layers in BF16, that it had before."""
+        if recipe != self.recipe:
+            self.in_bf16 = in_bf16
+            self.switch_recipe(recipe)
+        elif in_bf16 != self.in_bf16 and (reason := self.keep_in_bf16(in_bf16)):
+            raise ValueError(f"layers cannot go back to their recipes: {reason}")
 
     def checkpoint_note(self) -> str:
         """Return a sentence that names the newest checkpoint."""
@@ -199,7 +223,7 @@ class GuardedRun(Guarded):
             state.name: {name: _copy(tensor) for name, tensor in state_tensors(state, stored_scales=False).items()}
             for state in self.setup.states
         }
-        return _State(self.recipe, self.ranks.on_first(lambda: calibration_of(self.config)), tensors)
+        return _State(self.recipe, self.in_bf16, self.ranks.on_first(lambda: calibration_of(self.config)), tensors)
 
     def _load_state(self, state: _State) -> None:
         for own in self.setup.states:
@@ -207,8 +231,7 @@ class GuardedRun(Guarded):
             own.clear_failure()
         self.ranks.on_first(lambda: restore_calibration(self.config, state.calibration))
         self.log.restart_clock(self.done)
-        if state.recipe != self.recipe:  # the stored scales, which are restored next, are those of this recipe
-            self.switch_recipe(state.recipe)
+        self._convert_back(state.recipe, state.in_bf16)  # the stored scales, restored next, are those of this recipe
 
     def _saved_weight(self, state: _State, name: str) -> Tensor | None:
         is_plain = name in self._state.parameters and self.ranks.count == 1
@@ -220,6 +243,7 @@ class GuardedRun(Guarded):
     def _convert(self, recipe: recipes.Recipe) -> None:
         plan = self.setup.plan
         policy, tokens = (None, None) if plan is None else (plan.policy, plan.tokens)
+        recipe = with_bf16(recipe, self.in_bf16)
         self.setup.plan = convert_as(self.config, self._state.model, recipe, self.ranks, policy, tokens)
 
     def _make_telemetry(self) -> Telemetry | None:

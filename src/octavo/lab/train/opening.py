@@ -37,6 +37,7 @@ from octavo.lab.train.setup import (
     set_up,
     token_files,
     tokenizer_of,
+    with_bf16,
 )
 from octavo.lab.train.state_tensors import restore_tensors
 from octavo.lab.train.subject import Shape, Subject, call_model
@@ -235,16 +236,17 @@ def _restore(found: Checkpoint, config: RunConfig, state: TrainState, plan: Plan
     last = found.state.get("recipe", began.get("recipe", BASE))
     last = {began[key]: copy for key, copy in copies(began, found.run).items()}.get(last, last)
     refined = _ladder(last, found.state.get("guard", {}).get("ladder", {}))
-    if policy is not None or last != own or refined.state_dict():
+    in_bf16 = found.state.get("in_bf16", ())
+    if policy is not None or last != own or refined.state_dict() or in_bf16:
         # Stored scales and the storage of weights are those of the recipes that the layers had.
-        plan = convert_as(config, state.model, refined.recipe(), policy=policy)
+        plan = convert_as(config, state.model, with_bf16(refined.recipe(), in_bf16), policy=policy)
     restore_tensors(state, named, found.path, optimizer=False)
     if last != own:
         scales = found.run / "scales.json"  # of the last step by its own recipe
         config = config.with_run(scales=str(scales)) if scales.exists() else config
         ladder = _ladder(own)
         ladder.stay_in_bf16(refined.in_bf16(), found.step)
-        plan = convert_as(config, state.model, ladder.recipe(), policy=policy)
+        plan = convert_as(config, state.model, with_bf16(ladder.recipe(), in_bf16), policy=policy)
     return plan
 
 

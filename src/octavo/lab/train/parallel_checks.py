@@ -45,6 +45,11 @@ def check_parallel(config: RunConfig, ranks: int, ranks_per_host: int) -> None:
             "run.bf16_first_steps, run.last_share: ranks that share layers, parallel.zero = 'greedy' and FP8 weights on"
             " several ranks keep one recipe for the whole run. Leave both at 0, or train by FSDP2 alone."
         )
+    if config.sensitivity.every:
+        raise ConfigError(
+            "sensitivity.every: weights that are sharded over ranks keep their recipe. Leave it at 0: what `octavo"
+            " localize` measures is a recipe that ranks take."
+        )
     if parallel.zero == "greedy":
         _refuse_with_greedy(config, ranks, partial(_conflict, "parallel.zero = 'greedy'"))
     elif parallel.reduce not in (None, "fp32") and shards == 1 and parallel.data > 1:

@@ -8,6 +8,7 @@ From the outermost to the innermost:
     RunLog         a line of the log
     Finite         ends a run whose losses are no longer finite
     Guard          guardrails
+    Sensitivity    moves layers out of FP8 where it costs the loss most, and back
     Schedule       learning rate and recipe of the next step
 """
 
@@ -18,8 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from octavo._util.terminal import quantity
 from octavo.conversion import disabled, enable
 from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
 from octavo.lab.guard import GuardEvent
@@ -32,9 +34,12 @@ from octavo.lab.train.files import write_json
 from octavo.lab.train.guarding import GuardedRun
 from octavo.lab.train.resume import save_checkpoint
 from octavo.lab.train.schedule import learning_rate
+from octavo.lab.train.sensitivity import LayerCost, choose, layer_costs, times_the_mean
 from octavo.lab.train.stopping import StopSignals
 from octavo.lab.train.summary import HIGH
 from octavo.lab.train.train_state import RunStep, TrainState
+from octavo.nn.linear import LinearLayer
+from octavo.recipes import Recipe
 
 
 class Schedule(Part[RunStep]):
@@ -89,6 +94,63 @@ class Schedule(Part[RunStep]):
         self.heldout = {int(step): float(loss) for step, loss in state.get("heldout", {}).items()}
         if not all(map(math.isfinite, self.heldout.values())):
             raise ValueError("a held-out loss is not finite")
+
+
+class Sensitivity(Part[RunStep]):
+    """Measures what FP8 costs in each linear layer, and moves the worst layers to BF16 within a budget, and back.
+
+    It measures on the next batch, before the step that trains on it. What it decides depends on weights and batch
+    alone, and the layers in BF16 are part of the state of the run: a resumed run goes on bit for bit.
+    """
+
+    def __init__(self, run: GuardedRun) -> None:
+        self._run, self._config = run, run.config.sensitivity
+
+    def before_step(self) -> bool:
+        """Measure if it is time, and convert the layers that move."""
+        run, every = self._run, self._config.every
+        if run.setup.plan is None or not (run.done and run.is_every(every)) or run.config.run.is_bf16(run.done):
+            return False
+        if run.guard.check_all():
+            return True
+        layers = self._layers()
+        costs = layer_costs(layers, run.probe)
+        if not all(math.isfinite(cost.loss) for cost in costs.values()):
+            self._emit("the gradient of a layer is not finite: no layer is moved", level="warning")
+            return False
+        self._move(costs, {name: recipe.name for name, (_, recipe) in layers.items()})
+        return False
+
+    def _layers(self) -> dict[str, tuple[nn.Linear, Recipe]]:
+        """Return the linear layers that are in FP8, or would be if none had moved, with their recipes in FP8."""
+        run, modules = self._run, dict(self._run.models[0].named_modules())
+        plan = run.setup.plan
+        found = {}
+        for row in () if plan is None else plan.layers:
+            layer = modules.get(row.name)
+            if isinstance(layer, nn.Linear) and (row.is_fp8 or row.name in run.in_bf16):
+                recipe = layer.recipe if isinstance(layer, LinearLayer) else run.base_recipe.for_layer(row.name)
+                found[row.name] = layer, recipe
+        return found
+
+    def _move(self, costs: Mapping[str, LayerCost], recipes: Mapping[str, str]) -> None:
+        before, after = {*self._run.in_bf16}, choose(costs, self._run.in_bf16, self._config)
+        share = sum(costs[name].flops for name in after) / (sum(cost.flops for cost in costs.values()) or 1.0)
+        if before != {*after} and (reason := self._run.keep_in_bf16(after)):
+            self._emit(f"layers cannot be moved: {reason}", level="error")
+            return
+        total = sum(cost.loss for cost in costs.values())
+        where = f"{quantity(len(after), 'layer')} in BF16, {100 * share:.3g} % of their FLOPs"
+        self._emit(f"FP8 costs {total:.3g} nats per token in {quantity(len(costs), 'linear layer')}; {where}", total)
+        for name in costs:
+            if (name in before) != (name in after):
+                times = times_the_mean(costs, name)
+                action = f"{name} computes by bf16" if name in after else f"{name}: back to {recipes[name]}"
+                text = f"FP8 costs {times:.3g} times the mean per FLOP in {name}"
+                self._emit(text, times, action=action, layer=name, limit=self._config.above)
+
+    def _emit(self, text: str, value: float | None = None, *, level: str = "info", **details: Any) -> None:
+        self._run.log.emit(GuardEvent(self._run.done, level, "sensitivity", text, value=value, **details))
 
 
 class Finite(Part[RunStep]):

@@ -18,7 +18,7 @@ from octavo.lab.train.guarding import GuardedRun
 from octavo.lab.train.inputs import with_files
 from octavo.lab.train.log import RunLog
 from octavo.lab.train.parallel import ranks_of
-from octavo.lab.train.parts import Checkpoints, Evaluation, Finite, Schedule, Stop
+from octavo.lab.train.parts import Checkpoints, Evaluation, Finite, Schedule, Sensitivity, Stop
 from octavo.lab.train.resume import load_checkpoint
 from octavo.lab.train.setup import Setup, set_up
 from octavo.lab.train.stopping import StopSignals
@@ -78,6 +78,7 @@ class Trainer:
             self.log,
             Finite(self.state),
             self.guard,
+            Sensitivity(self.state),
             self.schedule,
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from octavo.lab.train.parallel import SINGLE_PROCESS, Ranks
 from octavo.lab.train.replay import Graphs
 from octavo.lab.train.train_state import TrainState
 from octavo.nn.lora import add_lora
+from octavo.recipes.spec import override
 
 
 @dataclass(slots=True)
@@ -210,6 +211,12 @@ def convert_as(
     if scales and not _has_stored_scales(make_plan(model, recipe, policy=policy, tokens=tokens)):
         scales = None
     return convert(model, recipe, policy=policy, tokens=tokens, allow_reference=allow, scales=scales)
+
+
+def with_bf16(recipe: recipes.Recipe, layers: Iterable[str]) -> recipes.Recipe:
+    """Return a recipe with layers in BF16, by name, whatever else it says of them."""
+    others = dict.fromkeys(layers, recipes.load("bf16"))
+    return replace(recipe, modules=override(recipe.modules, others)) if others else recipe
 
 
 def as_planned(
