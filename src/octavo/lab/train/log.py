@@ -22,6 +22,7 @@ from octavo.lab.data.chat import TASKS
 from octavo.lab.data.quality import judge
 from octavo.lab.guard import GuardEvent
 from octavo.lab.loop import Part
+from octavo.lab.monitor import console
 from octavo.lab.train import checkpoint, events
 from octavo.lab.train import device as devices
 from octavo.lab.train.batches import BatchDrift, SourceLosses
@@ -35,8 +36,9 @@ from octavo.lab.train.setup import Setup
 from octavo.lab.train.summary import summarise
 from octavo.lab.train.train_state import RunStep, TrainState
 
-_WRITTEN = tuple(
-    f"{name}.json" for name in ["summary", "heldout", "plan", "tensor", "sharding", "pipeline", "scales", "calibration"]
+_WRITTEN = (
+    *("summary.json", "heldout.json", "plan.json", "tensor.json", "sharding.json", "pipeline.json", "scales.json"),
+    *("calibration.json", console.FILE),
 )
 """Files of a run, which one that replaces it is not to be read with."""
 

@@ -68,3 +68,15 @@ def test_a_poll_of_a_run_four_times_as_long_takes_no_more_memory(tmp_path: Path)
         known.close()
         peaks.append(peak)
     assert peaks[1] < 1.3 * peaks[0] < 4e6  # points that are drawn, not steps
+
+
+def test_a_console_is_a_file_of_the_run_itself(tmp_path: Path) -> None:
+    synthetic_run(tmp_path / "run", layers=7, steps=60)
+    known, path = runs_below(tmp_path), tmp_path / "run" / "console.log"
+    assert answer(known, "console", {"run": ["run"]}) == {"text": None, "before": 0}
+    path.write_bytes(b"x\xff\n")
+    assert answer(known, "console", {"run": ["run"]}) == {"text": "x\ufffd\n", "before": 0}
+    path.rename(tmp_path / "secret")
+    path.symlink_to(tmp_path / "secret")
+    assert answer(known, "console", {"run": ["run"]}) == {"text": None, "before": 0}
+    known.close()
