@@ -231,6 +231,25 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig:
+    """Text that the models write on from a prompt during the run, which stays bit for bit as it is without."""
+
+    every: int = 0
+    """Steps between samples, and one at the end, shown by the dashboard; 0: never."""
+    prompt: str = ""
+    """Text to continue, or with chat data a question to answer. Empty: the first 32 tokens of the held-out text."""
+    tokens: int = 64
+    """Number of tokens to write."""
+    temperature: float = 0.8
+    """Divides the logits that tokens are drawn by, from a generator of their own seeded by `run.seed` and the step; 0:
+    the likeliest token, which small models repeat for ever."""
+
+    def __post_init__(self) -> None:
+        _positive("sample", self, "tokens")
+        _within("sample", self, "every", "temperature", low=0, high=2**31)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
     """Low-rank updates of frozen weights (LoRA)."""
 
@@ -345,6 +364,8 @@ class RunConfig:
     """Parallelism over ranks started by torchrun."""
     guard: GuardConfig = field(default_factory=GuardConfig)
     """Limits and mode of the guardrails."""
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """Text that the models write during the run."""
 
     def __post_init__(self) -> None:
         if self.model.sequence < self.data.sequence:
@@ -356,6 +377,15 @@ class RunConfig:
             )
         if self.data.format == "chat" and self.model.documents != "separate":
             raise ConfigError("data.format: 'chat' needs model.documents 'separate', its default.")
+        if self.sample.every and self.data.format == "chat" and not self.sample.prompt:
+            raise ConfigError(
+                "sample.prompt: is empty, and chat data need a question. Set one, or leave out sample.every."
+            )
+        if self.sample.every and (self.parallel.pipeline > 1 or self.parallel.context > 1):
+            raise ConfigError(
+                "sample.every: models split over parallel.pipeline or parallel.context write no text. Leave it at 0;"
+                " `octavo eval` and an export take their checkpoints."
+            )
         if self.run.start_from and self.model.architecture != "llama":
             raise ConfigError("run.start_from: needs model.architecture 'llama'.")
 

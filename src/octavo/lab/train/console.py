@@ -97,6 +97,9 @@ class ConsoleReporter:
             case events.Evaluated():
                 losses = "  ".join(f"{model.upper()} {loss:.4f}" for model, loss in event.loss.items())
                 self._say(f"step {event.step}: held-out loss  {losses}")
+            case events.Sampled():
+                for model, text in event.text.items():
+                    self._say(f"step {event.step}: {events.MODELS[model]} continues {_end(event.prompt)!r}: {text!r}")
             case GuardEvent() if event.level != "info" or event.action:
                 action = f" -> {event.action}" if event.action else ""
                 self._say(f"step {event.step}: {f'[{event.cause}] ' if event.cause else ''}{event.text}{action}")
@@ -273,6 +276,11 @@ def _cells(event: events.Logged) -> list[str]:
 def _text(config: RunConfig) -> str:
     source = config.data.source
     return "Python's standard library" if source == "python" else f"'{source}'"
+
+
+def _end(prompt: str, longest: int = 24) -> str:
+    """Return the end of a prompt."""
+    return prompt if len(prompt) <= longest else f"...{prompt[-longest:]}"
 
 
 def _count(number: int) -> str:

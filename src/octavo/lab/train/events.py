@@ -167,6 +167,22 @@ def losses_by_source(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """The models have continued a prompt."""
+
+    step: int
+    """Steps made."""
+    prompt: str
+    """The text that they continue."""
+    text: Mapping[str, str]
+    """By model: what it wrote."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the line of `samples.jsonl`."""
+        return {"step": self.step, "prompt": self.prompt, "text": dict(self.text)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """A checkpoint was written."""
 
@@ -198,6 +214,7 @@ Event = (
     | GuardEvent
     | Scoring
     | Evaluated
+    | Sampled
     | Saved
     | Finished
 )

@@ -5,6 +5,7 @@ From the outermost to the innermost:
     Evaluation     scores held-out text
     Stop           ends the run at a signal, or because its directory is gone
     Checkpoints    writes them, and removes those that a rollback abandons
+    Sampling       lets the models write text, in `octavo.lab.train.sampling`
     RunLog         a line of the log
     Finite         ends a run whose losses are no longer finite
     Guard          guardrails

@@ -58,6 +58,10 @@ FREE = {
     "run.histograms_every",
     "run.tracker",
     "run.tracker_tensors",
+    "sample.every",
+    "sample.prompt",
+    "sample.temperature",
+    "sample.tokens",
 }
 
 

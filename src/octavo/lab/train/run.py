@@ -20,6 +20,7 @@ from octavo.lab.train.log import RunLog
 from octavo.lab.train.parallel import ranks_of
 from octavo.lab.train.parts import Checkpoints, Evaluation, Finite, Schedule, Stop
 from octavo.lab.train.resume import load_checkpoint
+from octavo.lab.train.sampling import Sampling
 from octavo.lab.train.setup import Setup, set_up
 from octavo.lab.train.stopping import StopSignals
 from octavo.lab.train.train_state import RunStep
@@ -75,6 +76,7 @@ class Trainer:
             self._evaluation,
             Stop(self.state, self._checkpoints, self._signals),
             self._checkpoints,
+            Sampling(self.state),
             self.log,
             Finite(self.state),
             self.guard,

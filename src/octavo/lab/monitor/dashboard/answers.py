@@ -21,6 +21,8 @@ from octavo.lab.monitor.dashboard.packing import pack, pack_curves
 from octavo.lab.monitor.dashboard.runs import RunCollection
 from octavo.lab.monitor.dashboard.speed import speed
 from octavo.lab.monitor.dashboard.verdict import gap_limit, gap_of, loss_key, newest, verdict
+from octavo.lab.monitor.samples import FILE as SAMPLES
+from octavo.lab.monitor.samples import parse
 from octavo.lab.monitor.store import ROLES, RunReader, Series, config_difference
 from octavo.lab.monitor.store.writer import plain
 
@@ -31,6 +33,8 @@ MAX_POINTS = 5000
 """Maximum number of points or buckets per request."""
 CONSOLE_BYTES = 256 * 2**10
 """Bytes of the newest console lines sent."""
+SAMPLES_BYTES = 256 * 2**10
+"""Bytes of the newest samples sent."""
 NOTE_BYTES = 64 * 2**10
 """Bytes of a note that are read for its first line."""
 RECENT = 200
@@ -158,6 +162,16 @@ def console(known: RunCollection, query: Query) -> Answer:
     return {"text": text, "before": before}
 
 
+def samples(known: RunCollection, query: Query) -> Answer:
+    """The newest texts that the models of a run wrote, oldest first, and whether there are more."""
+    opened = known.open(query.text("run"))
+    with _beside(opened, SAMPLES) as file:
+        text, before = ("", 0) if file is None else newest_lines(file, SAMPLES_BYTES)
+    path, lines = opened.path.with_name(SAMPLES), text.split("\n")[:-1]  # the last one may be incomplete
+    found = [parse(line, f"{path}, line {number} of the newest") for number, line in enumerate(lines, 1)]
+    return {"samples": found, "more": before > 0}
+
+
 def performance(known: RunCollection, query: Query) -> Answer:
     """Curves of `speed`, with its facts in the header."""
     curves, facts = speed(known.open(query.text("run")), points=query.number("points", POINTS))
@@ -174,10 +188,8 @@ def compare(known: RunCollection, query: Query) -> Answer:
     return {"runs": entries, "differences": differences, "keys": keys}
 
 
-ANSWERS: dict[str, Callable[[RunCollection, Query], Answer]] = {
-    answer.__name__: answer
-    for answer in (runs, live, run, scalars, heatmap, series, histograms, events, console, performance, compare)
-}
+_ALL = (runs, live, run, scalars, heatmap, series, histograms, events, console, samples, performance, compare)
+ANSWERS: dict[str, Callable[[RunCollection, Query], Answer]] = {answer.__name__: answer for answer in _ALL}
 """Answers by the last part of their URL."""
 
 

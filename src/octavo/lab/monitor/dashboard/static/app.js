@@ -14,6 +14,7 @@ import { overviewAsks, overviewView } from "octavo/overview.js";
 import { performanceAsks, performanceView } from "octavo/performance.js";
 import { planView } from "octavo/plan.js";
 import { runsView } from "octavo/runs.js";
+import { samplesView } from "octavo/samples.js";
 import { settingsView } from "octavo/settings.js";
 
 const VIEWS = {
@@ -23,6 +24,7 @@ const VIEWS = {
   plan: ["Plan", planView],
   performance: ["Performance", performanceView, performanceAsks],
   events: ["Events", eventsView],
+  samples: ["Samples", samplesView],
   console: ["Console", consoleView],
   settings: ["Settings", settingsView],
 };
