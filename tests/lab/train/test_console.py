@@ -233,7 +233,7 @@ def test_a_single_lane_shows_no_gap() -> None:
     assert "gap" not in fp8
     assert "loss BF16" not in fp8
     assert "loss FP8" not in bf16
-    assert "FP8 GEMMs" not in bf16
+    assert "8-bit GEMMs" not in bf16
 
 
 def test_a_change_of_precision_and_skipped_steps_are_told() -> None:
