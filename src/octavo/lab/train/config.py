@@ -178,6 +178,9 @@ class LoopConfig:
     """Steps between samples of FP8 tensor statistics, stored in `run.sqlite`; 0: never."""
     histograms_every: int = 100
     """Steps between histograms of the exponents and noise of those tensors; 0: never."""
+    groups_every: int = 0
+    """Steps between mean, variance and largest magnitude of weights and gradients per parameter group of the optimizer,
+    in `run.sqlite`; 0: never. Not of parameters that ranks share; on a GPU such a step is waited for."""
     eval_every: int = 0
     """Steps between evaluations on held-out text; 0: only at the end."""
     eval_tokens: int = 65536
@@ -201,8 +204,9 @@ class LoopConfig:
     def __post_init__(self) -> None:
         _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
         _within("run", self, "min_gain", "price_per_kwh", low=0, high=math.inf)
-        counts = "eval_every checkpoint_every telemetry_every histograms_every recalibrate_every tracker_tensors"
-        _within("run", self, *counts.split(), "seed", "bf16_first_steps", low=0, high=2**63 - 1)
+        every = "eval_every checkpoint_every telemetry_every histograms_every groups_every recalibrate_every"
+        counts = "tracker_tensors", "seed", "bf16_first_steps"
+        _within("run", self, *every.split(), *counts, low=0, high=2**63 - 1)
         _within("run", self, "recalibrate_above", "last_share", low=0, high=1)
         if self.last_share and self.weights == "fp8":
             raise ConfigError(

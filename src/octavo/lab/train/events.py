@@ -104,6 +104,16 @@ class TensorsMeasured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupsMeasured:
+    """Statistics of the parameter groups of the first model."""
+
+    step: int
+    """The step that was measured."""
+    values: Mapping[str, float]
+    """As `GroupStatistics.scalars`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorsChanged:
     """The measured tensors change from here on: layers changed their recipe."""
 
@@ -209,6 +219,7 @@ Event = (
     | Started
     | Logged
     | TensorsMeasured
+    | GroupsMeasured
     | TensorsChanged
     | Switched
     | GuardEvent

@@ -55,6 +55,7 @@ FREE = {
     "run.price_per_kwh",
     "run.steps",
     "run.telemetry_every",
+    "run.groups_every",
     "run.histograms_every",
     "run.tracker",
     "run.tracker_tensors",

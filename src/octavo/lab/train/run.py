@@ -18,7 +18,7 @@ from octavo.lab.train.guarding import GuardedRun
 from octavo.lab.train.inputs import with_files
 from octavo.lab.train.log import RunLog
 from octavo.lab.train.parallel import ranks_of
-from octavo.lab.train.parts import Checkpoints, Evaluation, Finite, Schedule, Stop
+from octavo.lab.train.parts import Checkpoints, Evaluation, Finite, Groups, Schedule, Stop
 from octavo.lab.train.resume import load_checkpoint
 from octavo.lab.train.sampling import Sampling
 from octavo.lab.train.setup import Setup, set_up
@@ -77,6 +77,7 @@ class Trainer:
             Stop(self.state, self._checkpoints, self._signals),
             self._checkpoints,
             Sampling(self.state),
+            Groups(self.state),
             self.log,
             Finite(self.state),
             self.guard,
