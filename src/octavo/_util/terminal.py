@@ -77,8 +77,11 @@ def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
     return ["  ".join(cells).rstrip() for cells in aligned]
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console of rich that prints text as `printable` does, without marking up numbers."""
+def console(*, stderr: bool = False, file: TextIO | None = None) -> Console:
+    """Return a console of rich that prints text as `printable` does, without marking up numbers.
+
+    To a `file` it prints plain text in 100 columns, whatever the environment says of the terminal.
+    """
     from rich.console import Console
     from rich.segment import Segment
 
@@ -87,6 +90,8 @@ def console(*, stderr: bool = False) -> Console:
             for text, style, control in super().render(*arguments, **keywords):
                 yield Segment(text if control else printable(text), style, control)
 
+    if file is not None:
+        return Printable(file=file, highlight=False, width=100, force_terminal=False, color_system=None)
     return Printable(stderr=stderr, highlight=False)
 
 

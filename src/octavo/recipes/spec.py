@@ -195,8 +195,8 @@ class Evidence:
     """Short reason."""
     loss_change: float
     """Nats per token, with fprop of this module alone in FP8."""
-    loss_error: float = 0.0
-    """Standard error of `loss_change`."""
+    loss_error: float | None = None
+    """Standard error of `loss_change` over sequences; None if it is of a single one."""
     turned: dict[str, float] = field(default_factory=dict)
     """GEMM -> 1 - cosine between the model's gradient with it in FP8 and without."""
     ms_saved: float = 0.0

@@ -57,7 +57,7 @@ def test_as_a_table_of_80_columns():
     assert max(map(len, lines)) <= 80
     assert "FP8             2.5000 ± 0.6455         12.182        1.8034    25.00 %" in lines
     assert "served - FP8             +0.000000 ± 0.000000" in lines
-    assert "FP8 GEMMs   7 scaled_mm.row" in lines
+    assert "8-bit GEMMs 7 scaled_mm.row" in lines
 
 
 def test_what_is_not_finite_is_no_number_of_json():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.lab.sensitivity.loss import first_order, loss_changes, losses
+from octavo.lab.sensitivity.loss import _together, first_order, loss_changes, losses
 from octavo.lab.sensitivity.precision_switch import switchable
 
 
@@ -46,6 +46,12 @@ def test_for_the_last_layer_both_terms_are_known(case):
     assert changes["last"].second_order == pytest.approx(float(steady[:6].mean()), rel=1e-2)
     assert changes["last"].mean == pytest.approx(float(expected.mean() + steady[:6].mean()), rel=1e-2)
     assert changes["last"].error == pytest.approx(float(expected.std()) / 12**0.5, rel=0.02)
+
+
+def test_one_sequence_has_no_standard_error():
+    one, several = torch.ones(1), torch.tensor([1.0, 3.0])
+    assert _together(several, several).error == pytest.approx(2**0.5)
+    assert [_together(*pair).error for pair in ((one, one), (several, one))] == [None, None]
 
 
 def test_where_all_batches_are_few_it_is_the_difference_itself(case):

@@ -9,7 +9,7 @@ from torch import nn
 import octavo
 from octavo.errors import ConfigError
 from octavo.lab.sensitivity.precision_switch import choices
-from octavo.lab.sensitivity.result import to_toml
+from octavo.lab.sensitivity.result import _cells, to_toml
 from octavo.recipes import Evidence, load
 
 EVIDENCE = Evidence(reason="within the loss budget", loss_change=-1.2e-05, loss_error=3e-06, turned={"fprop": 1e-4},
@@ -31,6 +31,17 @@ def test_what_is_written_is_read_again(recipe, tmp_path):
     found = made(load({**mine, "fprop": {"input": {"format": "e5m2"}}} if recipe == "mine" else recipe))
     path = to_toml(found, tmp_path / "new" / "map.toml")
     assert load(path) == found
+
+
+@pytest.mark.parametrize("error", [None, 0.0], ids=["none", "as written before"])
+def test_of_a_single_sequence_no_error_is_known(error, tmp_path):
+    recipe = load("folded")
+    found = localised(recipe, {"up": recipe}, {"up": replace(EVIDENCE, loss_error=error)})
+    path = to_toml(found, tmp_path / "map.toml")
+    assert load(path) == found and ("loss_error" in path.read_text()) == (error is not None)
+    row = {"layer": "up", "shape": [8, 8], "gemm": "fprop", "loss_change": 1e-3, "loss_error": None, "cosine": 1.0,
+           "cost": 0.0, "ms_saved": 0.0, "chosen": True}  # fmt: skip
+    assert _cells(row, True)[3:5] == ("+1.0e-03", "")
 
 
 def test_a_line_a_layer_that_differs_where_the_choice_does(tmp_path):

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ from rich.console import Console
 
 from octavo._util.terminal import clock, program
 from octavo.lab.guard import GuardEvent
+from octavo.lab.monitor.console import FILE
 from octavo.lab.train.config import RunConfig, assemble, load_preset
 from octavo.lab.train.console import ConsoleReporter
 from octavo.lab.train.events import Evaluated, Event, Finished, Logged, Saved, Started, Switched
@@ -229,7 +233,7 @@ def test_a_single_lane_shows_no_gap() -> None:
     assert "gap" not in fp8
     assert "loss BF16" not in fp8
     assert "loss FP8" not in bf16
-    assert "FP8 GEMMs" not in bf16
+    assert "8-bit GEMMs" not in bf16
 
 
 def test_a_change_of_precision_and_skipped_steps_are_told() -> None:
@@ -253,3 +257,34 @@ def test_a_change_of_precision_and_skipped_steps_are_told() -> None:
         "step 6: FP8 gradients overflowed, 2 steps skipped so far -> loss scale 64",
     ]
     assert event.record()["loss_fp8"] is None and event.record()["overflows_fp8"] == 2
+
+
+def test_what_is_printed_is_kept_beside_the_run_with_warnings_and_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown_before: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", show := lambda message, *_: shown_before.append(str(message)))
+    started, *rest = run_of("fp8", "bf16")
+    started = replace(started, config=started.config.with_run(out=tmp_path))  # type: ignore[type-var, union-attr]
+    for events, error in ([started, rest[0]], RuntimeError("no more \x1b[31m")), ([started, *rest], None):
+        screen = Console(file=io.StringIO(), force_terminal=True, width=120)
+        reporter = ConsoleReporter(screen, keep=True)
+        assert error is None or not (tmp_path / FILE).exists()  # a run that does not start leaves its directory empty
+        with pytest.raises(RuntimeError) if error else nullcontext():
+            try:
+                for event in events:
+                    reporter.report(event)
+                warnings.warn(f"be careful, {error}", stacklevel=1)
+                logging.getLogger("octavo").warning("a slower kernel")
+                if error is not None:
+                    raise error
+            finally:
+                reporter.close()
+    assert warnings.showwarning is show and len(shown_before) == 2
+    text = (tmp_path / FILE).read_text()
+    assert "\x1b" not in text and text.count("be careful") == 2
+    assert text.count("--- 20") == 2 and text.count("a slower kernel") == 2
+    assert "octavo: error: no more \\x1b[31m" in text.splitlines()
+    rows = [line.split()[0] for line in text.splitlines() if " 1.000 " in line]
+    assert rows == ["10", "10", "20"]  # one that is resumed writes on below
+    assert "stored in             runs/tiny" in text

@@ -1,4 +1,4 @@
-"""Record of execution: FP8 GEMMs per kernel, quantised weights and fallbacks, while a ledger is open."""
+"""Record of execution: GEMMs in eight bits per kernel, quantised weights and fallbacks, while a ledger is open."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ledger:
     """Counts of a `record()` block."""
 
     gemms: Counter[str] = field(default_factory=Counter)
-    """FP8 GEMMs run, per kernel."""
+    """GEMMs in FP8 and INT8 run, per kernel."""
     weights: int = 0
     """Weights quantised for fprop: once per forward, excluding weights whose codes are reused."""
     fallbacks: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ _warned: set[str] = set()
 
 @contextmanager
 def record() -> Iterator[Ledger]:
-    """Count every FP8 GEMM that runs inside the block, in eager mode and in compiled code, in any thread."""
+    """Count every GEMM in FP8 or INT8 that runs inside the block, in eager mode and in compiled code, in any thread."""
     ledger = Ledger()
     update(lambda state: state._replace(ledgers=(*state.ledgers, ledger)))
     try:

@@ -84,7 +84,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, json_output: bool)
     from octavo.lab.train.console import ConsoleReporter
     from octavo.lab.train.export import export_flags
 
-    reporter = ConsoleReporter(console(stderr=json_output), program(), export_flags)
+    reporter = ConsoleReporter(console(stderr=json_output), program(), export_flags, keep=True)
     try:
         return run_training(config, reporters=[reporter], resume=resume, overwrite=overwrite)
     except KeyboardInterrupt as error:

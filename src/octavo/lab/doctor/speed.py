@@ -58,7 +58,7 @@ def layers(trial: Trial) -> Finding:
     needs=fp8_layers,
 )
 def fallback(trial: Trial) -> Finding:
-    """Count the FP8 GEMMs of one step by kernel, and collect the reasons of fallbacks."""
+    """Count the GEMMs in eight bits of one step by kernel, and collect the reasons of fallbacks."""
     with kernels.record() as ledger:
         trial.step()
     ran = dict(ledger.gemms)

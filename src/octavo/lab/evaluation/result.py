@@ -48,7 +48,7 @@ class Score:
     accuracy: float
     """Share of tokens predicted correctly."""
     fp8_gemms: dict[str, int]
-    """FP8 GEMMs run by Octavo, by kernel."""
+    """GEMMs in eight bits run by Octavo, by kernel."""
     fallbacks: tuple[str, ...]
     """Reasons for slower kernels."""
 
@@ -163,8 +163,7 @@ def _gap(scores: Mapping[str, Score]) -> dict[str, float | None]:
 
 def mean_and_error(values_S: Tensor) -> tuple[float | None, float | None]:
     """Return the mean and its standard error; None if missing or not finite."""
-    error = _finite(standard_error(values_S)) if len(values_S) > 1 else None
-    return _finite(float(values_S.mean())), error
+    return _finite(float(values_S.mean())), _finite(standard_error(values_S))
 
 
 def _difference(one: Score, other: Score) -> LossDifference:
@@ -172,8 +171,8 @@ def _difference(one: Score, other: Score) -> LossDifference:
     return LossDifference(computed=one.computed, reference=other.computed, loss=mean, loss_error=error)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _about(found: Evaluation) -> Iterator[str]:
@@ -186,7 +185,7 @@ def _about(found: Evaluation) -> Iterator[str]:
     yield f"            {text['tokens']:,} tokens in {layout}, {text['bytes']:,} bytes"
     yield f"device      {found.device}"
     in_fp8 = (sorted(score.fp8_gemms.items()) for score in found.scores if score.fp8_gemms)
-    gemms = (f"FP8 GEMMs   {', '.join(f'{count:,} {kernel}' for kernel, count in own)}" for own in in_fp8)
+    gemms = (f"8-bit GEMMs {', '.join(f'{count:,} {kernel}' for kernel, count in own)}" for own in in_fp8)
     fallbacks = (f"fallback    {reason}" for score in found.scores for reason in score.fallbacks)
     yield from dict.fromkeys((*gemms, *fallbacks))  # once, where several models compute alike
     yield from (f"note        {note}" for note in found.notes)

@@ -49,7 +49,8 @@ class GroupStatistics:
             )
         if any(is_distributed(parameter) for group in groups for parameter in group["params"]):
             raise UnsupportedError("GroupStatistics: parameters are sharded over ranks; statistics are of whole ones.")
-        self.every, self._done = every, 0
+        self.every, self.done = every, 0
+        """Number of steps made; a loop that resumes or goes back sets it."""
         self._found: dict[str, Tensor] = {}
         self._handle = optimizer.register_step_pre_hook(self._measure)
 
@@ -67,9 +68,9 @@ class GroupStatistics:
 
     @torch.no_grad()
     def _measure(self, optimizer: Optimizer, *_: Any) -> None:
-        self._done += 1
+        self.done += 1
         self._found = {}
-        if self._done % self.every:
+        if self.done % self.every:
             return
         for name, group in zip(self.names, optimizer.param_groups, strict=False):  # groups that came later: unnamed
             for kind, tensors in (("weight", _weights(group)), ("gradient", _gradients(optimizer, group))):

@@ -42,8 +42,8 @@ class Change:
     """A change of the loss, in nats per token."""
 
     mean: float
-    error: float
-    """Standard error of the mean over sequences; 0 for a single one."""
+    error: float | None
+    """Standard error of the mean over sequences; None for a single one."""
     second_order: float
     """Its second-order part, which persists as weights change; the first-order part changes sign."""
 
@@ -91,7 +91,8 @@ def loss_changes(
 
 def _together(first: Tensor, rest: Tensor) -> Change:
     """Return the change from its first-order part and remainder, each with sequences of its own."""
-    error = math.hypot(standard_error(first), standard_error(rest))
+    errors = [error for error in (standard_error(first), standard_error(rest)) if error is not None]
+    error = math.hypot(*errors) if len(errors) == 2 else None
     return Change(float(first.mean() + rest.mean()), error, float(rest.mean()))
 
 

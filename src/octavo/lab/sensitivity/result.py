@@ -42,9 +42,9 @@ def _lines(recipe: Recipe) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """Return a value as one line of TOML."""
+    """Return a value as one line of TOML, which has no null: None is the default of the keys that take it."""
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{key} = {_value(each)}' for key, each in value.items())} }}"
+        return f"{{ {', '.join(f'{key} = {_value(each)}' for key, each in value.items() if each is not None)} }}"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -66,7 +66,7 @@ def _cells(row: Mapping[str, Any], is_first: bool) -> tuple[str, ...]:
         "{} x {}".format(*row["shape"]) if is_first else "",
         row["gemm"],
         f"{row['loss_change']:+.1e}" if forward else "",
-        f"± {row['loss_error']:.0e}" if forward else "",
+        f"± {row['loss_error']:.0e}" if forward and row["loss_error"] is not None else "",
         f"{1 - row['cosine']:.1e}",
         f"{row['cost']:.1e}",
         f"{row['ms_saved']:.2g}",
@@ -163,7 +163,7 @@ class Sensitivity:
         return Evidence(
             reason=self.reason,
             loss_change=_rounded(self.change.mean),
-            loss_error=_rounded(self.change.error),
+            loss_error=None if self.change.error is None else _rounded(self.change.error),
             turned={gemm: _rounded(1 - self.cosines[gemm]) for gemm in self.all},
             ms_saved=_rounded(self.saved(self.chosen)),
             ms_offered=_rounded(self.saved(self.all)),

@@ -178,6 +178,9 @@ class LoopConfig:
     """Steps between samples of FP8 tensor statistics, stored in `run.sqlite`; 0: never."""
     histograms_every: int = 100
     """Steps between histograms of the exponents and noise of those tensors; 0: never."""
+    groups_every: int = 0
+    """Steps between mean, variance and largest magnitude of weights and gradients per parameter group of the optimizer,
+    in `run.sqlite`; 0: never. Not of parameters that ranks share; on a GPU such a step is waited for."""
     eval_every: int = 0
     """Steps between evaluations on held-out text; 0: only at the end."""
     eval_tokens: int = 65536
@@ -201,8 +204,9 @@ class LoopConfig:
     def __post_init__(self) -> None:
         _positive("run", self, "steps", "batch", "accumulate", "log_every", "eval_tokens", "keep")
         _within("run", self, "min_gain", "price_per_kwh", low=0, high=math.inf)
-        counts = "eval_every checkpoint_every telemetry_every histograms_every recalibrate_every tracker_tensors"
-        _within("run", self, *counts.split(), "seed", "bf16_first_steps", low=0, high=2**63 - 1)
+        every = "eval_every checkpoint_every telemetry_every histograms_every groups_every recalibrate_every"
+        counts = "tracker_tensors", "seed", "bf16_first_steps"
+        _within("run", self, *every.split(), *counts, low=0, high=2**63 - 1)
         _within("run", self, "recalibrate_above", "last_share", low=0, high=1)
         if self.last_share and self.weights == "fp8":
             raise ConfigError(
@@ -228,6 +232,25 @@ class LoopConfig:
     def leaves_recipe(self) -> bool:
         """Whether the FP8 model makes some steps in BF16, or by `last_recipe`."""
         return bool(self.bf16_first_steps or self.last_share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig:
+    """Text that the models write on from a prompt during the run, which stays bit for bit as it is without."""
+
+    every: int = 0
+    """Steps between samples, and one at the end, shown by the dashboard; 0: never."""
+    prompt: str = ""
+    """Text to continue, or with chat data a question to answer. Empty: the first 32 tokens of the held-out text."""
+    tokens: int = 64
+    """Number of tokens to write."""
+    temperature: float = 0.8
+    """Divides the logits that tokens are drawn by, from a generator of their own seeded by `run.seed` and the step; 0:
+    the likeliest token, which small models repeat for ever."""
+
+    def __post_init__(self) -> None:
+        _positive("sample", self, "tokens")
+        _within("sample", self, "every", "temperature", low=0, high=2**31)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,6 +387,8 @@ class RunConfig:
     """Layers that leave FP8 where it costs most."""
     guard: GuardConfig = field(default_factory=GuardConfig)
     """Limits and mode of the guardrails."""
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """Text that the models write during the run."""
 
     def __post_init__(self) -> None:
         if self.model.sequence < self.data.sequence:
@@ -379,6 +404,15 @@ class RunConfig:
             raise ConfigError(
                 "sensitivity.every: with run.weights = 'fp8' a weight has the format of its recipe to the end. Take"
                 " run.weights = 'bf16', or leave sensitivity.every at 0."
+            )
+        if self.sample.every and self.data.format == "chat" and not self.sample.prompt:
+            raise ConfigError(
+                "sample.prompt: is empty, and chat data need a question. Set one, or leave out sample.every."
+            )
+        if self.sample.every and (self.parallel.pipeline > 1 or self.parallel.context > 1):
+            raise ConfigError(
+                "sample.every: models split over parallel.pipeline or parallel.context write no text. Leave it at 0;"
+                " `octavo eval` and an export take their checkpoints."
             )
         if self.run.start_from and self.model.architecture != "llama":
             raise ConfigError("run.start_from: needs model.architecture 'llama'.")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -24,6 +30,7 @@ from octavo._util import terminal
 from octavo._util.recipe_names import FALLBACK
 from octavo._util.terminal import quantity
 from octavo.lab.guard.alarms import GuardEvent
+from octavo.lab.monitor.console import FILE, ConsoleFile
 from octavo.lab.train import events
 from octavo.lab.train.config import RunConfig, reason_for_fallback
 from octavo.lab.train.setup import trains_with
@@ -45,6 +52,8 @@ class ConsoleReporter:
         console: Console | None = None,
         program: str = "octavo",
         export_flags: Callable[[Path], str | None] = lambda run: None,
+        *,
+        keep: bool = False,
     ) -> None:
         """Write to a console.
 
@@ -52,9 +61,12 @@ class ConsoleReporter:
             program: how to call `octavo`.
             export_flags: (directory of a finished run) -> what follows it in `octavo export`, or None if it cannot be
                 exported. By default an export is not suggested.
+            keep: write all of it, as in a pipe, to `console.log` of the run's directory too, with warnings of this
+                process and the error that ends the run.
         """
         # No markup and no highlighting of measured values.
         self._console = console or terminal.console()
+        self._kept = KeptConsole() if keep else None
         self._program = program
         self._export_flags = export_flags
         self._rows: deque[list[str]] = deque(maxlen=_ROWS)
@@ -85,23 +97,38 @@ class ConsoleReporter:
             case events.Evaluated():
                 losses = "  ".join(f"{model.upper()} {loss:.4f}" for model, loss in event.loss.items())
                 self._say(f"step {event.step}: held-out loss  {losses}")
+            case events.Sampled():
+                for model, text in event.text.items():
+                    self._say(f"step {event.step}: {events.MODELS[model]} continues {_end(event.prompt)!r}: {text!r}")
             case GuardEvent() if event.level != "info" or event.action:
                 action = f" -> {event.action}" if event.action else ""
                 self._say(f"step {event.step}: {f'[{event.cause}] ' if event.cause else ''}{event.text}{action}")
             case events.Saved():
                 self._say(f"step {event.step}: checkpoint {event.path}")
             case events.Finished():
-                self.close()
-                final_report(self._console, event, self._next(event), self._program)
+                self._close_live()
+                commands = self._next(event)
+                for console in self._consoles():
+                    final_report(console, event, commands, self._program)
 
     def close(self) -> None:
         """Leave the table on the screen and restore the cursor."""
+        self._close_live()
+        if self._kept is not None:
+            self._kept.close()
+
+    def _close_live(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
+    def _consoles(self) -> Sequence[Console]:
+        return (self._console,) if self._kept is None else (self._console, self._kept.console)
+
     def _start(self, event: events.Started) -> None:
         self._config = event.config
+        if self._kept is not None:
+            self._kept.open(event.config.run.out)
         run, data = event.config.run, event.config.data
         baseline = " beside BF16" if len(event.models) == 2 else ""
         self._say(
@@ -123,11 +150,10 @@ class ConsoleReporter:
         losses = [f"loss {events.MODELS[model]}" for model in event.models]
         gap = ["gap %"] if len(losses) == 2 else []
         self._columns = ["step", *losses, *gap, "tokens/s", "lr", "grad norm", "left"]
+        self._say_row(self._columns)
         if self._console.is_terminal:
             on_cpu = event.plan is None or event.plan.device == "cpu"
             self._open_live(run.steps, event.first_step, "" if on_cpu else "first step: compiling")
-        else:
-            self._say("".join(title.rjust(_WIDTH) for title in self._columns))
 
     def _open_live(self, steps: int, done: int, doing: str) -> None:
         self._progress = Progress(
@@ -145,10 +171,9 @@ class ConsoleReporter:
     def _log(self, event: events.Logged) -> None:
         left = self._time_left(event)
         self._rows.append([*_cells(event), left])
-        if self._live is None:
-            self._say("".join(cell.rjust(_WIDTH) for cell in self._rows[-1]))
+        self._say_row(self._rows[-1])
+        if self._live is None or self._progress is None:
             return
-        assert self._progress is not None  # opened with the table
         self._progress.update(self._task, completed=event.step, left=f"{left} left" if left != NOT_KNOWN else "")
         self._live.update(self._screen())
 
@@ -189,7 +214,50 @@ class ConsoleReporter:
                 yield other
 
     def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        for console in self._consoles():
+            console.print(line, markup=False, soft_wrap=True)
+
+    def _say_row(self, cells: Sequence[str]) -> None:
+        """Print a row of the table as a line, but to a terminal, whose live table has it."""
+        for console in self._consoles():
+            if not console.is_terminal:
+                console.print("".join(cell.rjust(_WIDTH) for cell in cells), markup=False, soft_wrap=True)
+
+
+class KeptConsole:
+    """The console of `console.log`. From `open` to `close` it also gets warnings of this process."""
+
+    def __init__(self) -> None:
+        self._file = ConsoleFile()
+        self._file.write(time.strftime("--- %Y-%m-%d %H:%M:%S UTC\n", time.gmtime()))
+        self.console = terminal.console(file=cast(TextIO, self._file))
+        self._undo = ExitStack()
+
+    def open(self, directory: Path) -> None:
+        """Write to the file of this directory, below the lines that it has, and take warnings."""
+        self._file.open(directory / FILE)
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *where: Any) -> None:
+            shown(message, category, filename, lineno, *where)
+            self._print(warnings.formatwarning(str(message), category, filename, lineno, line=""))
+
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self._print(record.getMessage())  # type: ignore[method-assign]
+        logger = logging.getLogger("octavo")
+        logger.addHandler(handler)
+        self._undo.callback(logger.removeHandler, handler)
+        self._undo.callback(setattr, warnings, "showwarning", shown)
+        warnings.showwarning = cast(Any, show)
+
+    def close(self) -> None:
+        """Take no more warnings, and write the error that is being raised, if one is."""
+        self._undo.close()
+        if (error := sys.exc_info()[1]) is not None:
+            self._print(f"octavo: error: {error}" if str(error) else f"octavo: {type(error).__name__}")
+
+    def _print(self, text: str) -> None:
+        self.console.print(text.rstrip(), markup=False, soft_wrap=True)
 
 
 def _cells(event: events.Logged) -> list[str]:
@@ -208,6 +276,11 @@ def _cells(event: events.Logged) -> list[str]:
 def _text(config: RunConfig) -> str:
     source = config.data.source
     return "Python's standard library" if source == "python" else f"'{source}'"
+
+
+def _end(prompt: str, longest: int = 24) -> str:
+    """Return the end of a prompt."""
+    return prompt if len(prompt) <= longest else f"...{prompt[-longest:]}"
 
 
 def _count(number: int) -> str:

@@ -74,40 +74,40 @@ def answers_given(state: TrainState, batches: Iterable[Batch]) -> Tensor:
     return torch.cat(found)
 
 
-def accuracy_by_task(tasks: Sequence[str], right: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+def accuracy_by_task(tasks: Sequence[str], right: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
     """Return for each task the accuracy of each model and of FP8 minus BF16, paired, with standard errors (`_error`).
 
     Args:
         tasks: task of each conversation.
         right: by model: whether each conversation was answered, bool.
     """
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float | None]] = {}
     for task in dict.fromkeys(tasks):
         of_task = torch.tensor([name == task for name in tasks])
         found[task or "answers"] = compared({model: answered[of_task] for model, answered in right.items()})
     return found
 
 
-def compared(values: Mapping[str, Tensor]) -> dict[str, float]:
+def compared(values: Mapping[str, Tensor]) -> dict[str, float | None]:
     """Return the mean of each model's values per sample, and of the first's less the second's, with standard errors."""
     first, *others = values.values()
     means = dict(values)
     if others:
         means["difference"] = first.double() - others[0].double()
-    row: dict[str, float] = {"samples": len(first)}
+    row: dict[str, float | None] = {"samples": len(first)}
     for name, x in means.items():
         row |= {name: float(x.double().mean()), f"{name}_error": standard_error(x.double())}
     return row
 
 
-def within(error: float, samples: float, form: str = "") -> str:
+def within(error: float | None, samples: float, form: str = "") -> str:
     """Return ` ± error` for a text, or that a single sample has none."""
     return f" ± {error:{form}}" if samples > 1 else " (one sample)"
 
 
-def standard_error(values: Tensor) -> float:
-    """Return the standard error of the mean of independent values; 0 for a single one (see `within`)."""
-    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+def standard_error(values: Tensor) -> float | None:
+    """Return the standard error of the mean of independent values; None for a single one."""
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def perplexity(loss: float) -> float:

@@ -104,6 +104,16 @@ class TensorsMeasured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupsMeasured:
+    """Statistics of the parameter groups of the first model."""
+
+    step: int
+    """The step that was measured."""
+    values: Mapping[str, float]
+    """As `GroupStatistics.scalars`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorsChanged:
     """The measured tensors change from here on: layers changed their recipe."""
 
@@ -167,6 +177,22 @@ def losses_by_source(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """The models have continued a prompt."""
+
+    step: int
+    """Steps made."""
+    prompt: str
+    """The text that they continue."""
+    text: Mapping[str, str]
+    """By model: what it wrote."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the line of `samples.jsonl`."""
+        return {"step": self.step, "prompt": self.prompt, "text": dict(self.text)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """A checkpoint was written."""
 
@@ -193,11 +219,13 @@ Event = (
     | Started
     | Logged
     | TensorsMeasured
+    | GroupsMeasured
     | TensorsChanged
     | Switched
     | GuardEvent
     | Scoring
     | Evaluated
+    | Sampled
     | Saved
     | Finished
 )

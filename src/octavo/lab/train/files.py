@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from octavo._util import config_reader
 from octavo._util.files import os_errors, write_text
 from octavo.errors import RunError
 from octavo.lab.guard.alarms import GuardEvent
-from octavo.lab.train.events import Evaluated, Event, Logged, Switched
+from octavo.lab.monitor import samples
+from octavo.lab.train.events import Evaluated, Event, Logged, Sampled, Switched
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -25,8 +26,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n", RunError)
 
 
-class MetricsFile:
-    """`metrics.jsonl`: one line per logged step, change of recipe or evaluation, written as it happens."""
+class EventFile:
+    """A file of one line per event of some kinds, written as it happens."""
+
+    kinds: tuple[type[Logged | Switched | Evaluated | Sampled], ...]
+    """The events that are lines."""
 
     def __init__(self, path: Path, *, keep_until: int, keep_lines: int | None = None) -> None:
         """Open `path` and keep the lines up to step `keep_until`: a resumed run writes the others again.
@@ -40,8 +44,8 @@ class MetricsFile:
         self._truncate(keep_until, keep_lines)
 
     def report(self, event: Event) -> None:
-        """Write the event if it has measurements."""
-        if isinstance(event, Logged | Switched | Evaluated):
+        """Write the event if it is a line."""
+        if isinstance(event, self.kinds):
             if self._path.parent.exists() and not self._path.exists():
                 warnings.warn(f"{self._path}: was removed during the run, and is written again.", stacklevel=2)
                 self.copy_to(self._path)
@@ -55,11 +59,16 @@ class MetricsFile:
 
     def _truncate(self, keep_until: int, keep_lines: int | None = None) -> None:
         """Keep some lines, or if this process is killed, all of them, and open the file."""
-        kept = [line for line in read_metrics(self._path)[:keep_lines] if line["step"] <= keep_until]
+        kept = [line for line in self.read(self._path)[:keep_lines] if line["step"] <= keep_until]
         write_text(self._path, "".join(map(_line, kept)), RunError)
         with os_errors(self._path, RunError):
             self._open()
         self.lines = len(kept)
+
+    @staticmethod
+    def read(path: Path) -> list[Mapping[str, Any]]:
+        """Return the lines of such a file, none if there is no file; errors name the line."""
+        raise NotImplementedError
 
     def _open(self) -> None:
         self._file = self._path.open("a+", encoding="utf-8", buffering=1)
@@ -76,16 +85,47 @@ class MetricsFile:
             self._file.close()
 
 
+class MetricsFile(EventFile):
+    """`metrics.jsonl`: one line per logged step, change of recipe or evaluation."""
+
+    kinds = (Logged, Switched, Evaluated)
+
+    @staticmethod
+    def read(path: Path) -> list[Mapping[str, Any]]:
+        """Return `read_metrics`."""
+        return [*read_metrics(path)]
+
+
+class SamplesFile(EventFile):
+    """`samples.jsonl`: one line per sample."""
+
+    kinds = (Sampled,)
+
+    @staticmethod
+    def read(path: Path) -> list[Mapping[str, Any]]:
+        """Return the samples of a file, none if there is no file. An incomplete last line is left out.
+
+        Raises:
+            RunError: the file cannot be read.
+            StoreError: a line is no sample.
+        """
+        return [samples.parse(line, where) for line, where in _lines(path)]
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, none if there is no file. An incomplete last line is left out.
 
     Raises:
         RunError: the file cannot be read, or a line is not one of metrics; the message names it.
     """
-    if not path.exists():
-        return []
-    lines = config_reader.read_text(path, RunError).split("\n")[:-1]
-    return [_parsed(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    return [_parsed(line, where) for line, where in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield each whole line of a file, none if there is no file, and where it is."""
+    if path.exists():
+        for number, line in enumerate(config_reader.read_text(path, RunError).split("\n")[:-1], 1):
+            yield line, f"{path}:{number}"
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:

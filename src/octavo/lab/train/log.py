@@ -22,11 +22,12 @@ from octavo.lab.data.chat import TASKS
 from octavo.lab.data.quality import judge
 from octavo.lab.guard import GuardEvent
 from octavo.lab.loop import Part
+from octavo.lab.monitor import console, samples
 from octavo.lab.train import checkpoint, events
 from octavo.lab.train import device as devices
 from octavo.lab.train.batches import BatchDrift, SourceLosses
 from octavo.lab.train.evaluate import accuracy_by_task, answers_given
-from octavo.lab.train.files import MetricsFile, read_metrics, write_json
+from octavo.lab.train.files import MetricsFile, SamplesFile, read_metrics, write_json
 from octavo.lab.train.inputs import keep_inputs
 from octavo.lab.train.memory import peaks
 from octavo.lab.train.record import StoreReporter
@@ -35,8 +36,9 @@ from octavo.lab.train.setup import Setup
 from octavo.lab.train.summary import summarise
 from octavo.lab.train.train_state import RunStep, TrainState
 
-_WRITTEN = tuple(
-    f"{name}.json" for name in ["summary", "heldout", "plan", "tensor", "sharding", "pipeline", "scales", "calibration"]
+_WRITTEN = (
+    *("summary.json", "heldout.json", "plan.json", "tensor.json", "sharding.json", "pipeline.json", "scales.json"),
+    *("calibration.json", console.FILE, samples.FILE),
 )
 """Files of a run, which one that replaces it is not to be read with."""
 
@@ -111,6 +113,9 @@ class RunLog(Part[RunStep]):
         self._reporters.insert(0, metrics)
         store = StoreReporter(self.config, self.setup.device, done=until, events=recorded.get("events"))
         self._reporters.insert(1, store)
+        path = self.directory / samples.FILE
+        if self.config.sample.every or path.exists():  # cut, though the resumed run writes none
+            self._reporters.insert(2, SamplesFile(path, keep_until=until))
         self._files = metrics, store
         if resumed is not None and kept:  # what an interrupted run recorded of it was cut
             store.report(events.Saved(step=done, path=resumed.path))

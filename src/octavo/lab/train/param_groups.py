@@ -103,6 +103,16 @@ def _groups(
     ]
 
 
+def group_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return a distinct name of each parameter group: `matrices` or `vectors`, and a learning-rate factor but 1."""
+    names: list[str] = []
+    for group in optimizer.param_groups:
+        kind = "vectors" if all(parameter.ndim < 2 for parameter in group["params"]) else "matrices"
+        name = kind if group["lr_factor"] == 1 else f"{kind}_lr_{group['lr_factor']:g}"
+        names.append(name if name not in names else f"{name}_{len(names)}")
+    return names
+
+
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
 

@@ -5,6 +5,8 @@ From the outermost to the innermost:
     Evaluation     scores held-out text
     Stop           ends the run at a signal, or because its directory is gone
     Checkpoints    writes them, and removes those that a rollback abandons
+    Sampling       lets the models write text, in `octavo.lab.train.sampling`
+    Groups         statistics of parameter groups
     RunLog         a line of the log
     Finite         ends a run whose losses are no longer finite
     Guard          guardrails
@@ -19,19 +21,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo._util.terminal import quantity
 from octavo.conversion import disabled, enable
-from octavo.errors import CheckpointError, DivergedError, Interrupted, RunError
+from octavo.errors import CheckpointError, ConfigError, DivergedError, Interrupted, RunError
 from octavo.lab.guard import GuardEvent
 from octavo.lab.loop import Loop, Part
+from octavo.lab.monitor.groups import GroupStatistics
 from octavo.lab.train import checkpoint, events
 from octavo.lab.train.background import BackgroundWriter
 from octavo.lab.train.directory import RunDirectory, rescue_path
 from octavo.lab.train.evaluate import heldout_losses
 from octavo.lab.train.files import write_json
 from octavo.lab.train.guarding import GuardedRun
+from octavo.lab.train.param_groups import group_names
 from octavo.lab.train.resume import save_checkpoint
 from octavo.lab.train.schedule import learning_rate
 from octavo.lab.train.sensitivity import LayerCost, choose, layer_costs, times_the_mean
@@ -40,6 +45,7 @@ from octavo.lab.train.summary import HIGH
 from octavo.lab.train.train_state import RunStep, TrainState
 from octavo.nn.linear import LinearLayer
 from octavo.recipes import Recipe
+from octavo.tensor import is_distributed
 
 
 class Schedule(Part[RunStep]):
@@ -179,6 +185,47 @@ class Finite(Part[RunStep]):
                 run.setup.states = (first,)
                 text = f"{error} The run goes on without its BF16 baseline."
                 run.log.emit(GuardEvent(step.number, "error", "baseline", " ".join(text.split())))
+        return False
+
+
+class Groups(Part[RunStep]):
+    """Statistics of the first model's parameter groups, every `run.groups_every` steps.
+
+    Raises:
+        ConfigError: ranks have parts of the parameters or of the optimizer.
+    """
+
+    reads = "results"
+
+    def __init__(self, run: GuardedRun) -> None:
+        self._run, every = run, run.config.run.groups_every
+        self._statistics: GroupStatistics | None = None
+        if not every:
+            return
+        state, optimizer = run.setup.states[0], run.setup.states[0].optimizer
+        if run.ranks.is_greedy or any(map(is_distributed, state.parameters.values())) or state.pipeline is not None:
+            raise ConfigError(
+                "run.groups_every: statistics are of whole parameter groups, and ranks share those of this run. Leave"
+                " it at 0."
+            )
+        self._statistics = GroupStatistics(optimizer, every, names=group_names(optimizer))
+
+    def before_step(self) -> bool:
+        """Number the steps as the run does: it may have resumed, gone back or skipped some."""
+        if self._statistics is not None:
+            self._statistics.done = self._run.done
+        return False
+
+    def is_due(self, step: RunStep) -> bool:
+        """Return True every `run.groups_every` steps."""
+        return self._run.is_every(self._run.config.run.groups_every)
+
+    def after_step(self, step: RunStep) -> bool:
+        """Emit what the optimizer's step has measured; nothing if it was skipped."""
+        found = {} if self._statistics is None else self._statistics.scalars()
+        if found:
+            values = torch.stack([*found.values()]).tolist()  # one transfer
+            self._run.log.emit(events.GroupsMeasured(step=step.number, values=dict(zip(found, values, strict=True))))
         return False
 
 

@@ -64,6 +64,8 @@ class StoreReporter:
             case events.TensorsChanged():
                 self._recorder.document("plan", json.loads(event.plan.to_json()), step=event.step)
                 self._recorder.tensors(event.rows)
+            case events.GroupsMeasured():
+                self._recorder.step(event.step, event.values)
             case events.Evaluated():
                 self._recorder.step(event.step, _numbers(event.record()))
             case events.Switched():

@@ -55,9 +55,14 @@ FREE = {
     "run.price_per_kwh",
     "run.steps",
     "run.telemetry_every",
+    "run.groups_every",
     "run.histograms_every",
     "run.tracker",
     "run.tracker_tensors",
+    "sample.every",
+    "sample.prompt",
+    "sample.temperature",
+    "sample.tokens",
 }
 
 

@@ -18,8 +18,9 @@ from octavo.lab.train.guarding import GuardedRun
 from octavo.lab.train.inputs import with_files
 from octavo.lab.train.log import RunLog
 from octavo.lab.train.parallel import ranks_of
-from octavo.lab.train.parts import Checkpoints, Evaluation, Finite, Schedule, Sensitivity, Stop
+from octavo.lab.train.parts import Checkpoints, Evaluation, Finite, Groups, Schedule, Sensitivity, Stop
 from octavo.lab.train.resume import load_checkpoint
+from octavo.lab.train.sampling import Sampling
 from octavo.lab.train.setup import Setup, set_up
 from octavo.lab.train.stopping import StopSignals
 from octavo.lab.train.train_state import RunStep
@@ -75,6 +76,8 @@ class Trainer:
             self._evaluation,
             Stop(self.state, self._checkpoints, self._signals),
             self._checkpoints,
+            Sampling(self.state),
+            Groups(self.state),
             self.log,
             Finite(self.state),
             self.guard,

@@ -38,7 +38,7 @@ def summarise(
 
     Args:
         config: the run.
-        facts: `device`, `parameters`, bytes per parameter of weights and of optimizer states, FP8 GEMMs, fallbacks,
+        facts: `device`, `parameters`, bytes per parameter of weights and of optimizer states, 8-bit GEMMs, fallbacks,
             steps skipped by dynamic loss scaling, accuracy by task, `seconds`, and `energy_kwh` of all GPUs.
         heldout: by model: held-out loss of each sequence. `HIGH`: of the FP8 model's weights, computed without FP8.
         corpus: facts of the text.
@@ -155,7 +155,7 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
         yield "optimizer states", f"{summary['optimizer_states']}, {taken}"
     if summary["heldout_loss_fp8"] is not None:
         gemms = (f"{count:,} {kernel}" for kernel, count in sorted(summary["fp8_gemms"].items()))
-        yield "FP8 GEMMs run", ", ".join(gemms) or "none"
+        yield "8-bit GEMMs run", ", ".join(gemms) or "none"
         yield "fallbacks", "; ".join(summary["fallbacks"]) or "none"
     yield "stored in", str(event.directory)
 

@@ -24,6 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of two runs at different depths; of 21 layers `layers.1.attention.wo` saturates."""
     root = tmp_path_factory.mktemp("runs")
     synthetic_run(root / "first", layers=21, steps=240)
+    (root / "first" / "console.log").write_text("octavo 0.1.0: reading\nstep 60: loss spike -> skipped\n")
+    written = {"step": 60, "prompt": "def f(", "text": {"fp8": "self):", "bf16": "<b>x"}}
+    (root / "first" / "samples.jsonl").write_text(f"{json.dumps(written)}\n{{")
     synthetic_run(root / "sweep" / "tensorwise", layers=14, steps=120, recipe="tensorwise", seed=3)
     return root
 

@@ -32,6 +32,8 @@ VIEWS = {
     "performance?run=first": "speed-up",
     "events?run=first": "scale window raised",
     "settings?run=first": "optimizer.lr",
+    "samples?run=first": "FP8 def f(self): BF16 def f(<b>x",
+    "console?run=first": "step 60: loss spike",
     "compare?run=first&run=sweep/tensorwise": "run.recipe",
     "runs": "sweep/tensorwise",
 }

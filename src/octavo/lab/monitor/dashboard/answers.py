@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +15,14 @@ from octavo._util.checksums import check_regular
 from octavo._util.config_reader import blaming
 from octavo._util.terminal import printable
 from octavo.errors import ConfigError, StoreError, did_you_mean
+from octavo.lab.monitor.console import FILE as CONSOLE
+from octavo.lab.monitor.console import newest as newest_lines
 from octavo.lab.monitor.dashboard.packing import pack, pack_curves
 from octavo.lab.monitor.dashboard.runs import RunCollection
 from octavo.lab.monitor.dashboard.speed import speed
 from octavo.lab.monitor.dashboard.verdict import gap_limit, gap_of, loss_key, newest, verdict
+from octavo.lab.monitor.samples import FILE as SAMPLES
+from octavo.lab.monitor.samples import parse
 from octavo.lab.monitor.store import ROLES, RunReader, Series, config_difference
 from octavo.lab.monitor.store.writer import plain
 
@@ -26,6 +31,12 @@ EVENTS = 2000
 """Number of newest events sent."""
 MAX_POINTS = 5000
 """Maximum number of points or buckets per request."""
+CONSOLE_BYTES = 256 * 2**10
+"""Bytes of the newest console lines sent."""
+SAMPLES_BYTES = 256 * 2**10
+"""Bytes of the newest samples sent."""
+NOTE_BYTES = 64 * 2**10
+"""Bytes of a note that are read for its first line."""
 RECENT = 200
 """Steps searched for the newest value of a scalar."""
 MAX_COMPARED = 8
@@ -144,6 +155,23 @@ def events(known: RunCollection, query: Query) -> Answer:
     return {"count": opened.event_count(), "events": newest}
 
 
+def console(known: RunCollection, query: Query) -> Answer:
+    """The newest lines of what a run printed, and the number of bytes before them; `text` is None if it kept none."""
+    with _beside(known.open(query.text("run")), CONSOLE) as file:
+        text, before = (None, 0) if file is None else newest_lines(file, CONSOLE_BYTES)
+    return {"text": text, "before": before}
+
+
+def samples(known: RunCollection, query: Query) -> Answer:
+    """The newest texts that the models of a run wrote, oldest first, and whether there are more."""
+    opened = known.open(query.text("run"))
+    with _beside(opened, SAMPLES) as file:
+        text, before = ("", 0) if file is None else newest_lines(file, SAMPLES_BYTES)
+    path, lines = opened.path.with_name(SAMPLES), text.split("\n")[:-1]  # the last one may be incomplete
+    found = [parse(line, f"{path}, line {number} of the newest") for number, line in enumerate(lines, 1)]
+    return {"samples": found, "more": before > 0}
+
+
 def performance(known: RunCollection, query: Query) -> Answer:
     """Curves of `speed`, with its facts in the header."""
     curves, facts = speed(known.open(query.text("run")), points=query.number("points", POINTS))
@@ -160,10 +188,8 @@ def compare(known: RunCollection, query: Query) -> Answer:
     return {"runs": entries, "differences": differences, "keys": keys}
 
 
-ANSWERS: dict[str, Callable[[RunCollection, Query], Answer]] = {
-    answer.__name__: answer
-    for answer in (runs, live, run, scalars, heatmap, series, histograms, events, performance, compare)
-}
+_ALL = (runs, live, run, scalars, heatmap, series, histograms, events, console, samples, performance, compare)
+ANSWERS: dict[str, Callable[[RunCollection, Query], Answer]] = {answer.__name__: answer for answer in _ALL}
 """Answers by the last part of their URL."""
 
 
@@ -255,13 +281,23 @@ def _model_of(opened: RunReader) -> str:
 
 def _note(opened: RunReader) -> str:
     """Return the first line of notes.md in the run's directory."""
-    notes = opened.path.with_name("notes.md")
+    with _beside(opened, "notes.md") as file:
+        lines = [] if file is None else file.read(NOTE_BYTES).decode(errors="replace").splitlines()
+    return next((line.lstrip("# ").strip() for line in lines if line.strip()), "")
+
+
+@contextlib.contextmanager
+def _beside(opened: RunReader, name: str) -> Iterator[BinaryIO | None]:
+    """Open a file of a run's directory; None if there is none, or a link, which may lead to files of another folder."""
+    path = opened.path.with_name(name)
     try:
-        check_regular(notes)
-        text = notes.read_text(encoding="utf-8", errors="replace")
+        check_regular(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
-        return ""
-    return next((line.lstrip("# ").strip() for line in text.splitlines() if line.strip()), "")
+        yield None
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
 
 
 def _layers(opened: RunReader) -> list[dict[str, Any]]:

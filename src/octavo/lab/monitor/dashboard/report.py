@@ -92,7 +92,7 @@ def _requests(known: RunCollection, readable: Sequence[str]) -> Iterator[Request
     for name in readable:
         run = {"run": [name]}
         opened = known.open(name)
-        for request in ("live", "run", "events"):
+        for request in ("live", "run", "events", "console", "samples"):
             yield request, run
         for request in ("scalars", "performance"):
             yield request, {**run, "points": [str(POINTS)]}

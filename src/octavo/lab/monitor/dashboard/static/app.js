@@ -6,6 +6,7 @@ import { ago, number } from "octavo/format.js";
 import { get, link, place } from "octavo/place.js";
 import { ask, askAhead, isReport, open } from "octavo/source.js";
 import { compareView } from "octavo/compare.js";
+import { consoleView } from "octavo/console.js";
 import { eventsView } from "octavo/events.js";
 import { layerAsks, layerView } from "octavo/layer.js";
 import { layersAsks, layersView } from "octavo/layers.js";
@@ -13,6 +14,7 @@ import { overviewAsks, overviewView } from "octavo/overview.js";
 import { performanceAsks, performanceView } from "octavo/performance.js";
 import { planView } from "octavo/plan.js";
 import { runsView } from "octavo/runs.js";
+import { samplesView } from "octavo/samples.js";
 import { settingsView } from "octavo/settings.js";
 
 const VIEWS = {
@@ -22,6 +24,8 @@ const VIEWS = {
   plan: ["Plan", planView],
   performance: ["Performance", performanceView, performanceAsks],
   events: ["Events", eventsView],
+  samples: ["Samples", samplesView],
+  console: ["Console", consoleView],
   settings: ["Settings", settingsView],
 };
 const ACROSS = { runs: ["Runs", runsView], compare: ["Compare", compareView] };
@@ -168,7 +172,7 @@ function turn() {
 // Keys
 
 const KEYS = [
-  ["1 … 7", "the views of a run, in order"], ["r", "all runs"], ["c", "compare"], ["[  ]", "previous layer, next layer"],
+  [`1 … ${Object.keys(VIEWS).length}`, "the views of a run, in order"], ["r", "all runs"], ["c", "compare"], ["[  ]", "previous layer, next layer"],
   ["/", "search"], ["t", "light or dark theme"], ["?", "these keys"], ["Esc", "close, or leave a field"],
 ];
 

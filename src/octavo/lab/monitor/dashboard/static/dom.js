@@ -31,14 +31,14 @@ export function check(label, checked, change) {
     h("input", { type: "checkbox", checked, onchange: (event) => change(event.target.checked) }), h("span", {}, label));
 }
 
-export function search(label, value, change) {
+export function search(label, value, change, placeholder = "part of a name") {
   let timer;
   const changed = (event) => {
     clearTimeout(timer);
     timer = setTimeout(() => change(event.target.value.trim()), 200);
   };
   return h("label", { class: "control" }, h("span", {}, label),
-    h("input", { type: "search", "aria-label": label, value, oninput: changed, placeholder: "part of a name", "data-search": true }));
+    h("input", { type: "search", "aria-label": label, value, oninput: changed, placeholder, "data-search": true }));
 }
 
 export function card(label, value, note = "", title = "") {

@@ -90,7 +90,7 @@ export function overviewView() {
       card("recipe", run.plan.recipe ?? run.config.run?.recipe ?? "–", run.env.device ?? ""),
       ...Object.entries(run.summary.tasks ?? {}).map(([task, found]) => {
         const [lane, other] = Object.keys(found).filter((key) => `${key}_error` in found && key !== "difference");
-        const shown = (key) => `${percent(100 * found[key])} ± ${percent(100 * found[`${key}_error`])}`;
+        const shown = (key) => `${percent(100 * found[key])}${found.samples > 1 ? ` ± ${percent(100 * found[`${key}_error`])}` : " (one sample)"}`;
         return card(task, shown(lane), other ? `${other.replace("_", " ").toUpperCase()} ${shown(other)}` : "");
       }),
     ].filter(Boolean);

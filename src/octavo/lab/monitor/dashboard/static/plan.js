@@ -18,7 +18,8 @@ export function kernels(text) {
 function found(evidence) {
   if (!evidence) return ["–", "–", "–"];
   const turned = Object.values(evidence.turned).reduce((sum, each) => sum + each, 0);
-  return [`${small(evidence.loss_change)} ± ${small(evidence.loss_error)}`, small(turned), `${small(evidence.ms_saved)} of ${small(evidence.ms_offered)}`];
+  const error = evidence.loss_error ? ` ± ${small(evidence.loss_error)}` : ""; // of a single sequence there is none
+  return [`${small(evidence.loss_change)}${error}`, small(turned), `${small(evidence.ms_saved)} of ${small(evidence.ms_offered)}`];
 }
 
 const small = (value) => (value === 0 ? "0" : Math.abs(value) < 1e-3 ? value.toExponential(1) : number(value, 3));

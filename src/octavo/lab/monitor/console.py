@@ -1,0 +1,83 @@
+"""`console.log`: what a run prints, kept in its directory; its size is bounded."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import BinaryIO
+
+FILE = "console.log"
+"""File name in a run's directory."""
+LIMIT = 4 * 2**20
+"""Largest size of the file in bytes. Beyond it lines in the middle go, so that half of it remains."""
+HEAD = 64 * 2**10
+"""Bytes at the beginning, which say how the run was started, that always stay."""
+
+
+class ConsoleFile:
+    """A text file that a console writes to. What is written before `open` is held until then.
+
+    A file that cannot be written is given up with a warning: a run does not end because of it.
+    """
+
+    def __init__(self, limit: int = LIMIT, head: int = HEAD) -> None:
+        self._limit, self._head = limit, head
+        self._path = Path()
+        self._held: list[str] | None = []
+        """None once the file is given up."""
+        self._size: int | None = None
+        """None before `open`."""
+
+    def open(self, path: Path) -> None:
+        """Append to the file at `path`."""
+        if self._held is None or self._size is not None:
+            return
+        self._path, self._size = path, path.stat().st_size if path.is_file() else 0
+        held, self._held = self._held, []
+        self.write("".join(held))
+
+    def write(self, text: str) -> None:
+        """Write text."""
+        if self._held is None or self._size is None:
+            if self._held is not None:
+                self._held.append(text)
+            return
+        try:
+            data = text.encode(errors="backslashreplace")
+            with self._path.open("ab") as file:  # the directory of a run may be renamed while it trains
+                file.write(data)
+            self._size += len(data)
+            if self._size > self._limit:
+                self._shorten()
+        except OSError as error:
+            self._held = None
+            warnings.warn(
+                f"{self._path}: cannot be written ({error.strerror}); the run goes on without it.", stacklevel=2
+            )
+
+    def flush(self) -> None:
+        """Do nothing: every write is in the file."""
+
+    def _shorten(self) -> None:
+        """Take out whole lines behind the head."""
+        content = self._path.read_bytes()
+        first = content.rfind(b"\n", 0, self._head) + 1
+        last = content.find(b"\n", max(len(content) - self._limit // 2, first)) + 1
+        lines = content.count(b"\n", first, last)
+        note = f"[{lines:,} lines are left out here: {self._path.name} is full]\n"
+        unfinished = self._path.with_name(f".writing-{self._path.name}")
+        unfinished.write_bytes(content[:first] + note.encode() + content[last:])
+        unfinished.replace(self._path)
+        self._size = self._path.stat().st_size
+
+
+def newest(file: BinaryIO, limit: int) -> tuple[str, int]:
+    """Return the last whole lines of a console's file, at most `limit` bytes, and the number of bytes before them."""
+    start = max(file.seek(0, os.SEEK_END) - limit, 0)
+    file.seek(start)
+    content = file.read(limit)
+    if start:
+        cut = content.find(b"\n") + 1
+        start, content = start + cut, content[cut:]
+    return content.decode(errors="replace"), start
