@@ -8,13 +8,11 @@ the profiler in a second pass, after all timing, as the profiler slows later lau
 
 from __future__ import annotations
 
-import gc
 import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import skip_own_guards
+from octavo._util.collector import no_collection
 from octavo.errors import UnsupportedError
 from octavo.lab.train.timing import Kernel, busy
 from octavo_bench.implementations import BF16, TORCHAO, Implementation, implementations
@@ -195,7 +194,7 @@ def _times(implementation: Implementation, mode: str, steps: int) -> Row:
     stack = _stack(implementation, mode)
     _warm_up(stack)
     issued, done = [], []
-    with _no_collection():
+    with no_collection():
         for _ in range(steps):
             stack.change_weights()
             torch.cuda.synchronize()
@@ -258,17 +257,6 @@ def _warm_up(stack: Stack) -> None:
         stack.change_weights()
         stack.step()
     torch.cuda.synchronize()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable Python's garbage collector in timed steps."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def command(*, recipes: str = "folded", steps: int = STEPS, output: Output = TO_STDOUT) -> int:

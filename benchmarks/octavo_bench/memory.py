@@ -23,7 +23,7 @@ from octavo.optim.states import States
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known
 from octavo_bench.render import figures, grouped, has_failed
 from octavo_bench.results import Row
-from octavo_bench.timing import attempt, peak_gib
+from octavo_bench.timing import attempt, made_in_bf16, peak_gib
 from octavo_bench.workloads import WORKLOADS, Workload
 
 USABLE = 0.95
@@ -130,7 +130,9 @@ def predict(workload: Workload, case: Case, *, gpus: int = 1) -> memory.Forecast
 
 def build(workload: Workload, case: Case, device: str) -> memory.Program:
     """Return a case as a program: BF16 weights, compiled blocks, one batch of random tokens."""
-    model = _model(workload, device)
+    with made_in_bf16(device):
+        model = Llama(workload.config)
+    model.reset_parameters(torch.Generator(device).manual_seed(0))
     octavo.convert(model, case.recipe, policy=case.policy, tokens=workload.tokens)
     for block in model.layers:
         block.compile(fullgraph=True)
@@ -149,18 +151,6 @@ def build(workload: Workload, case: Case, device: str) -> memory.Program:
         optimizer.zero_grad(set_to_none=True)
 
     return memory.Program(models=[model], forward_backward=forward_backward, update=update)
-
-
-def _model(workload: Workload, device: str) -> Llama:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # in FP32, a model that just fits could not be built
-    try:
-        with torch.device(device):
-            model = Llama(workload.config)
-    finally:
-        torch.set_default_dtype(before)
-    model.reset_parameters(torch.Generator(device).manual_seed(0))
-    return model
 
 
 def _largest(workload: Workload, case: Case) -> Workload:

@@ -27,7 +27,7 @@ from octavo_bench.implementations import BF16
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, device_named, known
 from octavo_bench.ranks import process_group
 from octavo_bench.results import Row
-from octavo_bench.timing import Case, attempt, attempts, beside, beside_first, median_ms
+from octavo_bench.timing import Case, attempt, attempts, beside, beside_first, made_in_bf16, median_ms
 
 
 class Shape(NamedTuple):
@@ -220,13 +220,8 @@ def _model(device: str) -> nn.Module:
     each = min(8, sizes["num_experts"] // 2)
     config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=4, num_experts_per_tok=each, use_cache=False)
     config._experts_implementation = "grouped_mm"
-    with torch.device(device):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return Qwen3MoeForCausalLM(config)
-        finally:
-            torch.set_default_dtype(before)
+    with made_in_bf16(device):
+        return Qwen3MoeForCausalLM(config)
 
 
 def _train(device: str, precision: str, mode: str) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +79,18 @@ def beside(row: Row, baseline: Row) -> Row:
     if "ms" not in baseline:
         return row | {"error": f"BF16 failed; {row['ms']:.2f} ms without a ratio"}
     return row | {"ratio_to_bf16": round(baseline["ms"] / row["ms"], 3)}
+
+
+@contextmanager
+def made_in_bf16(device: str) -> Iterator[None]:
+    """Make parameters on a device, in BF16 from the start: in FP32, a model that just fits could not be built."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def free(device: str) -> None:
