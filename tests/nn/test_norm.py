@@ -330,7 +330,11 @@ def test_autocast_gives_the_dtype_that_the_parent_gives(kind, gains):
         y = module(torch.randn(4, WIDTH))
         assert y.dtype == torch.float32 and attached_codes(y, ROW) is not None
         module.to(torch.bfloat16)
-        assert_parents(module, torch.randn(4, WIDTH).bfloat16())
+        x = torch.randn(4, WIDTH).bfloat16()
+        if kind == "llama":  # its own operations are on none of autocast's lists
+            assert module(x).dtype == torch.bfloat16 and attached_codes(module(x), ROW) is not None
+        else:
+            assert_parents(module, x)
 
 
 def test_arguments_by_name_and_more_of_them(gains):
@@ -663,7 +667,10 @@ def test_autocast_on_a_gpu(kind, dtype):
     with torch.autocast("cuda", torch.bfloat16):
         y, want = module(x), parent(x)
     assert y.dtype == want.dtype
-    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    is_fused = dtype == torch.float32 or kind == "llama"  # a product less is rounded to 16 bits
+    assert (attached_codes(y, ROW) is not None) == is_fused
+    tolerance = 1e-5 if dtype == torch.float32 or not is_fused else 0.02
+    torch.testing.assert_close(y, want, rtol=tolerance, atol=tolerance)
 
 
 # --- what it keeps --------------------------------------------------------------------------------------------------
