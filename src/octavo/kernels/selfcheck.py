@@ -302,7 +302,7 @@ def _norm() -> Iterator[Case]:
 
 def _rotary() -> Iterator[Case]:
     for length, width in ((33, 12), (32, 128)):
-        x, angles = _normal(2, length, 3, width), _normal(1, length, width // 2, dtype=torch.float32)
+        x, angles = _normal(2, length, 3, width), _normal(1, length, width, dtype=torch.float32)
         for conjugate in (False, True):
             name = f"2x{length}x3x{width}{', back' if conjugate else ''}"
             yield Case(name, (x, angles.cos(), angles.sin(), conjugate), "rotary.rotate", exact=True)

@@ -17,12 +17,14 @@ from torch.overrides import TorchFunctionMode
 from octavo.nn.probe import as_written
 from octavo.nn.recognised import functions_of, names_in
 
-_ON_NO_LIST = frozenset(
-    ("__get__", "add", "bfloat16", "contiguous", "detach", "dim", "double", "expand", "flatten", "float", "half", "mul")
-    + ("neg", "reshape", "size", "sub", "to", "transpose", "type_as", "unsqueeze", "view")
-)
-"""Functions that autocast leaves alone, whatever their arguments. `__get__` reads an attribute."""
-_AT_MOST_FP32 = frozenset(("div", "mean", "pow", "reciprocal", "rsqrt", "sqrt", "square", "sum", "var"))
+_LEFT_ALONE = {
+    "__get__", "__getitem__", "add", "bfloat16", "cat", "chunk", "contiguous", "detach", "dim", "double", "expand",
+    "flatten", "float", "half", "mul", "neg", "reshape", "size", "split", "stack", "sub", "to", "transpose", "type_as",
+    "unsqueeze", "view",
+}  # fmt: skip
+"""Functions that autocast leaves alone, whatever their arguments. `__get__` reads an attribute. `cat` and `stack` are on
+the list of those whose arguments get the widest dtype among them, which both do without autocast too."""
+_AT_MOST_FP32 = {"div", "mean", "pow", "reciprocal", "rsqrt", "sqrt", "square", "sum", "var"}
 """Functions that autocast may cast to FP32, never to 16 bits."""
 
 
@@ -54,5 +56,5 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         name, given = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
         is_wide = all(x.dtype == torch.float32 for x in given if isinstance(x, Tensor) and x.is_floating_point())
-        self.are_left_alone &= name in _ON_NO_LIST or (name in _AT_MOST_FP32 and is_wide)
+        self.are_left_alone &= name in _LEFT_ALONE or (name in _AT_MOST_FP32 and is_wide)
         return func(*args, **(kwargs or {}))
