@@ -141,6 +141,24 @@ def test_without_fp8_nothing_is_touched():
     assert not any(isinstance(m, FusedMLP | Norm | Linear) for m in block.modules())
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "folded"])
+def test_all_fusions_take_norms_that_no_fp8_layer_reads(recipe):
+    block, is_fp8 = model(), recipe != "bf16"
+    plan = convert(block, recipe, policy=Policy(fuse="all"))
+    assert of(plan, "0.unused") == FusionPattern(name="0.unused", kind="norm", makes_codes=False, has_reader=False)
+    assert of(plan, "0.norm") == FusionPattern(name="0.norm", kind="norm", makes_codes=is_fp8, has_reader=is_fp8)
+    assert "*.unused (2): fused: norm" in str(plan).splitlines()
+    assert isinstance(block[0].unused, Norm) and block[0].unused.target is None
+    assert (block[0].norm.target is not None) == isinstance(block[0].mlp, FusedMLP) == is_fp8
+    revert(block)
+    assert not any(isinstance(m, FusedMLP | Norm | Linear) for m in block.modules())
+
+
+def test_the_input_of_a_norm_that_no_fp8_layer_reads_is_not_kept_in_fp8():
+    plan = make_plan(model(), policy=Policy(fuse="all", norm_inputs="fp8"))
+    assert (of(plan, "0.norm").saved, of(plan, "0.unused").saved) == ("fp8", "bf16")
+
+
 def test_the_gate_of_an_mlp_is_no_router():
     assert make_plan(model()).fp8_layers == 14
     kept = make_plan(model(), policy=Policy(keep={"*.gate": "mine"}))

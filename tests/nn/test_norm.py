@@ -755,6 +755,7 @@ def _compiled_step(model, x, dy):
 def _norm_and_reader(monkeypatch, shortest, recipe="folded"):
     """Return a norm and a layer that reads it, compiled as on a GPU, where codes of rows above `shortest` follow."""
     monkeypatch.setattr(norm, "on_gpu", lambda x: True)
+    monkeypatch.setattr(norm, "_gains", lambda device: True)
     monkeypatch.setattr(norm, "COMPILED_ROW", shortest)
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -36,6 +36,8 @@ from octavo.nn.multihead import MultiheadAttention
 from octavo.nn.multihead import adopt as adopt_attention
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.operands import LAYERS
+from octavo.nn.rotary_attention import RotaryAttention
+from octavo.nn.rotary_attention import adopt as adopt_rotary
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
 from octavo.nn.stacks import RecognisedStack
@@ -87,7 +89,7 @@ def convert(
     _warn(plan)
     layers = layers_of(model)
     refuse_sharded(model, layers)
-    patterns = [pattern.name for pattern in plan.structures if pattern.kind in ("mlp", "norm")]
+    patterns = [pattern.name for pattern in plan.structures if pattern.kind in ("mlp", "norm", "rotary")]
     changed = [row.module for row in plan.layers if row.is_fp8]
     refuse_wrapped(model, [*changed, *patterns, *_taken(model)])
     _check_finite(model, plan, layers)
@@ -148,6 +150,9 @@ def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
         operand = plan.recipe.fprop.input if plan.recipe.fprop.is_fp8 and pattern.has_reader else None
         adopt(module, None if operand is None else spec_of(operand), pattern.saved, pattern.form)
         return
+    if pattern.kind == "rotary":
+        adopt_rotary(module)
+        return
     if pattern.kind == "attention":
         core = cast(ScaledDotProduct, module)
         core.keep_codes(plan.recipes[reader_of(pattern.name, core)])
@@ -200,7 +205,7 @@ def _release(model: nn.Module) -> int:
     return count
 
 
-_Taken = FusedMLP | Norm | Experts | LinearLayer | Convolution | RecognisedStack | MultiheadAttention
+_Taken = FusedMLP | Norm | RotaryAttention | Experts | LinearLayer | Convolution | RecognisedStack | MultiheadAttention
 
 
 def _taken(model: nn.Module) -> dict[str, _Taken]:
@@ -208,7 +213,7 @@ def _taken(model: nn.Module) -> dict[str, _Taken]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _Taken) and is_taken(module)}
 
 
-_Switchable = LinearLayer | Convolution | GroupedLinear | Norm | ScaledDotProduct | MultiheadAttention
+_Switchable = LinearLayer | Convolution | GroupedLinear | Norm | RotaryAttention | ScaledDotProduct | MultiheadAttention
 
 
 def _switchable(model: nn.Module) -> list[_Switchable]:

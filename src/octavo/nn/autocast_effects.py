@@ -22,8 +22,8 @@ _LEFT_ALONE = {
     "flatten", "float", "half", "mul", "neg", "reshape", "size", "split", "stack", "sub", "to", "transpose", "type_as",
     "unsqueeze", "view",
 }  # fmt: skip
-"""Functions that autocast leaves alone, whatever their arguments. `__get__` reads an attribute. `cat` and `stack` are on
-the list of those whose arguments get the widest dtype among them, which both do without autocast too."""
+"""Functions that autocast leaves alone, whatever their arguments. `__get__` reads an attribute. Arguments of `cat` and
+`stack` get the widest dtype among them, as without autocast."""
 _AT_MOST_FP32 = {"div", "mean", "pow", "reciprocal", "rsqrt", "sqrt", "square", "sum", "var"}
 """Functions that autocast may cast to FP32, never to 16 bits."""
 

@@ -35,7 +35,7 @@ from octavo.kernels import norm
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.runtime import ledger
-from octavo.kernels.runtime.dispatch import PLAIN, is_plain, on_gpu, triton_unsupported_reason
+from octavo.kernels.runtime.dispatch import PLAIN, gains_by_kernels, is_plain, on_gpu
 from octavo.kernels.runtime.host_state import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.adopted import own_class
@@ -253,7 +253,7 @@ def _ignores_autocast(module: nn.Module) -> bool:
 
 
 def _gains(device: torch.device) -> bool:
-    return on_gpu(device) and (device.type != "cuda" or triton_unsupported_reason(device) is None)
+    return gains_by_kernels(device)
 
 
 def _eps_of(module: nn.Module) -> float | None:
