@@ -18,6 +18,7 @@ from octavo.lab.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn import norm as norms
 from octavo.nn.fused import FusedMLP, MLPRoles
+from octavo.nn.fused_activation import FusedActivation
 from octavo.nn.norm import Norm, adopts
 from octavo.recipes import load
 
@@ -139,6 +140,25 @@ def test_without_fp8_nothing_is_touched():
     block = model()
     assert convert(block, "bf16").structures == ()
     assert not any(isinstance(m, FusedMLP | Norm | Linear) for m in block.modules())
+
+
+def test_all_fusions_take_the_activation_of_an_mlp_whose_layers_are_not_all_in_fp8():
+    block = model()
+    plan = convert(block, "folded", policy=Policy(fuse="all", keep=["0.mlp.down"]))
+    layers = ("gate", "up", "down")
+    assert of(plan, "0.mlp") == FusionPattern(name="0.mlp", kind="activation", layers=layers, activation="silu")
+    assert of(plan, "1.mlp").kind == "mlp" and "0.mlp: fused: silu of gate, times up" in str(plan).splitlines()
+    assert isinstance(block[0].mlp, FusedActivation) and isinstance(block[0].mlp.gate, Linear)
+    again = convert(block, "folded", policy=Policy(fuse="all"))
+    assert of(again, "0.mlp").kind == "mlp" and type(block[0].mlp).__bases__ == (FusedMLP, Gated)
+    assert (
+        make_plan(block, "bf16", policy=Policy(fuse="all")).structures
+        == convert(block, "bf16", policy=Policy(fuse="all")).structures
+    )
+    with disabled(block):
+        assert not block[0].mlp.enabled and not block[0].norm.enabled
+    revert(block)
+    assert type(block[0].mlp) is Gated
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "folded"])

@@ -30,6 +30,8 @@ from octavo.nn.experts import FIRST, SECOND, Experts
 from octavo.nn.experts import adopt as adopt_experts
 from octavo.nn.fp8_weights import values
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse
+from octavo.nn.fused_activation import FusedActivation
+from octavo.nn.fused_activation import adopt as adopt_activation
 from octavo.nn.linear import LinearLayer, is_adopted
 from octavo.nn.modules import full_name
 from octavo.nn.multihead import MultiheadAttention
@@ -89,7 +91,7 @@ def convert(
     _warn(plan)
     layers = layers_of(model)
     refuse_sharded(model, layers)
-    patterns = [pattern.name for pattern in plan.structures if pattern.kind in ("mlp", "norm", "rotary")]
+    patterns = [pattern.name for pattern in plan.structures if pattern.kind not in ("shared", "attention")]
     changed = [row.module for row in plan.layers if row.is_fp8]
     refuse_wrapped(model, [*changed, *patterns, *_taken(model)])
     _check_finite(model, plan, layers)
@@ -153,6 +155,9 @@ def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
     if pattern.kind == "rotary":
         adopt_rotary(module)
         return
+    if pattern.kind == "activation":
+        adopt_activation(module, MLPRoles(pattern.activation, pattern.layers[:-1], pattern.layers[-1]))
+        return
     if pattern.kind == "attention":
         core = cast(ScaledDotProduct, module)
         core.keep_codes(plan.recipes[reader_of(pattern.name, core)])
@@ -205,7 +210,8 @@ def _release(model: nn.Module) -> int:
     return count
 
 
-_Taken = FusedMLP | Norm | RotaryAttention | Experts | LinearLayer | Convolution | RecognisedStack | MultiheadAttention
+_Fused = FusedMLP | FusedActivation | Norm | RotaryAttention
+_Taken = _Fused | Experts | LinearLayer | Convolution | RecognisedStack | MultiheadAttention
 
 
 def _taken(model: nn.Module) -> dict[str, _Taken]:
@@ -213,7 +219,8 @@ def _taken(model: nn.Module) -> dict[str, _Taken]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _Taken) and is_taken(module)}
 
 
-_Switchable = LinearLayer | Convolution | GroupedLinear | Norm | RotaryAttention | ScaledDotProduct | MultiheadAttention
+_OfKernels = FusedActivation | Norm | RotaryAttention | ScaledDotProduct
+_Switchable = _OfKernels | LinearLayer | Convolution | GroupedLinear | MultiheadAttention
 
 
 def _switchable(model: nn.Module) -> list[_Switchable]:

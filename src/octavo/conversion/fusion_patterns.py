@@ -30,12 +30,12 @@ class FusionPattern:
 
     name: str
     """The module's full name."""
-    kind: Literal["mlp", "shared", "norm", "attention", "rotary"]
+    kind: Literal["mlp", "shared", "norm", "attention", "rotary", "activation"]
     layers: tuple[str, ...] = ()
-    """Names of children: gate, up and down of an MLP; for attention, the sibling that reads its output. For rotary, the
-    names of the functions that rotate q and k."""
+    """Names of children: gate, up and down of an MLP, also where its activation alone is fused; for attention, the
+    sibling that reads its output. Of a rotary embedding, the names of the functions that rotate q and k."""
     activation: str = ""
-    """Activation of an MLP."""
+    """Name of the activation of an MLP."""
     makes_codes: bool = True
     """Norms only: whether the norm quantises its rows itself, which needs scales of at most one row and a reader."""
     has_reader: bool = True
@@ -56,6 +56,8 @@ class FusionPattern:
         if self.kind == "norm":
             kept = "; its input kept in FP8" if self.saved == "fp8" else ""
             return f"fused: norm{' + quantise' * self.makes_codes}{kept}"
+        if self.kind == "activation":
+            return f"fused: {self.activation} of {self.layers[0]}, times {self.layers[1]}"
         if self.kind == "rotary":
             return f"fused: rotary embedding of q and k ({', '.join(self.layers)})"
         if self.kind == "attention":
@@ -118,7 +120,7 @@ def find_patterns(
             if saved.attention_output == "fp8":
                 found.append(_attention(name, module, recipes, keep_input))
         else:
-            found += _of_layers(name, module, recipes, mlps.get(name), saved.activation_inputs)
+            found += _of_layers(name, module, recipes, mlps.get(name), policy)
             if policy.fuse == "all" and (names := rotations_in(module, judged)):
                 found.append(FusionPattern(name=name, kind="rotary", layers=names))
     patterns = [each for each in found if isinstance(each, FusionPattern)]
@@ -157,21 +159,21 @@ def _attention(
 
 
 def _of_layers(
-    name: str, module: nn.Module, recipes: Mapping[str, Recipe], roles: MLPRoles | None, saved: Precision
+    name: str, module: nn.Module, recipes: Mapping[str, Recipe], roles: MLPRoles | None, policy: Policy
 ) -> Iterator[FusionPattern | _Unapplied]:
-    """Yield a module as an MLP, if it has the roles of one, or the groups of its layers that share an input.
-
-    Args:
-        saved: format of the activation inputs of an MLP.
-    """
+    """Yield a module as an MLP, if it has the roles of one, or its activation and its layers that share an input."""
     own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
     if roles is not None:
         reason = _mlp_unsupported_reason(roles, own)
         if reason is None:
             layers = *roles.inner, roles.down
+            saved = policy.saved.activation_inputs
             yield FusionPattern(name=name, kind="mlp", layers=layers, activation=roles.kind, saved=saved)
             return
         yield _Unapplied("activation_inputs", f"{name or 'the model itself'}, an MLP: {reason}")
+        if policy.fuse == "all" and len(roles.inner) == 2:  # without a gate eager code has one kernel each way too
+            layers = *roles.inner, roles.down
+            yield FusionPattern(name=name, kind="activation", layers=layers, activation=roles.kind)
     for names in find_shared(module):
         yield from (FusionPattern(name=name, kind="shared", layers=same) for same in _of_one_recipe(names, own))
 

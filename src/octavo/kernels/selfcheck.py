@@ -269,6 +269,7 @@ def _activation() -> Iterator[Case]:
         yield Case(f"{recipe} silu, gated, {rows}x{cols}", ("silu", gate, up, ahead), forward)
         yield Case(f"{recipe} silu, gated, {rows}x{cols}, backward", ("silu", dh, gate, up, *targets), backward)
     plain = "silu", *_hidden(130, 300, True)
+    yield Case("silu, gated, 130x300, plain", (plain[0], *plain[2:]), "activation.activate_plain")
     yield Case("silu, gated, 130x300, plain backward", plain, "activation.activation_backward_plain")
     yield from _inputs_of_activations()
 
