@@ -18,6 +18,7 @@ from octavo.lab.models.llama import Llama
 from octavo.nn import Linear
 from octavo.nn import norm as norms
 from octavo.nn.fused import FusedMLP, MLPRoles
+from octavo.nn.fused_activation import FusedActivation
 from octavo.nn.norm import Norm, adopts
 from octavo.recipes import load
 
@@ -139,6 +140,43 @@ def test_without_fp8_nothing_is_touched():
     block = model()
     assert convert(block, "bf16").structures == ()
     assert not any(isinstance(m, FusedMLP | Norm | Linear) for m in block.modules())
+
+
+def test_all_fusions_take_the_activation_of_an_mlp_whose_layers_are_not_all_in_fp8():
+    block = model()
+    plan = convert(block, "folded", policy=Policy(fuse="all", keep=["0.mlp.down"]))
+    layers = ("gate", "up", "down")
+    assert of(plan, "0.mlp") == FusionPattern(name="0.mlp", kind="activation", layers=layers, activation="silu")
+    assert of(plan, "1.mlp").kind == "mlp" and "0.mlp: fused: silu of gate, times up" in str(plan).splitlines()
+    assert isinstance(block[0].mlp, FusedActivation) and isinstance(block[0].mlp.gate, Linear)
+    again = convert(block, "folded", policy=Policy(fuse="all"))
+    assert of(again, "0.mlp").kind == "mlp" and type(block[0].mlp).__bases__ == (FusedMLP, Gated)
+    assert (
+        make_plan(block, "bf16", policy=Policy(fuse="all")).structures
+        == convert(block, "bf16", policy=Policy(fuse="all")).structures
+    )
+    with disabled(block):
+        assert not block[0].mlp.enabled and not block[0].norm.enabled
+    revert(block)
+    assert type(block[0].mlp) is Gated
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "folded"])
+def test_all_fusions_take_norms_that_no_fp8_layer_reads(recipe):
+    block, is_fp8 = model(), recipe != "bf16"
+    plan = convert(block, recipe, policy=Policy(fuse="all"))
+    assert of(plan, "0.unused") == FusionPattern(name="0.unused", kind="norm", makes_codes=False, has_reader=False)
+    assert of(plan, "0.norm") == FusionPattern(name="0.norm", kind="norm", makes_codes=is_fp8, has_reader=is_fp8)
+    assert "*.unused (2): fused: norm" in str(plan).splitlines()
+    assert isinstance(block[0].unused, Norm) and block[0].unused.target is None
+    assert (block[0].norm.target is not None) == isinstance(block[0].mlp, FusedMLP) == is_fp8
+    revert(block)
+    assert not any(isinstance(m, FusedMLP | Norm | Linear) for m in block.modules())
+
+
+def test_the_input_of_a_norm_that_no_fp8_layer_reads_is_not_kept_in_fp8():
+    plan = make_plan(model(), policy=Policy(fuse="all", norm_inputs="fp8"))
+    assert (of(plan, "0.norm").saved, of(plan, "0.unused").saved) == ("fp8", "bf16")
 
 
 def test_the_gate_of_an_mlp_is_no_router():

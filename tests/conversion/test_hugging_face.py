@@ -25,7 +25,7 @@ from transformers import (
 from octavo import kernels
 from octavo.conversion import Policy, convert, disabled, revert
 from octavo.conversion.fusion_patterns import FusionPattern
-from octavo.nn import Linear
+from octavo.nn import Linear, norm, rotary_attention
 from octavo.nn.fused import FusedMLP
 from octavo.nn.norm import Norm
 from octavo.numerics import sqnr_db
@@ -135,6 +135,38 @@ def test_names_and_parameters_stay_and_all_comes_back(model):
     assert state(model) == before
     assert all(torch.equal(p, parameters[name][1]) for name, p in model.named_parameters())
     assert torch.equal(loss_of(model), expected)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "folded"])
+def test_all_fusions_of_a_block_are_found_and_compute_what_it_did(model, family, recipe, monkeypatch):
+    monkeypatch.setattr(rotary_attention, "gains_by_kernels", lambda device: True)
+    monkeypatch.setattr(norm, "_gains", lambda device: True)
+    calls = []
+    rotate = rotary_attention.rotate
+    monkeypatch.setattr(rotary_attention, "rotate", lambda *given: (calls.append(given), rotate(*given))[1])
+    before = state(model)
+    convert(model, recipe)
+    expected = gradients(model)
+    plan = convert(model, recipe, policy=Policy(fuse="all"))
+    assert not calls
+    got = gradients(model)
+    assert len(calls) == 2 * LAYERS
+    if recipe == "bf16":  # these weights are FP32: all that differs is the order of sums
+        assert all(sqnr_db(expected[name].double(), got[name].double()) > 90 for name in expected)
+    mine = [(s.name.rpartition("layers.0.")[2], s.kind) for s in plan.structures if "layers.0." in s.name]
+    attention = [("self_attn", "rotary")]
+    norms = [("input_layernorm", "norm"), ("post_attention_layernorm", "norm")]
+    assert {*attention, *norms} <= {*mine}
+    assert (("self_attn.q_norm", "norm") in mine) == (("self_attn.k_norm", "norm") in mine) == (family == "qwen3")
+    assert f"model.layers.*.self_attn ({LAYERS}): fused: rotary embedding of q and k (apply_rotary_pos_emb)" in str(
+        plan
+    )
+    out = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    with disabled(model):
+        calls.clear()
+        assert out.shape == model.generate(IDS, max_new_tokens=3, do_sample=False).shape and not calls
+    revert(model)
+    assert state(model) == before
 
 
 def test_loss_and_gradients_are_near_the_originals(model):

@@ -248,7 +248,7 @@ WRONG = {
     "min_gain": ("x", "min_gain: expected float, got 'x'"),
     "min_features": (1.5, "min_features: expected int, got 1.5"),
     "convolutions": (1, "convolutions: expected bool, got 1"),
-    "fuse": (None, "fuse: expected bool, got None"),
+    "fuse": ("al", "fuse = 'al': it is True, False or 'all'"),
     "keep": ("*.up", r"keep = '\*.up': it is a list"),
     "requantise": ("*.wo", r"requantise = '\*.wo': it is a list of patterns, \['\*.wo'\]\."),
     "bf16_blocks": ((1, "x"), "bf16_blocks = .*two counts"),

@@ -12,6 +12,7 @@ from octavo.kernels.activation import (
     Factors,
     Targets,
     activate,
+    activate_plain,
     activation,
     activation_backward,
     activation_backward_plain,
@@ -110,13 +111,16 @@ def test_codes_of_the_gradients(target, kind, gated, folded):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_plain_gradients(dtype, kind, gated):
     dh, gate, up = inputs(gated=gated, dtype=dtype)
-    expected = exact(kind, dh, gate, up)[1:]
+    h, *expected = exact(kind, dh, gate, up)
     d_gate, d_up = activation_backward_plain(kind, dh, gate, up)
     rtol = 4e-6 if dtype == torch.float32 else torch.finfo(dtype).eps  # far out, 1 - sigmoid and 1 + erf cancel
     for got, want in zip((d_gate, d_up), expected, strict=False):
         assert got.dtype == dtype and got.is_contiguous()
         torch.testing.assert_close(got.double(), want, rtol=rtol, atol=4e-6)
     assert (d_up is None) == (not gated)
+    got = activate_plain(kind, gate, up)
+    assert got.dtype == dtype and got.is_contiguous()
+    torch.testing.assert_close(got.double(), h, rtol=rtol, atol=4e-6)
 
 
 @pytest.mark.covering(2)
@@ -209,7 +213,7 @@ def test_empty_matrices(target, shape):
     got = activation_backward("silu", dh, gate, up, Targets(target, target, target))
     assert [x.codes.shape for x in got] == [(shape[0], 2 * shape[1]), (2 * shape[1], shape[0]), shape[::-1]]
     assert [x.scale.shape for x in got] == [target.tile.scale_shape(*x.codes.shape) for x in got]
-    assert activation_backward_plain("silu", dh, gate, up)[0].shape == shape
+    assert activation_backward_plain("silu", dh, gate, up)[0].shape == activate_plain("silu", gate, up).shape == shape
     hidden, codes = activate("silu", gate, up, target, keeps_inputs=True)[:2]
     assert [x.codes.shape for x in (hidden, *codes)] == [shape] * 3
     again = activation_backward("silu", dh, *codes, Targets(target, target, target))
@@ -220,8 +224,9 @@ def test_operators_obey_their_schemas_and_shapes():
     dh, gate, up = inputs(6, 8)
     scale, check = activation("silu", gate, up, ROW).scale, torch.library.opcheck
     forward, backward = contract._activation, contract._activation_backward
-    plain = contract._activation_backward_plain
+    plain, plain_forward = contract._activation_backward_plain, contract._activate_plain
     for second in (up, None):
+        check(plain_forward.operator, plain_forward.encode("gelu", gate, second))
         check(forward.operator, forward.encode("gelu", gate, second, ROW, None, ROW))
         check(plain.operator, plain.encode("gelu", dh, gate, second))
         check(forward.operator, forward.encode("gelu", gate, second, ROW, INPUTS, None))

@@ -361,7 +361,11 @@ def test_autocast_gives_the_dtype_that_the_parent_gives(kind, gains):
         y = module(torch.randn(4, WIDTH))
         assert y.dtype == torch.float32 and attached_codes(y, ROW) is not None
         module.to(torch.bfloat16)
-        assert_parents(module, torch.randn(4, WIDTH).bfloat16())
+        x = torch.randn(4, WIDTH).bfloat16()
+        if kind == "llama":  # its own operations are on none of autocast's lists
+            assert module(x).dtype == torch.bfloat16 and attached_codes(module(x), ROW) is not None
+        else:
+            assert_parents(module, x)
 
 
 def test_arguments_by_name_and_more_of_them(gains):
@@ -924,7 +928,10 @@ def test_autocast_on_a_gpu(kind, dtype):
     with torch.autocast("cuda", torch.bfloat16):
         y, want = module(x), parent(x)
     assert y.dtype == want.dtype
-    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    is_fused = dtype == torch.float32 or kind == "llama"  # a product less is rounded to 16 bits
+    assert (attached_codes(y, ROW) is not None) == is_fused
+    tolerance = 1e-5 if dtype == torch.float32 or not is_fused else 0.02
+    torch.testing.assert_close(y, want, rtol=tolerance, atol=tolerance)
 
 
 # --- what it keeps --------------------------------------------------------------------------------------------------
@@ -1009,6 +1016,7 @@ def _compiled_step(model, x, dy):
 def _norm_and_reader(monkeypatch, shortest, recipe="folded"):
     """Return a norm and a layer that reads it, compiled as on a GPU, where codes of rows above `shortest` follow."""
     monkeypatch.setattr(norm, "on_gpu", lambda x: True)
+    monkeypatch.setattr(norm, "_gains", lambda device: True)
     monkeypatch.setattr(norm, "COMPILED_ROW", shortest)
     torch._dynamo.reset()
     torch.manual_seed(0)

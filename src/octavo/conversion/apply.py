@@ -29,12 +29,16 @@ from octavo.nn.experts import FIRST, SECOND, Experts
 from octavo.nn.experts import adopt as adopt_experts
 from octavo.nn.fp8_weights import values
 from octavo.nn.fused import FusedMLP, MLPRoles, fuse
+from octavo.nn.fused_activation import FusedActivation
+from octavo.nn.fused_activation import adopt as adopt_activation
 from octavo.nn.linear import LinearLayer, is_adopted
 from octavo.nn.modules import full_name
 from octavo.nn.multihead import MultiheadAttention
 from octavo.nn.multihead import adopt as adopt_attention
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.operands import LAYERS
+from octavo.nn.rotary_attention import RotaryAttention
+from octavo.nn.rotary_attention import adopt as adopt_rotary
 from octavo.nn.scaling_state import attach_scaling_state
 from octavo.nn.shared import SharedInput
 from octavo.nn.stacks import RecognisedStack
@@ -86,7 +90,7 @@ def convert(
     _warn(plan)
     layers = layers_of(model)
     refuse_sharded(model, layers)
-    patterns = [pattern.name for pattern in plan.structures if pattern.kind in ("mlp", "norm")]
+    patterns = [pattern.name for pattern in plan.structures if pattern.kind not in ("shared", "attention")]
     changed = [row.module for row in plan.layers if row.is_fp8]
     refuse_wrapped(model, [*changed, *patterns, *_taken(model)])
     _check_finite(model, plan, layers)
@@ -148,6 +152,12 @@ def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
         targets = (None, None) if reader is None else (reader.x, reader.x_second)
         adopt(module, targets[0], pattern.saved, pattern.form, targets[1])
         return
+    if pattern.kind == "rotary":
+        adopt_rotary(module)
+        return
+    if pattern.kind == "activation":
+        adopt_activation(module, MLPRoles(pattern.activation, pattern.layers[:-1], pattern.layers[-1]))
+        return
     if pattern.kind == "attention":
         core = cast(ScaledDotProduct, module)
         core.keep_codes(plan.recipes[reader_of(pattern.name, core)])
@@ -200,7 +210,8 @@ def _release(model: nn.Module) -> int:
     return count
 
 
-_Taken = FusedMLP | Norm | Experts | LinearLayer | Convolution | RecognisedStack | MultiheadAttention
+_Fused = FusedMLP | FusedActivation | Norm | RotaryAttention
+_Taken = _Fused | Experts | LinearLayer | Convolution | RecognisedStack | MultiheadAttention
 
 
 def _taken(model: nn.Module) -> dict[str, _Taken]:
@@ -208,7 +219,8 @@ def _taken(model: nn.Module) -> dict[str, _Taken]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _Taken) and is_taken(module)}
 
 
-_Switchable = LinearLayer | Convolution | GroupedLinear | Norm | ScaledDotProduct | MultiheadAttention
+_OfKernels = FusedActivation | Norm | RotaryAttention | ScaledDotProduct
+_Switchable = _OfKernels | LinearLayer | Convolution | GroupedLinear | MultiheadAttention
 
 
 def _switchable(model: nn.Module) -> list[_Switchable]:

@@ -20,6 +20,7 @@ from octavo.nn.mlp import unsupported_reason
 from octavo.nn.modules import full_name
 from octavo.nn.norm import form_of
 from octavo.nn.probe import judge_once
+from octavo.nn.rotary_attention import rotations_in
 from octavo.recipes import Precision, Recipe
 
 
@@ -29,11 +30,12 @@ class FusionPattern:
 
     name: str
     """The module's full name."""
-    kind: Literal["mlp", "shared", "norm", "attention"]
+    kind: Literal["mlp", "shared", "norm", "attention", "rotary", "activation"]
     layers: tuple[str, ...] = ()
-    """Names of children: gate, up and down of an MLP; for attention, the sibling that reads its output."""
+    """Names of children: gate, up and down of an MLP, also where its activation alone is fused; for attention, the
+    sibling that reads its output. Of a rotary embedding, the names of the functions that rotate q and k."""
     activation: str = ""
-    """Activation of an MLP."""
+    """Name of the activation of an MLP."""
     makes_codes: bool = True
     """Norms only: whether the norm quantises its rows itself, which needs scales of at most one row and a reader."""
     has_reader: bool = True
@@ -54,6 +56,10 @@ class FusionPattern:
         if self.kind == "norm":
             kept = "; its input kept in FP8" if self.saved == "fp8" else ""
             return f"fused: norm{' + quantise' * self.makes_codes}{kept}"
+        if self.kind == "activation":
+            return f"fused: {self.activation} of {self.layers[0]}, times {self.layers[1]}"
+        if self.kind == "rotary":
+            return f"fused: rotary embedding of q and k ({', '.join(self.layers)})"
         if self.kind == "attention":
             own = "the codes that {} keeps" if self.shares_codes else "codes of its own, beside those of {}"
             return f"output kept in FP8: {own.format(self.layers[0])}"
@@ -81,7 +87,7 @@ def find_patterns(
     Args:
         recipes: full name of each linear layer in FP8 -> its recipe.
         mlps: the result of `find_mlps`.
-        policy: its formats of what MLPs, norms and attention save for backward.
+        policy: what of it is fused, and its formats of what MLPs, norms and attention save for backward.
         keep_input: full names of the layers that save their input unchanged.
     """
     found: list[FusionPattern | _Unapplied] = []
@@ -92,17 +98,21 @@ def find_patterns(
     form = judge_once(form_of)
     blocks = inside_blocks(model)
     last = max((place for place, (name, _) in enumerate(model.named_modules()) if name in recipes), default=-1)
+    judged: dict[Any, tuple[str, ...]] = {}
     for place, (name, module) in enumerate(model.named_modules()):
         if (kind := form(module)) is not None:
-            if _width(module) in widths:  # behind all blocks and layers in FP8, as before a head, nothing reads codes
-                has_reader = place < last or id(module) in blocks
+            is_read = (
+                _width(module) in widths
+            )  # behind all blocks and layers in FP8, as before a head, nothing reads codes
+            if is_read or policy.fuse == "all":
+                has_reader = is_read and (place < last or id(module) in blocks)
                 found.append(
                     FusionPattern(
                         name=name,
                         kind="norm",
                         makes_codes=makes_codes and has_reader,
                         has_reader=has_reader,
-                        saved=saved.norm_inputs,
+                        saved=saved.norm_inputs if is_read else "bf16",
                         form=kind,
                     )
                 )
@@ -110,7 +120,9 @@ def find_patterns(
             if saved.attention_output == "fp8":
                 found.append(_attention(name, module, recipes, keep_input))
         else:
-            found += _of_layers(name, module, recipes, mlps.get(name), saved.activation_inputs)
+            found += _of_layers(name, module, recipes, mlps.get(name), policy)
+            if policy.fuse == "all" and (names := rotations_in(module, judged)):
+                found.append(FusionPattern(name=name, kind="rotary", layers=names))
     patterns = [each for each in found if isinstance(each, FusionPattern)]
     unapplied = [each for each in found if isinstance(each, _Unapplied)]
     return patterns, list(_without_effect(policy, {pattern.kind for pattern in patterns}, unapplied))
@@ -147,21 +159,21 @@ def _attention(
 
 
 def _of_layers(
-    name: str, module: nn.Module, recipes: Mapping[str, Recipe], roles: MLPRoles | None, saved: Precision
+    name: str, module: nn.Module, recipes: Mapping[str, Recipe], roles: MLPRoles | None, policy: Policy
 ) -> Iterator[FusionPattern | _Unapplied]:
-    """Yield a module as an MLP, if it has the roles of one, or the groups of its layers that share an input.
-
-    Args:
-        saved: format of the activation inputs of an MLP.
-    """
+    """Yield a module as an MLP, if it has the roles of one, or its activation and its layers that share an input."""
     own = {child: recipes.get(full_name(name, child)) for child, _ in module.named_children()}
     if roles is not None:
         reason = _mlp_unsupported_reason(roles, own)
         if reason is None:
             layers = *roles.inner, roles.down
+            saved = policy.saved.activation_inputs
             yield FusionPattern(name=name, kind="mlp", layers=layers, activation=roles.kind, saved=saved)
             return
         yield _Unapplied("activation_inputs", f"{name or 'the model itself'}, an MLP: {reason}")
+        if policy.fuse == "all" and len(roles.inner) == 2:  # without a gate eager code has one kernel each way too
+            layers = *roles.inner, roles.down
+            yield FusionPattern(name=name, kind="activation", layers=layers, activation=roles.kind)
     for names in find_shared(module):
         yield from (FusionPattern(name=name, kind="shared", layers=same) for same in _of_one_recipe(names, own))
 

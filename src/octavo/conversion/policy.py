@@ -48,7 +48,9 @@ class SavedFormats(NamedTuple):
 
 SAVED = SavedFormats._fields
 """Options that choose the format of a tensor saved for backward."""
-_TYPES = {"keep_defaults": bool, "min_features": int, "min_gain": float, "convolutions": bool, "fuse": bool}
+Fusions = bool | Literal["all"]
+"""`Policy.fuse`."""
+_TYPES = {"keep_defaults": bool, "min_features": int, "min_gain": float, "convolutions": bool}
 """Options that are a number or a boolean."""
 
 
@@ -70,8 +72,10 @@ class Policy:
     """On a GPU, a layer whose predicted gain is below this stays in BF16. 0 converts all."""
     convolutions: bool = True
     """Whether `nn.Conv1d` and `nn.Conv2d` are converted, 1x1 and larger ones."""
-    fuse: bool = True
-    """Whether layers that share an input, MLPs and norms are computed together if they are recognised."""
+    fuse: Fusions = True
+    """Whether layers that share an input, MLPs and norms are computed together if they are recognised. `all`: also what
+    no layer in FP8 reads or contains, in a model in BF16 too: other norms, the rotary embedding of q and k, and the
+    activation of MLPs in BF16. These gain in eager mode on a GPU; compiled code computes as without."""
     memory: Literal["exact", "low"] = "exact"
     """Tensors that layers save for backward. `exact`: none twice, and FP8 codes where they change no gradient. `low`:
     FP8 wherever possible, as with the next three options at `fp8` (`saved`)."""
@@ -110,6 +114,8 @@ class Policy:
             if isinstance(given := getattr(self, name), str):
                 also = ", or a mapping" if name == "keep" else ""
                 raise ConfigError(f"policy: {name} = {given!r}: it is a list of patterns, [{given!r}]{also}.")
+        if not isinstance(self.fuse, bool) and self.fuse != "all":
+            raise ConfigError(f"fuse = {self.fuse!r}: it is True, False or 'all'.")
         if self.memory not in ("exact", "low"):
             raise ConfigError(f"memory = {self.memory!r}: it is 'exact' or 'low'.")
         for name in SAVED:

@@ -272,6 +272,7 @@ def _activation() -> Iterator[Case]:
         yield Case(f"{recipe} silu, gated, {rows}x{cols}", ("silu", gate, up, ahead), forward)
         yield Case(f"{recipe} silu, gated, {rows}x{cols}, backward", ("silu", dh, gate, up, *targets), backward)
     plain = "silu", *_hidden(130, 300, True)
+    yield Case("silu, gated, 130x300, plain", (plain[0], *plain[2:]), "activation.activate_plain")
     yield Case("silu, gated, 130x300, plain backward", plain, "activation.activation_backward_plain")
     yield from _inputs_of_activations()
 
@@ -307,7 +308,7 @@ def _norm() -> Iterator[Case]:
 
 def _rotary() -> Iterator[Case]:
     for length, width in ((33, 12), (32, 128)):
-        x, angles = _normal(2, length, 3, width), _normal(1, length, width // 2, dtype=torch.float32)
+        x, angles = _normal(2, length, 3, width), _normal(1, length, width, dtype=torch.float32)
         for conjugate in (False, True):
             name = f"2x{length}x3x{width}{', back' if conjugate else ''}"
             yield Case(name, (x, angles.cos(), angles.sin(), conjugate), "rotary.rotate", exact=True)

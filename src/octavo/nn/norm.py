@@ -35,10 +35,11 @@ from octavo.kernels import norm
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.kernels.quantize import COMPILED_ROW, LONGEST_NORM
 from octavo.kernels.runtime import host_state, ledger
-from octavo.kernels.runtime.dispatch import PLAIN, is_plain, on_gpu, triton_unsupported_reason
+from octavo.kernels.runtime.dispatch import PLAIN, gains_by_kernels, is_plain, on_gpu
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.adopted import own_class
 from octavo.nn.attached_codes import attach_codes, attach_norm_source
+from octavo.nn.autocast_effects import ignores_autocast
 from octavo.nn.operands import autocast_dtype
 from octavo.nn.probe import CALLS, as_written, computes, is_as_its_class, random_tensor, shallow_copy
 from octavo.nn.recognised import Recognised
@@ -52,7 +53,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Norm(Recognised):
     """Base of converted norms; `adopt` converts a user's norm."""
 
-    fields = (*Recognised.fields, "target", "second", "enabled", "input_format", "form")
+    fields = (*Recognised.fields, "target", "second", "enabled", "input_format", "form", "ignores_autocast")
     weight: Tensor | None
     target: QuantSpec | None
     """Quantisation of y for fprop of its reader; None: only y is written."""
@@ -65,6 +66,8 @@ class Norm(Recognised):
     normalized_shape: tuple[int, ...]
     form: str = ""
     """`layer`: a layer norm; `offset`: an RMS norm that multiplies by 1 + weight, as Gemma's; otherwise an RMS norm."""
+    ignores_autocast: bool = False
+    """Whether autocast changes nothing of the parent's forward for 16-bit x (`octavo.nn.autocast_effects`)."""
 
     @property
     def is_centred(self) -> bool:
@@ -133,8 +136,9 @@ class Norm(Recognised):
             return False
         if any((p.dtype, p.device) != (x.dtype, x.device) or not is_plain(p) for p in parameters):
             return False
-        # Whether autocast runs a norm in FP32 depends on its class, the version and the device. FP32 input stays FP32.
-        return x.dtype in _DTYPES if autocast_dtype(x.device.type) is None else x.dtype == torch.float32
+        # Whether autocast runs PyTorch's norms in FP32 depends on the version and the device. FP32 input stays FP32.
+        is_as_without = self.ignores_autocast or autocast_dtype(x.device.type) is None
+        return x.dtype in _DTYPES if is_as_without else x.dtype == torch.float32
 
     def _targets(self, device: torch.device) -> tuple[QuantSpec, ...]:
         """Return the targets of the codes that are written with y: for fprop of its reader, and for wgrad."""
@@ -242,11 +246,20 @@ def adopt(
     form = (form_of(module) or "") if form is None else form
     if target is None or norm.unsupported_reason(target):
         target = second = None
-    Norm.take(module, target=target, second=second, enabled=True, input_format=input_format, form=form)
+    fields = {"input_format": input_format, "form": form, "ignores_autocast": _ignores_autocast(module)}
+    Norm.take(module, target=target, second=second, enabled=True, **fields)
+
+
+def _ignores_autocast(module: nn.Module) -> bool:
+    """Return `Norm.ignores_autocast` of a norm that was recognised."""
+    weight = getattr(module, "weight", None)
+    if weight is None or type(module) in (nn.RMSNorm, nn.LayerNorm):
+        return False
+    return ignores_autocast(_random_copy(module, False, torch.bfloat16), random_tensor(0, 2, len(weight)).bfloat16())
 
 
 def _gains(device: torch.device) -> bool:
-    return on_gpu(device) and (device.type != "cuda" or triton_unsupported_reason(device) is None)
+    return gains_by_kernels(device)
 
 
 def _eps_of(module: nn.Module) -> float | None:
@@ -322,11 +335,7 @@ def _gives_norm(module: nn.Module, form: str, dtype: torch.dtype, tolerance: flo
         return x.to(dtype)
 
     def probe(training: bool) -> nn.Module:
-        made = shallow_copy(module, training)
-        for seed, name in enumerate(("weight", "bias")):
-            if made._parameters.get(name) is not None:
-                made._parameters[name] = nn.Parameter(random_tensor(1 + seed, width).to(dtype))
-        return made
+        return _random_copy(module, training, dtype)
 
     def formula(probe: nn.Module, x: Tensor) -> Tensor:
         wide = x.double()
@@ -337,6 +346,15 @@ def _gives_norm(module: nn.Module, form: str, dtype: torch.dtype, tolerance: flo
         return y if bias is None else y + bias.double()
 
     return computes(probe, formula, draw, tolerance, CALLS, Conduct(shapes=((0,), (3,), (1, 1))))
+
+
+def _random_copy(module: nn.Module, training: bool, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a norm with other parameters, on the CPU."""
+    made = shallow_copy(module, training)
+    for seed, name in enumerate(("weight", "bias")):
+        if (parameter := made._parameters.get(name)) is not None:
+            made._parameters[name] = nn.Parameter(random_tensor(1 + seed, len(parameter)).to(dtype))
+    return made
 
 
 class _Function(torch.autograd.Function):

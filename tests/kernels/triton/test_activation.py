@@ -88,6 +88,10 @@ def test_kinds_and_dtypes(dtype, kind, device):
     for got, expected in zip(plain, reference.activation_backward_plain(kind, dh, gate, up), strict=True):
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, rtol=max(4e-6, torch.finfo(dtype).eps), atol=1e-6)
+    for second in (up, None):
+        h, expected = fused.activate_plain(kind, gate, second), reference.activate_plain(kind, gate, second)
+        assert h.dtype == dtype and h.is_contiguous()
+        torch.testing.assert_close(h, expected, rtol=max(4e-6, torch.finfo(dtype).eps), atol=1e-6)
 
 
 @pytest.mark.covering(2)

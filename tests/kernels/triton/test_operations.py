@@ -40,6 +40,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "activation": lambda: activation.activate("relu2", GATE, UP, ROW, keeps_inputs=True, second=ROW),
     "activation_backward": lambda: activation.activation_backward("relu2", X, GATE, UP, Targets(ROW, None, ROW)),
     "activation_backward_plain": lambda: activation.activation_backward_plain("relu2", X.float(), GATE.float(), None),
+    "activate_plain": lambda: activation.activate_plain("relu2", X.float(), GATE.float()),
     "quantize_normed": lambda: kernels.quantize_normed(X, NORM, ROW, ROW),
     "quantize_stack": lambda: kernels.quantize_stack(WEIGHTS[:3], ROW),
     "quantize_rows_twice": lambda: kernels.quantize_rows_twice(WEIGHTS, ROW, ROW, keeps_codes=True),

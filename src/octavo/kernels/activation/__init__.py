@@ -6,7 +6,8 @@
 M: tokens. F: hidden width. D (M, N): the gradient, [d gate | d up] concatenated (N = 2 F) or d gate alone (N = F).
 Arithmetic is FP32. h and D are rounded once, into codes, and never stored in high precision, so backward recomputes h
 from gate and up. These may be saved as codes as well: forward quantises them in the same pass, and backward gives the
-same result for codes as for a tensor of the dequantised values.
+same result for codes as for a tensor of the dequantised values. `activate_plain` and `activation_backward_plain` are
+for layers that read h and D in high precision.
 
 All are custom operators: Triton on a GPU; `reference.py`, the definition, elsewhere.
 """
@@ -114,6 +115,16 @@ def activate(
     _check_rounding(target, second)
     hidden, *inputs, scale = _activation(kind, gate, up, target, INPUTS if keeps_inputs else None, second)
     return Activated(hidden, tuple(inputs), scale)
+
+
+def activate_plain(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    """Return h (M, F), contiguous, in the dtype of gate, for a layer that reads it in that dtype.
+
+    Raises:
+        ConfigError: unknown kind, or mismatched shapes.
+    """
+    _check(kind, gate=gate, up=up)
+    return _activate_plain(kind, gate, up)
 
 
 def activation_backward(
@@ -265,6 +276,16 @@ def _activation_backward(
     arguments, refused = (kind, dh, gate, up, targets, factors), _refused(dh, up, **targets._asdict())
     label = f"activation_backward {kind}"
     return ActivationGradients(*run_kernel("activation.activation_backward", dh, arguments, label, refused))
+
+
+@operation(
+    reference=reference.activate_plain,
+    unsupported=lambda _kind, gate, up: _refused(gate, up),
+    ledger=lambda kind, *_: f"activation {kind}",
+    fake=lambda _kind, gate, _up: gate.new_empty(gate.shape),
+    tags=[torch.Tag.needs_fixed_stride_order],
+)
+def _activate_plain(kind: str, gate: Tensor, up: Tensor | None) -> Tensor: ...
 
 
 def _plain_fake(_kind: str, dh: Tensor, _gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -51,6 +51,11 @@ def activation_backward(
     return *quantize_pair(gradients, rows, columns, row_fold, column_fold), h_t
 
 
+def activate_plain(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    """See `octavo.kernels.activation.activate_plain`."""
+    return _hidden(kind, gate, up).to(gate.dtype).contiguous()
+
+
 def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """See `octavo.kernels.activation.activation_backward_plain`."""
     d_gate, d_up = _gradients(kind, dh, gate, up)

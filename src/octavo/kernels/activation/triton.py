@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty_scale
 from octavo.kernels.quantize import triton as quantize
+from octavo.kernels.triton.cast import to_dtype
 from octavo.kernels.triton.codes import (
     INTERPRETED,
     NONE,
@@ -160,6 +161,16 @@ def activation_backward(
             **shape.strip(m, f),
         )  # fmt: skip
     return row.quantized, column.quantized, h_t.quantized
+
+
+def activate_plain(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    """See `octavo.kernels.activation.activate_plain`."""
+    gate, up, (m, f) = contiguous_rows(gate), None if up is None else contiguous_rows(up), gate.shape
+    h = gate.new_empty(m, f)
+    across, down = PLAIN.grid(m, f)
+    strides = gate.stride(0), 0 if up is None else up.stride(0)
+    _forward_plain_kernel[(across * down,)](gate, up, *strides, m, f, h, KIND=kind, **PLAIN.meta())
+    return h
 
 
 def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -511,6 +522,21 @@ def _backward_write_kernel(
         if HIDDEN_MODE != NONE:
             at = rows, cols, in_rows, in_cols, tile_r, tile_c
             emit(h, hidden_out, (total_r, half), at, HIDDEN_MODE, HIDDEN_SCALING, TRANSPOSED=True)
+
+
+@Kernel
+@triton.jit
+def _forward_plain_kernel(
+    gate_ptr, up_ptr, gate_stride, up_stride, total_r, total_c, h_ptr,
+    KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of h, in the dtype of gate."""
+    tile_r, _, cols, in_cols = _last_first(total_c, WIDTH, False)
+    rows = tile_r * HEIGHT + tl.arange(0, HEIGHT)
+    in_rows = rows < total_r
+    h, _, _ = _hidden(gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, in_rows, in_cols, KIND)
+    offsets = rows[:, None].to(tl.int64) * total_c + cols[None, :]
+    tl.store(h_ptr + offsets, to_dtype(h, h_ptr.dtype.element_ty), mask=in_rows[:, None] & in_cols[None, :])
 
 
 @Kernel

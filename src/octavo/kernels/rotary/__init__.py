@@ -1,10 +1,11 @@
 """The rotary contract: rotation of channel pairs by token position (RoPE).
 
-    y_i       = x_i       * cos - x_(i+E/2) * sin        i < E/2
-    y_(i+E/2) = x_(i+E/2) * cos + x_i       * sin
+    y_i       = x_i       * cos_i       - x_(i+E/2) * sin_i            i < E/2
+    y_(i+E/2) = x_(i+E/2) * cos_(i+E/2) + x_i       * sin_(i+E/2)
 
 B: batch. T: tokens. H: heads. E: channels per head; channel i is paired with i + E/2, as in Hugging Face's weights.
-FP32 arithmetic, rounded once to x's dtype. The gradient is the inverse rotation: `conjugate` negates sin.
+Tables of E/2 columns are read twice: y is then a rotation. FP32 arithmetic, rounded once to x's dtype. The gradient is
+the transposed map, the inverse of a rotation: `conjugate` swaps the halves of sin and negates them.
 
 A custom operator: Triton on a GPU; `reference.py`, the definition, elsewhere.
 """
@@ -23,10 +24,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> T
 
     Args:
         x: (B, T, H, E), BF16, FP16 or FP32, any strides: pass a (B, H, T, E) tensor as `x.transpose(1, 2)`.
-        cos: (T, E/2), (1, T, E/2), or (B, T, E/2) for positions per sequence; any of these dtypes. Width E is accepted,
-            as in Hugging Face: the second half repeats the first and is not read.
+        cos: (T, E/2), (1, T, E/2), or (B, T, E/2) for positions per sequence, any of these dtypes; or of width E, as in
+            Hugging Face, where the second half repeats the first.
         sin: as cos.
-        conjugate: inverse rotation.
+        conjugate: the transposed map.
 
     Raises:
         ConfigError: mismatched shapes.
@@ -37,7 +38,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, conjugate: bool = False) -> T
 
 
 def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
-    """Return a table in the shape (1 or B, T, E/2)."""
+    """Return a table in the shape (1 or B, T, E/2 or E)."""
     batch, length, _, width = x.shape
     given = tuple(table.shape)
     table = table[None] if table.dim() == 2 else table
@@ -47,7 +48,7 @@ def _table(table: Tensor, x: Tensor, name: str) -> Tensor:
         raise ConfigError(
             f"{name} has {table.shape[2]} columns for {width} channels: {width // 2} or {width} are read."
         )
-    return table[..., : width // 2]
+    return table
 
 
 def _unsupported_reason(x: Tensor, *_: object) -> str | None:

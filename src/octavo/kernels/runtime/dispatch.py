@@ -82,6 +82,11 @@ def triton_unsupported_reason(device: torch.device) -> str | None:
     return _triton_unsupported_reason(device, host_state.now.planning)
 
 
+def gains_by_kernels(device: torch.device) -> bool:
+    """Return whether kernels in the place of eager operators gain time: on a GPU that runs Triton, or pretends to."""
+    return on_gpu(device) and (device.type != "cuda" or triton_unsupported_reason(device) is None)
+
+
 @cache
 def _triton_unsupported_reason(device: torch.device, planning: str | None) -> str | None:
     if device.type != "cuda":
