@@ -198,7 +198,7 @@ class FakeGpu:
         (FakeGpu(kernel=2), "warning", "launch-bound: a step takes 1.00 ms, with the device busy for 0.20 ms"),
         (FakeGpu(kernel=50), "ok", "the device busy for 5.00 ms"),
         (FakeGpu(kernel=20, pause=30), "warning", "not waiting for the host"),
-        (FakeGpu(kernel=2, smallest=2000), "warning", "but other processes use this GPU: its smallest kernel takes 2.00"),
+        (FakeGpu(kernel=2, smallest=2000), "warning", "but other processes use this GPU: its smallest kernel takes 2."),
     ],
 )
 def test_a_model_of_tiny_kernels_is_launch_bound(
