@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import Policy, convert, kernels, recipes
 from octavo.kernels import sample
+from octavo.kernels.gemm.triton import described
 from octavo.kernels.runtime import dispatch, tape
 from octavo.kernels.sample import PHASE, WIDTH, SampleInput
 from octavo.nn import functional
@@ -153,6 +154,54 @@ def test_a_launch_that_triton_compiles_or_hooks_is_not_recorded() -> None:
 
     assert tape.record(launches, (), [torch.ones(1)])[1] is None
     assert tape.recorder_here() is None
+
+
+def test_a_descriptor_is_made_again_of_the_tensor_that_a_replay_has_there() -> None:
+    def kernel(*arguments: Any) -> None:
+        x, y = arguments[-2:]
+        assert (x.shape, x.strides, x.block_shape, y.block_shape) == ([32, 16], [16, 1], [16, 16], [8, 16])
+        y.base.copy_(2 * x.base)
+
+    def launches(options: tuple[Any, ...], x: Tensor) -> tape.Result:
+        out = torch.empty(32, 16)
+        arguments = described(x, 16, 16), described(out, 8, 16)
+        kernel(*arguments)
+        recorder = tape.recorder_here()
+        assert recorder is not None
+        recorder.launch((kernel, "function", "metadata"), (7, 1, 1), arguments)
+        return (out,), ()
+
+    first = torch.ones(32, 16)
+    forgotten = weakref.ref(first)
+    _, recording = tape.record(launches, (), [first])
+    assert recording is not None
+    del first
+    gc.collect()
+    assert forgotten() is None
+    for value in (3.0, 5.0):
+        (out,), _ = recording.replay([torch.full((32, 16), value)], 42)
+        assert torch.equal(out, torch.full((32, 16), 2 * value))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [256, 2048])
+@pytest.mark.parametrize("recipe", ["rotated", "rotated_fast", "folded", "rowwise", "tensorwise"])
+def test_layers_are_replayed_on_a_gpu(recipe: str, width: int) -> None:
+    tape._recordings.clear()
+    model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
+    model = model.to("cuda", torch.bfloat16)
+    convert(model, recipe, policy=Policy(min_gain=0))
+    xs = [torch.randn(512, width, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    results = []
+    for x in (*xs, *xs):
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        results.append([y, *[p.grad for p in model.parameters()]])
+    kinds = [recording if isinstance(recording, str) else "recorded" for recording in tape._recordings.values()]
+    assert kinds and set(kinds) == {"recorded"}, kinds
+    for before, after in zip(results[:4], results[4:], strict=True):
+        assert all(map(torch.equal, before, after))
 
 
 def test_a_launch_is_recorded_with_its_tensors_and_the_stream_of_the_replay() -> None:

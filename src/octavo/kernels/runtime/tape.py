@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -291,11 +292,18 @@ class _Recorder(TorchDispatchMode):
         return self.known[id(tensor)]
 
     def _slot(self, x: Any) -> int:
+        if type(x).__name__ == "TensorDescriptor":
+            return self._described(x)
         if not isinstance(x, Tensor):
             return self._constant(x)
         if id(x) not in self.known:
             raise Unrecordable
         return self.known[id(x)]
+
+    def _described(self, x: Any) -> int:
+        """Record that a descriptor of Triton's is made, as x is, of the tensor that its base will be."""
+        self.steps.append((partial(_descriptor, _descriptor(x, None)), (self._slot(x.base),), self._add(None)))
+        return self.inputs + len(self.slots)
 
     def _constant(self, x: Any) -> int:
         self.alive.append(x)
@@ -323,6 +331,13 @@ _FAST: dict[Any, Callable[..., Any]] = {
     _aten.zeros.default: torch.zeros,
 }
 """Python bindings with a fraction of the call overhead of `torch.ops`."""
+
+
+def _descriptor(like: Any, base: Tensor | None) -> Any:
+    """Return a descriptor as another, of a tensor of the same shape, strides and alignment."""
+    made = copy(like)
+    made.base = base
+    return made
 
 
 def _regrouped(call: Callable[..., Any], lengths: tuple[int | None, ...], *flat: Any, **options: Any) -> Any:

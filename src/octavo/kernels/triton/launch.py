@@ -42,7 +42,6 @@ class Kernel:
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
         params = getattr(function, "params", None)  # none in the interpreter
         self._is_constexpr = None if params is None else [param.is_constexpr for param in params]
-        self._takes_descriptors = False
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the Triton function: `arg_names`, `params`, `src`."""
@@ -73,10 +72,7 @@ class Kernel:
         kernel, rest = known
         across, down, deep = (*grid, 1, 1)[:3]
         if (recorder := recorder_here()) is not None:
-            if self._takes_descriptors:  # they hold addresses
-                recorder.refuse()
-            else:
-                recorder.launch(kernel, (across, down, deep), (*arguments, *rest))
+            recorder.launch(kernel, (across, down, deep), (*arguments, *rest))
         stream = torch._C._cuda_getCurrentRawStream(key[0])  # type: ignore[index]
         launch, function, metadata = kernel
         launch(across, down, deep, stream, function, metadata, None, None, None, *arguments, *rest)
@@ -111,7 +107,6 @@ class Kernel:
             elif kind is float:
                 key.append(kind)
             elif kind.__name__ == "TensorDescriptor":
-                self._takes_descriptors = True
                 key += (x.base.dtype, *x.block_shape)
             else:
                 return None
