@@ -59,6 +59,12 @@ def test_batches_that_change_are_noticed_once(drift: BatchDrift) -> None:
     assert len(changed) == 1 and changed[0] < 304
 
 
+def test_one_batch_far_from_the_others_is_not_a_drift(drift: BatchDrift) -> None:
+    usual = [0.40, 0.42, 0.38, 0.41, 0.39] * 4
+    assert [seen for seen in (*usual, 0.8, 0.8, 0.8, 0.8) if drift.drifts(seen)] == [0.8]
+    assert not any(drift.drifts(seen) for seen in [*usual, 2.4, *usual])
+
+
 def test_a_source_that_rises_alone_is_named() -> None:
     sources = SourceLosses((("a", 0), ("b", 20), ("a", 40)), 10)
     losses = sources.by_source(torch.tensor([1.0, 3.0, 5.0, 7.0, 2.0]))

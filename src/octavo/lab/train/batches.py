@@ -18,8 +18,9 @@ SAMPLE = 1 << 22
 PAST, LEAST = 46, 8
 """Batches of history, and how many are needed."""
 DRIFT, LEAST_DRIFT = 8.0, 0.25
-"""Standard errors and share by which the divergence of 4 batches exceeds the history's mean when it drifts."""
+"""Standard errors and share by which the divergence of recent batches exceeds the history's mean when it drifts."""
 RECENT = 4
+"""Batches that drift together. The farthest is left out: in small batches one table of digits is as far as a drift."""
 RISE = 0.05
 """Share by which the held-out loss of a source exceeds its minimum when it rises alone."""
 
@@ -62,10 +63,11 @@ class BatchDrift:
             return None
         mean = fmean(before)
         limit = mean + max(DRIFT * stdev(before) * math.sqrt(1 / RECENT + 1 / len(before)), LEAST_DRIFT * mean)
-        if fmean(recent) <= limit:
+        seen = fmean(sorted(recent)[:-1])
+        if seen <= limit:
             return None
         self._past.clear()
-        return fmean(recent), limit
+        return seen, limit
 
 
 class SourceLosses:
