@@ -40,6 +40,7 @@ from octavo_bench.results import Row
 from octavo_bench.timing import attempt, median_ms
 
 BY_ROW = QuantSpec("e4m3", "row", "power_of_two")
+ROTATED = QuantSpec("int8", "row", "float32", rotation=256)
 BY_COLUMN = QuantSpec("e4m3", "column", "power_of_two")
 BY_TILE = QuantSpec("e4m3", "1x128", "power_of_two")
 BY_TENSOR = QuantSpec("e5m2", "tensor", "float32")
@@ -249,6 +250,10 @@ CASES = (
     Case(
         "RMS norm, row codes", _STREAM, _with_vectors(1),
         lambda x, weight: normalise(x, weight, None, 1e-5, target=BY_ROW),
+    ),
+    Case(
+        "RMS norm, rotated INT8 and row codes", _STREAM, _with_vectors(1),
+        lambda x, weight: normalise(x, weight, None, 1e-5, target=ROTATED, second=BY_ROW),
     ),
     Case(
         "RMS norm backward", _STREAM, _norm_backward,

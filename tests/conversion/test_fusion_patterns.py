@@ -65,8 +65,9 @@ def model() -> nn.Module:
     return nn.Sequential(Block(), Block())
 
 
-def test_a_plan_says_what_is_computed_together():
-    plan = make_plan(model(), "folded")
+@pytest.mark.parametrize("recipe", ["folded", "rotated"])
+def test_a_plan_says_what_is_computed_together(recipe):
+    plan = make_plan(model(), recipe)
     assert plan.structures[:4] == (
         FusionPattern(name="0.attention", kind="shared", layers=("q", "k", "v")),
         FusionPattern(name="0.attention.norm", kind="norm", form="layer"),
@@ -391,3 +392,13 @@ def test_each_kind_of_module_is_probed_once_and_a_different_one_by_itself(monkey
     assert {pattern.name: pattern.kind for pattern in patterns if pattern.kind != "shared"} == {
         **dict.fromkeys("046", "mlp"), **dict.fromkeys("137", "norm")
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["folded", "rotated", "tensorwise", "bf16"])
+def test_norms_make_the_codes_that_fprop_and_wgrad_of_the_recipe_read(recipe):
+    blocks, plan = model(), load(recipe).plan
+    convert(blocks, recipe)
+    targets = (plan.x, plan.x_second) if recipe in ("folded", "rotated") else (None, None)
+    found = [module for module in blocks.modules() if isinstance(module, Norm)]
+    assert [(norm.target, norm.second) for norm in found] == [targets] * len(found)
+    assert bool(found) == (recipe != "bf16")
