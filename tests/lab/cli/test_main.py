@@ -292,7 +292,7 @@ def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
 
 def test_predicted_memory_is_that_of_a_named_gpu(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    command = "plan", "--preset", "tiny", "--memory"
+    command = "plan", "--preset", "tiny", "--model.layers", "1", "--no-baseline", "--memory"
     assumed = octavo(*command).stdout
     assert "parameters in memory on h200\n" in assumed and assumed.endswith(
         "\nno GPU here: predicted for `--gpu h200`\n"
@@ -306,7 +306,8 @@ def test_predicted_memory_is_that_of_a_named_gpu(octavo: Octavo, monkeypatch: py
 
 def test_the_gpu_decides_which_layers_memory_is_predicted_for(octavo: Octavo, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = H100._replace(copy=1e9, row=1e9)  # quantising is free: small layers gain too
-    command = "plan", "--preset", "tiny", "--dim", "512", "--batch", "64", "--no-baseline", "--memory", "--json"
+    command = ("plan", "--preset", "tiny", "--dim", "512", "--model.layers", "1", "--batch", "64", "--no-baseline")
+    command += ("--memory", "--json")
     before = json.loads(octavo(*command, "--gpu", "h100").stdout)
     monkeypatch.setitem(GPUS, "h100", GPUS["h100"]._replace(rates=fast))
     assert json.loads(octavo(*command, "--gpu", "h100").stdout)["activations_gib"] != before["activations_gib"]

@@ -13,7 +13,9 @@ from octavo.lab.train.config import ParallelConfig, assemble, load_preset
 from octavo.lab.train.memory import forecast_run, largest_model, largest_of, peaks, scaled
 from octavo.lab.train.setup import make_states
 
-CONFIG = assemble(load_preset("tiny", cuda=False), ("test", {"run": {"compile": "off", "baseline": False}}))
+CONFIG = assemble(
+    load_preset("tiny", cuda=False), ("test", {"model": {"layers": 1}, "run": {"compile": "off", "baseline": False}})
+)
 LLAMA_1B = ModelConfig(vocab=128256, dim=2048, ffn=8192, heads=32, kv_heads=8, layers=16, sequence=4096)
 
 

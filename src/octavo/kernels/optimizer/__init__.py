@@ -64,6 +64,12 @@ class Layout(NamedTuple):
         return all(moment is None or moment.is_exact for moment in (self.first, self.second))
 
     @property
+    def draws(self) -> bool:
+        """Whether an update needs random bits: rounding is stochastic, and something that is stored is rounded."""
+        stored = self.weight == torch.float32 if self.master is None else self.master.is_exact
+        return self.stochastic and not (self.is_exact and stored)
+
+    @property
     def searches(self) -> bool:
         """Whether a stored value has a per-tensor scale, which takes an extra amax pass."""
         return any(s is not None and s.scaling == "tensor" for s in (self.first, self.second, self.master))

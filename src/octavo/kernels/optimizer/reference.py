@@ -37,7 +37,7 @@ def momentum(
 
 def _update(slot: Slot, layout: Layout, control: Control) -> None:
     c = control.coefficients[slot.row].unbind()
-    random = _random(slot, control) if layout.stochastic else (None, None, None)
+    random = _random(slot, control) if layout.draws else (None, None, None)
     weight = read_weight(slot, layout)
     gradient = _gradient(slot) * c[0]
     first = _moment(slot.first, slot.first_scale, layout.first)
