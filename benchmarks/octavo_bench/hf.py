@@ -10,6 +10,10 @@ implementation, BF16 included, as `OctavoCallback(compile=True)` does.
 Under compilation transformers passes attention a mask of all pairs of tokens, since it cannot detect packed sequences
 there, and attention takes several times as long. The mode `torch_compile_causal` has the same attention without the
 mask, in every implementation.
+
+`+ fusions` are those of `Policy(fuse="all")`, for BF16 as for FP8: norms, rotary embeddings and activations are one
+kernel each way. With `+ loss` the head computes the loss by chunks of tokens as well. Both stand beside BF16 as it is,
+and beside BF16 with the same fusions, which shows the share that FP8 has.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import importlib.util
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +41,8 @@ from octavo_bench.timing import attempts, beside_first, peak_gib
 WARM_UP = 4
 """Untimed first steps, which compile and autotune."""
 MODES = ("eager", "torch_compile", "torch_compile_causal", "blocks")
+FUSIONS, LOSS = " + fusions", " + loss"
+"""Suffixes of implementations; those with one of them run in no mode that compiles the whole model."""
 CAUSAL = "sdpa_causal"
 """Name that registers transformers' own attention function without a mask."""
 KIND = Kind(
@@ -51,6 +57,7 @@ KIND = Kind(
         ("implementation", "{implementation}"),
         ("tokens/s", "{tokens_per_s:,.0f}"),
         ("times BF16's speed", "{ratio_to_bf16:.2f}"),
+        ("times that of BF16 with the same fusions", "{ratio_to_bf16_alike:.2f}"),
         ("peak GiB", "{peak_gib:.1f}"),
     ),
     names=3,
@@ -94,7 +101,7 @@ MODELS = {
 
 def implementations(tokens: int) -> dict[str, Callable[[nn.Module], object]]:
     """Return the conversion of each implementation by name, for `tokens` per step; the baseline first."""
-    found: dict[str, Callable[[nn.Module], object]] = {BF16: lambda model: None}
+    found: dict[str, Callable[[nn.Module], object]] = {BF16: lambda model: None, **_fused(BF16, "bf16", tokens)}
     if importlib.util.find_spec("torchao") is not None:
         found[TORCHAO] = convert_torchao
     for recipe in ("folded", "folded_fast", "rotated", "rotated_fast"):
@@ -102,7 +109,26 @@ def implementations(tokens: int) -> dict[str, Callable[[nn.Module], object]]:
     with_head = octavo.Policy(keep_defaults=False)
     for recipe in ("folded_fast", "rotated_fast"):
         found[f"octavo {recipe} + fp8 head"] = partial(octavo.convert, recipe=recipe, policy=with_head)
+    for recipe in ("folded", "rotated"):
+        found |= _fused(f"octavo {recipe}", recipe, tokens)
     return found
+
+
+def _fused(name: str, recipe: str, tokens: int) -> dict[str, Callable[[nn.Module], object]]:
+    """Return the conversions of an implementation by names that say what is fused."""
+    return {
+        name + suffix: partial(_fuse, recipe=recipe, tokens=tokens, loss=suffix.endswith(LOSS))
+        for suffix in (FUSIONS, FUSIONS + LOSS)
+    }
+
+
+def _fuse(model: nn.Module, recipe: str, tokens: int, loss: bool) -> None:
+    """Convert a model with all fusions, and fuse its loss with its head if asked to."""
+    from octavo.integrations.head_loss import fuse_head_and_loss
+
+    octavo.convert(model, recipe, policy=octavo.Policy(fuse="all"), tokens=tokens)
+    if loss:
+        fuse_head_and_loss(model)
 
 
 def bench_hf(
@@ -132,9 +158,23 @@ def bench_hf(
         cases = (
             ({"model": model.name, "mode": mode, "implementation": name, "shape": asdict(model)},
              partial(_measure, model, convert, mode, device, steps))
-            for name, convert in found.items() if name in chosen
+            for name, convert in found.items()
+            if name in chosen and not (mode.startswith("torch_compile") and FUSIONS in name)
         )  # fmt: skip
-        yield from beside_first(attempts(cases, device))
+        yield from _beside_alike(beside_first(attempts(cases, device)))
+
+
+def _beside_alike(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows, each but BF16's with its speed beside BF16 with the same fusions, if that was measured."""
+    baselines: dict[str, float] = {}
+    for row in rows:
+        name, plus, suffix = row["implementation"].partition(FUSIONS)
+        alike = plus + suffix
+        if "ms" in row and name == BF16:
+            baselines[alike] = row["ms"]
+        elif "ms" in row and alike and alike in baselines:
+            row |= {"ratio_to_bf16_alike": round(baselines[alike] / row["ms"], 3)}
+        yield row
 
 
 def _measure(model: Model, convert: Callable[[nn.Module], object], mode: str, device: str, steps: int) -> Row:
@@ -252,6 +292,7 @@ def command(
         octavo bench hf
         octavo bench hf --mode eager --only "octavo folded" --write benchmarks/results
         octavo bench hf --model qwen3-2048-bf16 --mode eager --mode blocks --only "octavo folded"
+        octavo bench hf --model qwen3-2048-bf16 --mode eager --only "bf16 + fusions" --only "octavo rotated + fusions"
 
     Parameters
     ----------

@@ -34,6 +34,27 @@ def test_weights_in_bf16_and_blocks_compiled_the_same_way_in_each(monkeypatch: p
     assert rows[2]["loss"] == pytest.approx(rows[0]["loss"], rel=0.01)
 
 
+FUSED = ["bf16 + fusions + loss", "octavo folded + fusions", "octavo folded + fusions + loss"]
+
+
+def test_fusions_train_bf16_and_fp8_alike() -> None:
+    rows = [*hf.bench_hf(hf.MODELS["tiny-bf16"], FUSED, ["eager"], device="cpu", steps=1)]
+    assert [row["implementation"] for row in rows] == ["bf16", *FUSED]
+    for row in rows:
+        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=0.01)
+
+
+def test_fusions_stand_beside_bf16_with_the_same_where_blocks_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((16.0, 8.0, 6.0, 4.0, 16.0))
+    monkeypatch.setattr(hf, "_measure", lambda *_: {"ms": next(times), "tokens_per_s": 1.0, "peak_gib": 1.0})
+    rows = [*hf.bench_hf(hf.MODELS["tiny"], FUSED, ["eager", "torch_compile"], device="cpu")]
+    assert [row["implementation"] for row in rows] == ["bf16", *FUSED, "bf16"]
+    assert [row["ratio_to_bf16"] for row in rows] == [1.0, 2.0, 2.667, 4.0, 1.0]
+    # BF16 has no FP8, and BF16 with the fusions of the third was not measured.
+    assert [row.get("ratio_to_bf16_alike") for row in rows] == [None, None, None, 2.0, None]
+    assert "| times that of BF16 with the same fusions |" in hf.KIND.markdown(rows)
+
+
 def test_attention_without_a_mask_is_the_same_attention() -> None:
     torch.manual_seed(0)
     model = hf._make(hf.MODELS["tiny"], "cpu")
