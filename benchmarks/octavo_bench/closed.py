@@ -1,5 +1,6 @@
 """Closed studies: questions that are answered. Their results stay, and their tables; their code is in the history.
 
+conv        convolutions of cuDNN in FP8, in three directions, beside those in BF16
 ablation    FP8-LM's ablation of optimizer precision (arXiv 2310.18313, table 6) on a small byte-level model
 localize    predictions of `octavo localize`, against single layers and random maps applied on other text
 telemetry   cost of telemetry: alternating steps with and without it
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 from statistics import fmean
 
 from octavo_bench.kind import Kind, by_result
@@ -54,6 +56,59 @@ def bars(rows: Sequence[Row]) -> str:
     return "\n".join(("```text", *lines, "```"))
 
 
+PASSES = {
+    "fprop": ("cast x",),
+    "dgrad": ("cast dy", "transpose w"),
+    "wgrad": ("cast x", "cast dy", "transpose x", "transpose dy"),
+}
+"""What each direction reads in FP8, besides its product: codes, with scales of an earlier step, in cuDNN's layouts."""
+
+
+def by_convolution(rows: Sequence[Row]) -> str:
+    """Return one line per convolution: FP8's speed beside BF16's, by direction, and with the passes around them.
+
+    With passes: all three directions in FP8, and those whose choice is the fastest.
+    """
+    body = []
+    for (shape,), own in grouped(rows, "shape").items():
+        by_direction = {row["direction"]: row for row in own if "fp8_ms" in row}
+        found = [by_direction.get(direction) for direction in PASSES]
+        cells = ["no plan" if row is None else f"{row['bf16_ms'] / row['fp8_ms']:.2f}" for row in found]
+        bf16 = sum(row["bf16_ms"] for row in own)
+        chosen = [f"{bf16 / ms:.2f}" for ms in _with_passes(own)] if len(by_direction) == len(PASSES) else ["", ""]
+        body.append((shape, own[0]["sizes"], f"{bf16:.2f}", *cells, *chosen))
+    header = ("convolution", "images, channels, pixels", "BF16 ms", *PASSES, "all, with passes", "best, with passes")
+    return table(header, body)
+
+
+def _with_passes(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the ms of a convolution with its passes: all directions in FP8, and the fastest choice of them."""
+    by_direction, passes = {row["direction"]: row for row in rows}, rows[0]["passes"]
+
+    def ms(chosen: tuple[str, ...]) -> float:
+        spent = sum(passes[name] for name in {name for direction in chosen for name in PASSES[direction]})
+        products = (row["fp8_ms" if name in chosen else "bf16_ms"] for name, row in by_direction.items())
+        return float(spent + sum(products))
+
+    choices = [chosen for count in range(len(PASSES) + 1) for chosen in combinations(PASSES, count)]
+    return ms(choices[-1]), min(map(ms, choices))
+
+
+CONV = Kind(
+    name="conv",
+    keys={"shape": str, "direction": str, "bf16_ms": float, "fp8_ms": float},
+    columns=(
+        ("convolution", "{shape}"),
+        ("direction", "{direction}"),
+        ("BF16 ms", "{bf16_ms:.3f}"),
+        ("FP8 ms", "{fp8_ms:.3f}"),
+        ("plan", "{plan}"),
+    ),
+    names=2,
+    closed=True,
+    show=by_convolution,
+    session=("hardware",),
+)
 ABLATION = Kind(
     name="ablation",
     keys={"states": str, "seed": int, "heldout_loss": float},
