@@ -22,7 +22,7 @@ from octavo.kernels.runtime import ledger
 from octavo.nn import attached_codes as attached_codes_module
 from octavo.nn import norm
 from octavo.nn.adopted import Adopted
-from octavo.nn.attached_codes import attached_codes
+from octavo.nn.attached_codes import attached_codes, attached_input
 from octavo.nn.norm import Norm, adopt, adopts
 from octavo.nn.telemetry import Telemetry
 from octavo.numerics import E4M3, PER_ROW, dequantize, quantize, sqnr_db
@@ -209,13 +209,16 @@ def test_both_sets_of_codes_are_those_of_the_values_before_they_are_rounded(kind
         assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
 
 
-def test_codes_for_wgrad_are_written_where_autograd_is_on(gains):
-    module, x = drawn("rms"), torch.randn(4, WIDTH)
+def test_codes_for_wgrad_are_written_where_it_is_likely_to_run(gains):
+    module, x = drawn("rms"), torch.randn(4, WIDTH, requires_grad=True)
     adopt(module, ROTATED, second=ROW)
     with torch.no_grad():
         y = module(x)
     assert attached_codes(y, ROTATED) is not None and attached_codes(y, ROW) is None
     assert attached_codes(module(x), ROW) is not None
+    module.requires_grad_(False)
+    y = module(x)
+    assert attached_codes(y, ROTATED) is not None and attached_codes(y, ROW) is None
     y.data.mul_(2)
     assert attached_codes(y, ROTATED) is None
 
@@ -857,18 +860,18 @@ def test_a_recomputed_block_makes_both_sets_again(gains):
         assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("write", [lambda y: y.data.mul_(3), lambda y: y.mul_(3), lambda y: y.numpy().fill(2)])
+@pytest.mark.parametrize("write", [lambda y: y.data.mul_(3), lambda y: y.mul_(3), lambda y: y.detach().numpy().fill(2)])
 def test_no_set_is_read_after_a_write(write, gains):
     module, layer = drawn("rms"), octavo.nn.Linear(WIDTH, 32, recipe="rotated")
     adopt(module, layer.recipe.plan.x, second=layer.recipe.plan.x_second)
-    module.weight.requires_grad_(False)
     y = module(torch.randn(4, WIDTH))
+    assert None not in attached_input(y, layer.recipe)
     write(y)
     z = layer(y)
     z.sum().backward()
     other = copy.deepcopy(layer)
     other.zero_grad()
-    want = other(y.clone())
+    want = other(y.detach().clone())
     want.sum().backward()
     assert torch.equal(z, want) and torch.equal(layer.weight.grad, other.weight.grad)
 
@@ -884,7 +887,7 @@ def test_on_a_gpu_layers_that_rotate_read_the_codes_of_a_norm(fn, dtype, reads, 
     model = converted(width=512, norm=fn).to("cuda", dtype)
     x, dy = (torch.randn(2, 96, 512, device="cuda", dtype=dtype) for _ in range(2))
     steps = [stepped(model, x, dy) for _ in range(3)]
-    assert len(reads) <= 2  # by `out`, until it is recorded
+    assert len(reads) <= len(steps)  # by `out` alone, until it is recorded
     for other in steps[1:]:
         assert all(map(torch.equal, steps[0], other))
     no_codes(monkeypatch)

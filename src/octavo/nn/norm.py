@@ -58,7 +58,9 @@ class Norm(Recognised):
     target: QuantSpec | None
     """Quantisation of y for fprop of its reader; None: only y is written."""
     second: QuantSpec | None = None
-    """The same for wgrad, if that reads other codes (`LinearPlan.x_second`). They are written where autograd is on."""
+    """The same for wgrad, if that reads other codes (`LinearPlan.x_second`). They are written where autograd is on and
+    the norm is trained. Readers of a frozen one are usually frozen, too, as with LoRA, whose adapters keep y, and with
+    it all that is attached to it; a reader that is trained makes them itself."""
     enabled: bool
     """False: compute like the parent."""
     input_format: Precision
@@ -144,7 +146,8 @@ class Norm(Recognised):
         """Return the targets of the codes that are written with y: for fprop of its reader, and for wgrad."""
         if self.target is None or is_compiling() or not _gains(device):
             return ()
-        return (self.target, self.second) if self.second is not None and torch.is_grad_enabled() else (self.target,)
+        trains = torch.is_grad_enabled() and (self.weight is None or self.weight.requires_grad)
+        return (self.target, self.second) if self.second is not None and trains else (self.target,)
 
     def _is_recomputed(self, x: Tensor) -> bool:
         """Return whether compiled readers of y make their codes of x, which backward saves. x: plain."""
