@@ -57,7 +57,7 @@ class Config(NamedTuple):
     resident: int = 2
     halves: int = 2
     """Halves of a tile's rows, whose sums and epilogues are apart."""
-    parts: int = 1
+    parts: int = 4
     """Parts of the columns of a half, whose epilogues are apart."""
     flatten: bool = True
     """Whether the loops over tiles and over the sum are fused."""
@@ -109,10 +109,10 @@ def search_in_gemm(
     config = CONFIGS[sums] if config is None else config
     maxima = [output.inverse if output.searches else None for output in outputs[:2]]
     scales = g.scale.expand(rows, 1).contiguous(), w.scale.expand(cols, 1).contiguous()
-    tiles = cdiv(rows, config.height) * cdiv(cols, config.width)
+    tiles, half = cdiv(rows, config.height) * cdiv(cols, config.width), config.height // config.halves
     _gemm_activation_kernel[(min(tiles, config.resident * sm_count(dh.device)),)](
-        described(g.codes, config.height // config.halves, config.depth), described(w.codes, config.width, config.depth),
-        *scales, described(dh, config.height // config.halves, config.width // config.parts),
+        described(g.codes, half, config.depth), described(w.codes, config.width, config.depth), *scales,
+        described(dh, half, config.width // config.parts),
         gate, up, gate.stride(0), up.stride(0), rows, cols, depth, *folds_of(factors), *maxima,
         KIND=kind, HEIGHT=config.height, WIDTH=config.width, DEPTH=config.depth, GROUP=GROUP, HALVES=config.halves,
         PARTS=config.parts, SUMS=sums, FLATTEN=config.flatten, STAGES=config.stages,
@@ -134,7 +134,8 @@ def _search_part(total, dh, row, col, size, operands, folds, maxima, KIND: tl.co
     total: sums. size: rows and columns of dh. operands: scales of a and b, gate and up and their strides.
     """
     a_scale, b_scale, gate_ptr, up_ptr, gate_stride, up_stride = operands
-    (row_fold, column_fold), (row_amax, column_amax) = folds, maxima
+    row_fold, column_fold = folds
+    row_amax, column_amax = maxima
     rows, cols = row + tl.arange(0, total.shape[0]), col + tl.arange(0, total.shape[1])
     in_rows, in_cols = rows < size[0], cols < size[1]
     gate = load_tile(gate_ptr, gate_stride, rows, cols, in_rows, in_cols)
@@ -156,15 +157,23 @@ def _search_part(total, dh, row, col, size, operands, folds, maxima, KIND: tl.co
 
 
 @triton.jit
-def _search_half(
-    total, dh, row, col, size, operands, folds, maxima, KIND: tl.constexpr, PARTS: tl.constexpr
-):
+def _search_parts(total, dh, row, col, size, operands, folds, maxima, KIND: tl.constexpr, PARTS: tl.constexpr):
+    """`_search_part`, by 1, 2 or 4 parts of the columns."""
     if PARTS == 1:
         _search_part(total, dh, row, col, size, operands, folds, maxima, KIND)
     else:
+        WIDTH: tl.constexpr = total.shape[1] // PARTS
         left, right = left_and_right(total)
-        _search_part(left, dh, row, col, size, operands, folds, maxima, KIND)
-        _search_part(right, dh, row, col + total.shape[1] // 2, size, operands, folds, maxima, KIND)
+        if PARTS == 2:
+            _search_part(left, dh, row, col, size, operands, folds, maxima, KIND)
+            _search_part(right, dh, row, col + WIDTH, size, operands, folds, maxima, KIND)
+        else:
+            first, second = left_and_right(left)
+            third, fourth = left_and_right(right)
+            _search_part(first, dh, row, col, size, operands, folds, maxima, KIND)
+            _search_part(second, dh, row, col + WIDTH, size, operands, folds, maxima, KIND)
+            _search_part(third, dh, row, col + 2 * WIDTH, size, operands, folds, maxima, KIND)
+            _search_part(fourth, dh, row, col + 3 * WIDTH, size, operands, folds, maxima, KIND)
 
 
 @Kernel
@@ -190,6 +199,6 @@ def _gemm_activation_kernel(
             upper = add_product(upper, a.load([row, k]), w, SUMS)
             if HALVES == 2:
                 lower = add_product(lower, a.load([row + HALF, k]), w, SUMS)
-        _search_half(upper, dh, row, col, (rows, cols), operands, folds, maxima, KIND, PARTS)
+        _search_parts(upper, dh, row, col, (rows, cols), operands, folds, maxima, KIND, PARTS)
         if HALVES == 2:
-            _search_half(lower, dh, row + HALF, col, (rows, cols), operands, folds, maxima, KIND, PARTS)
+            _search_parts(lower, dh, row + HALF, col, (rows, cols), operands, folds, maxima, KIND, PARTS)
