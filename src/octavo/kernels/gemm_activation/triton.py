@@ -39,7 +39,7 @@ from octavo.kernels.gemm.triton import (
 )
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows
 from octavo.kernels.triton.cast import to_dtype
-from octavo.kernels.triton.codes import factors, finite_magnitude, load_tile
+from octavo.kernels.triton.codes import INTERPRETED, factors, finite_magnitude, load_tile
 from octavo.kernels.triton.launch import Kernel
 from octavo.kernels.triton.output import Output, begin_searches, end_searches
 from octavo.kernels.triton.shape import cdiv
@@ -61,6 +61,8 @@ class Config(NamedTuple):
     """Parts of the columns of a half, whose epilogues are apart."""
     flatten: bool = True
     """Whether the loops over tiles and over the sum are fused."""
+    prefetch: bool = True
+    """Whether a program asks for its tile of gate and up before its products, so that they are in L2 after them."""
 
 
 CONFIGS = {SLOW.value: Config(), FAST.value: Config(flatten=False)}
@@ -115,9 +117,20 @@ def search_in_gemm(
         described(dh, half, config.width // config.parts),
         gate, up, gate.stride(0), up.stride(0), rows, cols, depth, *folds_of(factors), *maxima,
         KIND=kind, HEIGHT=config.height, WIDTH=config.width, DEPTH=config.depth, GROUP=GROUP, HALVES=config.halves,
-        PARTS=config.parts, SUMS=sums, FLATTEN=config.flatten, STAGES=config.stages,
+        PARTS=config.parts, SUMS=sums, FLATTEN=config.flatten, PREFETCH=config.prefetch, STAGES=config.stages,
         num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@triton.jit
+def _prefetch(x_ptr, stride, row, col, size, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Ask for a tile to be brought into L2, 64 elements at a time: at least a line of 128 bytes. No value waits."""
+    rows = tl.minimum(row + tl.arange(0, HEIGHT), size[0] - 1)
+    cols = tl.minimum(col + tl.arange(0, WIDTH // 64) * 64, size[1] - 1)
+    addresses = (x_ptr + rows[:, None].to(tl.int64) * stride + cols[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -182,7 +195,8 @@ def _gemm_activation_kernel(
     a, b, a_scale, b_scale, dh, gate_ptr, up_ptr, gate_stride, up_stride, rows, cols, depth,
     row_fold, column_fold, row_amax, column_amax,
     KIND: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    HALVES: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, FLATTEN: tl.constexpr, STAGES: tl.constexpr,
+    HALVES: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, FLATTEN: tl.constexpr, PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of dh = a . b^T, and maxima of the gradients of gate and up."""
     HALF: tl.constexpr = HEIGHT // HALVES
@@ -192,6 +206,9 @@ def _gemm_activation_kernel(
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=FLATTEN):
         down_by, across_by = place_of(tile, down, across, GROUP)
         row, col = down_by * HEIGHT, across_by * WIDTH
+        if PREFETCH and not INTERPRETED:
+            _prefetch(gate_ptr, gate_stride, row, col, (rows, cols), HEIGHT, WIDTH)
+            _prefetch(up_ptr, up_stride, row, col, (rows, cols), HEIGHT, WIDTH)
         upper = empty_sums(HALF, WIDTH, SUMS)
         lower = empty_sums(HALF, WIDTH, SUMS)
         for k in tl.range(0, depth, DEPTH, num_stages=STAGES):
