@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -196,9 +196,9 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     before = gate_and_up(inputs, keeps_codes)
     is_sampled = stats is not None or down_stats is not None  # telemetry reads d_hidden
     if g is not None and not is_sampled and _fuses(outer, g, before, targets, factors):
-        d_hidden = None
+        d_hidden, (gate, up) = None, cast(tuple[Tensor, Tensor], before)
         w_back, accumulate = transposed_weight(down, outer, g.codes), outer.accumulate[1]
-        gradients = gemm_activation_backward(g, w_back, accumulate, kind, *before, targets, factors)
+        gradients = gemm_activation_backward(g, w_back, accumulate, kind, gate, up, targets, factors)
     else:
         d_hidden = dgrad(dy, g, down, outer, dtype, down_stats)
         gradients = activation_backward(kind, d_hidden, *before, targets, factors)
