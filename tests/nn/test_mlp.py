@@ -1,7 +1,6 @@
 """The fused MLP: bit for bit the layers it is made of, near float64, and without the hidden activation in memory."""
 
 import gc
-import importlib
 import math
 from functools import partial
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from octavo import kernels
-from octavo.kernels import gemm_activation
 from octavo.kernels.activation import KINDS, activation_backward_plain
 from octavo.kernels.activation.reference import value
 from octavo.kernels.quant_spec import spec_of
@@ -111,18 +109,6 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.fixture
-def searched_in_gemms(monkeypatch) -> list[str]:
-    """As on a Hopper: dgrad of down searches the gradients of gate and up. The kinds of those that did."""
-    module, kinds = importlib.import_module("octavo.nn.mlp"), []
-    own, gemm = module.gemm_activation_backward, importlib.import_module("octavo.kernels.gemm")
-    monkeypatch.setattr(gemm_activation, "LEAST", 0)
-    monkeypatch.setattr(gemm_activation, "_unsupported_reason", lambda device: None)
-    monkeypatch.setattr(gemm, "KERNELS", gemm.KERNELS[-1:])  # of which it has the bits
-    monkeypatch.setattr(module, "gemm_activation_backward", lambda *a: kinds.append(a[3]) or own(*a))
-    return kinds
-
-
 # --- what it computes -----------------------------------------------------------------------------------------------
 
 
@@ -133,24 +119,6 @@ def searched_in_gemms(monkeypatch) -> list[str]:
 def test_it_is_bit_for_bit_the_layers_it_is_made_of(kind, gated, inner, outer):
     data = Data(gated)
     assert same(data.results(fused(kind, inner, outer)), data.results(unfused(kind, inner, outer)))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["rotated", "folded_fast", "block"])
-def test_it_is_the_same_where_a_gemm_searches_the_gradients(recipe, compiled, searched_in_gemms):
-    data, run = Data(d=144), fused("silu", load(recipe), load(recipe))
-    if compiled:
-        run = torch.compile(run, backend="aot_eager", fullgraph=True)
-    got = data.results(run)
-    assert searched_in_gemms == ([] if recipe == "block" else ["silu"])
-    assert same(got, data.results(unfused("silu", load(recipe), load(recipe))))
-
-
-@pytest.mark.parametrize("inputs", ["fp8", "bf16"])
-def test_inputs_in_codes_and_one_input_are_searched_by_themselves(inputs, searched_in_gemms):
-    data, recipe = Data(gated=inputs == "fp8", d=144), load("rotated")
-    data.results(fused("silu", recipe, recipe, inputs=inputs))
-    assert not searched_in_gemms
 
 
 @pytest.mark.covering(2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from octavo._util.autograd import first_order
 from octavo._util.compiler import enter_graph, opaque
 from octavo.kernels import QuantSpec
 from octavo.kernels.activation import INPUTS, Factors, Targets, activate, activation_backward
-from octavo.kernels.gemm_activation import gemm_activation_backward, unfused_reason
 from octavo.kernels.runtime.host_state import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.attached_codes import renew
@@ -42,7 +41,6 @@ from octavo.nn.functional import (
     read_input,
     read_weights,
     save_weights,
-    transposed_weight,
     unstack,
     weight_fold,
     wgrad,
@@ -183,29 +181,25 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
     *needs_inner, needs_down = needs_weights
     dy = [grad_output.to(dtype)]
     g, h = read_gradient(dy, hidden_scale, down, outer, needs_down)
-    targets = Targets(
-        rows=inner.dy if needs_x else None,
-        columns=inner.dy_t if any(needs_inner) else None,
-        hidden=_hidden_target(outer) if needs_down else None,
+    d_hidden = dgrad(dy, g, down, outer, dtype, down_stats)
+    gradients = activation_backward(
+        kind,
+        d_hidden,
+        *gate_and_up(inputs, keeps_codes),
+        Targets(
+            rows=inner.dy if needs_x else None,
+            columns=inner.dy_t if any(needs_inner) else None,
+            hidden=_hidden_target(outer) if needs_down else None,
+        ),
+        Factors(
+            rows=weight_fold(w, inner) if needs_x else None,
+            columns=input_fold(x.scale, inner) if any(needs_inner) else None,
+            hidden=hidden_scale if needs_down and _scale_gives_codes(outer, keeps_codes) else None,
+        ),
     )
-    factors = Factors(
-        rows=weight_fold(w, inner) if needs_x else None,
-        columns=input_fold(x.scale, inner) if any(needs_inner) else None,
-        hidden=hidden_scale if needs_down and _scale_gives_codes(outer, keeps_codes) else None,
-    )
-    before = gate_and_up(inputs, keeps_codes)
-    is_sampled = stats is not None or down_stats is not None  # telemetry reads d_hidden
-    if g is not None and not is_sampled and _fuses(outer, g, before, targets, factors):
-        d_hidden, (gate, up) = None, cast(tuple[Tensor, Tensor], before)
-        w_back, accumulate = transposed_weight(down, outer, g.codes), outer.accumulate[1]
-        gradients = gemm_activation_backward(g, w_back, accumulate, kind, gate, up, targets, factors)
-    else:
-        d_hidden = dgrad(dy, g, down, outer, dtype, down_stats)
-        gradients = activation_backward(kind, d_hidden, *before, targets, factors)
     dx = None
     if needs_x:
-        sources = () if d_hidden is None else (d_hidden, *inputs)
-        dx = dgrad(sources, gradients.rows, w, inner, dtype, stats, kind).to(x_dtype)
+        dx = dgrad((d_hidden, *inputs), gradients.rows, w, inner, dtype, stats, kind).to(x_dtype)
     dws: list[Tensor | None] = [None] * len(rows)
     if any(needs_inner):
         parts = unstack(wgrad(dy, gradients.columns, x, inner, dtype), rows[:-1], dtypes[:-1])
@@ -216,18 +210,6 @@ def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
         hidden = kernels.without_scale(gradients.hidden) if is_folded else gradients.hidden
         dws[-1] = kernels.gemm(h, hidden, dtype, outer.accumulate[2]).to(dtypes[-1])
     return (dx,), dws
-
-
-def _fuses(
-    outer: LinearPlan,
-    g: Quantized,
-    before: tuple[Tensor | Quantized, Tensor | Quantized | None],
-    targets: Targets,
-    factors: Factors,
-) -> bool:
-    """Return whether the GEMM of h's gradient searches those of gate and up."""
-    is_folded = outer.w_back is Transposed.FOLDED and outer.w_rows.format == "e4m3"
-    return is_folded and unfused_reason(g, *before, targets, factors) is None
 
 
 def _split(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:

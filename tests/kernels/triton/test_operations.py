@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.kernels import activation, batch, experts, gemm_activation, grouped, patches, rotary
-from octavo.kernels.activation import Factors, Targets
+from octavo.kernels import activation, batch, experts, grouped, patches, rotary
+from octavo.kernels.activation import Targets
 from octavo.kernels.patches.window import Window
 from octavo.kernels.runtime import dispatch, operation
 
@@ -40,15 +40,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "activation": lambda: activation.activate("relu2", GATE, UP, ROW, keeps_inputs=True, second=ROW),
     "activation_backward": lambda: activation.activation_backward("relu2", X, GATE, UP, Targets(ROW, None, ROW)),
     "activation_backward_plain": lambda: activation.activation_backward_plain("relu2", X.float(), GATE.float(), None),
-    "gemm_activation_backward": lambda: gemm_activation.gemm_activation_backward(
-        *(kernels.quantize_matrix((drawn(rows, 16) * 2).round(), ROW) for rows in (16, 128)),
-        "slow",
-        "relu2",
-        GATE,
-        UP,
-        Targets(ROW, ROW),
-        Factors(),
-    ),
     "quantize_normed": lambda: kernels.quantize_normed(X, NORM, ROW, ROW),
     "quantize_stack": lambda: kernels.quantize_stack(WEIGHTS[:3], ROW),
     "quantize_rows_twice": lambda: kernels.quantize_rows_twice(WEIGHTS, ROW, ROW, keeps_codes=True),

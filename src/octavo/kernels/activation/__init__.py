@@ -241,17 +241,18 @@ def _activation(
     """Return h, gate and up if `inputs`, and the scales of `second`, None without it."""
 
 
-def empty_gradients(dh: Tensor, gated: bool, targets: Targets) -> ActivationGradients:
-    """Return `activation_backward`'s results for dh (M, F), uninitialised."""
+def _backward_fake(
+    _kind: str, dh: Tensor, _gate: object, up: object, targets: Targets, _factors: Factors
+) -> ActivationGradients:
     m, f = dh.shape
-    n = 2 * f if gated else f
+    n = f if up is None else 2 * f
     shapes = (m, n), (n, m), (f, m)
     made = (target and empty(target, *shape, dh.device) for target, shape in zip(targets, shapes, strict=True))
     return ActivationGradients(*made)
 
 
 @operation(
-    fake=lambda _kind, dh, _gate, up, targets, _factors: empty_gradients(dh, up is not None, targets),
+    fake=_backward_fake,
     results=lambda *arguments: arguments[4],
     in_graph=lambda _kind, dh, _gate, up, targets, _factors: _is_in_graph(dh, up, **targets._asdict()),
     tags=[torch.Tag.needs_fixed_stride_order],

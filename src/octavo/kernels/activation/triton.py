@@ -131,72 +131,35 @@ def activation_backward(
     factors: Sequence[Tensor | None],
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """See `octavo.kernels.activation.activation_backward`."""
-    outputs = gradient_outputs(dh, up is not None, targets, factors)
+    (rows, columns, hidden), (row_fold, column_fold, hidden_scale) = targets, factors
+    m, f = dh.shape
+    n = f if up is None else 2 * f
+    row = Output(rows, m, n, dh.device)
+    column = Output(columns, m, n, dh.device, transposed=True)
+    h_t = Output(hidden, m, f, dh.device, transposed=True, scale=hidden_scale)
+    outputs = row, column, h_t
+    folds = (None if fold is None else fold.contiguous() for fold in (row_fold, column_fold))
+    sources = *sources_of(dh, gate, up), m, f, *folds
     if any(output.searches for output in outputs):
         begin_searches(*outputs)
-        _search_gradients(kind, dh, gate, up, outputs, factors)
+        shape = BACKWARD_SEARCH
+        modes = [output.searched for output in outputs]
+        _backward_search_kernel[shape.grid(m, f)](
+            *sources, *row.arguments[2:], *column.arguments[2:], *h_t.arguments[2:],
+            KIND=kind, ROW_MODE=modes[0], COLUMN_MODE=modes[1], HIDDEN_MODE=modes[2], **shape.strip(m, f),
+        )  # fmt: skip
         end_searches(*outputs)
-    return write_gradients(kind, dh, gate, up, outputs, factors)
-
-
-def gradient_outputs(
-    dh: Tensor, gated: bool, targets: Sequence[QuantSpec | None], factors: Sequence[Tensor | None]
-) -> tuple[Output, Output, Output]:
-    """Return the buffers of D, D^T and h^T."""
-    (m, f), (rows, columns, hidden) = dh.shape, targets
-    n = 2 * f if gated else f
-    return (
-        Output(rows, m, n, dh.device),
-        Output(columns, m, n, dh.device, transposed=True),
-        Output(hidden, m, f, dh.device, transposed=True, scale=factors[2]),
-    )
-
-
-def _search_gradients(
-    kind: str,
-    dh: Tensor,
-    gate: Tensor | Quantized,
-    up: Tensor | Quantized | None,
-    outputs: tuple[Output, Output, Output],
-    factors: Sequence[Tensor | None],
-) -> None:
-    """Find the maxima of D and h."""
-    (m, f), shape = dh.shape, BACKWARD_SEARCH
-    row, column, h_t = outputs
-    modes = [output.searched for output in outputs]
-    _backward_search_kernel[shape.grid(m, f)](
-        *sources_of(dh, gate, up), m, f, *folds_of(factors),
-        *row.arguments[2:], *column.arguments[2:], *h_t.arguments[2:],
-        KIND=kind, ROW_MODE=modes[0], COLUMN_MODE=modes[1], HIDDEN_MODE=modes[2], **shape.strip(m, f),
-    )  # fmt: skip
-
-
-def write_gradients(
-    kind: str,
-    dh: Tensor,
-    gate: Tensor | Quantized,
-    up: Tensor | Quantized | None,
-    outputs: tuple[Output, Output, Output],
-    factors: Sequence[Tensor | None],
-) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
-    """Write the codes of D, D^T and h^T, whose searches have ended."""
-    (m, f), (row, column, h_t) = dh.shape, outputs
     if any(output.mode != NONE.value for output in outputs):
         shape = BACKWARD_TILED if any(output.is_tiled for output in outputs) else BACKWARD_WRITE
         across, down = shape.grid(m, f)
         _backward_write_kernel[(across * down,)](
-            *sources_of(dh, gate, up), m, f, *folds_of(factors), *row.arguments, *column.arguments, *h_t.arguments,
+            *sources, *row.arguments, *column.arguments, *h_t.arguments,
             KIND=kind, ROW_MODE=row.mode, ROW_SCALING=row.scaling,
             COLUMN_MODE=column.mode, COLUMN_SCALING=column.scaling,
             HIDDEN_MODE=h_t.mode, HIDDEN_SCALING=h_t.scaling,
             **shape.strip(m, f),
         )  # fmt: skip
     return row.quantized, column.quantized, h_t.quantized
-
-
-def folds_of(factors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the factors of D's columns and rows, contiguous."""
-    return [None if fold is None else fold.contiguous() for fold in factors[:2]]
 
 
 def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -307,12 +270,6 @@ def _load_values(x_ptr, scale_ptr, stride, total_r, rows, cols, in_rows, in_cols
 
 
 @triton.jit
-def gated_gradients(dh, up, value, slope):
-    """d gate, d up and h, from the value and the slope of f at gate. FP32."""
-    return dh * up * slope, dh * value, value * up
-
-
-@triton.jit
 def gradients(sources, rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr):
     """Tiles of d gate, d up and h; without up, d gate is returned twice.
 
@@ -324,7 +281,9 @@ def gradients(sources, rows, cols, in_rows, in_cols, tiles, KIND: tl.constexpr):
     h, slope = value_and_slope(gate, KIND)
     if up_ptr is not None:
         up = _load_values(up_ptr, up_scale, up_stride, total_r, rows, cols, in_rows, in_cols, tiles)
-        d_gate, d_up, h = gated_gradients(dh, up, h, slope)
+        d_gate = dh * up * slope
+        d_up = dh * h
+        h = h * up
     else:
         d_gate = dh * slope
         d_up = d_gate

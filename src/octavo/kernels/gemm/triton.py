@@ -142,15 +142,6 @@ def add_product(total, x, w, SUMS: tl.constexpr):
 
 
 @triton.jit
-def place_of(tile, down, across, GROUP: tl.constexpr):
-    """Row and column, in tiles, of a tile of down x across: columns of GROUP rows of tiles, one after another."""
-    first = tile // (GROUP * across) * GROUP
-    height = tl.minimum(down - first, GROUP)
-    inner = tile % (GROUP * across)
-    return first + inner % height, inner // height
-
-
-@triton.jit
 def left_and_right(total):
     """Two halves of a tile, by columns: fewer registers hold what is stored."""
     HEIGHT: tl.constexpr = total.shape[0]
@@ -174,8 +165,10 @@ def _gemm_kernel(
 ):  # fmt: skip
     down, across = tl.cdiv(rows, HEIGHT), tl.cdiv(cols, WIDTH)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=SUMS != FAST):
-        down_by, across_by = place_of(tile, down, across, GROUP)
-        row, col = down_by * HEIGHT, across_by * WIDTH
+        first = tile // (GROUP * across) * GROUP
+        height = tl.minimum(down - first, GROUP)
+        inner = tile % (GROUP * across)
+        row, col = (first + inner % height) * HEIGHT, inner // height * WIDTH
         total = empty_sums(HEIGHT, WIDTH, SUMS)
         for k in tl.range(0, depth, DEPTH, num_stages=STAGES):
             total = add_product(total, a.load([row, k]), b.load([col, k]).T, SUMS)
