@@ -444,8 +444,8 @@ def test_what_was_meant_is_said_before_anything_is_read(
 
 def test_a_model_that_does_not_fit_in_memory_is_said_in_words(octavo: Octavo, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    run = ["--source", str(tmp_path), "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "run"), "--no-baseline"]
-    done = octavo("train", "--preset", "tiny", *run, "--dim", str(2**40), "--heads", "2")
+    places = ["--source", str(tmp_path), "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "run")]
+    done = octavo("train", "--preset", "tiny", *places, "--no-baseline", "--dim", str(2**40), "--heads", "2")
     assert done.returncode == 2 and "do not fit in memory" in done.stderr, done.stderr
 
 
