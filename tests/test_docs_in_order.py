@@ -61,10 +61,12 @@ def shortened(command: str) -> str:
         command += " --eval-tokens 512"
     if re.match(r"octavo train --preset tiny(?!.*--steps)", command):
         command += " --steps 8 --eval-tokens 512"
+    if re.match(r"octavo (train|plan) --preset tiny(?!.*(layers|runs/source))", command):
+        command += " --model.layers 1"
     if re.match(r"octavo pilot(?!.*--steps)", command):
         command += " --steps 3"
     if command == "make demo":
-        return "octavo train --preset tiny --steps 4 --out runs/demo --overwrite"
+        return "octavo train --preset tiny --model.layers 1 --steps 4 --out runs/demo --overwrite"
     return command
 
 

@@ -81,6 +81,7 @@ def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Configure:
 
     def configure(name: str, **sections: dict[str, Any]) -> RunConfig:
         base = {
+            "model": {"layers": 1},
             "data": {"source": str(corpus), "cache": str(root / "cache")},
             "run": {"steps": 6, "log_every": 1, "checkpoint_every": 2, "keep": 9, "baseline": False, **QUICK},
             "parallel": {"gather": "stored", "embedding": "rows"},
@@ -326,7 +327,8 @@ def test_losses_of_rows_are_taken_of_the_last_stage(
     assert ranks.gather_rows(torch.tensor([0.0]), 2).tolist() == known
 
 
-STAGED: dict[str, Any] = {"run": {"accumulate": 2}}
+BLOCKS: dict[str, Any] = {"model": {"layers": 2}}
+STAGED: dict[str, Any] = {"run": {"accumulate": 2}, **BLOCKS}
 
 
 @pytest.mark.parametrize(
@@ -355,7 +357,11 @@ STAGED: dict[str, Any] = {"run": {"accumulate": 2}}
         ({"parallel": {"tensor": 4}}, 4, r"model.heads: 2 cannot be split evenly over 4 ranks"),
         ({"parallel": {"pipeline": 2}}, 1, r"shard = all others, pipeline = 2 want 2 ranks, and 1 was started"),
         ({"parallel": {"pipeline": 2, "tensor": 2}, "run": {"batch": 3}}, 8, r"over 2 groups of 4 ranks"),
-        ({"parallel": {"pipeline": 2}}, 2, r"run.accumulate: 1 micro-batches do not fill a pipeline of 2 ranks"),
+        (
+            {"parallel": {"pipeline": 2}, **BLOCKS},
+            2,
+            r"run.accumulate: 1 micro-batches do not fill a pipeline of 2 ranks",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_started(

@@ -134,7 +134,7 @@ def test_a_run_that_starts_as_guides_do_learns(configure: Configure) -> None:
     assert summary["recipe"] == "delayed" and summary["skipped_steps"] == {"fp8": 0}
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", [*(pytest.param(level, marks=pytest.mark.slow) for level in (1, 2)), 3])
 def test_a_run_that_starts_as_guides_do_learns_at_every_level(configure: Configure, level: int) -> None:
     run = {**STEPS, "defaults": "guides", "level": level}
     assert train(configure(model=MODEL, run=run, optimizer={"lr": 5e-3}))["heldout_loss_fp8"] < 2.0
