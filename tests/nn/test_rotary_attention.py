@@ -129,6 +129,21 @@ class ByAttribute(Attention):
         return self.rotate(x, x, *position_embeddings)
 
 
+def elsewhere(forward):
+    class Wrapper:
+        def __init__(self):
+            self.inner = forward
+
+    wrapper = Wrapper()
+    return functools.wraps(forward)(lambda *args, **kwargs: wrapper.inner(*args, **kwargs))
+
+
+class DecoratedElsewhere(Attention):
+    """A copy of the decorator would still call what it has decorated."""
+
+    forward = elsewhere(Attention.forward)
+
+
 class SettingAGlobal(Attention):
     def forward(self, x, position_embeddings):
         global SET
@@ -182,7 +197,12 @@ def test_not_recognised(function):
 
 def test_only_functions_that_a_forward_calls_by_a_global_name():
     assert rotations_in(Attention(), {}) == rotations_in(Decorated(), {}) == ("apply_rotary",)
-    assert rotations_in(ByAttribute(), {}) == rotations_in(SettingAGlobal(), {}) == ()
+    assert (
+        rotations_in(DecoratedElsewhere(), {})
+        == rotations_in(ByAttribute(), {})
+        == rotations_in(SettingAGlobal(), {})
+        == ()
+    )
     assert rotations_in(nn.Linear(2, 2), {}) == rotations_in(nn.Sequential(), {}) == ()
     hooked = Attention()
     hooked.forward = functools.partial(hooked.forward)  # as hooks of accelerate do
@@ -303,6 +323,13 @@ def test_a_function_that_is_replaced_or_changed_later_runs(monkeypatch, gains):
         patch.setattr(apply_rotary, "__code__", (lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)).__code__)
         module(x, positions)
         assert len(gains) == 2
+    for owner, name, value in (
+        (Attention, "forward", lambda self, x, positions: x),
+        (Attention.forward, "__code__", (lambda self, x, positions, cache=None, **kwargs: x).__code__),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert module(x, positions) is x and len(gains) == 2
     with monkeypatch.context() as patch:
         patch.setattr(HERE, "WIDTH", 2 * WIDTH)  # other globals are as they are now
         with pytest.raises(RuntimeError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 from collections.abc import Mapping
 from types import CellType, FunctionType
 from typing import Any, cast
@@ -46,24 +47,27 @@ class RotaryAttention(Adopted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the parent's forward does."""
-        if not is_compiling() and self.enabled and (rebound := self._rebound()).is_current():
-            return rebound.forward(self, *args, **kwargs)
+        if not is_compiling() and self.enabled:
+            rebound = self._rebound(getattr(super().forward, "__func__", None))
+            if rebound is not None:
+                return rebound.forward(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 
     def _find_call_key(self) -> str:
         return "on" if self.enabled else "off"
 
-    def _rebound(self) -> Rebound:
-        if self.rebound is None:
-            _mixed(type(self)).rebound = Rebound(_mixed(type(self)).parent.forward)
-        return cast(Rebound, self.rebound)
+    def _rebound(self, forward: Any) -> Rebound | None:
+        """Return what stands for the parent's forward; None if something in it is not as it was recognised."""
+        if self.rebound is None and isinstance(forward, FunctionType):
+            _mixed(type(self)).rebound = Rebound(forward)
+        return self.rebound if self.rebound is not None and self.rebound.is_current(forward) else None
 
 
 def adopt(module: nn.Module) -> None:
-    """Turn a module of which `rotations_of` finds some into a `RotaryAttention`, in place."""
+    """Turn a module of which `rotations_in` finds some into a `RotaryAttention`, in place."""
     RotaryAttention.take(module, enabled=True)
     kind = _mixed(type(module))
-    if kind.rebound is None or kind.rebound.of is not kind.parent.forward or not kind.rebound.is_current():
+    if kind.rebound is None or not kind.rebound.is_current(kind.parent.forward):
         kind.rebound = Rebound(kind.parent.forward)
 
 
@@ -85,8 +89,9 @@ def rotations_in(module: nn.Module, judged: dict[Any, tuple[str, ...]]) -> tuple
 
 def find_rotations(forward: FunctionType) -> dict[str, FunctionType]:
     """Return the functions that a forward calls by a global name, and that rotate q and k, by these names."""
-    inner = _innermost(forward)
-    if inner is None or inner.__module__.startswith(("torch.", "octavo.nn.")):
+    chain = _chain(forward)
+    inner = chain[-1]
+    if not _can_be_copied(chain) or inner.__module__.startswith(("torch.", "octavo.nn.")):
         return {}
     operations = {(each.opname, each.argval) for each in dis.get_instructions(inner)}
     if any(opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for opname, _ in operations):
@@ -100,18 +105,21 @@ class Rebound:
     """A forward in which functions that rotate are Octavo's; how, and what must not have changed since."""
 
     def __init__(self, forward: FunctionType) -> None:
-        self.of, rotations = forward, find_rotations(forward)
-        self._globals, self._rotations = cast(FunctionType, _innermost(forward)).__globals__, rotations
-        self._codes = [_code_of(function) for function in rotations.values()]
+        rotations = find_rotations(forward)
+        chain = _chain(forward)
+        self._of, self._rotations = forward, rotations
+        self._globals = chain[-1].__globals__
+        recognised = [part for function in rotations.values() for part in _code_of(function).parts]
+        self._parts = [*((each, "__code__", each.__code__) for each in chain), *recognised]
         self.forward = _with_globals(forward, {name: Rotation(each) for name, each in rotations.items()})
 
-    def is_current(self) -> bool:
-        """Return whether there are functions that rotate, and all are those that were recognised."""
-        if not self._rotations:
+    def is_current(self, forward: Any) -> bool:
+        """Return whether a forward is the one that was recognised, and all that it rotates by is as it was."""
+        if forward is not self._of or not self._rotations:
             return False
         if any(self._globals.get(name) is not function for name, function in self._rotations.items()):
             return False
-        return all(getattr(owner, name, None) is value for code in self._codes for owner, name, value in code.parts)
+        return all(getattr(owner, name, None) is value for owner, name, value in self._parts)
 
 
 class Rotation:
@@ -163,19 +171,23 @@ class _Globals(dict[str, Any]):
         return self._behind[name]
 
 
-def _innermost(function: Any) -> FunctionType | None:
-    """Return the function in decorators that `_with_globals` can copy; None if one of them holds it elsewhere."""
-    while isinstance(function, FunctionType) and (wrapped := getattr(function, "__wrapped__", None)) is not None:
-        if not any(_holds(cell, wrapped) for cell in function.__closure__ or ()):
-            return None
-        function = wrapped
-    return function if isinstance(function, FunctionType) else None
+def _chain(function: FunctionType) -> list[FunctionType]:
+    """Return a function and those in it that it decorates, the innermost last."""
+    wrapped = getattr(function, "__wrapped__", None)
+    return [function, *(_chain(wrapped) if isinstance(wrapped, FunctionType) else [])]
+
+
+def _can_be_copied(chain: list[FunctionType]) -> bool:
+    """Return whether each decorator holds what it decorates as an enclosed variable, so that a copy holds a copy."""
+    pairs = itertools.pairwise(chain)
+    are_held = all(any(_holds(cell, inner) for cell in outer.__closure__ or ()) for outer, inner in pairs)
+    return are_held and not hasattr(chain[-1], "__wrapped__")
 
 
 def _with_globals(function: FunctionType, instead: Mapping[str, Any]) -> FunctionType:
     """Return a copy of a function, of a decorated one the innermost, with other values for some globals."""
     wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is None:
+    if not isinstance(wrapped, FunctionType):
         return _copied(function, _Globals(function.__globals__, instead), function.__closure__)
     inner = _with_globals(wrapped, instead)
     closure = [CellType(inner) if _holds(cell, wrapped) else cell for cell in function.__closure__ or ()]
