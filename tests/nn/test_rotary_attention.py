@@ -5,8 +5,10 @@ On a CPU nothing is gained by it, so tests say that it is (`gains`), and the ref
 
 import copy
 import functools
+import inspect
 import io
 import sys
+import types
 
 import pytest
 import torch
@@ -183,6 +185,39 @@ def calling(function):
 @pytest.mark.parametrize("function", [apply_rotary, by_chunks, in_fp32], ids=lambda f: f.__name__)
 def test_recognised(function):
     assert find_rotations(calling(function)) == {"rotated": function}
+
+
+def as_a_module(function):
+    """As the package `kernels` makes a module of a function that its hub may replace."""
+
+    class Func(nn.Module):
+        def forward(self, *args, **kwargs):
+            return function(*args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    Func.forward.__signature__ = inspect.Signature([own, *inspect.signature(function).parameters.values()])
+    return Func()
+
+
+def test_a_function_that_a_module_stands_for(monkeypatch, gains):
+    assert find_rotations(calling(as_a_module(of_neighbours))) == {}
+    function = as_a_module(apply_rotary)
+    assert find_rotations(calling(function)) == {"rotated": function}
+    monkeypatch.setattr(HERE, "apply_rotary", function)
+    module, x, positions = Attention(), inputs(), tables()
+    adopt(module)
+    module(x, positions)
+    assert len(gains) == 2 and function.training
+    function.forward = types.MethodType(lambda self, q, k, cos, sin: (q, k), function)  # as the hub replaces it
+    assert torch.equal(module(x, positions), Attention.forward(module, x, positions)) and len(gains) == 2
+    assert find_rotations(calling(function)) == {}
+    del function.forward
+    handle = function.register_forward_hook(lambda *_: None)
+    module(x, positions)
+    assert len(gains) == 2
+    handle.remove()
+    module(x, positions)
+    assert len(gains) == 4
 
 
 OTHERS = [

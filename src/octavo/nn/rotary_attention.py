@@ -16,7 +16,7 @@ import dis
 import inspect
 import itertools
 from collections.abc import Mapping
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,7 @@ from octavo._util.autograd import refuse_transforms
 from octavo.kernels.runtime.dispatch import gains_by_kernels, is_plain
 from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.autocast_effects import ignores_autocast
+from octavo.nn.modules import has_hooks
 from octavo.nn.probe import CALLS, computes, is_as_its_class, random_tensor
 from octavo.nn.recognised import Code, functions_of
 from octavo.nn.rotary import rotate
@@ -87,8 +88,12 @@ def rotations_in(module: nn.Module, judged: dict[Any, tuple[str, ...]]) -> tuple
     return judged[forward]
 
 
-def find_rotations(forward: FunctionType) -> dict[str, FunctionType]:
-    """Return the functions that a forward calls by a global name, and that rotate q and k, by these names."""
+Rotating = FunctionType | nn.Module
+"""What rotates: a function, or a module around one, as the package `kernels` makes it of functions of transformers."""
+
+
+def find_rotations(forward: FunctionType) -> dict[str, Rotating]:
+    """Return what a forward calls by a global name to rotate q and k, by these names."""
     chain = _chain(forward)
     inner = chain[-1]
     if not _can_be_copied(chain) or inner.__module__.startswith(("torch.", "octavo.nn.")):
@@ -98,7 +103,7 @@ def find_rotations(forward: FunctionType) -> dict[str, FunctionType]:
         return {}  # they would be set in the copy's globals alone
     called = sorted(name for opname, name in operations if opname == "LOAD_GLOBAL")
     found = {name: inner.__globals__.get(name) for name in called}
-    return {name: value for name, value in found.items() if isinstance(value, FunctionType) and _rotates(value)}
+    return {name: value for name, value in found.items() if value is not None and _rotates(value)}
 
 
 class Rebound:
@@ -109,7 +114,7 @@ class Rebound:
         chain = _chain(forward)
         self._of, self._rotations = forward, rotations
         self._globals = chain[-1].__globals__
-        recognised = [part for function in rotations.values() for part in _code_of(function).parts]
+        recognised = [part for value in rotations.values() for part in _code_of(value).parts]
         self._parts = [*((each, "__code__", each.__code__) for each in chain), *recognised]
         self.forward = _with_globals(forward, {name: Rotation(each) for name, each in rotations.items()})
 
@@ -117,15 +122,16 @@ class Rebound:
         """Return whether a forward is the one that was recognised, and all that it rotates by is as it was."""
         if forward is not self._of or not self._rotations:
             return False
-        if any(self._globals.get(name) is not function for name, function in self._rotations.items()):
-            return False
+        for name, value in self._rotations.items():
+            if self._globals.get(name) is not value or _function_of(value) is None:
+                return False
         return all(getattr(owner, name, None) is value for owner, name, value in self._parts)
 
 
 class Rotation:
     """A function that rotates q and k (B, H, T, E) by tables (1 or B, T, E), by one kernel each."""
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: Rotating) -> None:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +221,7 @@ def _copied(function: FunctionType, own: dict[str, Any], closure: tuple[CellType
 class _Rotated(nn.Module):
     """x (B, T, H, E), whose first heads are q and whose others are k, rotated by a function. Tables of both halves."""
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: FunctionType | MethodType) -> None:
         super().__init__()
         self.function = function
         self.cos, self.sin = (nn.Parameter(random_tensor(1 + i, 2, _LENGTH, _WIDTH)) for i in range(2))
@@ -228,12 +234,20 @@ class _Rotated(nn.Module):
 _LENGTH, _HEADS, _WIDTH = 5, 5, 8
 
 
-def _rotates(function: FunctionType) -> bool:
-    """Return whether a function rotates q and k by cos and sin, its first four arguments, and does nothing else."""
-    try:
-        names = [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):
+def _function_of(value: Any) -> FunctionType | MethodType | None:
+    """Return a function, or the forward of a module without hooks, one of its instance, or tensors; otherwise None."""
+    if not isinstance(value, nn.Module):
+        return value if isinstance(value, FunctionType) else None
+    is_bare = not (has_hooks(value) or value._parameters or value._buffers or value._modules)
+    return value.forward if is_bare and isinstance(value.forward, MethodType) else None
+
+
+def _rotates(value: Any) -> bool:
+    """Return whether something rotates q and k by cos and sin, its first four arguments, and does nothing else."""
+    function = _function_of(value)
+    if function is None:
         return False
+    names = [*inspect.signature(function).parameters]
     if not ("cos" in "".join(names[2:3]) and "sin" in "".join(names[3:4])) or not is_as_its_class(_Rotated(function)):
         return False
 
@@ -253,6 +267,6 @@ def _formula(probe: nn.Module, x: Tensor) -> Tensor:
     return x.double() * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _code_of(function: FunctionType) -> Code:
-    probe = _Rotated(function)
+def _code_of(value: Rotating) -> Code:
+    probe = _Rotated(cast(FunctionType | MethodType, _function_of(value)))
     return Code.of(probe, functions_of(probe))
