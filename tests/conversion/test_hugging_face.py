@@ -169,6 +169,20 @@ def test_all_fusions_of_a_block_are_found_and_compute_what_it_did(model, family,
     assert state(model) == before
 
 
+def test_norms_of_weights_in_bf16_are_fused_under_autocast(model, family, monkeypatch):
+    monkeypatch.setattr(norm, "_gains", lambda device: True)
+    normalise, rows = norm.norm.normalise, []
+    monkeypatch.setattr(norm.norm, "normalise", lambda x, *a, **k: (rows.append(x.shape), normalise(x, *a, **k))[1])
+    plain = copy.deepcopy(model.bfloat16())
+    convert(model, "bf16", policy=Policy(fuse="all"))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model)
+        torch.testing.assert_close(loss, loss_of(plain), rtol=1e-2, atol=0)
+    assert len(rows) == LAYERS * (4 if family == "qwen3" else 2) + 1
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_loss_and_gradients_are_near_the_originals(model):
     expected_loss, expected = loss_of(model).detach(), gradients(model)
     convert(model)

@@ -5,8 +5,10 @@ On a CPU nothing is gained by it, so tests say that it is (`gains`), and the ref
 
 import copy
 import functools
+import inspect
 import io
 import sys
+import types
 
 import pytest
 import torch
@@ -129,6 +131,21 @@ class ByAttribute(Attention):
         return self.rotate(x, x, *position_embeddings)
 
 
+def elsewhere(forward):
+    class Wrapper:
+        def __init__(self):
+            self.inner = forward
+
+    wrapper = Wrapper()
+    return functools.wraps(forward)(lambda *args, **kwargs: wrapper.inner(*args, **kwargs))
+
+
+class DecoratedElsewhere(Attention):
+    """A copy of the decorator would still call what it has decorated."""
+
+    forward = elsewhere(Attention.forward)
+
+
 class SettingAGlobal(Attention):
     def forward(self, x, position_embeddings):
         global SET
@@ -170,6 +187,39 @@ def test_recognised(function):
     assert find_rotations(calling(function)) == {"rotated": function}
 
 
+def as_a_module(function):
+    """As the package `kernels` makes a module of a function that its hub may replace."""
+
+    class Func(nn.Module):
+        def forward(self, *args, **kwargs):
+            return function(*args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    Func.forward.__signature__ = inspect.Signature([own, *inspect.signature(function).parameters.values()])
+    return Func()
+
+
+def test_a_function_that_a_module_stands_for(monkeypatch, gains):
+    assert find_rotations(calling(as_a_module(of_neighbours))) == {}
+    function = as_a_module(apply_rotary)
+    assert find_rotations(calling(function)) == {"rotated": function}
+    monkeypatch.setattr(HERE, "apply_rotary", function)
+    module, x, positions = Attention(), inputs(), tables()
+    adopt(module)
+    module(x, positions)
+    assert len(gains) == 2 and function.training
+    function.forward = types.MethodType(lambda self, q, k, cos, sin: (q, k), function)  # as the hub replaces it
+    assert torch.equal(module(x, positions), Attention.forward(module, x, positions)) and len(gains) == 2
+    assert find_rotations(calling(function)) == {}
+    del function.forward
+    handle = function.register_forward_hook(lambda *_: None)
+    module(x, positions)
+    assert len(gains) == 2
+    handle.remove()
+    module(x, positions)
+    assert len(gains) == 4
+
+
 OTHERS = [
     of_neighbours, scaled, q_alone, counting, dropping, in_place, by_another_order, with_a_power, torch.add, len, None,
 ]  # fmt: skip
@@ -182,7 +232,12 @@ def test_not_recognised(function):
 
 def test_only_functions_that_a_forward_calls_by_a_global_name():
     assert rotations_in(Attention(), {}) == rotations_in(Decorated(), {}) == ("apply_rotary",)
-    assert rotations_in(ByAttribute(), {}) == rotations_in(SettingAGlobal(), {}) == ()
+    assert (
+        rotations_in(DecoratedElsewhere(), {})
+        == rotations_in(ByAttribute(), {})
+        == rotations_in(SettingAGlobal(), {})
+        == ()
+    )
     assert rotations_in(nn.Linear(2, 2), {}) == rotations_in(nn.Sequential(), {}) == ()
     hooked = Attention()
     hooked.forward = functools.partial(hooked.forward)  # as hooks of accelerate do
@@ -303,6 +358,13 @@ def test_a_function_that_is_replaced_or_changed_later_runs(monkeypatch, gains):
         patch.setattr(apply_rotary, "__code__", (lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)).__code__)
         module(x, positions)
         assert len(gains) == 2
+    for owner, name, value in (
+        (Attention, "forward", lambda self, x, positions: x),
+        (Attention.forward, "__code__", (lambda self, x, positions, cache=None, **kwargs: x).__code__),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert module(x, positions) is x and len(gains) == 2
     with monkeypatch.context() as patch:
         patch.setattr(HERE, "WIDTH", 2 * WIDTH)  # other globals are as they are now
         with pytest.raises(RuntimeError):

@@ -75,7 +75,8 @@ class Policy:
     fuse: Fusions = True
     """Whether layers that share an input, MLPs and norms are computed together if they are recognised. `all`: also what
     no layer in FP8 reads or contains, in a model in BF16 too: other norms, the rotary embedding of q and k, and the
-    activation of MLPs in BF16. These gain in eager mode on a GPU; compiled code computes as without."""
+    activation of MLPs in BF16. These gain in eager mode on a GPU, and have no second derivative there; compiled code
+    computes as without."""
     memory: Literal["exact", "low"] = "exact"
     """Tensors that layers save for backward. `exact`: none twice, and FP8 codes where they change no gradient. `low`:
     FP8 wherever possible, as with the next three options at `fp8` (`saved`)."""

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 from collections.abc import Mapping
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from octavo._util.autograd import refuse_transforms
 from octavo.kernels.runtime.dispatch import gains_by_kernels, is_plain
 from octavo.nn.adopted import Adopted, is_taken, own_class
 from octavo.nn.autocast_effects import ignores_autocast
+from octavo.nn.modules import has_hooks
 from octavo.nn.probe import CALLS, computes, is_as_its_class, random_tensor
 from octavo.nn.recognised import Code, functions_of
 from octavo.nn.rotary import rotate
@@ -46,24 +48,27 @@ class RotaryAttention(Adopted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the parent's forward does."""
-        if not is_compiling() and self.enabled and (rebound := self._rebound()).is_current():
-            return rebound.forward(self, *args, **kwargs)
+        if not is_compiling() and self.enabled:
+            rebound = self._rebound(getattr(super().forward, "__func__", None))
+            if rebound is not None:
+                return rebound.forward(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 
     def _find_call_key(self) -> str:
         return "on" if self.enabled else "off"
 
-    def _rebound(self) -> Rebound:
-        if self.rebound is None:
-            _mixed(type(self)).rebound = Rebound(_mixed(type(self)).parent.forward)
-        return cast(Rebound, self.rebound)
+    def _rebound(self, forward: Any) -> Rebound | None:
+        """Return what stands for the parent's forward; None if something in it is not as it was recognised."""
+        if self.rebound is None and isinstance(forward, FunctionType):
+            _mixed(type(self)).rebound = Rebound(forward)
+        return self.rebound if self.rebound is not None and self.rebound.is_current(forward) else None
 
 
 def adopt(module: nn.Module) -> None:
-    """Turn a module of which `rotations_of` finds some into a `RotaryAttention`, in place."""
+    """Turn a module of which `rotations_in` finds some into a `RotaryAttention`, in place."""
     RotaryAttention.take(module, enabled=True)
     kind = _mixed(type(module))
-    if kind.rebound is None or kind.rebound.of is not kind.parent.forward or not kind.rebound.is_current():
+    if kind.rebound is None or not kind.rebound.is_current(kind.parent.forward):
         kind.rebound = Rebound(kind.parent.forward)
 
 
@@ -83,41 +88,50 @@ def rotations_in(module: nn.Module, judged: dict[Any, tuple[str, ...]]) -> tuple
     return judged[forward]
 
 
-def find_rotations(forward: FunctionType) -> dict[str, FunctionType]:
-    """Return the functions that a forward calls by a global name, and that rotate q and k, by these names."""
-    inner = _innermost(forward)
-    if inner is None or inner.__module__.startswith(("torch.", "octavo.nn.")):
+Rotating = FunctionType | nn.Module
+"""What rotates: a function, or a module around one, as the package `kernels` makes it of functions of transformers."""
+
+
+def find_rotations(forward: FunctionType) -> dict[str, Rotating]:
+    """Return what a forward calls by a global name to rotate q and k, by these names."""
+    chain = _chain(forward)
+    inner = chain[-1]
+    if not _can_be_copied(chain) or inner.__module__.startswith(("torch.", "octavo.nn.")):
         return {}
     operations = {(each.opname, each.argval) for each in dis.get_instructions(inner)}
     if any(opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for opname, _ in operations):
         return {}  # they would be set in the copy's globals alone
     called = sorted(name for opname, name in operations if opname == "LOAD_GLOBAL")
     found = {name: inner.__globals__.get(name) for name in called}
-    return {name: value for name, value in found.items() if isinstance(value, FunctionType) and _rotates(value)}
+    return {name: value for name, value in found.items() if value is not None and _rotates(value)}
 
 
 class Rebound:
     """A forward in which functions that rotate are Octavo's; how, and what must not have changed since."""
 
     def __init__(self, forward: FunctionType) -> None:
-        self.of, rotations = forward, find_rotations(forward)
-        self._globals, self._rotations = cast(FunctionType, _innermost(forward)).__globals__, rotations
-        self._codes = [_code_of(function) for function in rotations.values()]
+        rotations = find_rotations(forward)
+        chain = _chain(forward)
+        self._of, self._rotations = forward, rotations
+        self._globals = chain[-1].__globals__
+        recognised = [part for value in rotations.values() for part in _code_of(value).parts]
+        self._parts = [*((each, "__code__", each.__code__) for each in chain), *recognised]
         self.forward = _with_globals(forward, {name: Rotation(each) for name, each in rotations.items()})
 
-    def is_current(self) -> bool:
-        """Return whether there are functions that rotate, and all are those that were recognised."""
-        if not self._rotations:
+    def is_current(self, forward: Any) -> bool:
+        """Return whether a forward is the one that was recognised, and all that it rotates by is as it was."""
+        if forward is not self._of or not self._rotations:
             return False
-        if any(self._globals.get(name) is not function for name, function in self._rotations.items()):
-            return False
-        return all(getattr(owner, name, None) is value for code in self._codes for owner, name, value in code.parts)
+        for name, value in self._rotations.items():
+            if self._globals.get(name) is not value or _function_of(value) is None:
+                return False
+        return all(getattr(owner, name, None) is value for owner, name, value in self._parts)
 
 
 class Rotation:
     """A function that rotates q and k (B, H, T, E) by tables (1 or B, T, E), by one kernel each."""
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: Rotating) -> None:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,19 +177,23 @@ class _Globals(dict[str, Any]):
         return self._behind[name]
 
 
-def _innermost(function: Any) -> FunctionType | None:
-    """Return the function in decorators that `_with_globals` can copy; None if one of them holds it elsewhere."""
-    while isinstance(function, FunctionType) and (wrapped := getattr(function, "__wrapped__", None)) is not None:
-        if not any(_holds(cell, wrapped) for cell in function.__closure__ or ()):
-            return None
-        function = wrapped
-    return function if isinstance(function, FunctionType) else None
+def _chain(function: FunctionType) -> list[FunctionType]:
+    """Return a function and those in it that it decorates, the innermost last."""
+    wrapped = getattr(function, "__wrapped__", None)
+    return [function, *(_chain(wrapped) if isinstance(wrapped, FunctionType) else [])]
+
+
+def _can_be_copied(chain: list[FunctionType]) -> bool:
+    """Return whether each decorator holds what it decorates as an enclosed variable, so that a copy holds a copy."""
+    pairs = itertools.pairwise(chain)
+    are_held = all(any(_holds(cell, inner) for cell in outer.__closure__ or ()) for outer, inner in pairs)
+    return are_held and not hasattr(chain[-1], "__wrapped__")
 
 
 def _with_globals(function: FunctionType, instead: Mapping[str, Any]) -> FunctionType:
     """Return a copy of a function, of a decorated one the innermost, with other values for some globals."""
     wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is None:
+    if not isinstance(wrapped, FunctionType):
         return _copied(function, _Globals(function.__globals__, instead), function.__closure__)
     inner = _with_globals(wrapped, instead)
     closure = [CellType(inner) if _holds(cell, wrapped) else cell for cell in function.__closure__ or ()]
@@ -203,7 +221,7 @@ def _copied(function: FunctionType, own: dict[str, Any], closure: tuple[CellType
 class _Rotated(nn.Module):
     """x (B, T, H, E), whose first heads are q and whose others are k, rotated by a function. Tables of both halves."""
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: FunctionType | MethodType) -> None:
         super().__init__()
         self.function = function
         self.cos, self.sin = (nn.Parameter(random_tensor(1 + i, 2, _LENGTH, _WIDTH)) for i in range(2))
@@ -216,12 +234,20 @@ class _Rotated(nn.Module):
 _LENGTH, _HEADS, _WIDTH = 5, 5, 8
 
 
-def _rotates(function: FunctionType) -> bool:
-    """Return whether a function rotates q and k by cos and sin, its first four arguments, and does nothing else."""
-    try:
-        names = [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):
+def _function_of(value: Any) -> FunctionType | MethodType | None:
+    """Return a function, or the forward of a module without hooks, one of its instance, or tensors; otherwise None."""
+    if not isinstance(value, nn.Module):
+        return value if isinstance(value, FunctionType) else None
+    is_bare = not (has_hooks(value) or value._parameters or value._buffers or value._modules)
+    return value.forward if is_bare and isinstance(value.forward, MethodType) else None
+
+
+def _rotates(value: Any) -> bool:
+    """Return whether something rotates q and k by cos and sin, its first four arguments, and does nothing else."""
+    function = _function_of(value)
+    if function is None:
         return False
+    names = [*inspect.signature(function).parameters]
     if not ("cos" in "".join(names[2:3]) and "sin" in "".join(names[3:4])) or not is_as_its_class(_Rotated(function)):
         return False
 
@@ -241,6 +267,6 @@ def _formula(probe: nn.Module, x: Tensor) -> Tensor:
     return x.double() * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _code_of(function: FunctionType) -> Code:
-    probe = _Rotated(function)
+def _code_of(value: Rotating) -> Code:
+    probe = _Rotated(cast(FunctionType | MethodType, _function_of(value)))
     return Code.of(probe, functions_of(probe))
