@@ -6,12 +6,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.gemm import KERNELS, GemmKernel, integer
+from octavo.lab.monitor.power import PowerMeter
 from octavo.lab.monitor.system import SystemProbe
 from octavo.numerics import PER_ROW, Quantized
 from octavo_bench.implementations import BF16
@@ -34,8 +36,8 @@ SHAPES: tuple[Shape, ...] = (
 )
 """Square; Llama-8B's projections, feed-forward and head; smaller ones."""
 
-ENERGY_S = 0.5
-"""Seconds of calls per energy measurement, which span a few updates of the GPU's counter."""
+ENERGY_S = 1.0
+"""Seconds of calls per energy measurement, which span about ten updates of the GPU's counter."""
 INT8_ROWS = "INT8 row"
 """Operands in INT8; all others are E4M3."""
 OPERANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -148,14 +150,15 @@ def _calls(shape: Shape, device: str) -> Iterator[tuple[Row, Callable[[], Tensor
 
 
 def _energy(shape: Shape, call: Callable[[], Tensor], ms: float) -> Row:
-    """Return picojoules per FLOP over `ENERGY_S` seconds of calls, or the reason why they are unknown."""
+    """Return picojoules per FLOP over `ENERGY_S` seconds of calls, watts and clock, or why they are unknown."""
     calls = max(1, round(1e3 * ENERGY_S / ms))
     torch.cuda.synchronize()
-    probe = SystemProbe(torch.cuda.current_device())
-    for _ in range(calls):
-        call()
-    torch.cuda.synchronize()
-    return energy_row(probe, "pj_per_flop", 2e-12 * calls * math.prod(shape))
+    began = perf_counter()
+    with PowerMeter(SystemProbe(torch.cuda.current_device())) as power:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    return energy_row(power, "pj_per_flop", 1e12 * (perf_counter() - began) / calls / (2 * math.prod(shape)))
 
 
 def parse_shape(text: str) -> Shape:

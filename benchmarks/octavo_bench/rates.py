@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.lab.monitor.system import SystemProbe
+from octavo.lab.monitor.power import PowerMeter
 from octavo.numerics import Quantized
 from octavo_bench.implementations import BF16, Implementation
 from octavo_bench.timing import median_ms
@@ -196,9 +196,8 @@ def model_bytes(workload: Workload) -> int:
     return embedding + last_norm + tokens * vocab * 2 * 2 + parameters * 2 * (7 + 1)
 
 
-def energy_row(probe: SystemProbe, name: str, count: float) -> dict[str, float | str]:
-    """Return a GPU's joules per `count` since the probe was made, or the reason why they are unknown."""
-    joules = probe.sample().get("gpu_energy_joules")
-    if joules is None:
-        return {"energy_missing": probe.missing or "NVML of this GPU counts no energy"}
-    return {name: round(joules / count, 3)}
+def energy_row(power: PowerMeter, name: str, per_watt: float) -> dict[str, float | str]:
+    """Return a GPU's watts times `per_watt`, its watts and its clock, or the reason why they are unknown."""
+    if power.watts is None or power.mhz is None:
+        return {"energy_missing": power.missing}
+    return {name: round(power.watts * per_watt, 3), "watts": round(power.watts, 1), "mhz": round(power.mhz)}

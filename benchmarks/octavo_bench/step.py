@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from octavo import kernels
 from octavo.errors import NonFiniteError, RunError, UnsupportedError
 from octavo.lab.models.flops import datasheet_tflops
+from octavo.lab.monitor.power import PowerMeter
 from octavo.lab.monitor.system import SystemProbe
 from octavo.lab.train.profile import Profile, profile
 from octavo.lab.train.timing import milliseconds, warm_up
@@ -62,6 +63,8 @@ COLUMNS = (
     *PARTS,
     PEAK,
     ("mJ per token", "{mj_per_token:.2f}"),
+    ("watts", "{watts:.0f}"),
+    ("MHz", "{mhz:,.0f}"),
     ("of BF16's datasheet peak", "{mfu_bf16:.2f}"),
     ("fraction of floor", "{fraction_of_floor:.2f}"),
 )
@@ -238,9 +241,9 @@ def _time(training: Training, session: Session) -> tuple[list[float], float, Row
     if session.device != "cuda":
         return milliseconds(training.step, session.device, session.steps), 0.0, {}
     torch.cuda.reset_peak_memory_stats()
-    probe = SystemProbe(torch.cuda.current_device())
-    times = milliseconds(training.step, session.device, session.steps)
-    energy = rates.energy_row(probe, "mj_per_token", 1e-3 * session.steps * session.workload.tokens)
+    with PowerMeter(SystemProbe(torch.cuda.current_device())) as power:
+        times = milliseconds(training.step, session.device, session.steps)
+    energy = rates.energy_row(power, "mj_per_token", statistics.fmean(times) / session.workload.tokens)
     return times, peak_gib(session.device), energy
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,12 +145,8 @@ def test_a_gpu_says_where_time_goes(tmp_path: Path) -> None:
 
 
 def test_energy_is_per_token_or_says_why_it_is_not_known() -> None:
-    class Probe:
-        missing = "nvidia-ml-py is not installed"
-
-        def __init__(self, found: dict[str, float]) -> None:
-            self.sample = lambda: found
-
-    found = rates.energy_row(Probe({"gpu_energy_joules": 3.2}), "mj_per_token", 1e-3 * 400)  # type: ignore[arg-type]
-    assert found == {"mj_per_token": 8.0}
-    assert rates.energy_row(Probe({}), "mj_per_token", 400) == {"energy_missing": Probe.missing}  # type: ignore[arg-type]
+    power = SimpleNamespace(watts=640.0, mhz=1412.4, missing="")
+    found = rates.energy_row(power, "mj_per_token", 5.0 / 400)  # type: ignore[arg-type]
+    assert found == {"mj_per_token": 8.0, "watts": 640.0, "mhz": 1412}
+    unknown = SimpleNamespace(watts=None, mhz=None, missing="nvidia-ml-py is not installed")
+    assert rates.energy_row(unknown, "mj_per_token", 1.0) == {"energy_missing": unknown.missing}  # type: ignore[arg-type]

@@ -56,11 +56,11 @@ class SystemProbe:
         self._handle: Any = None
         if gpu is not None:
             self._open(gpu)
-        self._energy_before = self._read("gpu_energy_joules") or 0.0
+        self._energy_before = self.read("gpu_energy_joules") or 0.0
 
     def sample(self) -> dict[str, float]:
         """Return the readings that are available, keyed as `SYSTEM_KEYS`."""
-        found: dict[str, float | None] = {key: self._read(key) for key in _READINGS}
+        found: dict[str, float | None] = {key: self.read(key) for key in _READINGS}
         energy = found["gpu_energy_joules"]
         found["gpu_energy_joules"] = None if energy is None else energy - self._energy_before
         for name in ("allocated", "reserved", "peak") if self.gpu is not None else ():
@@ -84,7 +84,8 @@ class SystemProbe:
         except (pynvml.NVMLError, AttributeError, RuntimeError) as error:
             self.missing = f"power and energy are not measured: {error}"
 
-    def _read(self, key: str) -> float | None:
+    def read(self, key: str) -> float | None:
+        """Return one of NVML's readings, by its key, or None; energy is that since the driver was loaded."""
         query, argument, reading, _ = _READINGS[key]
         given = [getattr(self._nvml, argument)] if self._nvml and argument else []
         answer = self._ask(f"nvmlDeviceGet{query}", *given)

@@ -22,6 +22,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.lab.doctor.accuracy import drift
 from octavo.lab.doctor.check import run_check
 from octavo.lab.doctor.subjects import trial_of
+from octavo.lab.monitor.power import PowerMeter
 from octavo.lab.monitor.system import SystemProbe
 from octavo.lab.train.profile import profile
 from octavo.lab.train.subject import NO_VALUES, Subject, first_sample, to_device
@@ -206,10 +207,9 @@ def _train(run: _Training, how: Conditions, found: Measurement) -> None:
     synchronize(how.device.type)  # energy counts from here: the host may be several steps ahead
     probe = SystemProbe(torch.cuda.current_device() if is_gpu else None)
     watch = Stopwatch(how.device)
-    with kernels.record() as ledger:
+    with kernels.record() as ledger, PowerMeter(probe) as power:
         losses += [run.step(watch.mark) for _ in range(timed)]
-    total = watch.milliseconds()
-    joules = probe.sample().get("gpu_energy_joules")
+        total = watch.milliseconds()
     found.losses = [float(loss) for loss in losses]
     found.fallbacks = list(ledger.fallbacks)
     found.phases = {phase: ms / timed for phase, ms in total.items()}
@@ -219,8 +219,9 @@ def _train(run: _Training, how: Conditions, found: Measurement) -> None:
     if is_gpu:
         found.peak_gib = torch.cuda.max_memory_allocated() / 2**30
         found.allocations = allocations(before, torch.cuda.memory_stats(), timed)
-        found.joules_per_token = joules / timed / how.subject.tokens if joules else None
-        found.pj_per_flop = 1e12 * joules / timed / flops if joules and flops else None
+        joules = None if power.watts is None else 1e-3 * power.watts * found.step_ms
+        found.joules_per_token = joules / how.subject.tokens if joules else None
+        found.pj_per_flop = 1e12 * joules / flops if joules and flops else None
         seen = profile(run.step, 2)
         found.parts = {part: round(ms, 3) for part, ms in (seen.parts | {"quantize": seen.quantize}).items()}
         found.phases |= {"communication": seen.parts["communication"], "idle": max(found.step_ms - seen.busy, 0.0)}
