@@ -215,7 +215,7 @@ def _decoding(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
     if not base or not own:
         return None
     reason = (
-        f"a token takes {own:.2f} ms in FP8, {base:.2f} ms in BF16: matrix-vector products, bound by reading weights"
+        f"a token takes {own:.2f} ms in FP8, {base:.2f} ms in BF16: its GEMMs read weights and little else"
     )
     if (all_base := pilot.base.decode_batch_ms) and (all_own := found.decode_batch_ms):
         reason += f"; of {pilot.samples} sequences at a time {all_own:.2f} and {all_base:.2f} ms"
