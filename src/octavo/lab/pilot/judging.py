@@ -214,9 +214,7 @@ def _decoding(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
     base, own = pilot.base.decode_ms, found.decode_ms
     if not base or not own:
         return None
-    reason = (
-        f"a token takes {own:.2f} ms in FP8, {base:.2f} ms in BF16: its GEMMs read weights and little else"
-    )
+    reason = f"a token takes {own:.2f} ms in FP8, {base:.2f} ms in BF16: its GEMMs read weights and little else"
     if (all_base := pilot.base.decode_batch_ms) and (all_own := found.decode_batch_ms):
         reason += f"; of {pilot.samples} sequences at a time {all_own:.2f} and {all_base:.2f} ms"
     decision = "in FP8" if own < base / WORTH else "by an engine, not by the trainer"
