@@ -89,3 +89,8 @@ def test_a_run_without_an_estimate_of_its_noise_cannot_tell() -> None:
         assert found.noise is None and not found.is_beyond
         assert found.text.startswith("One run cannot tell: held-out loss is 0.0140 % higher in FP8, and the run is too")
     assert judge_gap({"gap_percent": None}).text == judge_gap({}).text == ""
+
+
+def test_two_runs_in_high_precision_are_not_compared() -> None:
+    summary = {"gap_percent": 0.0, "fp8_gemms_total": 0}
+    assert judge_gap(summary) == (False, None, "No GEMM ran in eight bits: there is nothing to compare.")

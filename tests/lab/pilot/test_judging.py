@@ -110,9 +110,9 @@ def test_decoding_energy_and_baseline(make_pilot):
 @pytest.mark.parametrize(
     ("parts", "decision"),
     [
-        ({"gemm": 60, "attention": 10, "elementwise": 25, "communication": 3}, "products dominate"),
-        ({"gemm": 20, "attention": 0, "elementwise": 25, "communication": 3}, "they dominate, elementwise first"),
-        ({"gemm": 20, "attention": 0, "elementwise": 5, "communication": 40}, "they dominate, communication first"),
+        ({"gemm": 60, "attention": 10, "elementwise": 25, "communication": 3}, "not the bottleneck: GEMMs are"),
+        ({"gemm": 20, "attention": 0, "elementwise": 25, "communication": 3}, "the bottleneck, elementwise first"),
+        ({"gemm": 20, "attention": 0, "elementwise": 5, "communication": 40}, "the bottleneck, communication first"),
     ],
 )
 def test_where_transfers_dominate(make_pilot, parts, decision):

@@ -202,10 +202,14 @@ def test_the_time_left_follows_the_speed_and_forgets_the_first_step() -> None:
     assert [row[-1] for row in rows[1:]] == [clock(tokens / 2), clock(tokens / 2), clock(tokens)]  # medians
 
 
+def plan_on(device: str, *, is_fp8: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(device=device, layers=[SimpleNamespace(is_fp8=is_fp8), SimpleNamespace(is_fp8=False)])
+
+
 def test_the_wait_for_the_first_step_on_a_gpu_is_explained() -> None:
     started = run_of("fp8")[0]
     assert isinstance(started, Started)
-    on_gpu = replace(started, plan=SimpleNamespace(device="cuda"))
+    on_gpu = replace(started, plan=plan_on("cuda"))
     assert "first step: compiling" in shown([on_gpu], terminal=True)
     assert "compiling" not in shown([started], terminal=True)
 
@@ -213,9 +217,11 @@ def test_the_wait_for_the_first_step_on_a_gpu_is_explained() -> None:
 def test_a_cpu_run_says_beforehand_that_fp8_is_slower() -> None:
     started = run_of("fp8")[0]
     assert isinstance(started, Started)
-    on_cpu, on_gpu = (SimpleNamespace(device=name) for name in ("cpu", "cuda"))
-    assert "slower than BF16 here" in shown([replace(started, plan=on_cpu)], terminal=False)
-    assert "slower than BF16" not in shown([replace(started, plan=on_gpu)], terminal=False)
+    plans = plan_on("cpu"), plan_on("cuda"), plan_on("cpu", is_fp8=False)
+    here, gpu, nothing = (shown([replace(started, plan=plan)], terminal=False) for plan in plans)
+    assert "slower than BF16 here" in here and "no layer is in FP8" not in here
+    assert "slower than BF16" not in gpu
+    assert "slower than BF16" not in nothing and "no layer is in FP8" in nothing
 
 
 def test_the_closing_block_tells_of_weights_that_are_not_fp32() -> None:

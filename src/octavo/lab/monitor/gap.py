@@ -62,11 +62,13 @@ def judge_gap(summary: Mapping[str, Any]) -> GapVerdict:
 
     Args:
         summary: as `summary.json`: `gap_percent`, `gap_95_percent`, `gap_fluctuation_percent`, and of a preset with
-            pairs `gap_control_percent` and `gap_control_pairs`. All may be missing or None.
+            pairs `gap_control_percent` and `gap_control_pairs`; `fp8_gemms_total`. All may be missing or None.
     """
     gap = summary.get("gap_percent")
     if gap is None:
         return GapVerdict(False, None, "")
+    if summary.get("fp8_gemms_total") == 0:
+        return GapVerdict(False, None, "No GEMM ran in eight bits: there is nothing to compare.")
     loss = f"held-out loss is {_digits(abs(gap))} % {'higher' if gap > 0 else 'lower'} in FP8"
     noises = dict(_noises(summary))
     if not noises:

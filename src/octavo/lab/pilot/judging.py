@@ -214,7 +214,7 @@ def _decoding(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
     base, own = pilot.base.decode_ms, found.decode_ms
     if not base or not own:
         return None
-    reason = f"a token takes {own:.2f} ms in FP8, {base:.2f} ms in BF16: products of a matrix and a vector"
+    reason = f"a token takes {own:.2f} ms in FP8, {base:.2f} ms in BF16: its GEMMs read weights and little else"
     if (all_base := pilot.base.decode_batch_ms) and (all_own := found.decode_batch_ms):
         reason += f"; of {pilot.samples} sequences at a time {all_own:.2f} and {all_base:.2f} ms"
     decision = "in FP8" if own < base / WORTH else "by an engine, not by the trainer"
@@ -222,7 +222,7 @@ def _decoding(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
 
 
 def _transfers(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
-    """Compare the time of products, which FP8 halves, with that of kernels bound by memory or by a link."""
+    """Compare the time of GEMMs, which FP8 halves, with that of kernels bound by memory or by a link."""
     if not found.parts:
         return None
     moves = {name: found.times.get(name, 0.0) for name in ("data", "elementwise", "optimizer", "communication")}
@@ -230,7 +230,7 @@ def _transfers(pilot: Pilot, plan: Plan, found: Measurement) -> Advice | None:
     first = max(moves, key=lambda name: moves[name])
     said = ", ".join(f"{name} {ms:.2f}" for name, ms in moves.items() if ms)
     reason = f"ms per step: GEMMs and attention {computes:.2f}; bound by memory or a link: {said}"
-    decision = f"they dominate, {first} first" if sum(moves.values()) > computes else "products dominate"
+    decision = f"the bottleneck, {first} first" if sum(moves.values()) > computes else "not the bottleneck: GEMMs are"
     return Advice("transfers", decision, reason, "more tokens per forward, fused kernels (--compile), larger layers")
 
 

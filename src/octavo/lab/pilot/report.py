@@ -55,8 +55,8 @@ def to_text(pilot: Pilot) -> str:
     for advice in advise(pilot):
         lines += [
             f"  {advice.about}: {advice.decision}",
-            f"    because     {advice.reason}",
-            f"    changed by  {advice.changes}",
+            f"    because       {advice.reason}",
+            f"    changes with  {advice.changes}",
         ]
     return "\n".join(lines)
 

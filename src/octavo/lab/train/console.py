@@ -142,7 +142,9 @@ class ConsoleReporter:
             f" results in {run.out}"
         )
         self._tokens = event.config.tokens
-        if event.plan is not None and event.plan.device == "cpu":
+        if event.plan is not None and not any(layer.is_fp8 for layer in event.plan.layers):
+            self._say("no layer is in FP8: octavo plan RUN gives the reasons")
+        elif event.plan is not None and event.plan.device == "cpu":
             self._say(SLOW_ON_A_CPU)
         if event.first_step:
             done = " of a complete run: --steps N makes it longer" if event.first_step >= run.steps else ""
