@@ -15,12 +15,12 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from octavo._util.compiler import answer, ask_tracer, module_of
 from octavo.nn.first_call import note_calls
-from octavo.nn.functional import Quantizer, compute_dtype
+from octavo.nn.functional import Quantizer, compute_dtype, settings_of
 from octavo.nn.linear import Linear, is_adopted
 from octavo.nn.mlp import _MLP, UNKNOWN, mlp
 from octavo.nn.modules import has_hooks
 from octavo.nn.recognised import Recognised
-from octavo.nn.shared import brings_weight, settings_of
+from octavo.nn.shared import brings_weight
 from octavo.nn.telemetry_ops import stats_buffer_of, which_buffer
 from octavo.nn.traced import apply, are_usual, fit, tensors_of
 from octavo.recipes import Precision, Recipe
