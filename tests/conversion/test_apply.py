@@ -23,6 +23,7 @@ import octavo
 from octavo import kernels
 from octavo.conversion import Policy, convert, disabled, enable, layer_planner, make_plan, planner, revert
 from octavo.errors import ConfigError, NonFiniteError, UnsupportedError
+from octavo.kernels.gemm import choose
 from octavo.kernels.gemm.vendor import cpu_unsupported_reason
 from octavo.kernels.runtime import dispatch
 from octavo.kernels.runtime.devices import architecture_of
@@ -484,6 +485,7 @@ def on(monkeypatch):
 
     def planned(backend, capability):
         monkeypatch.setattr(dispatch, "_own_architecture", lambda device: architecture_of(backend, capability))
+        monkeypatch.setitem(choose.__globals__, "_choices", {})
         monkeypatch.setattr(dispatch, "_own_rates", lambda device: None)
         monkeypatch.setattr(planner, "_device_of", lambda model: torch.device("xpu" if backend == "xpu" else "cuda:0"))
         monkeypatch.setattr(layer_planner, "gemm_kernel", lambda *_: ("scaled_mm.row", {}))

@@ -12,6 +12,7 @@ from octavo.conversion import LayerPlan, Policy, convert, make_plan, planner
 from octavo.conversion import layer_planner as module
 from octavo.conversion.refusals import refuse_reference
 from octavo.errors import ConfigError, OctavoError, UnsupportedError
+from octavo.kernels.gemm import choose
 from octavo.kernels.gemm.vendor import cpu_unsupported_reason
 from octavo.kernels.runtime import dispatch
 from octavo.kernels.runtime import ledger as module_ledger
@@ -188,6 +189,7 @@ def hopper(monkeypatch):
 
     monkeypatch.setattr(module, "gemm_kernel", gemm_kernel)
     monkeypatch.setattr(dispatch, "_own_architecture", lambda device: architecture_of("cuda", (9, 0)))
+    monkeypatch.setitem(choose.__globals__, "_choices", {})
     for each in (module, planner):
         monkeypatch.setattr(each, "rates", lambda device: H200 if device.type == "cuda" else None)
     dispatch._triton_unsupported_reason.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.kernels.gemm.vendor import cpu_unsupported_reason
+from octavo.kernels.runtime import tape
 from octavo.nn import Linear
 from octavo.nn.telemetry import Telemetry
 
@@ -23,6 +25,8 @@ FRAMES, FILES = 11, 5
 """The most Python frames, and files of Octavo, between `Linear.forward` and the vendor's GEMM."""
 CALLS, MODULES = 45, 9
 """The most calls of Octavo's functions, and files, for an eager forward of a layer, without the reference kernels."""
+REPLAYED = 20
+"""The most calls of Octavo's functions for a forward that is replayed."""
 GUARDS = 1.6
 """The most guards of a compiled block, beside those of the same block in BF16."""
 LAUNCHES = 95
@@ -126,6 +130,18 @@ def test_a_forward_is_few_calls(recipe):
     files = calls_of(layer, x)
     assert 0 < len(files) <= CALLS, files
     assert len(set(files)) <= MODULES, set(files)
+
+
+@pytest.mark.parametrize("recipe", ["folded", "tensorwise", "rowwise", "rotated"])
+def test_a_replay_is_few_calls(recipe, monkeypatch):
+    """From the third call of a signature on, as on a GPU."""
+    monkeypatch.setattr(tape, "_is_launched_here", lambda x: True)
+    monkeypatch.setattr(tape, "_recordings", OrderedDict())
+    layer, x = Linear(64, 32, recipe=recipe), torch.randn(8, 64, requires_grad=True)
+    for _ in range(3):
+        layer(x)
+    files = calls_of(layer, x)
+    assert 0 < len(files) <= REPLAYED, files
 
 
 def guards_of(block: nn.Module) -> int:

@@ -48,7 +48,9 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    is_batched = any(each is not None and torch._C._functorch.is_legacy_batchedtensor(each) for each in tensors)
+    is_batched = False
+    for each in tensors:  # a generator is a call per tensor, in each backward of a layer
+        is_batched = is_batched or (each is not None and torch._C._functorch.is_legacy_batchedtensor(each))
     if is_batched or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise UnsupportedError(
             "Octavo's layers have no rule for vmap, jvp and other transforms of torch.func,"

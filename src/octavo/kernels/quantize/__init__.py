@@ -8,8 +8,9 @@
     quantize_rows_twice    a stack to two sets of codes by row: of fprop, and of the backward GEMMs
     quantize_normed        result of an RMS norm, from its input
 
-On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere, the specification; also
-for short rows in compiled code on a GPU, where the compiler fuses it into the kernel that computes the rows.
+On a GPU each is one or a few Triton launches, in eager mode and in compiled code. Elsewhere, the specification, one
+node of the graph in compiled code. For short rows in compiled code on a GPU the compiler traces the specification, and
+fuses it into the kernel that computes the rows.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Step(NamedTuple):
     """One allocation, operator call or launch."""
 
     call: Callable[..., Any]
-    arguments: Callable[[list[Any]], tuple[Any, ...]]
+    arguments: Callable[[list[Any]], Sequence[Any]]
     """Reads the arguments from the slots."""
     outputs: tuple[int, ...] | int | None
     """Slot of the result, slots of a list of results, or None for a launch."""
@@ -58,7 +58,7 @@ class Recording(NamedTuple):
     slots: list[Any]
     """Initial values of the slots after inputs and stream: constants, and None for results of steps."""
     steps: list[Step]
-    results: tuple[Callable[[list[Any]], tuple[Any, ...]], ...]
+    results: tuple[Callable[[list[Any]], Sequence[Any]], ...]
     holds: Any
     """Objects whose `id` is in the signature, kept alive so that ids stay unique."""
 
@@ -347,18 +347,8 @@ def _regrouped(call: Callable[..., Any], lengths: tuple[int | None, ...], *flat:
     return call(*arguments, **options)
 
 
-def _slot_reader(slots: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Return a function that reads these slots."""
-    if not slots:
-        return _read_none
-    if len(slots) == 1:
-        return partial(_read_one, slots[0])
-    return itemgetter(*slots)
-
-
-def _read_none(slots: list[Any]) -> tuple[Any, ...]:
-    return ()
-
-
-def _read_one(slot: int, slots: list[Any]) -> tuple[Any, ...]:
-    return (slots[slot],)
+def _slot_reader(slots: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return a function that reads these slots: one of C, since a replay calls it for each step."""
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    return itemgetter(slice(slots[0], slots[0] + 1) if slots else slice(0))
