@@ -23,7 +23,7 @@ def test_a_pair_is_equal_up_to_its_fork_and_differs_by_rounding_after_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = {"recipe": "bf16", "baseline": False, "steps": 4, "bf16_first_steps": 2, "eval_tokens": 256, "device": "cpu"}
-    own = {"run": run, "data": {"cache": str(tmp_path)}}
+    own = {"model": {"layers": 1}, "run": run, "data": {"cache": str(tmp_path)}}
     config = assemble(load_preset("tiny", cuda=False), ("test", own))
     row = control.pair(config)
     assert row["fork"] == 2 and row["heldout_loss"] > 1 and 0 < abs(row["gap_percent"]) < 0.1

@@ -19,8 +19,8 @@ from octavo_bench.results import Row
 def rows(tmp_path_factory: pytest.TempPathFactory, write_text: Callable[[Path], Path]) -> list[Row]:
     folder = tmp_path_factory.mktemp("data-parallel")
     text = write_text(folder / "text")
-    shared = ["--preset", "tiny", "--model.layers", "1", "--steps", "6", "--log-every", "1", "--device", "cpu"]
-    shared += ["--source", str(text), "--cache", str(folder / "cache")]
+    flags = "--preset tiny --model.layers 1 --eval-tokens 512 --steps 6 --log-every 1 --device cpu"
+    shared = [*flags.split(), "--source", str(text), "--cache", str(folder / "cache")]
     jobs = data_parallel.jobs(["folded"], [0], 2)
     return study.run_all(jobs, shared, out=folder / "out", slots=4, report=lambda line: None)
 

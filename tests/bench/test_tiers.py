@@ -23,8 +23,8 @@ def study(
     """Return the rows of two tiers with one seed, and their directory."""
     folder = tmp_path_factory.mktemp("tiers")
     text = write_text(folder / "text")
-    shared = ["--preset", "tiny", "--steps", "4", "--log-every", "1", "--device", "cpu"]
-    shared += ["--source", str(text), "--cache", str(folder / "cache")]
+    flags = "--preset tiny --model.layers 1 --eval-tokens 512 --steps 4 --log-every 1 --device cpu"
+    shared = [*flags.split(), "--source", str(text), "--cache", str(folder / "cache")]
     chosen = jobs(["fp32", "fp8-min, all"], [0])
     rows = run_all(chosen, shared, out=folder / "out", slots=2, report=lambda line: None)
     return rows, folder / "out"

@@ -68,7 +68,8 @@ def tiny(tmp_path: Path) -> list[str]:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     places = {"--source": tmp_path / "text.txt", "--cache": tmp_path / "cache", "--out": tmp_path / "run"}
     flags = [part for flag, path in places.items() for part in (flag, str(path))]
-    return ["train", "--preset", "tiny", "--model.layers", "1", "--device", "cpu", "--log-every", "1", *flags]
+    small = ["--model.layers", "1", "--eval-tokens", "512"]
+    return ["train", "--preset", "tiny", *small, "--device", "cpu", "--log-every", "1", *flags]
 
 
 @pytest.mark.parametrize("arguments", ["--help", "train --help", "plan --help", "doctor --help", "eval --help"])

@@ -28,7 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("doctor")
     (root / "text.txt").write_text(TEXT, encoding="utf-8")
     data = {"source": str(root / "text.txt"), "cache": str(root / "cache")}
-    settings = {"data": data, "run": {"out": str(root / "run"), "steps": 3, "device": "cpu", "eval_tokens": 256}}
+    run = {"out": str(root / "run"), "steps": 3, "device": "cpu", "eval_tokens": 256}
+    settings = {"model": {"layers": 1}, "data": data, "run": run}
     train(assemble(load_preset("tiny", cuda=False), ("test", settings)))
     return root / "run"
 

@@ -128,7 +128,7 @@ def test_a_run_and_its_export_on_task_files(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     (tmp_path / "text.txt").write_text("".join(f"{i} and then comes {i + 1}.\n" for i in range(300)))
     data = {"source": str(tmp_path / "text.txt"), "cache": str(tmp_path / "cache"), "sequence": 64}
-    run = {"out": str(tmp_path / "run"), "steps": 2}
+    run = {"out": str(tmp_path / "run"), "steps": 2, "eval_tokens": 512}
     train(assemble(load_preset("tiny", cuda=False), ("test", {"data": data, "run": run})))
     files = tmp_path / "files"
     files.mkdir()

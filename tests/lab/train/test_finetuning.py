@@ -26,6 +26,8 @@ from octavo.lab.train.parallel_checks import check_parallel
 from octavo.lab.train.setup import set_up
 from octavo.tensor import FP8Tensor
 
+QUICK = {"eval_tokens": 512}
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     (folder / "text.txt").write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(400)))
     data = {"source": str(folder / "text.txt"), "cache": str(folder / "cache"), "sequence": 96}
-    run = {"steps": 3, "baseline": False, "weights": "fp8", "out": str(folder / "run"), "min_gain": 0}
+    run = {"steps": 3, "baseline": False, "weights": "fp8", "out": str(folder / "run"), "min_gain": 0, **QUICK}
     train(assemble(load_preset("tiny", cuda=False), ("test", {"data": data, "run": run})))
     lines = [
         {"messages": [{"role": "user", "content": f"add {i}"}, {"role": "assistant", "content": str(i + 1)}],
@@ -48,7 +50,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(base: Path, out: Path, **sections: dict[str, Any]) -> RunConfig:
     data: dict[str, Any] = {"source": str(base / "chat.jsonl"), "format": "chat", "heldout": 0.2}
     data |= {"cache": str(base / "cache"), "sequence": 96}
-    run = {"start_from": str(base / "export"), "out": str(out), "steps": 2, "accumulate": 4, "min_gain": 0}
+    run = {"start_from": str(base / "export"), "out": str(out), "steps": 2, "accumulate": 4, "min_gain": 0, **QUICK}
     own: dict[str, Any] = {"data": data, "run": run}
     settings = {name: own.get(name, {}) | sections.get(name, {}) for name in {**own, **sections}}
     return assemble(load_preset("tiny", cuda=False), ("test", settings))
