@@ -67,4 +67,6 @@ def test_a_convolution_has_a_ratio_per_direction_and_for_all_and_the_best_with_t
     all_of_them, best = 4 / (3.5 + 1.375), 4 / (0.5 + 0.25 + 1.0 + 2.0)  # fprop alone pays for its pass
     shown = f"| 3x3 | 256, 512, 7 x 7 | 4.00 | 2.00 | 2.00 | 0.80 | {all_of_them:.2f} | {best:.2f} |"
     assert shown in by_convolution(rows)
+    rows[1]["is_cut"] = True  # a faster plan may exist
+    assert f"| 2.00 | ≥ 2.00 | 0.80 | ≥ {all_of_them:.2f} | ≥ {best:.2f} |" in by_convolution(rows)
     assert "| 1.00 | no plan | no plan |  |  |" in by_convolution([row("fprop", 1.0, 1.0), row("dgrad", 1.0, None)])
