@@ -5,7 +5,11 @@ The build for CPUs computes scales per channel and token in FP8 on any processor
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,3 +77,12 @@ def test_it_serves_what_was_trained_and_takes_pushed_weights(served):
     assert stale > 20 * EXACT
     assert push.to_vllm(llm) == 8 + 6
     assert mismatch(of_trainer(model), of_engine(llm)).kl < EXACT
+
+
+def test_it_rotates_the_inputs_of_an_int8_export(tmp_path):
+    """By its dense matrix, as near to training as compressed-tensors is. What ignores the transform is far off."""
+    program = Path(__file__).with_name("rotated_in_vllm.py")
+    run = subprocess.run([sys.executable, program, tmp_path / "model"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["vllm"] < 3 * found["transformers"] and found["without the rotation"] > 100 * found["vllm"], found
