@@ -84,7 +84,7 @@ export function overviewView() {
     return [
       card("step", number(run.step), steps ? `of ${number(steps)}${left}` : ""),
       card(lane === "loss_fp8" ? "loss, FP8" : "loss", number(last(lane)), isNumber(last("loss_bf16")) && lane !== "loss_bf16" ? `BF16 ${number(last("loss_bf16"))}` : ""),
-      isNumber(held) ? card("held-out loss", number(held), isNumber(run.summary.gap_percent) ? `${percent(Math.abs(run.summary.gap_percent))} ${run.summary.gap_percent < 0 ? "below" : "above"} BF16` : "") : null,
+      isNumber(held) ? card("held-out loss", number(held), isNumber(run.summary.gap_percent) ? `${percent(Math.abs(run.summary.gap_percent), Math.abs(run.summary.gap_percent) < 0.1 ? 4 : 2)} ${run.summary.gap_percent < 0 ? "below" : "above"} BF16` : "") : null,
       card("tokens per second", short(last("tokens_per_second")), models > 1 ? "both models, alternating" : ""),
       card("tokens", short(last("tokens"))),
       card("recipe", run.plan.recipe ?? run.config.run?.recipe ?? "–", run.env.device ?? ""),
