@@ -68,3 +68,28 @@ def test_a_normed_row_too_long_for_triton_is_a_recorded_fallback(longer, monkeyp
     assert torch.equal(uint8(codes.codes), uint8(expected.codes)) and torch.equal(codes.scale, expected.scale)
     assert torch.equal(scale, expected.scale)
     assert asked[:1] == ([f"rows of {LONGEST_NORM + 1} elements are longer than {LONGEST_NORM}"] if longer else [None])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("granularity", ["row", "1x128"])
+def test_compiled_code_on_a_cpu_has_one_operator_and_the_same_codes(granularity, transposed):
+    """Traced, the specification is some twenty nodes per tensor, and half the time to compile a block."""
+    torch._dynamo.reset()
+    from torch._dynamo.backends.common import aot_autograd
+
+    targets = []
+
+    def backend(graph, _inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes if "octavo" in str(node.target))
+        return graph
+
+    def codes(x):
+        return kernels.quantize(x, "e4m3", granularity)[:2]
+
+    x = torch.randn(130, 140)
+    x = x.t() if transposed else x
+    compiled = torch.compile(codes, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    for own, expected in zip(compiled(x), codes(x), strict=True):
+        assert torch.equal(own.float(), expected.float()) and own.stride() == expected.stride()
+    assert targets == ["octavo.quantize_pair.default"]
+    torch._dynamo.reset()
