@@ -7,7 +7,7 @@ norms of q and k and the call of attention are its own code, and neither its cla
 
 The function is recognised by its results (`octavo.nn.probe`), in FP32 and BF16, and by the functions it calls, that
 autocast does not change it. It runs itself wherever its result would have another dtype, in compiled code, where the
-compiler fuses it, and once something in its code or under its name has changed.
+compiler fuses it, and once something in its code or under its name has changed. So does a forward that was replaced.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ class RotaryAttention(Adopted):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the parent's forward does."""
-        if not is_compiling() and self.enabled and (rebound := self._rebound()).is_current():
-            return rebound.forward(self, *args, **kwargs)
+        if not is_compiling() and self.enabled:
+            rebound = self._rebound()
+            if rebound.is_current(_mixed(type(self)).parent.forward):
+                return rebound.forward(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 
     def _find_call_key(self) -> str:
@@ -63,7 +65,7 @@ def adopt(module: nn.Module) -> None:
     """Turn a module of which `rotations_of` finds some into a `RotaryAttention`, in place."""
     RotaryAttention.take(module, enabled=True)
     kind = _mixed(type(module))
-    if kind.rebound is None or kind.rebound.of is not kind.parent.forward or not kind.rebound.is_current():
+    if kind.rebound is None or not kind.rebound.is_current(kind.parent.forward):
         kind.rebound = Rebound(kind.parent.forward)
 
 
@@ -100,18 +102,25 @@ class Rebound:
     """A forward in which functions that rotate are Octavo's; how, and what must not have changed since."""
 
     def __init__(self, forward: FunctionType) -> None:
-        self.of, rotations = forward, find_rotations(forward)
-        self._globals, self._rotations = cast(FunctionType, _innermost(forward)).__globals__, rotations
-        self._codes = [_code_of(function) for function in rotations.values()]
+        inner, rotations = _innermost(forward), find_rotations(forward)
+        self._of, self._rotations = forward, rotations
+        if inner is None or not rotations:  # a module from a file, whose class has another forward here
+            return
+        self._globals, self._parts = inner.__globals__, [(inner, "__code__", inner.__code__)]
+        self._parts += [part for function in rotations.values() for part in _code_of(function).parts]
         self.forward = _with_globals(forward, {name: Rotation(each) for name, each in rotations.items()})
 
-    def is_current(self) -> bool:
-        """Return whether there are functions that rotate, and all are those that were recognised."""
-        if not self._rotations:
+    def is_current(self, forward: FunctionType) -> bool:
+        """Return whether there are functions that rotate, and all are those that were recognised.
+
+        Args:
+            forward: what the class has now.
+        """
+        if not self._rotations or forward is not self._of:
             return False
         if any(self._globals.get(name) is not function for name, function in self._rotations.items()):
             return False
-        return all(getattr(owner, name, None) is value for code in self._codes for owner, name, value in code.parts)
+        return all(getattr(owner, name, None) is value for owner, name, value in self._parts)
 
 
 class Rotation:
