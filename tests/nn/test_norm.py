@@ -760,6 +760,22 @@ def test_layers_compute_the_same_bits_from_a_norms_codes_as_from_its_values(reci
         assert torch.equal(evaluated, model(x))
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("recipe", ["folded", "rotated"])
+def test_an_evaluation_reads_the_codes_that_training_does(recipe, is_frozen, gains, reads):
+    """BF16: codes of y before it is rounded are others than codes of y."""
+    model, x = converted(recipe).bfloat16(), torch.randn(24, 64).bfloat16()
+    for each in (model.first, model.second):
+        each.weight.requires_grad_(not is_frozen)
+    trained = model(x)
+    reads.clear()
+    with torch.no_grad():
+        assert torch.equal(model(x), trained)
+    assert not reads  # nor does it make codes for wgrad
+    rerun = checkpoint(model, x.requires_grad_(), use_reentrant=True)
+    assert torch.equal(rerun, trained)
+
+
 @pytest.mark.parametrize("fn", [nn.RMSNorm, nn.LayerNorm])
 def test_a_norms_result_is_not_read_again_by_layers_that_rotate(fn, gains, reads, monkeypatch):
     model, x = converted(norm=fn), torch.randn(24, 64)

@@ -374,6 +374,22 @@ def test_a_function_that_is_replaced_or_changed_later_runs(monkeypatch, gains):
     assert len(gains) == 2
 
 
+def test_a_forward_that_is_replaced_or_changed_later_runs(monkeypatch, gains):
+    """As libraries do that patch a class of transformers after a conversion."""
+    module, x, positions = Attention(), inputs(), tables()
+    adopt(module)
+    module(x, positions)
+    with monkeypatch.context() as patch:
+        patch.setattr(Attention, "forward", lambda self, x, position_embeddings: x)
+        assert module(x, positions) is x
+    with monkeypatch.context() as patch:
+        patch.setattr(Attention.forward, "__code__", (lambda self, x, positions, cache=None, **kwargs: x).__code__)
+        assert module(x, positions) is x
+    gains.clear()
+    module(x, positions)
+    assert len(gains) == 2
+
+
 def test_adopting_again_recognises_again(monkeypatch, gains):
     module = Attention()
     adopt(module)
@@ -398,6 +414,15 @@ def test_copies_and_files(gains):
     for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
         gains.clear()
         assert isinstance(other, RotaryAttention) and torch.equal(other(x, positions), want) and len(gains) == 2
+
+
+def test_a_file_that_is_read_where_its_class_has_a_forward_that_hides_another(monkeypatch, gains):
+    module, x, positions = Attention(), inputs(), tables()
+    want, held = module(x, positions), [Attention.forward]
+    adopt(module)
+    type(module).rebound = None  # as in another process
+    monkeypatch.setattr(Attention, "forward", functools.wraps(held[0])(lambda *args: held[0](*args)))
+    assert torch.equal(module(x, positions), want) and not gains
 
 
 def test_what_is_switched_off(gains):

@@ -271,7 +271,8 @@ class _Linears(torch.autograd.Function):
         # Not one parameter per argument: Dynamo counts parameters, and drops ctx if there are more arguments.
         *tensors, options = arguments[:_WEIGHTS]
         weights = arguments[_WEIGHTS:]
-        needed = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:])
+        # What a parameter requires says nothing of the grad mode, which is off inside here: the last option.
+        needed = options[-1] and ctx.needs_input_grad[0], options[-1] and any(ctx.needs_input_grad[_WEIGHTS:])
         saved_x, saved_w, outputs = replay(_forward, (*options, *needed), (*tensors, *weights))
         ctx.save_for_backward(*saved_x, *saved_w)
         ctx.buffers = tensors[-2:]  # not saved tensors: backward writes to them, and hooks may replace those by copies
@@ -461,8 +462,11 @@ def read_input(
     # Codes of another kernel may come from values before rounding, so that backward could not make them again.
     x = None if keeps_input else prequantized
     if plan.x is not None and plan.x_second is not None and needs_weight:
-        if x is not None and source.second_codes is not None:
-            return QuantizedInput(x, SavedInput(codes=source.second_codes, scale=source.second_scale))
+        if x is not None:  # fprop reads what it reads without a backward, whether the second set is there or not
+            codes, scale = source.second_codes, source.second_scale
+            if codes is None:
+                codes, scale = kernels.quantize_matrix(x_MK, plan.x_second)[:2]
+            return QuantizedInput(x, SavedInput(codes=codes, scale=scale))
         both = kernels.quantize_rows_twice([x_MK], plan.x, plan.x_second, keeps_codes=not keeps_input)
         return QuantizedInput(both.first, SavedInput(x_MK if keeps_input else None, both.codes, both.scale))
     if plan.x_back is Transposed.QUANTIZED and needs_weight and not keeps_input:

@@ -159,7 +159,14 @@ def _find_call(context: Any) -> None:
     note_traced()
     keeps_codes = module.mlp_activation_inputs == "fp8" and torch.is_grad_enabled()
     plans = [recipe.plan.key for recipe in module.mlp_recipes]
-    options = module.mlp_roles.kind, *plans, compute_dtype(x), keeps_codes, layers[0].keeps_input
+    options = (
+        module.mlp_roles.kind,
+        *plans,
+        compute_dtype(x),
+        keeps_codes,
+        layers[0].keeps_input,
+        torch.is_grad_enabled(),
+    )
     return answer(((UNKNOWN, options), which_buffer(layers[:-1]), which_buffer(layers[-1:])))
 
 

@@ -92,8 +92,8 @@ def mlp(
     check_operands(x, weights[0])
     if torch.compiler.is_compiling():
         enter_graph(host_state.now.is_open_to_compilers)
-    keeps_codes = activation_inputs == "fp8" and torch.is_grad_enabled()
-    options = kind, plan.key, outer_plan.key, inner.dtype, keeps_codes, inner.keeps_input
+    keeps_codes, trains = activation_inputs == "fp8" and torch.is_grad_enabled(), torch.is_grad_enabled()
+    options = kind, plan.key, outer_plan.key, inner.dtype, keeps_codes, inner.keeps_input, trains
     y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
         *input_source(x, plan, prequantized),
         *codes_for(weights[:-1], codes[0]),
@@ -124,7 +124,9 @@ class _MLP(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor | None:
         *tensors, options = arguments[:_WEIGHTS]  # see `_Linears`
         weights = arguments[_WEIGHTS:]
+        *options, trains = options
         needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:-1]), ctx.needs_input_grad[-1]
+        needs = tuple([trains and each for each in needs])  # see `_Linears`
         (y_MD,), *saved = replay(_forward, (*options, *needs), (*tensors, *weights))
         ctx.save_for_backward(*(tensor for group in saved for tensor in group))
         ctx.stats = tensors[-2:]

@@ -113,6 +113,8 @@ class Rebound:
         rotations = find_rotations(forward)
         chain = _chain(forward)
         self._of, self._rotations = forward, rotations
+        if not rotations:  # a module from a file, whose class has another forward here
+            return
         self._globals = chain[-1].__globals__
         recognised = [part for value in rotations.values() for part in _code_of(value).parts]
         self._parts = [*((each, "__code__", each.__code__) for each in chain), *recognised]

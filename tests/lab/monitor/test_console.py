@@ -30,9 +30,23 @@ def test_a_full_file_keeps_its_head_and_its_newest_lines(tmp_path: Path) -> None
         assert path.stat().st_size <= 1000
     lines = path.read_text().splitlines()
     assert lines[:10] == [f"step {step:04}" for step in range(10)] and lines[-1] == "step 0999"
-    assert "lines are left out here" in lines[10]
-    kept = [int(line.split()[1]) for line in lines[11:] if line.startswith("step")]
+    kept = [int(line.split()[1]) for line in lines[11:]]
     assert kept == list(range(kept[0], 1000)) and len(kept) >= 40
+    assert lines[10] == f"[{kept[0] - 10} lines left out here: console.log is full]"  # of all times that it was full
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_line_that_is_longer_than_the_file_is_cut(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "console.log"
+    file = ConsoleFile(limit=1000, head=100)
+    file.open(path)
+    file.write("how it was started\n")
+    for number in range(400):
+        file.write(f"{number:03} ")
+        assert path.stat().st_size <= 1000
+    file.write(end)
+    assert path.read_text().startswith("how it was started\n[0 lines left out here")
+    assert path.read_text().endswith(f"398 399 {end}")
 
 
 def test_a_file_that_cannot_be_written_is_given_up_with_a_warning(tmp_path: Path) -> None:

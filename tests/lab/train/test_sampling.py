@@ -18,7 +18,7 @@ from octavo.lab.train import train
 from octavo.lab.train.config import RunConfig
 from octavo.lab.train.events import Sampled
 from octavo.lab.train.files import SamplesFile, read_metrics
-from octavo.lab.train.sampling import chosen, encoded
+from octavo.lab.train.sampling import NOTHING, Sampling, chosen, encoded
 
 Configure = Callable[..., RunConfig]
 LOOP = {"steps": 4, "log_every": 1, "checkpoint_every": 2, "telemetry_every": 1, "histograms_every": 2}
@@ -86,6 +86,39 @@ def test_an_id_is_the_likeliest_or_drawn_by_its_probability() -> None:
     expected = (logits.double() / 2).softmax(0)
     error = 4 * (expected * (1 - expected) / 4000).sqrt()
     assert ((torch.bincount(torch.tensor(drawn)) / 4000 - expected).abs() < error).all()
+
+
+def test_the_lowest_temperature_draws_the_likeliest_and_logits_that_are_not_finite_nothing() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert chosen(torch.tensor([0.0, 2.0, -inf]), 1e-320, torch.Generator()) == 1
+    for logits in ([0.0, nan], [0.0, inf], [-inf, -inf]):
+        for temperature in (0.0, 1.0):
+            assert chosen(torch.tensor(logits), temperature, torch.Generator()) == NOTHING
+
+
+def test_a_baseline_that_is_no_longer_finite_ends_alone(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = {**LOOP, "recipe": "folded", "checkpoint_every": 0}
+    config = configure(run=run, sample={"every": 2, "tokens": 3})
+    own = Sampling.after_step
+
+    def poisoned(part: Sampling, step: Any) -> bool:
+        if part._run.done == 2:
+            for parameter in part._run.setup.states[1].model.parameters():
+                parameter.detach().fill_(torch.nan)
+        return own(part, step)
+
+    monkeypatch.setattr(Sampling, "after_step", poisoned)
+    train(config)
+    first, last = SamplesFile.read(tmp_path / "run" / "samples.jsonl")
+    assert first["text"]["bf16"] == "[its logits are not finite]" != first["text"]["fp8"]
+    assert last["text"].keys() == {"fp8"}
+
+
+def test_a_prompt_of_bytes_that_are_not_text_is_refused(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=r"sample.prompt: 'a.udcff' is not text"):
+        configure(sample={"every": 1, "prompt": "a\udcff"})
 
 
 def test_a_question_is_in_the_template_of_a_chat(configure: Configure) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import BinaryIO
+
+from octavo._util.terminal import quantity
 
 FILE = "console.log"
 """File name in a run's directory."""
@@ -13,6 +16,8 @@ LIMIT = 4 * 2**20
 """Largest size of the file in bytes. Beyond it lines in the middle go, so that half of it remains."""
 HEAD = 64 * 2**10
 """Bytes at the beginning, which say how the run was started, that always stay."""
+_NOTE = re.compile(rb"\[([\d,]+) lines? left out here: ")
+"""What stands for the lines that are gone."""
 
 
 class ConsoleFile:
@@ -60,12 +65,17 @@ class ConsoleFile:
         """Do nothing: every write is in the file."""
 
     def _shorten(self) -> None:
-        """Take out whole lines behind the head."""
+        """Take out lines behind the head, and the beginning of one that is longer than what stays."""
         content = self._path.read_bytes()
         first = content.rfind(b"\n", 0, self._head) + 1
-        last = content.find(b"\n", max(len(content) - self._limit // 2, first)) + 1
-        lines = content.count(b"\n", first, last)
-        note = f"[{lines:,} lines are left out here: {self._path.name} is full]\n"
+        shortest = max(len(content) - self._limit // 2, first)
+        last = content.find(b"\n", shortest) + 1
+        if last in (0, len(content)):
+            last = shortest
+        gone = content.count(b"\n", first, last)
+        if earlier := _NOTE.match(content, first):
+            gone += int(earlier[1].replace(b",", b"")) - 1
+        note = f"[{quantity(gone, 'line')} left out here: {self._path.name} is full]\n"
         unfinished = self._path.with_name(f".writing-{self._path.name}")
         unfinished.write_bytes(content[:first] + note.encode() + content[last:])
         unfinished.replace(self._path)

@@ -250,6 +250,8 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         _positive("sample", self, "tokens")
+        if any("\ud800" <= each <= "\udfff" for each in self.prompt):
+            raise ConfigError(f"sample.prompt: {self.prompt!a} is not text: bytes in it are not UTF-8.")
         _within("sample", self, "every", "temperature", low=0, high=2**31)
 
 

@@ -23,6 +23,8 @@ PROMPT = 32
 """Tokens of the held-out text that are the prompt of a run that names none."""
 MULTIPLE = 64
 """Lengths are multiples of this, for FP8 GEMMs and for tensor-parallel ranks, which share tokens."""
+NOTHING = -1
+"""In place of an id: the logits are not finite."""
 
 
 class Sampling(Part[RunStep]):
@@ -80,11 +82,15 @@ class Sampling(Part[RunStep]):
                     logits_V = state.logits(ids_1T.to(state.device))[0, len(recent) - 1]
                     drawn = chosen(logits_V, settings.temperature, generator)
                     known.append(self._run.ranks.broadcast(drawn))
+                    if known[-1] == NOTHING:
+                        break
         finally:
             state.model.train()
         written = known[len(self._ids) :]
         if tokenizer.end_of_document in written:
             written = written[: written.index(tokenizer.end_of_document)]
+        if NOTHING in written:
+            return f"{tokenizer.decode(written[:-1])}[its logits are not finite]"
         return tokenizer.decode(written)
 
 
@@ -99,10 +105,16 @@ def encoded(prompt: str, config: RunConfig, tokenizer: Tokenizer) -> list[int]:
 
 
 def chosen(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Return the likeliest id, or with a temperature one drawn from `softmax(logits / temperature)`, on the CPU."""
+    """Return the likeliest id, or with a temperature one drawn from `softmax(logits / temperature)`, on the CPU.
+
+    `NOTHING` if a logit is NaN or the largest infinite: to end a run or a baseline is not for samples to do.
+    """
+    logits_V = logits_V.double().cpu()
+    if not (largest := logits_V.max()).isfinite():
+        return NOTHING
     if temperature == 0:
         return int(logits_V.argmax())
-    weights_V = (logits_V.double().cpu() / temperature).softmax(0)
+    weights_V = ((logits_V - largest) / temperature).softmax(0)
     return int(torch.multinomial(weights_V, 1, generator=generator))
 
 
