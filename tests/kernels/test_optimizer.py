@@ -148,6 +148,14 @@ def test_only_stochastic_rounding_follows_a_slow_decay():
     assert decayed[False] > 1.25  # it has not moved at all: 0.999^-299 is 1.35
 
 
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_no_random_bits_are_drawn_where_fp32_is_stored(kind, monkeypatch):
+    layout, drawn = cases.layout_of(kind), []
+    monkeypatch.setattr(reference, "_random", lambda *_: drawn.append(1) or (None, None, None))
+    reference.update([cases.slot(layout, (2, 128), 0)], layout, cases.control(1, rows=1))
+    assert bool(drawn) == layout.draws == (kind not in ("fp32", "fp32 master apart"))
+
+
 def test_a_second_moment_of_one_byte_has_no_bias():
     """With beta2 = 0.999 it is read and written a thousand times: rounding the root itself gained 1.9 % on the way."""
     layout = cases.layout_of("fp8")._replace(first=cases.storage("fp32"))

@@ -279,29 +279,33 @@ def test_a_live_run_is_followed(home: Path, visit: Open) -> None:
     holds(page, "document.querySelector('#state').innerText.includes('finished')")
 
 
-def test_a_run_of_200_layers_and_20000_steps_opens_in_two_seconds(home: Path, visit: Open) -> None:
+def test_a_run_of_200_layers_and_20000_steps_opens_in_two_seconds(
+    home: Path, address: str, visit: Open, open_window: Open
+) -> None:
     synthetic_run(home / "small", layers=7, steps=60)
     synthetic_run(home / "large", layers=200, steps=20_000)
     try:
         for view in ("overview", "layers"):
-            assert any(opens_in(2.0, view, visit) for _ in range(4))
+            page = visit(f"{view}?run=large")
+            start = time.perf_counter()
+            again(page)
+            is_quick = time.perf_counter() - start < 2.0
+            assert marks(page) > 2
+            visit("runs")  # polls the large run no longer
+            assert is_quick or any(opens_like_a_small_one(f"{address}/#/{view}", open_window) for _ in range(4))
     finally:
-        visit("runs")
         shutil.rmtree(home / "large")
 
 
-def opens_in(seconds: float, view: str, visit: Open) -> bool:
-    """Return whether the large run opens in time: where others use the machine too, in thrice that of a small one."""
-    large = took(visit(f"{view}?run=large"))
-    return large < seconds or large < 3 * took(visit(f"{view}?run=small"))
-
-
-def took(page: Any) -> float:
-    start = time.perf_counter()
-    again(page)
-    end = time.perf_counter()
-    assert marks(page) > 2
-    return end - start
+def opens_like_a_small_one(link: str, open_window: Open) -> bool:
+    """Return whether a new window takes little more time for it: where others use the machine too."""
+    seconds = {}
+    for run in ("small", "large"):
+        start = time.perf_counter()
+        page = open_window(f"{link}?run={run}")
+        seconds[run] = time.perf_counter() - start
+        page.context.close()
+    return seconds["large"] < 1.6 * seconds["small"]
 
 
 def test_what_a_run_says_is_never_read_as_html(home: Path, visit: Open) -> None:
