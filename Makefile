@@ -18,6 +18,7 @@ CLIENTS := accelerate datasets diffusers lightning peft transformers trl
 DEEPSPEED := $(if $(LATEST),deepspeed,$(shell sed -n 's/^deepspeed = \["\(.*\)"\].*/\1/p' pyproject.toml))
 TITAN := $(if $(LATEST),torchtitan,$(shell sed -n 's/^titan = \["\(.*\)"\].*/\1/p' pyproject.toml))
 MEGATRON := $(if $(LATEST),megatron-core,$(shell sed -n 's/^megatron = \["\(.*\)"\].*/\1/p' pyproject.toml))
+NEMO := $(shell sed -n 's/^nemo = \["\(.*\)"\].*/\1/p' pyproject.toml)
 TITAN_NEEDS := einops spmd_types==0.2.3 tensorboard torch_checkpointing torchdata tyro
 
 BIN := $(VENV)/bin
@@ -29,7 +30,7 @@ endif
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test latest clients kernels older lint format types layers tables docs site sdist wheel check wheels clean
+.PHONY: help demo test latest clients apart alone kernels older lint format types layers tables docs site sdist wheel check wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -52,6 +53,15 @@ clients: $(VENV)/installed-dev ## the training loops of others, at pinned versio
 	@$(PIP_INSTALL) --upgrade --no-build-isolation '$(DEEPSPEED)'
 	@$(PIP_INSTALL) --upgrade --no-deps '$(TITAN)' '$(MEGATRON)'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/lab/evaluation/test_tasks.py $(RECORDED)
+
+# Each wants other versions than the rest. What they ask for and do not import (an old PyTorch, CUDA) is left out.
+apart: ## NeMo Automodel and Colossal-AI, each in an environment of its own; before a release
+	$(MAKE) alone VENV=$(VENV)-nemo NAME=nemo WANTS='$(NEMO) transformers==5.18.0 torchao==0.18.0 triton==3.8.0'
+	$(MAKE) alone VENV=$(VENV)-colossalai NAME=colossalai WANTS='colossalai==0.5.0 bitsandbytes einops galore_torch peft'
+
+alone: $(VENV)/installed-dev
+	@$(PIP_INSTALL) --no-deps $(WANTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_$(NAME).py --record apart
 
 kernels: $(VENV)/installed-dev ## compile every Triton kernel for an H200, without one
 	PYTHONOPTIMIZE=1 PYTHONPATH=tests/kernels/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p compile_only \
