@@ -115,6 +115,14 @@ def test_what_is_left_to_the_module(change, gains):
     assert not gains
 
 
+def test_layers_are_called_once_where_no_kernel_takes_their_results(gains):
+    module, calls = Gated().double(), []
+    adopt(module, ROLES)
+    module.gate.register_forward_hook(lambda *_: calls.append(1))
+    module(torch.randn(3, WIDTH).double())
+    assert len(calls) == 1 and not gains
+
+
 def test_everything_on_a_cpu_and_in_compiled_code(monkeypatch):
     module, x = Gated(), torch.randn(3, WIDTH)
     want = module(x)

@@ -55,6 +55,8 @@ class FusedActivation(Recognised):
         """Return whether a kernel gains something for x, and nothing reads what only the module's own forward has."""
         if not self.enabled or not isinstance(x, Tensor) or not is_plain(x) or not gains_by_kernels(x.device):
             return False
+        if x.dtype not in _DTYPES:  # not found out from gate and up: the module would compute them once more
+            return False
         layers = [self.get_submodule(name) for name in (*self.activation_roles.inner, self.activation_roles.down)]
         others = [child for child in self.modules() if child is not self and all(child is not each for each in layers)]
         return not _has_any_global_hook() and not any(map(has_hooks, others)) and self.is_as_recognised()

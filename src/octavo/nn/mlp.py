@@ -92,7 +92,8 @@ def mlp(
     check_operands(x, weights[0])
     if torch.compiler.is_compiling():
         enter_graph(host_state.now.is_open_to_compilers)
-    keeps_codes, trains = activation_inputs == "fp8" and torch.is_grad_enabled(), torch.is_grad_enabled()
+    trains = torch.is_grad_enabled()
+    keeps_codes = activation_inputs == "fp8" and trains
     options = kind, plan.key, outer_plan.key, inner.dtype, keeps_codes, inner.keeps_input, trains
     y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
         *input_source(x, plan, prequantized),
