@@ -10,6 +10,7 @@ from statistics import fmean
 from octavo.recipes import DEFAULT
 from octavo_bench import ladder, results
 from octavo_bench.evidence import over_seeds
+from octavo_bench.hf import FUSIONS, LOSS
 from octavo_bench.implementations import BF16, ONCE
 from octavo_bench.render import grouped, table
 from octavo_bench.results import Result, Row
@@ -363,15 +364,24 @@ def _tensor(measured: Measured) -> Iterator[Speed]:
 TRAINER = "transformers' Trainer, Qwen3-1.7B blocks"
 
 
-def _trained(measured: Measured, mode: str, implementation: str) -> Row | None:
-    return measured.row("hf", model="qwen3-2048", mode=mode, implementation=implementation)
+FUSED = f"{OWN}{FUSIONS}{LOSS}"
+"""The Trainer's fastest step in eager mode."""
+
+
+def _trained(measured: Measured, mode: str, implementation: str, model: str = "qwen3-2048") -> Row | None:
+    return measured.row("hf", model=model, mode=mode, implementation=implementation)
 
 
 def _trainer(measured: Measured) -> Iterator[Speed]:
-    for mode, title in {"torch_compile": "compiled", "eager": "eager"}.items():
-        bf16, peer, default, own, fast = (_trained(measured, mode, name) for name in (BF16, TORCHAO, OWN, FOLDED, FAST))
+    compiled = "torch_compile", "qwen3-2048", "compiled", FAST
+    eager = "eager", "qwen3-2048-bf16", "BF16 weights, eager", FUSED
+    for mode, model, title, fastest in (compiled, eager):
+        names = BF16, TORCHAO, OWN, FOLDED, fastest
+        bf16, peer, default, own, fast = (_trained(measured, mode, name, model) for name in names)
         if own:
-            name, how = f"{TRAINER}, {title}", f"`{_recipe(FAST)}`"
+            name, how = f"{TRAINER}, {title}", f"`{_recipe(fastest)}`"
+            if fast and (same := fast.get("ratio_to_bf16_alike")):
+                how += f"; {same:.2f} x beside BF16 with the same fusions"
             yield Speed(name=name, bf16=_rate(bf16), torchao=peer, default=default, own=own, fast=fast, how=how)
 
 
