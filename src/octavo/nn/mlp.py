@@ -126,8 +126,8 @@ class _MLP(torch.autograd.Function):
         *tensors, options = arguments[:_WEIGHTS]  # see `_Linears`
         weights = arguments[_WEIGHTS:]
         *options, trains = options
-        needs = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:-1]), ctx.needs_input_grad[-1]
-        needs = tuple([trains and each for each in needs])  # see `_Linears`
+        needed = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_WEIGHTS:-1]), ctx.needs_input_grad[-1]
+        needs = [trains and each for each in needed]  # see `_Linears`
         (y_MD,), *saved = replay(_forward, (*options, *needs), (*tensors, *weights))
         ctx.save_for_backward(*(tensor for group in saved for tensor in group))
         ctx.stats = tensors[-2:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from reporters import Listener
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import ConfigError
@@ -75,6 +77,18 @@ def chosen(losses: dict[str, float], in_bf16: str = "", **options: float) -> str
 
 EVEN = dict.fromkeys("abcdefgh", 1.0) | {"d": 2.0}
 """All at the mean per FLOP: `d` has twice the FLOPs. Nine in all."""
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_that_is_recomputed_counts_once(use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64), torch.randn(48, 64, requires_grad=True)
+    layers = {"layer": (layer, load("tensorwise"))}
+    block = nn.Sequential(layer, nn.GELU())  # which saves the layer's result, so that it is computed again
+    plain = layer_costs(layers, lambda: block(x).square().mean().backward())
+    recomputed = partial(checkpoint, block, x, use_reentrant=use_reentrant)
+    assert layer_costs(layers, lambda: recomputed().square().mean().backward()) == plain
+    assert plain["layer"].loss > 0
 
 
 def test_the_worst_per_flop_come_first_and_the_budget_is_kept() -> None:

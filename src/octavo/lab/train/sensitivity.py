@@ -82,17 +82,17 @@ def _tallied(layers: Mapping[str, tuple[nn.Linear, Recipe]]) -> Iterator[dict[st
 
 
 def _count(tally: _Tally, recipe: Recipe, layer: nn.Linear, args: tuple[Any, ...], y: Tensor) -> None:
-    """Add a call, and once its gradient is there what FP8 costs in it."""
+    """Add a call and what FP8 costs in it, once its gradient is there: a recomputed output has none."""
     if not y.requires_grad:
         return
     x, weight = args[0].detach(), layer.weight.detach()
     with torch.no_grad():
         d = linear(x, weight, None, recipe, y.dtype) - F.linear(x.to(y.dtype), weight.to(y.dtype))
-    tokens = d.numel() // d.shape[-1]
-    tally.tokens += tokens
-    tally.flops += 2.0 * tokens * weight.numel()
 
     def add(g: Tensor) -> None:
+        tokens = d.numel() // d.shape[-1]
+        tally.tokens += tokens
+        tally.flops += 2.0 * tokens * weight.numel()
         tally.squares.append((g.float() * d.float()).sum(-1).square().sum())
 
     y.register_hook(add)

@@ -26,6 +26,7 @@ export function samplesView() {
     const chosen = answer.samples.filter(({ text }) => Object.values(text).some((each) => matches(each))).reverse();
     controls.hidden = !answer.samples.length;
     count.textContent = answer.samples.length ? `${number(chosen.length)} of ${answer.more ? "the newest " : ""}${number(answer.samples.length)} samples, newest first.`
+      : answer.more ? "The newest sample is too long for this page; samples.jsonl in the run's directory has it."
       : "This run wrote no text: octavo train --sample.every 100 lets its models continue a prompt.";
     body.replaceChildren(...chosen.map(card));
   }
