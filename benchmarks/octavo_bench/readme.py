@@ -381,7 +381,7 @@ def _trainer(measured: Measured) -> Iterator[Speed]:
         if own:
             name, how = f"{TRAINER}, {title}", f"`{_recipe(fastest)}`"
             if fast and (same := fast.get("ratio_to_bf16_alike")):
-                how += f"; {same:.2f} x beside BF16 with the same fusions"
+                how += f"; {same:.2f} x beside BF16 with them"
             yield Speed(name=name, bf16=_rate(bf16), torchao=peer, default=default, own=own, fast=fast, how=how)
 
 

@@ -265,6 +265,7 @@ def test_a_change_of_precision_and_skipped_steps_are_told() -> None:
     assert event.record()["loss_fp8"] is None and event.record()["overflows_fp8"] == 2
 
 
+@pytest.mark.filterwarnings("always:be careful")
 def test_what_is_printed_is_kept_beside_the_run_with_warnings_and_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
