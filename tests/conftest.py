@@ -110,6 +110,12 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
     return run
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the workers of `--numprocesses auto`: one more than cores, as tests wait for a quarter of their seconds."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the flag that records which checks of the capabilities page passed on a machine, and that of `make test`."""
     parser.addoption("--record", metavar="MACHINE", help="write which named checks passed: tests/checked/MACHINE.json")
