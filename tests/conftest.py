@@ -112,8 +112,8 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the workers of `--numprocesses auto`: one more than cores, as tests wait for a quarter of their seconds."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Return the workers of `--numprocesses auto`: one more than cores, as a quarter of the time is waits."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
