@@ -110,12 +110,6 @@ def octavo() -> Callable[[str | Sequence[object]], int]:
     return run
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the workers of `--numprocesses auto`: one more than cores, as a quarter of the time is waits."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the flag that records which checks of the capabilities page passed on a machine, and that of `make test`."""
     parser.addoption("--record", metavar="MACHINE", help="write which named checks passed: tests/checked/MACHINE.json")
