@@ -204,6 +204,30 @@ def test_layers_are_replayed_on_a_gpu(recipe: str, width: int) -> None:
         assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["rotated", "folded"])
+def test_a_fused_block_is_replayed_on_a_gpu(recipe: str) -> None:
+    tape._recordings.clear()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(256)
+            self.gate, self.up, self.down = nn.Linear(256, 512), nn.Linear(256, 512), nn.Linear(512, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+    model = nn.Sequential(Block(), Block()).to("cuda", torch.bfloat16)
+    convert(model, recipe, policy=Policy(min_gain=0))
+    for _ in range(4):
+        x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        model(x).square().sum().backward()
+    kinds = [recording if isinstance(recording, str) else "recorded" for recording in tape._recordings.values()]
+    assert len(kinds) >= 4 and set(kinds) == {"recorded"}, kinds
+
+
 def test_a_launch_is_recorded_with_its_tensors_and_the_stream_of_the_replay() -> None:
     seen: list[tuple[Any, ...]] = []
 
