@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.lab.train import timing
-from octavo.lab.train.timing import Stopwatch, milliseconds, warm_up
+from octavo.lab.train.timing import Kernel, Stopwatch, milliseconds, warm_up
 
 
 class Clock:
@@ -75,3 +75,10 @@ def test_a_stopwatch_of_a_gpu_measures_its_own_work() -> None:
         watch.mark(name)
     found = watch.milliseconds()
     assert found.keys() == {"a", "b"} and found["a"] > found["b"] >= 0
+
+
+@pytest.mark.parametrize(("empty", "seen"), [(0, 1), (2, 1), (3, 0)])
+def test_a_profile_without_kernels_is_repeated(monkeypatch: pytest.MonkeyPatch, empty: int, seen: int) -> None:
+    profiles = iter([*[[]] * empty, [Kernel("one", 0.0, 1.0)]])
+    monkeypatch.setattr(timing, "_profiled", lambda step, steps, trace: next(profiles))
+    assert len(timing.kernels_of(lambda: None, 1)) == seen
