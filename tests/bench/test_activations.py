@@ -20,7 +20,7 @@ FP8 = {"activation_inputs": "fp8", "attention_output": "fp8", "norm_inputs": "fp
 @pytest.fixture
 def stack(monkeypatch):
     """A block, its norms computed by their kernels, as on a GPU."""
-    monkeypatch.setattr(norm, "_gains", lambda device: True)
+    monkeypatch.setattr(norm, "gains_by_kernels", lambda device: True)
     return Stack(CONFIG).bfloat16()
 
 

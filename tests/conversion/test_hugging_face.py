@@ -140,7 +140,7 @@ def test_names_and_parameters_stay_and_all_comes_back(model):
 @pytest.mark.parametrize("recipe", ["bf16", "folded"])
 def test_all_fusions_of_a_block_are_found_and_compute_what_it_did(model, family, recipe, monkeypatch):
     monkeypatch.setattr(rotary_attention, "gains_by_kernels", lambda device: True)
-    monkeypatch.setattr(norm, "_gains", lambda device: True)
+    monkeypatch.setattr(norm, "gains_by_kernels", lambda device: True)
     calls = []
     rotate = rotary_attention.rotate
     monkeypatch.setattr(rotary_attention, "rotate", lambda *given: (calls.append(given), rotate(*given))[1])
@@ -170,7 +170,7 @@ def test_all_fusions_of_a_block_are_found_and_compute_what_it_did(model, family,
 
 
 def test_norms_of_weights_in_bf16_are_fused_under_autocast(model, family, monkeypatch):
-    monkeypatch.setattr(norm, "_gains", lambda device: True)
+    monkeypatch.setattr(norm, "gains_by_kernels", lambda device: True)
     normalise, rows = norm.norm.normalise, []
     monkeypatch.setattr(norm.norm, "normalise", lambda x, *a, **k: (rows.append(x.shape), normalise(x, *a, **k))[1])
     plain = copy.deepcopy(model.bfloat16())

@@ -88,7 +88,7 @@ class TimmLayerNorm(nn.LayerNorm):
 @pytest.fixture
 def gains(monkeypatch):
     """Say that the kernels gain something here."""
-    monkeypatch.setattr(norm, "_gains", lambda device: True)
+    monkeypatch.setattr(norm, "gains_by_kernels", lambda device: True)
 
 
 def modules() -> dict[str, nn.Module]:
@@ -386,7 +386,7 @@ def test_arguments_by_name_and_more_of_them(gains):
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "llama"])
 def test_compiled_code(kind, monkeypatch):
-    monkeypatch.setattr(norm, "_gains", lambda device: pytest.fail("compiled code asked whether it gains"))
+    monkeypatch.setattr(norm, "gains_by_kernels", lambda device: pytest.fail("compiled code asked whether it gains"))
     module = drawn(kind)
     parent = copy.deepcopy(module)
     adopt(module, ROW)
@@ -997,7 +997,7 @@ def test_an_input_in_fp8_also_on_a_cpu_and_in_compiled_code(kind, monkeypatch):
     adopt(module, ROW, "fp8")
     assert "input_format=fp8" in repr(module)
     size, want = kept_and_gradients(module, x, dy)
-    monkeypatch.setattr(norm, "_gains", lambda device: pytest.fail("compiled code asked whether it gains"))
+    monkeypatch.setattr(norm, "gains_by_kernels", lambda device: pytest.fail("compiled code asked whether it gains"))
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     compiled_size, got = kept_and_gradients(module, x, dy, compiled)
     statistics = 2 if kind == "layer" else 1
@@ -1035,7 +1035,7 @@ def _compiled_step(model, x, dy):
 def _norm_and_reader(monkeypatch, shortest, recipe="folded"):
     """Return a norm and a layer that reads it, compiled as on a GPU, where codes of rows above `shortest` follow."""
     monkeypatch.setattr(norm, "on_gpu", lambda x: True)
-    monkeypatch.setattr(norm, "_gains", lambda device: True)
+    monkeypatch.setattr(norm, "gains_by_kernels", lambda device: True)
     monkeypatch.setattr(norm, "COMPILED_ROW", shortest)
     torch._dynamo.reset()
     torch.manual_seed(0)

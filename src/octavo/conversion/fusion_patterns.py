@@ -101,10 +101,9 @@ def find_patterns(
     judged: dict[Any, tuple[str, ...]] = {}
     for place, (name, module) in enumerate(model.named_modules()):
         if (kind := form(module)) is not None:
-            is_read = (
-                _width(module) in widths
-            )  # behind all blocks and layers in FP8, as before a head, nothing reads codes
+            is_read = _width(module) in widths
             if is_read or policy.fuse == "all":
+                # Behind all blocks and layers in FP8, as before a head, nothing reads codes.
                 has_reader = is_read and (place < last or id(module) in blocks)
                 found.append(
                     FusionPattern(

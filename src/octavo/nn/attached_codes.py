@@ -93,8 +93,7 @@ def renew(x: Tensor) -> None:
 
 def pass_on(x: Tensor, y: Tensor) -> None:
     """Attach the codes of x to y, which has the same values."""
-    attached = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
-    if isinstance(attached, AttachedCodes) and _is_valid(attached, x):
+    if (attached := _attached(x)) is not None:
         attach_codes(y, *attached.made)
 
 
@@ -145,24 +144,26 @@ def is_placeholder(x: Tensor) -> bool:
 
 def attached_codes(x: Tensor, target: QuantSpec) -> Quantized | None:
     """Return the codes (M, D) of a target that are attached to x; None if x may have been written to since."""
-    attached = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
-    return attached.made_for(target) if isinstance(attached, AttachedCodes) and _is_valid(attached, x) else None
+    attached = _attached(x)
+    return None if attached is None else attached.made_for(target)
 
 
 def attached_input(x: Tensor, recipe: Recipe) -> InputCodes | None:
     """Return the codes attached to x that a layer reads; None if fprop's are not there, or as for `attached_codes`."""
-    attached = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
-    if not isinstance(attached, AttachedCodes) or not _is_valid(attached, x):
-        return None
-    plan = recipe.plan
-    fprop = None if plan.x is None else attached.made_for(plan.x)
-    if fprop is None:
+    attached, plan = _attached(x), recipe.plan
+    fprop = None if attached is None or plan.x is None else attached.made_for(plan.x)
+    if attached is None or fprop is None:
         return None
     return InputCodes(fprop, None if plan.x_second is None else attached.made_for(plan.x_second))
 
 
-def _is_valid(attached: AttachedCodes, x: Tensor) -> bool:
-    """Return whether x is the tensor that the codes are of, and is as it was."""
+def _attached(x: Tensor) -> AttachedCodes | None:
+    """Return what is attached to x, if x is the tensor that the codes are of, and is as it was."""
+    attached = getattr(x, _TRACED if torch.compiler.is_compiling() else _NAME, None)
+    if not isinstance(attached, AttachedCodes):
+        return None
     if isinstance(attached.unwritten, Seal):
-        return attached.owner is not None and attached.owner() is x and attached.unwritten.holds(x)
-    return attached.unwritten == traced_version(x)
+        is_valid = attached.owner is not None and attached.owner() is x and attached.unwritten.holds(x)
+    else:
+        is_valid = attached.unwritten == traced_version(x)
+    return attached if is_valid else None

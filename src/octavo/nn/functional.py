@@ -354,6 +354,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     Raises:
         UnsupportedError: inside a transform of `torch.func`, or forward-mode differentiation.
     """
+    # The conditions of `refuse_transforms`, `autocast_dtype` and `note_dtype`, without their calls in each forward.
     kind, is_traced = x.device.type, torch.compiler.is_compiling()
     if not is_traced and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
         refuse_transforms()

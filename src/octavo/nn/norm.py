@@ -128,7 +128,7 @@ class Norm(Recognised):
         """Return whether the kernels gain anything for x, with the parent's result, dtype included."""
         if not self.enabled or not is_plain(x):
             return False
-        if self.input_format != "fp8" and (is_compiling() or not _gains(x.device)):
+        if self.input_format != "fp8" and (is_compiling() or not gains_by_kernels(x.device)):
             return False
         if not self.is_as_recognised():
             return False
@@ -144,7 +144,7 @@ class Norm(Recognised):
 
     def _targets(self, device: torch.device) -> tuple[QuantSpec, ...]:
         """Return the targets of the codes that are written with y: for fprop of its reader, and for wgrad."""
-        if self.target is None or is_compiling() or not _gains(device):
+        if self.target is None or is_compiling() or not gains_by_kernels(device):
             return ()
         trains = torch.is_grad_enabled() and (self.weight is None or self.weight.requires_grad)
         return (self.target, self.second) if self.second is not None and trains else (self.target,)
@@ -259,10 +259,6 @@ def _ignores_autocast(module: nn.Module) -> bool:
     if weight is None or type(module) in (nn.RMSNorm, nn.LayerNorm):
         return False
     return ignores_autocast(_random_copy(module, False, torch.bfloat16), random_tensor(0, 2, len(weight)).bfloat16())
-
-
-def _gains(device: torch.device) -> bool:
-    return gains_by_kernels(device)
 
 
 def _eps_of(module: nn.Module) -> float | None:

@@ -158,14 +158,13 @@ def _gemm(left: Quantized, right: Quantized, out_dtype: torch.dtype, fast: bool)
     if 0 in (*left.codes.shape, right.codes.shape[0]):
         return left.scale.new_zeros(left.codes.shape[0], right.codes.shape[0], dtype=out_dtype)
     kernel, refused = choose(left, right)
-    switches = host_state.now
-    if switches.ledgers:  # the most frequent call: a frame less
+    if host_state.now.ledgers:  # the most frequent call: a frame less
         ledger.count(kernel.name)
     if kernel.name == "reference" and left.codes.is_cuda:
         pair = left.granularity.name, right.granularity.name
         nearest = {"tensor": "scaled_mm.tensor", "row": "scaled_mm.row"}.get(pair[0], "scaled_mm.block")
         ledger.fall_back(f"gemm {pair[0]} x {pair[1]} ran as reference: {nearest}: {refused[nearest]}")
-    override = ACCUMULATORS.get(switches.accumulator, _DEFAULT).fast
+    override = accumulator_in_use().fast
     fast = fast if override is None else override
     device = left.codes.device.type
     if not torch.is_autocast_enabled(device):
