@@ -61,7 +61,7 @@ PASSES = {
     "dgrad": ("cast dy", "transpose w"),
     "wgrad": ("cast x", "cast dy", "transpose x", "transpose dy"),
 }
-"""What each direction reads in FP8, besides its product: codes, with scales of an earlier step, in cuDNN's layouts."""
+"""What a direction in FP8 needs before its convolution: codes, with scales of an earlier step, in cuDNN's layouts."""
 
 
 def by_convolution(rows: Sequence[Row]) -> str:
@@ -92,8 +92,8 @@ def _with_passes(rows: Sequence[Row]) -> tuple[float, float]:
 
     def ms(chosen: tuple[str, ...]) -> float:
         spent = sum(passes[name] for name in {name for direction in chosen for name in PASSES[direction]})
-        products = (row["fp8_ms" if name in chosen else "bf16_ms"] for name, row in by_direction.items())
-        return float(spent + sum(products))
+        convolved = sum(row["fp8_ms" if name in chosen else "bf16_ms"] for name, row in by_direction.items())
+        return float(spent + convolved)
 
     choices = [chosen for count in range(len(PASSES) + 1) for chosen in combinations(PASSES, count)]
     return ms(choices[-1]), min(map(ms, choices))

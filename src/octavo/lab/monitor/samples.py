@@ -18,13 +18,9 @@ def parse(line: str, where: str) -> Mapping[str, Any]:
     Raises:
         StoreError: the line is no sample.
     """
-    record = config_reader.parse(line, where, StoreError)
-    is_sample = isinstance(record, dict) and [type(record.get(key)) for key in ("step", "prompt", "text")] == [
-        int,
-        str,
-        dict,
-    ]
+    record: Mapping[str, Any] = config_reader.parse(line, where, StoreError)
+    kinds = {"step": int, "prompt": str, "text": dict}
+    is_sample = isinstance(record, dict) and all(type(record.get(key)) is kind for key, kind in kinds.items())
     if not is_sample or not all(isinstance(text, str) for text in record["text"].values()):
         raise StoreError(f"{where}: a line of samples has 'step', 'prompt', and 'text' by model. Move the file away.")
-    found: Mapping[str, Any] = record
-    return found
+    return record
