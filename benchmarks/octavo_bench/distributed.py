@@ -71,7 +71,7 @@ def _beside(row: Row, first: Row) -> Row:
         more["waited_ratio"] = first["waited_ms"] / row["waited_ms"]
     if row is not first:
         for name, key in (("less_memory", "peak_gib"), ("less_wire", "wire_bytes")):
-            more |= {name: 100 * (row[key] / first[key] - 1)} if first[key] else {}
+            more |= {name: 100 * (row[key] / first[key] - 1)} if first.get(key) else {}
     return row | more
 
 
@@ -84,7 +84,7 @@ KIND = Kind(
     name="distributed",
     keys={
         "workload": str, "implementation": str, "tokens_per_s_per_gpu": float, "ratio_to_bf16": float,
-        "peak_gib": float, "wire_bytes": int,
+        "peak_gib": float,
     },
     columns=(
         ("workload", "{workload}"),

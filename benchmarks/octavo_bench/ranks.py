@@ -170,11 +170,9 @@ def process_group(alone_of: int | None = None) -> Iterator[torch.device]:
         join_alone(alone_of)
     else:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    try:
-        yield device
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    yield device
+    dist.barrier()
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that are in a collective
 
 
 def any_rank(device: torch.device, value: bool) -> bool:

