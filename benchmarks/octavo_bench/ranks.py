@@ -156,20 +156,13 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def process_group(alone_of: int | None = None) -> Iterator[torch.device]:
-    """Connect `torchrun`'s ranks within the context, and yield the device of this one.
-
-    Args:
-        alone_of: number of ranks to be one of, without the others, instead.
-    """
+def process_group() -> Iterator[torch.device]:
+    """Connect `torchrun`'s ranks within the context, and yield the device of this one."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if alone_of is not None:
-        join_alone(alone_of)
-    else:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield device
         dist.barrier()
