@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from alone import join_alone
 from torch.distributed.device_mesh import init_device_mesh
-
-from octavo_bench.ranks import join_alone
 
 RANKS = 3
 
