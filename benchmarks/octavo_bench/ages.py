@@ -26,20 +26,14 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "gemm": ("src/octavo/kernels",),
     "kernels": ("src/octavo/kernels",),
     "optimizer": ("src/octavo/optim", "src/octavo/kernels"),
-    "tiers": ("src/octavo/optim", "src/octavo/kernels"),
-    "reduce": ("src/octavo/distributed", "src/octavo/kernels"),
     "distributed": (*KERNELS, "src/octavo/distributed"),
-    "rank": (*KERNELS, "src/octavo/distributed"),
-    "data-parallel": (*KERNELS, "src/octavo/distributed"),
     "memory": (*KERNELS, "src/octavo/lab/memory", "src/octavo/optim"),
     "faults": ("src/octavo/lab/guard",),
-    "finetune": (*KERNELS, "src/octavo/lab/train"),
     "clients": (*KERNELS, "src/octavo/integrations"),
-    "pilot": (*KERNELS, "src/octavo/lab/pilot"),
     "scaling": ("benchmarks/octavo_bench/scaling.py",),
     "robustness": ("src/octavo",),
 }
-"""Kind -> paths whose code its figures depend on; others depend on `KERNELS`."""
+"""Kind -> paths whose code its figures depend on; those of other open kinds depend on `KERNELS`."""
 
 
 class Age(NamedTuple):

@@ -81,7 +81,7 @@ def test_every_measured_path_exists_and_every_kind_is_one() -> None:
     ("file", "first"),
     [
         ("2026-11-23-nvidia-h200-data-parallel.json", "src/octavo/kernels"),
-        ("2026-11-21-nvidia-h200-reduce.json", "src/octavo/distributed"),
+        ("2026-11-23-amd-epyc-1-thread-clients.json", "src/octavo/kernels"),
         ("2026-11-21-nvidia-h200-step.json", "src/octavo/kernels"),
         ("2026-11-21-amd-epyc-faults-first.json", "src/octavo/lab/guard"),
         ("2026-11-22-paper-scaling.json", "benchmarks/octavo_bench/scaling.py"),

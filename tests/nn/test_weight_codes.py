@@ -26,7 +26,7 @@ from octavo.nn.weight_codes import (
 )
 from octavo.numerics import PER_ROW, Quantized, dequantize, quantize
 from octavo.recipes import load
-from octavo_bench.writes import (
+from writes import (
     ALL_FP8_WAYS,
     EAGER_WAYS,
     WAYS,
