@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import warnings
 from collections import deque
@@ -111,11 +110,11 @@ class ConsoleReporter:
                 for console in self._consoles():
                     final_report(console, event, commands, self._program)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Leave the table on the screen and restore the cursor."""
         self._close_live()
         if self._kept is not None:
-            self._kept.close()
+            self._kept.close(error)
 
     def _close_live(self) -> None:
         if self._live is not None:
@@ -252,10 +251,10 @@ class KeptConsole:
         self._undo.callback(setattr, warnings, "showwarning", shown)
         warnings.showwarning = cast(Any, show)
 
-    def close(self) -> None:
-        """Take no more warnings, and write the error that is being raised, if one is."""
+    def close(self, error: BaseException | None) -> None:
+        """Take no more warnings, and write the error that ended the run, if one did."""
         self._undo.close()
-        if (error := sys.exc_info()[1]) is not None:
+        if error is not None:
             self._print(f"octavo: error: {error}" if str(error) else f"octavo: {type(error).__name__}")
 
     def _print(self, text: str) -> None:

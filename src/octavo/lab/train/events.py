@@ -238,8 +238,8 @@ class Reporter(Protocol):
         """Handle one event; called in the order in which they happen."""
         ...
 
-    def close(self) -> None:
-        """Release terminals and files; called once, also after a failure."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Release terminals and files; called once, with the error that ended the run, if one did."""
         ...
 
 

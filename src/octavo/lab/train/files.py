@@ -79,7 +79,7 @@ class EventFile:
         with os_errors(path, RunError):
             path.write_text(self._file.read(), encoding="utf-8")
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the file."""
         with os_errors(self._path, RunError):
             self._file.close()

@@ -75,11 +75,11 @@ class RunLog(Part[RunStep]):
         """Emit a warning."""
         self.emit(GuardEvent(step, "warning", rule, text, value=value, limit=limit))
 
-    def close(self) -> None:
-        """Close all reporters, also if one of them fails."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close all reporters, also if one of them fails. error: the one that ended the run."""
         with ExitStack() as stack:
             for reporter in reversed(self._reporters):
-                stack.callback(reporter.close)
+                stack.callback(reporter.close, error)
 
     def open(self, resumed: checkpoint.Checkpoint | None) -> None:
         """Open the files of the run, cut to the checkpoint that it resumes from; on the first rank."""
