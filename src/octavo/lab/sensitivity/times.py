@@ -73,7 +73,8 @@ def _noted(name: str, layer: Layer, found: dict[str, Call]) -> Iterator[None]:
         found.setdefault(name, Call(tuple(x.shape), x.dtype, x.requires_grad, rows))
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
-        note(input_of(args, kwargs), y.numel() // (layer.weight.shape[0] if isinstance(layer, Convolution) else y.shape[-1]))
+        features = layer.weight.shape[0] if isinstance(layer, Convolution) else y.shape[-1]
+        note(input_of(args, kwargs), y.numel() // features)
 
     def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         note(x, len(x))

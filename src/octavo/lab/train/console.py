@@ -104,6 +104,8 @@ class ConsoleReporter:
                 self._say(f"step {event.step}: {f'[{event.cause}] ' if event.cause else ''}{event.text}{action}")
             case events.Saved():
                 self._say(f"step {event.step}: checkpoint {event.path}")
+            case events.Moved() if self._kept is not None:
+                self._kept.move(event.directory)
             case events.Finished():
                 self._close_live()
                 commands = self._next(event)
@@ -251,11 +253,16 @@ class KeptConsole:
         self._undo.callback(setattr, warnings, "showwarning", shown)
         warnings.showwarning = cast(Any, show)
 
+    def move(self, directory: Path) -> None:
+        """Go on in the file of this directory, with all that was written."""
+        self._file.move(directory / FILE)
+
     def close(self, error: BaseException | None) -> None:
         """Take no more warnings, and write the error that ended the run, if one did."""
         self._undo.close()
         if error is not None:
             self._print(f"octavo: error: {error}" if str(error) else f"octavo: {type(error).__name__}")
+        self._file.close()
 
     def _print(self, text: str) -> None:
         self.console.print(text.rstrip(), markup=False, soft_wrap=True)

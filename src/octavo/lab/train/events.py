@@ -203,6 +203,14 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """The directory of the run was removed or renamed; the run is saved in another one, and ends."""
+
+    directory: Path
+    """The other one, which reporters write their files to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
     """A run has finished."""
 
@@ -227,6 +235,7 @@ Event = (
     | Evaluated
     | Sampled
     | Saved
+    | Moved
     | Finished
 )
 
