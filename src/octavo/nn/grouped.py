@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo._util.autograd import first_order
+from octavo._util.autograd import first_order, tracked
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import (
@@ -151,7 +151,7 @@ def grouped_linear(
     made: tuple[Tensor | None, ...] = (None,) * 4
     if codes is not None:  # Dynamo takes no tensor twice
         made = (*codes.forward, *((None, None) if codes.backward is codes.forward else codes.backward))
-    arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *made
+    arguments = *tracked(x, weight), ends, load(recipe), compute_dtype(x), stats, *made
     result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
