@@ -88,13 +88,11 @@ def mlp(
             with a power-of-two scale per 128 columns of a token.
     """
     inner, outer = quantizers
-    plan, outer_plan = inner.recipe.plan, outer.recipe.plan
+    plan = inner.recipe.plan
     check_operands(x, weights[0])
     if torch.compiler.is_compiling():
         enter_graph(host_state.now.is_open_to_compilers)
-    trains = torch.is_grad_enabled()
-    keeps_codes = activation_inputs == "fp8" and trains
-    options = kind, plan.key, outer_plan.key, inner.dtype, keeps_codes, inner.keeps_input, trains
+    options = options_of(kind, (plan, outer.recipe.plan), inner.dtype, activation_inputs, inner.keeps_input)
     y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
         *input_source(x, plan, prequantized),
         *codes_for(weights[:-1], codes[0]),
@@ -107,6 +105,14 @@ def mlp(
     if prequantized is not None:
         renew(x)
     return y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
+
+
+def options_of(
+    kind: str, plans: tuple[LinearPlan, LinearPlan], dtype: torch.dtype, inputs: Precision, keeps_input: bool
+) -> tuple[Any, ...]:
+    """Return the options of `_MLP`, constants of a call; inputs: format of gate and up saved for backward."""
+    trains = torch.is_grad_enabled()
+    return kind, plans[0].key, plans[1].key, dtype, inputs == "fp8" and trains, keeps_input, trains
 
 
 _X, _W = len(InputSource._fields), len(KnownCodes._fields)
