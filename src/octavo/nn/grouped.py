@@ -32,7 +32,7 @@ from octavo.kernels.grouped import (
 )
 from octavo.nn import telemetry_experts
 from octavo.nn.adopted import refuse_bare_codes
-from octavo.nn.functional import SavedOperand, compute_dtype
+from octavo.nn.functional import compute_dtype
 from octavo.nn.operands import check_dtypes
 from octavo.nn.switch import Switchable
 from octavo.nn.telemetry_ops import GemmOptions, Source, StatsSlot, stats_buffer_of
@@ -196,6 +196,14 @@ def unsupported_reason(recipe: Recipe) -> str | None:
             if not operand.is_repeatable:
                 return f"its {gemm} has an operand {operand}, only linear layers round and scale like that. {can}"
     return None
+
+
+class SavedOperand(NamedTuple):
+    """An operand as it is saved for a backward GEMM: as values in high precision, or as codes."""
+
+    values: Tensor | None = None
+    codes: Tensor | None = None
+    scale: Tensor | None = None
 
 
 def _reads_fprop(back: Transposed) -> bool:

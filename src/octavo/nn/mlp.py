@@ -27,8 +27,8 @@ from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.attached_codes import InputCodes, renew
 from octavo.nn.functional import (
+    NO_CODES,
     InputSource,
-    KnownCodes,
     Quantizer,
     SavedInput,
     SavedWeights,
@@ -115,7 +115,7 @@ def options_of(
     return kind, plans[0].key, plans[1].key, dtype, inputs == "fp8" and trains, keeps_input, trains
 
 
-_X, _W = len(InputSource._fields), len(KnownCodes._fields)
+_X, _W = len(InputSource._fields), len(NO_CODES)
 _WEIGHTS = _X + 2 * _W + 3
 """Index of the first weight among the arguments of `_MLP.apply`: fields of `InputSource`, codes and scale of gate and
 up, codes and scale of down, the stats buffers of both, options, *weights."""
@@ -160,23 +160,23 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     kind, *keys, dtype, keeps_codes, keeps_input, needs_x, needs_inner, needs_down = options
     inner, outer = map(plan_by, keys)
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
-    known, known_down = KnownCodes(*tensors[_X : _X + _W]), KnownCodes(*tensors[_X + _W : _X + 2 * _W])
+    known, known_down = tensors[_X : _X + _W], tensors[_X + _W : _X + 2 * _W]
     stats, down_stats = tensors[_X + 2 * _W : _WEIGHTS - 1]
     needs_hidden = needs_x or needs_inner
-    x = read_input(source, inner, dtype, needs_inner, keeps_input=keeps_input)
+    x, saved_x = read_input(source, inner, dtype, needs_inner, keeps_input=keeps_input)
     w = read_weights(weights[:-1], inner, known, needs_x)
     down = read_weights(weights[-1:], outer, known_down, needs_hidden or needs_down)
     assert w is not None and down is not None
-    before = fprop([source.x], x.fprop, w, weights[:-1], inner, dtype, stats)
+    before = fprop([source.x], x, w, weights[:-1], inner, dtype, stats)
     hidden, inputs, scale = activated(kind, before, outer, keeps_codes, needs_down)
-    saved_w = save_weights(w, weights[:-1], inner, known.codes is not None) if needs_x else SavedWeights()
+    saved_w = save_weights(w, weights[:-1], inner, known[0] is not None) if needs_x else SavedWeights()
     return (
         fprop(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
-        x.saved,
+        saved_x,
         (scale,),
         inputs,
         saved_w.tensors,
-        save_weights(down, weights[-1:], outer, known_down.codes is not None).tensors,
+        save_weights(down, weights[-1:], outer, known_down[0] is not None).tensors,
     )
 
 
