@@ -8,8 +8,6 @@ import torch
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.norm import (
     KEPT,
-    _norm,
-    _norm_backward,
     normalise,
     normalise_backward,
     reference,
@@ -113,10 +111,10 @@ def test_the_operators_are_well_formed():
     for target in (None, BLOCK):
         for bias in (None, weight):
             arguments = x, weight, bias, EPS, target, bias is not None, target and ROW
-            check(_norm.operator, _norm.encode(*arguments), test_utils="test_faketensor")
+            check(normalise.operator, normalise.encode(*arguments), test_utils="test_faketensor")
     for parameter, mean in itertools.product((None, weight.half()), (None, rows)):
-        arguments = _norm_backward.encode(x, x, parameter, None, mean, rows)
-        check(_norm_backward.operator, arguments, test_utils="test_faketensor")
+        arguments = normalise_backward.encode(x, x, parameter, None, mean, rows)
+        check(normalise_backward.operator, arguments, test_utils="test_faketensor")
 
 
 def test_compiled_code_gives_the_same():
@@ -177,5 +175,5 @@ def test_the_backward_of_codes_is_well_formed():
     x, weight, rows = torch.randn(5, 200).bfloat16(), torch.randn(200), torch.rand(5)
     codes = quantize(x, *KEPT)
     for bias, mean in ((None, None), (weight, rows)):
-        arguments = _norm_backward.encode(x, codes, weight, bias, mean, rows)
-        torch.library.opcheck(_norm_backward.operator, arguments, test_utils="test_faketensor")
+        arguments = normalise_backward.encode(x, codes, weight, bias, mean, rows)
+        torch.library.opcheck(normalise_backward.operator, arguments, test_utils="test_faketensor")

@@ -390,7 +390,7 @@ def _forward(options: tuple[Any, ...], x_MD: Tensor, weight: Tensor | None, bias
     """Return y and its codes and scales, and what is saved for backward."""
     eps, targets, centred, keeps_codes = options
     target, second = (*targets, None, None)[:2]
-    made = norm.normalise(x_MD, weight, bias, eps, centred=centred, target=target, second=second)
+    made = norm.normalise(x_MD, weight, bias, eps, target, centred, second)
     kept = kernels.quantize(x_MD, *norm.KEPT)[:2] if keeps_codes else (x_MD, None)
     codes = [tensor for each in (made.quantized, made.second) if each is not None for tensor in each[:2]]
     return (made.y, *codes), (*kept, weight, bias, made.mean, made.rstd)

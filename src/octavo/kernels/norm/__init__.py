@@ -64,64 +64,6 @@ def _second_unsupported_reason(second: QuantSpec) -> str | None:
     return unsupported_reason(second)
 
 
-def normalise(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    centred: bool = False,
-    target: QuantSpec | None = None,
-    second: QuantSpec | None = None,
-) -> Normed:
-    """Return the norm of each row of x.
-
-    Args:
-        x: (M, D), BF16, FP16 or FP32; rows need not be adjacent in memory.
-        weight: (D,), any of these dtypes, or None.
-        bias: as weight, for a layer norm.
-        centred: True for a layer norm, False for an RMS norm.
-        target: quantisation of y, or None to skip it.
-        second: another quantisation of y, by row and without a rotation, or None.
-
-    Raises:
-        ConfigError: mismatched shapes.
-        UnsupportedError: `unsupported_reason(target)`; omit the target, and pass y to `kernels.quantize`.
-    """
-    _check(x, weight=weight, bias=bias)
-    for spec, reason_against in ((target, unsupported_reason), (second, _second_unsupported_reason)):
-        if spec is not None and (reason := reason_against(spec)):
-            raise UnsupportedError(f"a norm cannot quantise to '{spec}': {reason}. Quantise y after it, or change one.")
-    return _norm(x, weight, bias, eps, target, centred, second)
-
-
-def normalise_backward(
-    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, weight and bias.
-
-    Args:
-        dy: (M, D), BF16, FP16 or FP32.
-        x: (M, D), or its codes as in `KEPT`.
-        weight: (D,) or None.
-        bias: as weight.
-        mean: FP32 (M,), from forward; None for an RMS norm.
-        rstd: FP32 (M,), from forward.
-
-    Returns:
-        dx (M, D) in x's dtype, or in dy's if x is codes; dweight and dbias (D,), accumulated in FP32, in the dtypes of
-        weight and bias.
-
-    Raises:
-        ConfigError: mismatched shapes.
-        UnsupportedError: codes with a granularity other than that of `KEPT`.
-    """
-    if isinstance(x, Quantized) and x.granularity != KEPT.tile:
-        raise UnsupportedError(f"a norm's input is kept as '{KEPT}', got codes with '{x.granularity.name}' scales.")
-    _check(x if isinstance(x, Tensor) else x.codes, dy=dy, weight=weight, bias=bias)
-    return _norm_backward(dy, x, weight, bias, mean, rstd)
-
-
 def _check(x: Tensor, **others: Tensor | None) -> None:
     if x.dim() != 2:
         raise ConfigError(f"a norm takes a matrix (M, D), got shape {tuple(x.shape)}: flatten the leading dimensions.")
@@ -152,18 +94,37 @@ def _forward_fake(
 
 
 @operation(
+    name="norm",
     fake=_forward_fake,
     results=lambda _x, _weight, _bias, _eps, target, centred, second: (True, target, True, centred, second),
 )
-def _norm(
+def normalise(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    target: QuantSpec | None,
-    centred: bool,
-    second: QuantSpec | None,
+    target: QuantSpec | None = None,
+    centred: bool = False,
+    second: QuantSpec | None = None,
 ) -> Normed:
+    """Return the norm of each row of x.
+
+    Args:
+        x: (M, D), BF16, FP16 or FP32; rows need not be adjacent in memory.
+        weight: (D,), any of these dtypes, or None.
+        bias: as weight, for a layer norm.
+        target: quantisation of y, or None to skip it.
+        centred: True for a layer norm, False for an RMS norm.
+        second: another quantisation of y, by row and without a rotation, or None.
+
+    Raises:
+        ConfigError: mismatched shapes.
+        UnsupportedError: `unsupported_reason(target)`; omit the target, and pass y to `kernels.quantize`.
+    """
+    _check(x, weight=weight, bias=bias)
+    for spec, reason_against in ((target, unsupported_reason), (second, _second_unsupported_reason)):
+        if spec is not None and (reason := reason_against(spec)):
+            raise UnsupportedError(f"a norm cannot quantise to '{spec}': {reason}. Quantise y after it, or change one.")
     label = "layer_norm" if centred else "rms_norm"
     arguments = x, weight, bias, eps, target, centred, second
     y, quantized, rstd, mean, others = run_kernel("norm.forward", x, arguments, label, _refused(x))
@@ -179,12 +140,34 @@ def _backward_fake(
 
 
 @operation(
+    name="norm_backward",
     fake=_backward_fake,
     results=lambda _dy, _x, weight, bias, *_: (True, weight is not None, bias is not None),
 )
-def _norm_backward(
+def normalise_backward(
     dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of x, weight and bias.
+
+    Args:
+        dy: (M, D), BF16, FP16 or FP32.
+        x: (M, D), or its codes as in `KEPT`.
+        weight: (D,) or None.
+        bias: as weight.
+        mean: FP32 (M,), from forward; None for an RMS norm.
+        rstd: FP32 (M,), from forward.
+
+    Returns:
+        dx (M, D) in x's dtype, or in dy's if x is codes; dweight and dbias (D,), accumulated in FP32, in the dtypes of
+        weight and bias.
+
+    Raises:
+        ConfigError: mismatched shapes.
+        UnsupportedError: codes with a granularity other than that of `KEPT`.
+    """
+    if isinstance(x, Quantized) and x.granularity != KEPT.tile:
+        raise UnsupportedError(f"a norm's input is kept as '{KEPT}', got codes with '{x.granularity.name}' scales.")
+    _check(x if isinstance(x, Tensor) else x.codes, dy=dy, weight=weight, bias=bias)
     arguments = dy, x if isinstance(x, Tensor) else laid_out(x), weight, bias, mean, rstd
     label = "rms_norm_backward" if mean is None else "layer_norm_backward"
     dx, dweight, dbias = run_kernel("norm.backward", dy, arguments, label, _refused(dy))

@@ -163,13 +163,11 @@ def console(known: RunCollection, query: Query) -> Answer:
 
 
 def samples(known: RunCollection, query: Query) -> Answer:
-    """The newest texts that the models of a run wrote, oldest first, and whether there are more."""
-    opened = known.open(query.text("run"))
-    with _beside(opened, SAMPLES) as file:
+    """The newest texts that the models of a run wrote, oldest first, whether there are more, and damaged lines."""
+    with _beside(known.open(query.text("run")), SAMPLES) as file:
         text, before = ("", 0) if file is None else newest_lines(file, SAMPLES_BYTES)
-    path, lines = opened.path.with_name(SAMPLES), text.split("\n")[:-1]  # the last one may be incomplete
-    found = [parse(line, f"{path}, line {number} of the newest") for number, line in enumerate(lines, 1)]
-    return {"samples": found, "more": before > 0}
+    found, damaged = parse(text)
+    return {"samples": found, "more": before > 0, "damaged": damaged}
 
 
 def performance(known: RunCollection, query: Query) -> Answer:
