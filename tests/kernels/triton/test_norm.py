@@ -95,6 +95,36 @@ def test_two_sets_of_codes(shape, centred, target, second, device):
         assert torch.equal(got.scale, same.scale)
 
 
+@pytest.mark.covering(1)
+@every_shape
+@both_norms
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float32, torch.bfloat16), (torch.float32,) * 2])
+@pytest.mark.parametrize("target", [None, ROW, WHOLE[0]], ids=str)
+def test_the_norm_of_a_sum_is_bit_for_bit_that_of_what_pytorch_adds(shape, centred, dtypes, target, device):
+    x, addend = (matrix((2 * shape[0], shape[1]), device).to(dtype)[::2] for dtype in dtypes)
+    arguments = (torch.randn(shape[1], device=device), None, EPS, target, centred, None if target is None else ROW)
+    total, *made = fused.forward_of_sum(x, addend, *arguments)
+    want = fused.forward(x + addend, *arguments)
+    assert total.dtype == dtypes[0] and torch.equal(total, x + addend)
+    for got, wanted in zip(made, want, strict=True):
+        assert (got is None) == (wanted is None)
+        for one, other in zip(*[y[:2] if isinstance(y, Quantized) else [y] for y in (got, wanted)], strict=True):
+            assert one is other or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.covering(1)
+@every_shape
+@both_norms
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+def test_the_gradient_that_passes_by_is_added_after_the_rounding(shape, centred, dtype, device):
+    x, dy, passing = (matrix(shape, device).to(dtype) for _ in range(3))
+    weight = torch.randn(shape[1], device=device)
+    _, _, rstd, mean, _ = reference.forward(x, weight, None, EPS, None, centred)
+    dx, *sums = fused.backward(dy, x, weight, None, mean, rstd)
+    got, *others = fused.backward(dy, x, weight, None, mean, rstd, passing)
+    assert torch.equal(got, dx + passing) and torch.equal(others[0], sums[0])
+
+
 @pytest.mark.parametrize("target", WHOLE, ids=str)
 @pytest.mark.parametrize("shape", [(5, 256), (3, 3000)], ids=str)
 def test_codes_of_an_rms_norm_are_the_specifications_bit_for_bit_given_its_rstd(shape, target, device):

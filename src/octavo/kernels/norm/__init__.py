@@ -8,12 +8,16 @@ rounding, to save one; to two sets of codes, if fprop and backward read differen
 the reference's, a code may be off by one. Backward takes x, or its codes as described by `KEPT`, with the same result
 as for the dequantised values.
 
+In a residual stream x is a sum, and the next sum reads it too: `normalise_sum` adds what a layer has computed and
+normalises the sum in one pass, and backward adds the gradient that passes by the norm. Both round as the operations by
+themselves do.
+
 All are custom operators: Triton on a GPU; `reference.py`, the definition, elsewhere.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +51,19 @@ class Normed(NamedTuple):
     """A second set of codes of y (M, D); None without a second target."""
 
 
+class NormedSum(NamedTuple):
+    """Results of one forward pass over a sum."""
+
+    sum: Tensor
+    """(M, D), rounded to the dtype that PyTorch gives the sum."""
+    y: Tensor
+    """(M, D), of the sum's dtype; like the rest as in `Normed`."""
+    quantized: Quantized | None
+    rstd: Tensor
+    mean: Tensor | None
+    second: Quantized | None
+
+
 def unsupported_reason(target: QuantSpec) -> str | None:
     """Return why a norm cannot quantise to `target` in the same pass, or None."""
     if target.rounding != "nearest":
@@ -62,6 +79,12 @@ def _second_unsupported_reason(second: QuantSpec) -> str | None:
     if second.rotation or second.granularity != "row":
         return "its second codes have row scales, and are not rotated"
     return unsupported_reason(second)
+
+
+def _check_targets(target: QuantSpec | None, second: QuantSpec | None) -> None:
+    for spec, reason_against in ((target, unsupported_reason), (second, _second_unsupported_reason)):
+        if spec is not None and (reason := reason_against(spec)):
+            raise UnsupportedError(f"a norm cannot quantise to '{spec}': {reason}. Quantise y after it, or change one.")
 
 
 def _check(x: Tensor, **others: Tensor | None) -> None:
@@ -122,14 +145,53 @@ def normalise(
         UnsupportedError: `unsupported_reason(target)`; omit the target, and pass y to `kernels.quantize`.
     """
     _check(x, weight=weight, bias=bias)
-    for spec, reason_against in ((target, unsupported_reason), (second, _second_unsupported_reason)):
-        if spec is not None and (reason := reason_against(spec)):
-            raise UnsupportedError(f"a norm cannot quantise to '{spec}': {reason}. Quantise y after it, or change one.")
+    _check_targets(target, second)
     label = "layer_norm" if centred else "rms_norm"
     arguments = x, weight, bias, eps, target, centred, second
     y, quantized, rstd, mean, others = run_kernel("norm.forward", x, arguments, label, _refused(x))
     quantized, others = (None if made is None else laid_out(made) for made in (quantized, others))
     return Normed(y.contiguous(), quantized, rstd, mean, others)
+
+
+def _of_sum_fake(x: Tensor, addend: Tensor, *arguments: Any) -> NormedSum:
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, addend.dtype))
+    return NormedSum(total, *_forward_fake(total, *arguments))
+
+
+@operation(
+    name="norm_of_sum",
+    fake=_of_sum_fake,
+    results=lambda _x, _addend, _weight, _bias, _eps, target, centred, second: (
+        True, True, target, True, centred, second,
+    ),
+)  # fmt: skip
+def normalise_sum(
+    x: Tensor,
+    addend: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    target: QuantSpec | None = None,
+    centred: bool = False,
+    second: QuantSpec | None = None,
+) -> NormedSum:
+    """Return x + addend, and the norm of each row of it: the results of `normalise(x + addend, ...)`.
+
+    Args:
+        x: as for `normalise`, like the rest.
+        addend: (M, D), any of these dtypes.
+
+    Raises:
+        ConfigError: mismatched shapes.
+        UnsupportedError: as for `normalise`.
+    """
+    _check(x, addend=addend, weight=weight, bias=bias)
+    _check_targets(target, second)
+    label = "layer_norm" if centred else "rms_norm"
+    arguments = x, addend, weight, bias, eps, target, centred, second
+    total, y, quantized, rstd, mean, others = run_kernel("norm.forward_of_sum", x, arguments, label, _refused(x))
+    quantized, others = (None if made is None else laid_out(made) for made in (quantized, others))
+    return NormedSum(total.contiguous(), y.contiguous(), quantized, rstd, mean, others)
 
 
 def _backward_fake(
@@ -145,7 +207,13 @@ def _backward_fake(
     results=lambda _dy, _x, weight, bias, *_: (True, weight is not None, bias is not None),
 )
 def normalise_backward(
-    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+    dy: Tensor,
+    x: Tensor | Quantized,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    passing: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, weight and bias.
 
@@ -156,6 +224,7 @@ def normalise_backward(
         bias: as weight.
         mean: FP32 (M,), from forward; None for an RMS norm.
         rstd: FP32 (M,), from forward.
+        passing: (M, D), the gradient of x from what else reads it, added to that by the norm after its rounding.
 
     Returns:
         dx (M, D) in x's dtype, or in dy's if x is codes; dweight and dbias (D,), accumulated in FP32, in the dtypes of
@@ -167,8 +236,8 @@ def normalise_backward(
     """
     if isinstance(x, Quantized) and x.granularity != KEPT.tile:
         raise UnsupportedError(f"a norm's input is kept as '{KEPT}', got codes with '{x.granularity.name}' scales.")
-    _check(x if isinstance(x, Tensor) else x.codes, dy=dy, weight=weight, bias=bias)
-    arguments = dy, x if isinstance(x, Tensor) else laid_out(x), weight, bias, mean, rstd
+    _check(x if isinstance(x, Tensor) else x.codes, dy=dy, passing=passing, weight=weight, bias=bias)
+    arguments = dy, x if isinstance(x, Tensor) else laid_out(x), weight, bias, mean, rstd, passing
     label = "rms_norm_backward" if mean is None else "layer_norm_backward"
     dx, dweight, dbias = run_kernel("norm.backward", dy, arguments, label, _refused(dy))
     return dx.contiguous(), dweight, dbias
