@@ -26,6 +26,7 @@ COMMANDS = {
     "optimizer": "optimizer:command",
     "tiers": "tiers:command",
     "memory": "memory:command",
+    "checkpoints": "checkpoints:command",
     "reduce": "reduce:command",
     "distributed": "distributed:command",
     "rank": "distributed:rank",

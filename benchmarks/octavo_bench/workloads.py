@@ -160,6 +160,7 @@ class Training:
     """Computes the gradients."""
     update: Callable[[], object]
     """Applies the gradients if there is an optimizer, and drops them."""
+    optimizer: torch.optim.Optimizer | None = None
 
     def step(self) -> None:
         """Run one step."""
@@ -256,7 +257,10 @@ def _whole(workload: Workload, model: nn.Module, device: str, own_optimizer: boo
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return Training(model=model, forward_backward=lambda: model(tokens, targets).backward(), update=update)
+    def forward_backward() -> None:
+        model(tokens, targets).backward()
+
+    return Training(model=model, forward_backward=forward_backward, update=update, optimizer=optimizer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
