@@ -33,6 +33,7 @@ from octavo.nn.modules import full_name
 from octavo.nn.multihead import IN_PROJECTION, widths_of
 from octavo.nn.multihead import unsupported_reason_recipe as unsupported_reason_attention
 from octavo.numerics import block_for
+from octavo.numerics.rotation import largest_block
 from octavo.recipes import GEMMS, Evidence, Recipe, load
 
 
@@ -235,7 +236,9 @@ def _block_note(recipe: Recipe, features: int) -> str:
     if not recipe.fprop.is_fp8 or not (largest := recipe.fprop.input.signed_rotation):
         return ""
     block = block_for(features, largest)
-    return "" if block == largest else f"rotated by blocks of {abs(block)}, the largest that divides {features}"
+    if block == largest:
+        return ""
+    return f"rotated by blocks of {abs(block)}, {largest_block(block)} that divides {features}"
 
 
 def _precision(recipe: Recipe) -> str:
