@@ -21,6 +21,7 @@ COMMANDS = {
     "moe": "moe:command",
     "optimizer": "optimizer:command",
     "memory": "memory:command",
+    "checkpoints": "checkpoints:command",
     "distributed": "distributed:command",
     "scaling": "scaling:command",
     "faults": "faults:command",

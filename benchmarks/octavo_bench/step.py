@@ -36,7 +36,16 @@ from octavo_bench.rates import floor_ms
 from octavo_bench.render import figures, grouped
 from octavo_bench.results import Row, slug
 from octavo_bench.timing import attempt, peak_gib
-from octavo_bench.workloads import IMAGE_WORKLOADS, WORKLOADS, ImageWorkload, Training, Workload, build
+from octavo_bench.workloads import (
+    ENCODER_WORKLOADS,
+    IMAGE_WORKLOADS,
+    WORKLOADS,
+    EncoderWorkload,
+    ImageWorkload,
+    Training,
+    Workload,
+    build,
+)
 
 PROFILED_MS = 200
 """Minimum profiled milliseconds. CUPTI may give the first kernels of a session times of another clock, and PyTorch
@@ -90,6 +99,11 @@ def _shape(row: Row) -> str:
     shape = row["shape"]
     if "size" in shape:
         return f": {shape['batch']} images of {shape['size']} x {shape['size']} pixels, bottlenecks {shape['depths']}"
+    if "kv_heads" not in shape:
+        sizes = f"dim {shape['dim']:,}, ffn {shape['ffn']:,}, {shape['heads']} heads"
+        mode = "" if shape["compiled"] else ", all in eager mode"
+        batch = f"{shape['batch']} x {shape['sequence']:,} tokens"
+        return f": {shape['layers']} layers of nn.TransformerEncoderLayer, {sizes}, {batch}{mode}"
     kind = f", vocabulary {shape['vocab']:,}" if shape.get("vocab") else ", no head"
     tokens = f"{shape['batch']} x {shape['sequence']:,} tokens"
     tokens += f" of packed documents of {shape['document']:,} on average" if shape.get("document") else ""
@@ -130,7 +144,7 @@ KIND = Kind(
 class Session:
     """Settings shared by all implementations of a run."""
 
-    workload: Workload | ImageWorkload
+    workload: Workload | EncoderWorkload | ImageWorkload
     device: str = "cuda"
     """On a CPU nothing is compiled."""
     steps: int = 20
@@ -155,11 +169,11 @@ def bench_step(session: Session, names: tuple[str, ...] = ()) -> Iterator[Row]:
         RunError: the baseline failed, so that nothing can be compared.
     """
     workload, limits = session.workload, None
-    if isinstance(workload, ImageWorkload):
-        found = workload.implementations()
-    else:
+    if isinstance(workload, Workload):
         found = implementations(head=workload.vocab > 0)
         limits = rates.measure(workload, session.device) if session.device == "cuda" else None
+    else:
+        found = workload.implementations()
     chosen = [known("--only", name, list(found), "implementation") for name in names] or found
     baseline = _row(session, found[BF16])
     if "error" in baseline:
@@ -198,7 +212,7 @@ def _measure(session: Session, implementation: Implementation) -> Row:
         last_norm = _gradient_norm(training)
     if not math.isfinite(first_norm + last_norm):  # NaN draws less power than numbers: its time would be too short
         raise NonFiniteError(f"{implementation.name}: its gradients are not finite, so its time is meaningless.")
-    if profiled is not None and isinstance(workload, Workload):
+    if profiled is not None and not isinstance(workload, ImageWorkload):
         _check_attention(implementation, profiled)
     if profiled is not None and session.trace is not None:
         _write_trace(session.trace, workload.name, implementation.name, profiled)
@@ -268,7 +282,7 @@ def _compare(
         return
     if row is baseline:
         row["rates"] = asdict(limits)
-    assert isinstance(session.workload, Workload), "an image workload has no floor"
+    assert isinstance(session.workload, Workload), "only Llama has a floor"
     floor = floor_ms(session.workload, implementation, limits, baseline["attention_ms"])
     row |= {"floor_ms": round(floor, 2), "fraction_of_floor": round(floor / row["ms"], 4)}
 
@@ -326,7 +340,7 @@ def command(
     trace: Annotated[Path | None, Parameter(negative=())] = None,
     output: Output = TO_STDOUT,
 ) -> int:
-    """Time a training step of Llama blocks, a whole Llama or a ResNet: BF16, every recipe, and peers if installed.
+    """Time a training step of Llama blocks, a whole Llama, encoder layers or a ResNet: BF16, recipes, installed peers.
 
     Peers are torchao and Transformer Engine: its whole layer in eager mode, and its linear modules in compiled blocks.
 
@@ -337,6 +351,7 @@ def command(
         octavo bench step
         octavo bench step --workload llama-1b --only "octavo folded" --trace traces
         octavo bench step --dim 5120 --ffn 17408 --heads 40 --layers 4 --batch 1
+        octavo bench step --workload vit-l-stack --workload vit-l-stack-eager --only "octavo rotated"
         octavo bench step --workload tiny --device cpu
 
     Parameters
@@ -344,8 +359,9 @@ def command(
     workload
         llama-8b-stack (8 layers, 16,384 tokens), llama-70b-stack and 175b-stack (2 layers), llama-1b-stack, 175b and
         llama-1b (with head, loss and optimizer), llama-1b-packed (the same on documents of 512 tokens on average that
-        do not see each other; not by peers), resnet50 (256 images, channels last), tiny, tiny-model, tiny-packed or
-        tiny-resnet; repeatable.
+        do not see each other; not by peers), vit-l-stack and encoder-2048-stack (8 and 4 layers of PyTorch's encoder,
+        25,216 and 16,384 tokens; with -eager behind the name nothing is compiled, BF16 neither), resnet50 (256 images,
+        channels last), tiny, tiny-model, tiny-packed, tiny-encoder, tiny-encoder-eager or tiny-resnet; repeatable.
     only
         Implementations to run besides BF16; all by default.
     device
@@ -355,7 +371,8 @@ def command(
     trace
         Directory for the longest kernels of each implementation, as JSON; on a GPU.
     """
-    all_known: dict[str, Workload | ImageWorkload] = {**WORKLOADS, **IMAGE_WORKLOADS}
+    all_known: dict[str, Workload | EncoderWorkload | ImageWorkload]
+    all_known = {**WORKLOADS, **ENCODER_WORKLOADS, **IMAGE_WORKLOADS}
     fields = asdict(shape)
     chosen = [all_known[known("--workload", name, list(all_known), "workload")].but(**fields) for name in workload]
     device, steps = device_named(device), positive("--steps", steps)

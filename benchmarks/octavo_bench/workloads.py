@@ -1,15 +1,17 @@
-"""Workloads: a stack of Llama blocks, a whole Llama with its head, loss and optimizer, or a ResNet in channels last.
+"""Workloads: stacks of Llama blocks or encoder layers, a whole Llama with head, loss and optimizer, or a ResNet.
 
-A stack has no embedding, head or optimizer, so that the blocks are compared. All parameters of a Llama are BF16. In a
-ResNet convolutions and head are BF16, batch norms FP32; convolutions are converted even without a gain, so that the
-table shows their cost: `octavo.convert` by default leaves them all in BF16.
+A stack has no embedding, head or optimizer, so that the blocks are compared. All parameters of a Llama and
+of encoder layers are BF16. A ResNet is in channels last; its convolutions and head are BF16, batch norms FP32;
+convolutions are converted even without a gain, so that the table shows their cost: `octavo.convert` by default leaves
+them all in BF16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,6 +160,7 @@ class Training:
     """Computes the gradients."""
     update: Callable[[], object]
     """Applies the gradients if there is an optimizer, and drops them."""
+    optimizer: torch.optim.Optimizer | None = None
 
     def step(self) -> None:
         """Run one step."""
@@ -166,12 +169,14 @@ class Training:
 
 
 def build(
-    workload: Workload | ImageWorkload, implementation: Implementation, device: str, *, compile: bool
+    workload: Workload | EncoderWorkload | ImageWorkload, implementation: Implementation, device: str, *, compile: bool
 ) -> Training:
     """Return the workload in an implementation: same weights and same random data for all implementations."""
     torch.manual_seed(0)
     if isinstance(workload, ImageWorkload):
         return _images(workload, implementation, device, compile)
+    if isinstance(workload, EncoderWorkload):
+        return _encoder(workload, implementation, device, compile)
     with torch.device(device):
         model: nn.Module = Llama(workload.config) if workload.vocab else Stack(workload.config)
     if isinstance(model, Llama):
@@ -212,7 +217,17 @@ def _images(workload: ImageWorkload, implementation: Implementation, device: str
     return Training(model=model, forward_backward=forward_backward, update=update)
 
 
-def _stack(workload: Workload, model: nn.Module, device: str) -> Training:
+def _encoder(workload: EncoderWorkload, implementation: Implementation, device: str, compile: bool) -> Training:
+    with torch.device(device):
+        model = workload.make().bfloat16()
+    implementation.convert(model, workload.tokens)
+    if compile and implementation.compile and workload.compiled:
+        for block in model.get_submodule("layers").children():
+            block.compile(fullgraph=implementation.fullgraph)
+    return _stack(workload, model, device)
+
+
+def _stack(workload: Workload | EncoderWorkload, model: nn.Module, device: str) -> Training:
     shape = (workload.batch, workload.sequence, workload.dim)
     x = torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
     gradient = torch.randn_like(x)
@@ -242,7 +257,102 @@ def _whole(workload: Workload, model: nn.Module, device: str, own_optimizer: boo
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return Training(model=model, forward_backward=lambda: model(tokens, targets).backward(), update=update)
+    def forward_backward() -> None:
+        model(tokens, targets).backward()
+
+    return Training(model=model, forward_backward=forward_backward, update=update, optimizer=optimizer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderWorkload:
+    """Shape of a stack of `nn.TransformerEncoderLayer`, pre-norm with GELU: a ViT without patches and head.
+
+    Their attention is `nn.MultiheadAttention`.
+    """
+
+    name: str
+    """Name in results; `custom` if a field was given by hand."""
+    dim: int
+    """Width of the residual stream."""
+    ffn: int
+    """Hidden width of the feed-forward."""
+    heads: int
+    layers: int
+    batch: int
+    """Sequences, or images, per step."""
+    sequence: int
+    """Tokens per sequence, all of which see each other."""
+    compiled: bool = True
+    """False: BF16 and the others in eager mode."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.batch * self.sequence
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs of a step: three times those of the forward pass."""
+        one: int = _forward_flops(replace(self, batch=1))
+        return 3 * self.batch * one
+
+    def make(self) -> nn.Module:
+        """Return a new model."""
+        make = partial(nn.TransformerEncoderLayer, self.dim, self.heads, self.ffn, 0.0, "gelu")
+        return EncoderStack([make(batch_first=True, norm_first=True) for _ in range(self.layers)])
+
+    def example(self) -> Tensor:
+        """Return an input."""
+        return torch.empty(self.batch, self.sequence, self.dim)
+
+    def implementations(self) -> dict[str, Implementation]:
+        """Return its implementations: those of any model, but for recipes that attention does not take."""
+        stored = {f"octavo {name}" for name in recipes.names() if recipes.load(name).has_stored_scales}
+        found = implementations().items()
+        return {name: one for name, one in found if name not in stored and one.package != "transformer-engine"}
+
+    def but(self, **fields: int | None) -> EncoderWorkload:
+        """Return this workload with some fields replaced, named `custom`; itself if all are None.
+
+        Raises:
+            ConfigError: a field that only language models have, or one that is not positive.
+        """
+        given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
+        _check_fields(self.name, given, ("dim", "ffn", "heads", "layers", "batch", "sequence"))
+        return replace(self, **given, name="custom") if given else self
+
+
+class EncoderStack(nn.Module):
+    """A sequence of encoder layers."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the stream after the last layer."""
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return x_BTD
+
+
+_VIT_L = EncoderWorkload(name="vit-l-stack", dim=1024, ffn=4096, heads=16, layers=8, batch=128, sequence=197)
+_ENCODER = EncoderWorkload(name="encoder-2048-stack", dim=2048, ffn=8192, heads=16, layers=4, batch=8, sequence=2048)
+_TINY_ENCODER = EncoderWorkload(name="tiny-encoder", dim=64, ffn=128, heads=4, layers=2, batch=2, sequence=16)
+ENCODER_WORKLOADS = {
+    workload.name: workload
+    for one in (_VIT_L, _ENCODER, _TINY_ENCODER)
+    for workload in (one, replace(one, name=f"{one.name}-eager", compiled=False))
+}
+"""By name, compiled and in eager mode: layers of ViT-L/16 on 128 images of 224 pixels, wider ones, those for tests."""
+
+
+def _check_fields(name: str, given: Mapping[str, int], takes: Sequence[str]) -> None:
+    if unknown := next((key for key in given if key not in takes), None):
+        flags = ", ".join(f"--{key}" for key in takes)
+        raise ConfigError(f"--{unknown.replace('_', '-')}: {name} has no such field, only {flags}.")
+    if wrong := next((key for key, value in given.items() if value < 1), None):
+        raise ConfigError(f"--{wrong} must be positive.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,6 +393,10 @@ class ImageWorkload:
         """Return a new model."""
         return ResNet(self.depths, self.width, self.classes)
 
+    def example(self) -> Tensor:
+        """Return an input."""
+        return torch.empty(self.batch, 3, self.size, self.size)
+
     def implementations(self) -> dict[str, Implementation]:
         """Return its implementations: BF16 and every recipe supported by convolutions."""
         computed = (name for name in recipes.names() if unsupported_reason_recipe(recipes.load(name)) is None)
@@ -295,14 +409,9 @@ class ImageWorkload:
         Raises:
             ConfigError: a field that only language models have.
         """
-        given = {key: value for key, value in fields.items() if value is not None}
-        if not given:
-            return self
-        if unknown := next((key for key in given if key != "batch"), None):
-            raise ConfigError(f"--{unknown.replace('_', '-')}: {self.name} has no such field, only --batch.")
-        if given["batch"] < 1:
-            raise ConfigError("--batch must be positive.")
-        return replace(self, batch=given["batch"], name="custom")
+        given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
+        _check_fields(self.name, given, ("batch",))
+        return replace(self, **given, name="custom") if given else self
 
 
 IMAGE_WORKLOADS = {
@@ -316,9 +425,9 @@ IMAGE_WORKLOADS = {
 
 
 @cache
-def _forward_flops(workload: ImageWorkload) -> int:
+def _forward_flops(workload: EncoderWorkload | ImageWorkload) -> int:
     with torch.device("meta"):
-        model, image = workload.make(), torch.empty(workload.batch, 3, workload.size, workload.size)
+        model, example = workload.make(), workload.example()
     with FlopCounterMode(display=False) as counter:
-        model(image)
+        model(example)
     return int(counter.get_total_flops())

@@ -7,8 +7,9 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.lab.models.flops import flops_per_token
+from octavo_bench import step
 from octavo_bench.implementations import Implementation
-from octavo_bench.workloads import WORKLOADS, build
+from octavo_bench.workloads import ENCODER_WORKLOADS, WORKLOADS, build
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-model", "tiny-packed"])
@@ -71,3 +72,23 @@ def test_packed_documents_have_the_length_that_they_say() -> None:
     workload = WORKLOADS["llama-1b-packed"].but(dim=64, ffn=64, heads=4, kv_heads=2, layers=1, vocab=64)
     model = build(workload, Implementation(name="bf16"), "cpu", compile=False).model
     assert model.config.documents == "separate" and workload.document == 512
+
+
+def test_encoder_layers_have_attention_in_fp8() -> None:
+    workload = ENCODER_WORKLOADS["tiny-encoder-eager"]
+    session = step.Session(workload=workload, device="cpu", steps=1, warm_up_s=0.0)
+    bf16, ours, _ = step.bench_step(session, ("octavo folded",))
+    assert ours["fp8_gemms"] and sum(ours["fp8_gemms"].values()) == 4 * 3 * workload.layers and not ours["fallbacks"]
+    assert ours["gradient_norm"] == pytest.approx(bf16["gradient_norm"], rel=0.05)
+    assert step._shape(ours).endswith("dim 64, ffn 128, 4 heads, 2 x 16 tokens, all in eager mode")
+
+
+def test_operations_of_encoder_layers() -> None:
+    workload = ENCODER_WORKLOADS["vit-l-stack"]
+    weights = 8 * (4 * 1024**2 + 2 * 1024 * 4096)
+    assert workload.flops == 3 * workload.tokens * (2 * weights + 8 * 4 * 197 * 1024)
+    names = {*workload.implementations()}
+    assert {"bf16", "octavo rotated"} <= names and not any("delayed" in name or "engine" in name for name in names)
+    with pytest.raises(ConfigError, match="--kv-heads: vit-l-stack has no such field"):
+        workload.but(kv_heads=2)
+    assert workload.but(layers=2, dim=64).make().layers[1].self_attn.embed_dim == 64

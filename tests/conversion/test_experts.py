@@ -307,7 +307,7 @@ def test_what_stays_in_bf16_says_why():
 def test_experts_rotate_their_inputs(device):
     rows = octavo.plan(nn.ModuleDict({"e": Titan(dim=256, hidden=64)}), "rotated", device=device).layers
     assert [row.recipe for row in rows] == ["rotated"] * 2 and rows[0].reason.startswith("fused")
-    assert rows[1].reason.startswith("rotated by blocks of 64, the largest that divides 64; fused")
+    assert rows[1].reason.startswith("rotated by blocks of 64, the largest power of 4 that divides 64; fused")
 
 
 def test_on_the_meta_device_and_converted_again():

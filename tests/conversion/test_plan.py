@@ -498,7 +498,7 @@ def test_sylvesters_blocks_are_the_largest_power_of_two_that_fits():
     made = make_plan(
         model, {"base": "rotated", "fprop": {"input": operand, "weight": operand}}, policy=Policy(min_gain=0)
     )
-    assert made.layers[0].reason == "rotated by blocks of 128, the largest that divides 384"
+    assert made.layers[0].reason == "rotated by blocks of 128, the largest power of 2 that divides 384"
     assert "blocks" not in made.layers[1].reason
 
 
@@ -508,7 +508,7 @@ def test_layers_that_cannot_rotate_compute_fprop_in_fp8():
     rows = {row.name: row for row in made.layers}
     assert [rows[name].recipe for name in "0123"] == ["rotated", "rotated", *["rotated, fprop in FP8"] * 2]
     assert rows["0"].reason == "" and rows["0"].kernels.startswith("int8 / ")
-    assert rows["1"].reason == "rotated by blocks of 64, the largest that divides 384"
+    assert rows["1"].reason == "rotated by blocks of 64, the largest power of 4 that divides 384"
     assert rows["2"].reason == "fprop in FP8: no rotation by 16 or more divides 100 features"
     assert rows["3"].reason == "fprop in FP8: only linear layers, attention and experts rotate their inputs"
     assert made.recipes["2"] is made.recipes["3"]  # layers of one recipe are computed together

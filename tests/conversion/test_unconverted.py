@@ -64,12 +64,6 @@ def test_attention_of_pytorch_has_two_rows_and_one_switch():
     assert [row.is_fp8 for row in out.layers[:2]] == [True, False]
 
 
-def test_attention_with_separate_weights_says_so():
-    reasons = {weight.reason for weight in make_plan(nn.MultiheadAttention(64, 4, kdim=32, vdim=32)).unconverted}
-    (reason,) = reasons
-    assert reason.startswith("nn.MultiheadAttention has separate weights for q, k and v (kdim, vdim)")
-
-
 def test_what_the_plan_says_of_attention_of_pytorch_is_true():
     """It is one call for `octavo.autocast` too; projections that are layers run in FP8."""
     plan = make_plan(attention := OwnForward(64, 4, batch_first=True))

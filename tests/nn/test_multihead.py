@@ -17,6 +17,7 @@ from octavo.errors import NonFiniteError
 from octavo.kernels import record
 from octavo.kernels.sample import STATS
 from octavo.nn import multihead, telemetry_rows
+from octavo.nn.shared import SharedInput
 from octavo.nn.telemetry import Telemetry
 from octavo.recipes import load
 from octavo.serving.layers import NOT_STORED, unserved_layers
@@ -82,15 +83,17 @@ ARGUMENTS = [
 OPTIONS = [{}, {"bias": False, "add_bias_kv": True}, {"add_zero_attn": True, "dropout": 0.2}]
 
 
+def in_high_precision(module, x, weights, biases):
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize(("turn", "batch_first", "options"), [
     (turn, *each) for turn, each in enumerate(itertools.product([False, True], OPTIONS))
 ])  # fmt: skip
 def test_its_steps_are_those_of_pytorch_bit_for_bit(monkeypatch, turn, batch_first, options):
     """In BF16, with the projections in high precision: masks, added keys, dropout, weights, sizes and layouts."""
-    monkeypatch.setattr(
-        multihead.MultiheadAttention, "_multiply", lambda self, x, weight, bias: F.linear(x, weight, bias)
-    )
+    monkeypatch.setattr(multihead.MultiheadAttention, "_multiply", in_high_precision)
     theirs = attention(batch_first=batch_first, **options).bfloat16()
     ours = copy.deepcopy(theirs)
     multihead.adopt(ours, load(RECIPE))
@@ -186,6 +189,108 @@ def test_keys_and_values_of_a_memory_are_one_product():
     assert torch.equal(module.in_proj_weight.grad, torch.cat([q.weight.grad, kv.weight.grad]))
 
 
+SEPARATE = {
+    "a memory": {"kdim": 64, "vdim": 64},
+    "query is key": {"vdim": 64, "bias": False, "add_bias_kv": True},
+    "three": {"kdim": 64, "vdim": 96, "add_zero_attn": True},
+}
+
+
+def separate_inputs(which, dtype=torch.float32):
+    """Return query, key and value for the options of that name in `SEPARATE`, batch first."""
+    query = torch.randn(BATCH, QUERIES, WIDTH, dtype=dtype)
+    key = query if which == "query is key" else torch.randn(BATCH, KEYS, 64, dtype=dtype)
+    value = torch.randn(*key.shape[:2], SEPARATE[which]["vdim"], dtype=dtype)
+    return query, key, key if which == "a memory" else value
+
+
+@pytest.mark.parametrize("which", SEPARATE)
+def test_steps_with_a_weight_each_are_those_of_pytorch_bit_for_bit(monkeypatch, which):
+    monkeypatch.setattr(multihead.MultiheadAttention, "_multiply", in_high_precision)
+    theirs = attention(batch_first=True, **SEPARATE[which]).bfloat16()
+    ours, given = copy.deepcopy(theirs), separate_inputs(which, torch.bfloat16)
+    multihead.adopt(ours, load(RECIPE))
+    padding, mask = masks("float", "heads", given[1].shape[1], True, False, torch.bfloat16)
+    padding = None if which == "query is key" else padding
+    for arguments in ({}, {"need_weights": False}, {"key_padding_mask": padding}, {"attn_mask": mask}):
+        for got, expected in zip(ours(*given, **arguments), theirs(*given, **arguments), strict=True):
+            assert got is expected is None or torch.equal(got, expected), arguments
+
+
+class Separate(nn.Module):
+    """Attention of three layers of Octavo's with the weights of a module; layers of one input are computed together."""
+
+    def __init__(self, module, recipe, shared):
+        super().__init__()
+        bias = module.in_proj_bias is not None
+        weights = multihead.projection_weights(module)
+        self.layers = nn.ModuleList(octavo.nn.Linear(*w.shape[::-1], bias=bias, recipe=recipe) for w in weights)
+        self.out = octavo.nn.Linear(WIDTH, WIDTH, bias=bias, recipe=recipe)
+        self.out.load_state_dict(module.out_proj.state_dict())
+        for number, (layer, weight) in enumerate(zip(self.layers, weights, strict=True)):
+            biases = {"bias": module.in_proj_bias.view(3, -1)[number]} if bias else {}
+            layer.load_state_dict({"weight": weight, **biases})
+        group = SharedInput([self.layers[number] for number in shared])
+        for number in shared:
+            self.layers[number].shared = group
+
+    def forward(self, inputs, extend):
+        projected = [layer(x) for layer, x in zip(self.layers, inputs, strict=True)]
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in projected)
+        k, v, _ = extend(k, v, None)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("which", "shared"), [("a memory", (1, 2)), ("query is key", (0, 1)), ("three", ())])
+@pytest.mark.parametrize("recipe", ["folded", "rotated"])
+def test_a_weight_each_is_a_layer_each_bit_for_bit(recipe, which, shared):
+    """The input of neighbours is quantised once."""
+    module, given = attention(batch_first=True, **SEPARATE[which]), separate_inputs(which)
+    expected = Separate(module, recipe, shared)
+    converted(module, recipe)
+    results = []
+    for run in (lambda: module(*given, need_weights=False)[0], lambda: expected(given, module._extend)):
+        for x in given:
+            x.requires_grad_().grad = None
+        with record() as ledger:
+            y = run()
+            y.square().sum().backward()
+        results.append((y, *(x.grad for x in given), ledger.gemms.total()))
+        assert not ledger.fallbacks
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(wanted))
+    weights = zip(multihead.projection_weights(module), expected.layers, strict=True)
+    assert all(torch.equal(weight.grad, layer.weight.grad) for weight, layer in weights)
+    if module.in_proj_bias is not None:
+        assert torch.equal(module.in_proj_bias.grad, torch.cat([layer.bias.grad for layer in expected.layers]))
+
+
+def test_a_weight_each_is_one_row_of_the_plan_and_pytorchs_again_after_revert():
+    plain = attention(**SEPARATE["three"])
+    module = copy.deepcopy(plain)
+    plan = octavo.convert(module, RECIPE)
+    row = plan.layers[0]
+    assert (row.name, row.shape, row.is_fp8) == ("in_proj", (WIDTH, WIDTH + 64 + 96), True)
+    assert row.reason == "three weights: 32 x 32, 32 x 64, 32 x 96" and not plan.unconverted
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert telemetry_rows.find(module)[1] == {"in_proj": "q, k and v have a weight each (kdim, vdim)"}
+    given = [x.transpose(0, 1) for x in separate_inputs("three")]
+    copied = pickle.loads(pickle.dumps(module))
+    assert torch.equal(copied(*given)[0], module(*given)[0])
+    with octavo.disabled(module):
+        assert torch.equal(module(*given)[0], plain(*given)[0])
+    assert octavo.revert(module) == 2 and type(module) is nn.MultiheadAttention
+    assert torch.equal(module(*given)[0], plain(*given)[0])
+
+
+def test_a_weight_each_is_converted_as_a_whole():
+    """One projection that does not fit keeps all three, and one recipe computes them."""
+    narrow = octavo.plan(nn.MultiheadAttention(64, 4, kdim=8, vdim=64), RECIPE).layers[0]
+    assert not narrow.is_fp8 and narrow.reason == "fewer than 32 features"
+    odd = octavo.plan(nn.MultiheadAttention(64, 4, kdim=64, vdim=40), "rotated").layers[0]
+    assert odd.recipe != "rotated" and "divides 40 features" in odd.reason
+
+
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_the_output_of_attention_is_saved_once(batch_first):
     """PyTorch's attention saves it; `out_proj` quantises that tensor again in backward, if it reads its memory."""
@@ -230,7 +335,7 @@ def test_weights_in_fp8_are_those_of_out_proj():
     module = attention()
     plan = octavo.convert(module, RECIPE, policy=Policy(weights="fp8"))
     assert [(row.name, row.weight) for row in plan.layers] == [("in_proj", "unchanged"), ("out_proj", "fp8")]
-    assert plan.layers[0].reason == "its packed weight stays as it is"
+    assert plan.layers[0].reason == "its weights stay as they are"
     x = torch.randn(QUERIES, BATCH, WIDTH)
     with octavo.disabled(module), record() as ledger:
         y = module(x, x, x, need_weights=False)[0]
@@ -285,12 +390,14 @@ def test_autocast_decides_the_dtype():
     assert y.dtype == torch.bfloat16 and not y.isnan().any() and weights.shape == (BATCH, QUERIES, QUERIES)
 
 
-def test_compiled_code_is_one_graph_with_the_same_bits():
-    module, x = converted(attention(batch_first=True)), torch.randn(BATCH, QUERIES, WIDTH)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+@pytest.mark.parametrize("which", ["self", *SEPARATE])
+def test_compiled_code_is_one_graph_with_the_same_bits(which):
+    module = converted(attention(batch_first=True, **SEPARATE.get(which, {})))
+    given = inputs("self", True, True) if which == "self" else separate_inputs(which)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
     with torch.no_grad():
-        expected = module(x, x, x, need_weights=False)[0]
-        assert torch.equal(compiled(x, x, x, need_weights=False)[0], expected)
+        expected = module(*given, need_weights=False)[0]
+        assert torch.equal(compiled(*given, need_weights=False)[0], expected)
 
 
 def measured(model, x, *others):

@@ -25,7 +25,8 @@ class LayerPlan:
     kernel, as in `conv2d 3x3`, the number of experts, as in `128 experts`, or of matrices in a module with one product
     per expert, as in `16 matrices`."""
     shape: tuple[int, int]
-    """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel."""
+    """(N, K) of its GEMM: output features, input features; of a convolution channels out, and in times kernel; of q, k
+    and v with a weight each (`kdim`, `vdim`) (E, sum of their input features)."""
     count: int = 1
     """Number of such matrices: more than one for experts."""
     active: float = 1.0
@@ -66,7 +67,7 @@ class LayerPlan:
 
     @property
     def is_in_projection(self) -> bool:
-        """Whether it is the product of an `nn.MultiheadAttention` by its packed weight, whose name is extended too."""
+        """Whether it is q, k and v of an `nn.MultiheadAttention`, whose name is extended too."""
         return self.kind == IN_PROJECTION_KIND
 
     @property

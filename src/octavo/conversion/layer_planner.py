@@ -30,9 +30,10 @@ from octavo.nn.experts import FIRST, SECOND, ExpertRoles, unfused_reason
 from octavo.nn.grouped import unsupported_reason as unsupported_reason_grouped
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
-from octavo.nn.multihead import IN_PROJECTION
+from octavo.nn.multihead import IN_PROJECTION, widths_of
 from octavo.nn.multihead import unsupported_reason_recipe as unsupported_reason_attention
 from octavo.numerics import block_for
+from octavo.numerics.rotation import largest_block
 from octavo.recipes import GEMMS, Evidence, Recipe, load
 
 
@@ -83,8 +84,12 @@ class LayerPlanner:
             owner = name.rpartition(".")[0]
             kept = _reason_of_block(owner, blocks) or self.policy.reason_to_keep_attention(owner, module)
             row = self._layer(name, module, kept or unsupported_reason_attention(self.recipes[name]))
-            note = "its packed weight stays as it is" if row.is_fp8 and self.policy.weights == "fp8" else ""
-            yield replace(row, reason="; ".join(filter(None, (row.reason, note))))
+            shapes = [f"{rows} x {features}" for rows, features in _projection_shapes(module)]
+            notes = (
+                f"three weights: {', '.join(shapes)}" if row.is_fp8 and len(shapes) > 1 else "",
+                "its weights stay as they are" if row.is_fp8 and self.policy.weights == "fp8" else "",
+            )
+            yield replace(row, reason="; ".join(filter(None, (row.reason, *notes))))
 
     def stacks(self, stacks: Mapping[str, FoundStack]) -> Iterator[LayerPlan]:
         """Yield the row of each module with one matrix per expert."""
@@ -107,7 +112,8 @@ class LayerPlanner:
         recipe, found = self.recipes[name], _evidence_for(name, self.recipe)
         kind, shape, taps = _gemm_of(layer)
         known = rates(self.device) if recipe.is_fp8 else None
-        gain = predicted_gain(recipe, *shape, self.tokens, taps, rates=known) if known else None
+        shapes = _projection_shapes(layer) if isinstance(layer, nn.MultiheadAttention) else [shape]
+        gain = min(predicted_gain(recipe, n, k, self.tokens, taps, rates=known) for n, k in shapes) if known else None
         if kept is None and taps:
             kept = unsupported_reason_recipe(recipe)
         if kept is None and not recipe.is_fp8:
@@ -230,7 +236,9 @@ def _block_note(recipe: Recipe, features: int) -> str:
     if not recipe.fprop.is_fp8 or not (largest := recipe.fprop.input.signed_rotation):
         return ""
     block = block_for(features, largest)
-    return "" if block == largest else f"rotated by blocks of {abs(block)}, the largest that divides {features}"
+    if block == largest:
+        return ""
+    return f"rotated by blocks of {abs(block)}, {largest_block(block)} that divides {features}"
 
 
 def _precision(recipe: Recipe) -> str:
@@ -268,7 +276,8 @@ def _read_by_attention(model: nn.Module, others: Iterable[LayerPlan]) -> dict[in
 def _gemm_of(layer: Layer | nn.MultiheadAttention) -> tuple[str, tuple[int, int], int]:
     """Return a layer's kind, (N, K) of its GEMM, and the pixels of a convolution's patch, 0 for a linear layer."""
     if isinstance(layer, nn.MultiheadAttention):
-        return IN_PROJECTION_KIND, (3 * layer.embed_dim, layer.embed_dim), 0
+        shapes = _projection_shapes(layer)
+        return IN_PROJECTION_KIND, (shapes[0][0], sum(features for _, features in shapes)), 0
     if is_transposed(layer):
         return "stored as K x N", (layer.weight.shape[1], layer.weight.shape[0]), 0
     if isinstance(layer, nn.Linear):
@@ -276,3 +285,10 @@ def _gemm_of(layer: Layer | nn.MultiheadAttention) -> tuple[str, tuple[int, int]
     taps, kernel = math.prod(layer.kernel_size), "x".join(map(str, layer.kernel_size))
     shape = layer.out_channels, layer.in_channels // layer.groups * taps
     return f"{type(layer).__name__.lower()} {kernel}", shape, taps
+
+
+def _projection_shapes(module: nn.MultiheadAttention) -> list[tuple[int, int]]:
+    """Return (N, K) of each GEMM of an in-projection in fprop: one, or three with `kdim` or `vdim`."""
+    if module.in_proj_weight is not None:
+        return [(3 * module.embed_dim, module.embed_dim)]
+    return [(module.embed_dim, features) for features in widths_of(module)]

@@ -35,7 +35,7 @@ from octavo.nn.experts import FIRST, SECOND
 from octavo.nn.fused import MLPRoles
 from octavo.nn.linear import is_transposed
 from octavo.nn.modules import full_name
-from octavo.nn.multihead import IN_PROJECTION, unsupported_reason
+from octavo.nn.multihead import IN_PROJECTION, unsupported_reason, widths_of
 from octavo.nn.operands import autocast_dtype, dtype_note
 from octavo.numerics import SMALLEST_ROTATION, is_rotatable
 from octavo.recipes import FALLBACK, Recipe, RecipeLike
@@ -142,8 +142,8 @@ def _no_integer_fprop(recipe: Recipe, layer: Layer | nn.MultiheadAttention | Non
     if layer is not None and not isinstance(layer, nn.Linear | nn.MultiheadAttention):
         return "fprop in FP8: only linear layers, attention and experts rotate their inputs"
     if layer is not None and recipe.fprop.input.rotation:
-        features = layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else layer.in_features
-        if not is_rotatable(features):
+        widths = widths_of(layer) if isinstance(layer, nn.MultiheadAttention) else (layer.in_features,)
+        if features := next((width for width in widths if not is_rotatable(width)), None):
             return f"fprop in FP8: no rotation by {SMALLEST_ROTATION} or more divides {features} features"
     reason = unsupported_reason_device(device, grouped=layer is None)
     return f"fprop in FP8: {reason}" if reason else ""

@@ -22,6 +22,7 @@ from octavo.nn.adopted import is_taken
 from octavo.nn.conv import Convolution, unsupported_reason
 from octavo.nn.linear import LinearLayer, is_transposed
 from octavo.nn.modules import blocks_of, unwrapped_name
+from octavo.nn.multihead import projection_weights, widths_of
 from octavo.nn.operands import REAL
 from octavo.recipes import Precision, Recipe
 from octavo.tensor import local
@@ -233,13 +234,13 @@ class Policy:
             return "its instance has a forward of its own, as hooks of other libraries set one"
         if is_parametrized(module) or is_parametrized(module.out_proj):
             return "one of its parameters is computed by a parametrization"
-        weight = module.in_proj_weight
-        if module.embed_dim < self.min_features:
+        weights = projection_weights(module)
+        if min(widths_of(module)) < self.min_features:
             return f"fewer than {self.min_features} features"
-        if (kind := _foreign_class(weight)) is not None:
+        if (kind := next(filter(None, map(_foreign_class, weights)), None)) is not None:
             return f"its weight is an {kind}, a tensor of another library: quantised already, for example"
-        if weight.dtype not in REAL:
-            return f"its weight is {weight.dtype}, no real floating-point number"
+        if (dtype := next((weight.dtype for weight in weights if weight.dtype not in REAL), None)) is not None:
+            return f"its weight is {dtype}, no real floating-point number"
         return None if self._takes(name, module) else _FILTERED
 
     def _takes(self, name: str, module: nn.Module) -> bool:

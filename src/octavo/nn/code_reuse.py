@@ -22,8 +22,8 @@ def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
 
     For blocks in which no weight is written: an evaluation, generation, the micro-batches of one optimizer step. A
     write inside the block has no effect until its end. Not affected are layers and experts with weights that are
-    sharded, stored in FP8 or brought by a hook in each call, layers with stochastic rounding, and the packed weights of
-    `nn.MultiheadAttention`.
+    sharded, stored in FP8 or brought by a hook in each call, layers with stochastic rounding, and the weights of q, k
+    and v of `nn.MultiheadAttention`.
     """
     layers = [m for m in quantising_layers(model) if isinstance(m, LinearLayer)]
     experts = [m for m in quantising_layers(model) if isinstance(m, GroupedLinear)]

@@ -3,7 +3,8 @@
 PyTorch's forward multiplies by the packed weight of q, k and v itself, and reads the weight of `out_proj`. A converted
 module computes the same from the same parameters in three steps:
 
-    q, k, v = x W^T + b      W (3 E, E) = `in_proj_weight`, one set of GEMMs for neighbours that are the same tensor
+    q, k, v = x W^T + b      W (3 E, E) = `in_proj_weight`, one set of GEMMs for neighbours that are the same tensor;
+                             or, with `kdim` or `vdim`, a weight each, as layers that share an input if they do
     y = attention(q, k, v)   `scaled_dot_product_attention`, or with `need_weights` softmax(q k^T / sqrt(D) + mask) v
     out_proj(y)              a layer of its own in the plan
 
@@ -13,7 +14,8 @@ Parameters, names and state_dict are those of PyTorch's module.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +30,10 @@ from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
 
 IN_PROJECTION = "in_proj"
-"""Name of the product by the packed weight, behind the name of its module."""
+"""Name of the product by the weights of q, k and v, behind the name of its module."""
+
+PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Parameters of a module that has no `in_proj_weight`: its keys or values are of other widths (`kdim`, `vdim`)."""
 
 
 class MultiheadAttention(Adopted, nn.MultiheadAttention):
@@ -101,19 +106,24 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
                 inputs[-1] = x, inputs[-1][1] + 1
             else:
                 inputs.append((x, 1))
-        rows = [count * self.embed_dim for _, count in inputs]
-        weights = self.in_proj_weight.split(rows)
-        biases = [None] * len(rows) if self.in_proj_bias is None else self.in_proj_bias.split(rows)
+        is_packed, counts = self.in_proj_weight is not None, [count for _, count in inputs]
+        sizes = counts if is_packed else [1] * len(PROJECTIONS)  # projections per weight
+        weights = cast(Sequence[Tensor], _split(self.in_proj_weight, sizes)) if is_packed else projection_weights(self)
+        biases = _split(self.in_proj_bias, sizes)
         found: list[Tensor] = []
-        for (x, count), weight, bias in zip(inputs, weights, biases, strict=True):
-            found += self._multiply(x, weight, bias).chunk(count, dim=-1)
+        at = 0
+        for x, count in inputs:
+            end = at + (1 if is_packed else count)
+            projected = self._multiply(x, weights[at:end], biases[at:end])
+            found += projected[0].chunk(count, dim=-1) if is_packed else projected
+            at = end
         return found
 
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
         if not self.enabled:
-            return F.linear(x, weight, bias)
+            return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         quantizer = Quantizer(self.recipe, compute_dtype(x), stats_buffer=stats_buffer_of([self]))
-        return linears(x, [weight], [bias], quantizer, attached_input(x, self.recipe))[0]
+        return linears(x, weights, biases, quantizer, attached_input(x, self.recipe))
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return a projection, (N, L, E) or (L, N, E), as (N, H, L, D)."""
@@ -147,13 +157,15 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
             return f"{type(self).parent.__name__}.forward has changed since octavo.convert"
         if any(each.is_nested for each in tensors):
             return "its inputs are nested tensors"
-        if any(each.dim() != query.dim() or each.shape[-1] != self.embed_dim for each in tensors):
+        widths = widths_of(self)
+        if any(x.dim() != query.dim() or x.shape[-1] != width for x, width in zip(tensors, widths, strict=True)):
             return f"its inputs are {', '.join(str(tuple(each.shape)) for each in tensors)}"
         batch = 0 if self.batch_first else 1
         is_batched = query.dim() == 3
         size = query.shape[batch] if is_batched else 1
         length, source = (each.shape[1 - batch if is_batched else 0] for each in (query, key))
-        fits = query.dim() in (2, 3) and key.shape == value.shape and (not is_batched or key.shape[batch] == size)
+        fits = query.dim() in (2, 3) and key.shape[:-1] == value.shape[:-1]
+        fits &= not is_batched or key.shape[batch] == size
         fits &= padding is None or padding.shape == ((size, source) if is_batched else (source,))
         fits &= mask is None or mask.shape in ((length, source), (size * self.num_heads, length, source))
         if not fits or (is_causal and mask is None):
@@ -172,9 +184,18 @@ def unsupported_reason(module: nn.MultiheadAttention) -> str | None:
     kind = own_class(module).parent if is_taken(module) else own_class(module)
     if kind.forward is not nn.MultiheadAttention.forward:
         return f"{kind.__name__}, a subclass of nn.MultiheadAttention, has a forward of its own"
-    if not module._qkv_same_embed_dim:
-        return "nn.MultiheadAttention has separate weights for q, k and v (kdim, vdim)"
     return None
+
+
+def projection_weights(module: nn.MultiheadAttention) -> list[Tensor]:
+    """Return the weights of the in-projection: the packed one (3 E, E), or those of q, k and v, (E, K_i) each."""
+    packed = module.in_proj_weight
+    return [getattr(module, name) for name in PROJECTIONS] if packed is None else [packed]
+
+
+def widths_of(module: nn.MultiheadAttention) -> tuple[int, int, int]:
+    """Return the features of query, key and value."""
+    return module.embed_dim, cast(int, module.kdim), cast(int, module.vdim)
 
 
 def unsupported_reason_recipe(recipe: Recipe) -> str | None:
@@ -184,6 +205,15 @@ def unsupported_reason_recipe(recipe: Recipe) -> str | None:
             f"recipe '{recipe.name}' stores scales, and q, k and v may read three inputs: take one with current scales"
         )
     return None
+
+
+def _split(packed: Tensor | None, counts: Sequence[int]) -> Sequence[Tensor | None]:
+    """Return the rows of that many of the three projections each, of their weight or bias; None for each if it is."""
+    if packed is None or len(counts) == 1:  # whole, the parameter: backward would copy the gradient of a view
+        return [packed] * len(counts)
+    rows = len(packed) // sum(counts)
+    parts: Sequence[Tensor] = packed.split([count * rows for count in counts])
+    return parts
 
 
 def _joined(padding: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:

@@ -60,6 +60,8 @@ def find(model: nn.Module) -> tuple[dict[str, Layer], dict[str, str]]:
             continue
         if not isinstance(module, Layer):
             left[name] = f"{type(module).__name__} is no layer that telemetry knows"
+        elif isinstance(module, MultiheadAttention) and module.in_proj_weight is None:
+            left[name] = "q, k and v have a weight each (kdim, vdim)"
         elif not weights_of(module):
             left[name] = "its weight is computed, by a parametrization for example"
         elif not (module.recipe.fprop.is_fp8 or module.recipe.dgrad.is_fp8):

@@ -41,6 +41,11 @@ def block_for(cols: int, largest: int) -> int:
     return sign * max(fitting) if fitting else 1
 
 
+def largest_block(block: int) -> str:
+    """Return of which sizes a block is the largest that fits: 128 values are rotated by blocks of 64."""
+    return f"the largest power of {4 if block > 0 else 2}"
+
+
 def is_rotatable(cols: int) -> bool:
     """Return whether a block of `SMALLEST_ROTATION` divides rows of `cols` values."""
     return cols % SMALLEST_ROTATION == 0

@@ -526,7 +526,7 @@ def test_states_of_one_byte_are_told_as_those_of_whole_weights_in_two_cuts(on_fo
 def test_a_part_of_a_row_is_rotated_by_the_largest_blocks_that_divide_it(on_two):
     assert all(result["part"] for result in on_two)
     said = on_two[0]["rotated by smaller blocks"]["reasons"]
-    assert said == {"", "rotated by blocks of 16, the largest that divides a rank's 160 inputs"}
+    assert said == {"", "rotated by blocks of 16, the largest power of 4 that divides a rank's 160 inputs"}
     assert not any("rotated by" in reason for reason in on_two[0]["rotated"]["reasons"])
 
 

@@ -50,6 +50,7 @@ from octavo.nn.cross_entropy import IGNORED
 from octavo.nn.linear import LinearLayer
 from octavo.nn.modules import full_name
 from octavo.numerics import SMALLEST_ROTATION, block_for, is_rotatable
+from octavo.numerics.rotation import largest_block
 
 
 class Parallel(ParallelStyle):
@@ -315,7 +316,8 @@ def _rotation_note(layer: nn.Linear, ranks: int) -> str:
     whole, part = _blocks_of(layer, ranks)
     if part == whole:
         return ""
-    return f"rotated by blocks of {abs(part)}, the largest that divides a rank's {layer.in_features // ranks} inputs"
+    inputs = layer.in_features // ranks
+    return f"rotated by blocks of {abs(part)}, {largest_block(part)} that divides a rank's {inputs} inputs"
 
 
 def _blocks_of(layer: nn.Module, ranks: int) -> tuple[int, int]:
