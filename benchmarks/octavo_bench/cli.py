@@ -32,6 +32,7 @@ COMMANDS = {
     "scaling": "scaling:command",
     "faults": "faults:command",
     "finetune": "finetune:command",
+    "downstream": "downstream:command",
     "robustness": "campaign:command",
     "tables": "tables:command",
     "pictures": "pictures:command",

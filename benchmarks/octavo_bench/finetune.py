@@ -11,7 +11,7 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,26 +47,36 @@ def within_error(row: Row) -> bool:
     return math.isclose(row["difference"], 0) or abs(row["difference"]) <= 2 * error
 
 
+def within(row: Row) -> Row:
+    """Return the value of `within_error` for a line of progress."""
+    return {"within": "yes" if within_error(row) else "no"}
+
+
+def in_percent(found: Mapping[str, float]) -> Row:
+    """Return accuracies, errors and difference in percent; samples as they are."""
+    return {key: value if key == "samples" else 100 * value for key, value in found.items()}
+
+
+ACCURACIES: Mapping[str, type] = {
+    "samples": int, "fp8": float, "fp8_error": float, "bf16": float, "bf16_error": float, "difference": float,
+    "difference_error": float,
+}  # fmt: skip
+"""Keys of a row: accuracies in eight bits and in BF16 and their paired difference, percent, with standard errors."""
+ACCURACY_COLUMNS = (
+    ("FP8", "{fp8:.1f} ± {fp8_error:.1f} %"),
+    ("BF16", "{bf16:.1f} ± {bf16_error:.1f} %"),
+    ("difference", "{difference:+z.1f} ± {difference_error:.1f} %"),
+    ("held-out answers", "{samples}"),
+)
 KIND = Kind(
     name="finetune",
-    keys={
-        "method": str, "task": str, "seed": int, "samples": int, "fp8": float, "fp8_error": float, "bf16": float,
-        "bf16_error": float, "difference": float, "difference_error": float,
-    },
-    columns=(
-        ("trained", "{method}"),
-        ("task", "{task}"),
-        ("seed", "{seed}"),
-        ("FP8", "{fp8:.1f} ± {fp8_error:.1f} %"),
-        ("BF16", "{bf16:.1f} ± {bf16_error:.1f} %"),
-        ("difference", "{difference:+z.1f} ± {difference_error:.1f} %"),
-        ("held-out answers", "{samples}"),
-    ),
+    keys={"method": str, "task": str, "seed": int, **ACCURACIES},
+    columns=(("trained", "{method}"), ("task", "{task}"), ("seed", "{seed}"), *ACCURACY_COLUMNS),
     names=3,
     told=(("within two standard errors:", "{within}"),),
-    derived=lambda row: {"within": "yes" if within_error(row) else "no"},
+    derived=within,
     may_fail=False,
-)  # fmt: skip
+)
 MODEL = {"dim": 64, "layers": 2, "heads": 4, "vocab": 272, "sequence": SEQUENCE}
 
 
@@ -136,9 +146,8 @@ def finetune(folder: Path, base: Path, chat: Path, method: str, seed: int, steps
 def rows_of(summary: dict[str, Any], method: str, seed: int) -> Iterator[Row]:
     """Yield a row per task: accuracies in percent with standard errors, and FP8 minus BF16, paired by conversation."""
     for task, found in summary["tasks"].items():
-        figures = {key: 100 * value for key, value in found.items() if key != "samples"}
         losses = {key: summary[key] for key in ("heldout_loss_fp8", "heldout_loss_bf16")}
-        yield {"method": method, "task": task, "seed": seed, "samples": found["samples"], **figures, **losses}
+        yield {"method": method, "task": task, "seed": seed, **in_percent(found), **losses}
 
 
 def command(
