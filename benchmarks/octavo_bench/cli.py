@@ -25,6 +25,7 @@ COMMANDS = {
     "distributed": "distributed:command",
     "scaling": "scaling:command",
     "faults": "faults:command",
+    "downstream": "downstream:command",
     "robustness": "campaign:command",
     "tables": "tables:command",
     "pictures": "pictures:command",
