@@ -1,5 +1,6 @@
-"""What a run's gap is compared with: the control of its preset, by how much two BF16 runs differ, and the study of its
-recipe, the gap that many pairs of longer runs found.
+"""What a run's gap is compared with: a control, and the study of its recipe.
+
+A control is by how much two BF16 runs of a preset differ, a study the gap that many pairs of longer runs found.
 
 `presets/control.json` has, per preset, the held-out gaps of such pairs in percent, one per seed. Both runs of a pair
 take the same batches and are equal up to the step from which the FP8 model of the preset computes in FP8; there the
