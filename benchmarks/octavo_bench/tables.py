@@ -12,6 +12,7 @@ of measurements are defined by one kind, or show several (`readme`); tables of f
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,8 @@ from octavo_bench import closed, facts, readme
 from octavo_bench.kind import kinds
 from octavo_bench.render import Table
 
+STUDIES = Path("src/octavo/lab/train/presets/studies.json")
+"""What the package has of the parity study, which the verdict of a run quotes."""
 MARK = re.compile(r"^<!-- (?:(?:table:|closed: (?P<digest>\w+)) (?P<name>\S+)|(?P<end>end)) -->$")
 
 
@@ -71,6 +74,9 @@ def outdated(root: Path) -> dict[Path, str]:
     directory = root / "benchmarks" / "results"
     texts = {page: page.read_text(encoding="utf-8") for page in pages(root)}
     current = {page: fill(text, directory, str(page.relative_to(root))) for page, text in texts.items()}
+    if (packaged := root / STUDIES).is_file():
+        texts[packaged] = packaged.read_text(encoding="utf-8")
+        current[packaged] = json.dumps(readme.studies(directory), indent=1) + "\n"
     return {page: text for page, text in current.items() if text != texts[page]}
 
 

@@ -395,7 +395,9 @@ def test_plan_as_json(octavo: Octavo) -> None:
 
 def test_recipes(octavo: Octavo) -> None:
     listed = octavo("recipes").stdout.splitlines()
-    assert [line.split()[0] for line in listed[:-3]] == [*recipes.names()] and max(map(len, listed)) <= 132
+    shown = [line.split()[0] for line in listed[:-4]]
+    assert shown[0] == recipes.DEFAULT and {*shown} == {*recipes.names()} and max(map(len, listed)) <= 132
+    assert listed[-3].startswith(f"Default: {recipes.DEFAULT}; {recipes.FALLBACK} where it does not run")
     assert "folded into grad_output" in octavo("recipes", "folded").stdout
     assert "folded" in json.loads(octavo("recipes", "--json").stdout)
     assert json.loads(octavo("recipes", "block", "--json").stdout)["name"] == "block"
