@@ -60,6 +60,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, size: float = 1.0) -> No
         assert float((got != want).float().mean()) < 0.01 or got.numel() < 100
 
 
+@pytest.mark.covering(1)
 @every_shape
 @both_norms
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -75,7 +76,7 @@ def test_codes(shape, centred, target, device):
         assert_close(mean, want_mean)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @every_shape
 @both_norms
 @pytest.mark.parametrize("target", [*TARGETS[:2], *WHOLE], ids=str)
@@ -137,6 +138,7 @@ def test_codes_of_an_rms_norm_are_the_specifications_bit_for_bit_given_its_rstd(
         assert torch.equal(got.scale, want.scale)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", WHOLE[:3], ids=str)
 @pytest.mark.parametrize("width", [130, 256])
 def test_a_row_that_is_not_finite_has_no_scale_in_int8_and_leaves_others_alone(target, width, device):
@@ -150,6 +152,7 @@ def test_a_row_that_is_not_finite_has_no_scale_in_int8_and_leaves_others_alone(t
     assert torch.equal(got.codes[finite], want.codes[finite]) and torch.equal(got.scale[finite], want.scale[finite])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 @both_norms
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
@@ -203,6 +206,7 @@ def test_zeros_take_the_smallest_scale(device):
     torch.testing.assert_close(rstd, torch.full_like(rstd, EPS**-0.5))
 
 
+@pytest.mark.covering(1)
 @every_shape
 @both_norms
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
@@ -267,6 +271,7 @@ def test_the_widths_of_real_models(cols, centred):
     torch.testing.assert_close(got[1], want[1], rtol=STEP[weight.dtype], atol=1e-2)
 
 
+@pytest.mark.covering(1)
 @both_norms
 @pytest.mark.parametrize("shape", [(1, 128), (33, 96), (40, 300), (3, 3000)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
