@@ -7,6 +7,7 @@ A head feeds the loss, a router picks experts. An embedding is looked up and mul
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
@@ -22,6 +23,9 @@ ROUTER = "router: a small error sends a token to another expert"
 HEAD_NAMES = ("*lm_head", "output", "head", "fc", "classifier")
 """Names of heads: the first anywhere, the others at the top level."""
 ROUTER_NAMES = ("*router", "*router.*")
+_LARGEST_HEADS = 8
+"""Most values per input feature of a projection by heads, (D, H, d), as XLNet's; a stack of experts, (E, N, K), has
+more per expert."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -45,7 +49,7 @@ def find_roles(model: nn.Module) -> dict[int, str]:
 def find_heads(model: nn.Module) -> set[int]:
     """Return the `id` of each output head and of each module inside one; see `find_roles`."""
     blocks = inside_blocks(model)
-    found = {id(part) for module in model.modules() for head in _declared(module) for part in head.modules()}
+    found = {id(part) for module in model.modules() for head in _declared(module, blocks) for part in head.modules()}
     found |= {id(layer) for module in model.modules() for layer in _outside_base_model(module, blocks)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found |= {id(module) for module in model.modules() if isinstance(module, nn.Linear) and id(module.weight) in tables}
@@ -59,14 +63,19 @@ def _is_named_head(name: str) -> bool:
     return any(fnmatchcase(unwrapped_name(name), pattern) for pattern in HEAD_NAMES)
 
 
-def _declared(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the heads that a model names by a method."""
+def _declared(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+    """Yield the heads that a model names by a method; for a table (FSMT), the layer of its shape behind all blocks."""
     for name in ("get_output_embeddings", "get_classifier"):
         try:
             head = getattr(module, name, lambda: None)()
         except (AttributeError, NotImplementedError, TypeError):  # not every model of a library has one
             continue
-        yield from (part for part in (head if isinstance(head, tuple) else [head]) if isinstance(part, nn.Module))
+        for part in head if isinstance(head, tuple) else [head]:
+            if isinstance(part, nn.Embedding):
+                last = _last_behind(module, blocks)
+                yield from (layer for layer in last if layer.weight.shape == part.weight.shape)
+            elif isinstance(part, nn.Module):
+                yield part
 
 
 def _outside_base_model(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
@@ -133,7 +142,8 @@ def _find_routers(model: nn.Module) -> Iterator[int]:
 
 def _experts_in(module: nn.Module) -> set[int]:
     """Return the numbers of experts that a module may hold: matrices in one tensor, or modules of one class."""
-    counts = {p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3}
+    stacks = [p.shape for p in module._parameters.values() if p is not None and p.dim() == 3]
+    counts = {shape[0] for shape in stacks if math.prod(shape[1:]) > _LARGEST_HEADS * shape[0]}
     children = list(module.children())
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and len({_class_of(child) for child in children}) == 1:
         counts |= {len(children)} if any(True for _ in children[0].children()) else set()
