@@ -38,7 +38,7 @@ def find_roles(model: nn.Module) -> dict[int, str]:
     - a layer that shares its weight with an embedding;
     - in a model of transformers, the layers outside of its base model (`base_model_prefix`). Of a part there that has
       blocks of its own, such as the decoder of a masked autoencoder, only the last layer behind them;
-    - in a model with none of these, and none of their names: the last layer behind all blocks.
+    - in a model with none of these, and none of their names: the last layer behind all blocks (`_last_behind`).
 
     A router has as many outputs as there are experts in the module around it.
     """
@@ -113,10 +113,17 @@ def inside_blocks(model: nn.Module) -> set[int]:
 
 
 def _last_behind(module: nn.Module, blocks: set[int]) -> list[nn.Module]:
-    """Return the last layer behind the last block inside a module, as a list; empty without blocks or such a layer."""
+    """Return the last layer behind the last block inside a module; none without blocks or such a layer.
+
+    Also the last one there that stands beside the blocks, and not in a module of its own, if that is another: the order
+    is that of creation, and PixArt makes the projection of its captions after its head.
+    """
     parts = list(module.modules())
     last = max((place for place, part in enumerate(parts) if id(part) in blocks), default=len(parts))
-    return [part for part in parts[last + 1 :] if is_layer(part)][-1:]
+    behind = [part for part in parts[last + 1 :] if is_layer(part)]
+    around = [part for part in parts if id(part) not in blocks and any(id(inner) in blocks for inner in part.modules())]
+    beside = {id(child) for part in around for child in part.children()}
+    return [*{id(found[-1]): found[-1] for found in (behind, [x for x in behind if id(x) in beside]) if found}.values()]
 
 
 def is_layer(module: nn.Module) -> bool:
